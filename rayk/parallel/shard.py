@@ -1,0 +1,64 @@
+"""Which units a tensor-parallel rank holds. A shard is a tuple of global unit ids, not a range.
+
+Units are whatever is divided: KV heads, query heads, weight rows. Everything that cuts weights,
+lays out pages or plans transfers asks here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from rayk.types.errors import Unsupported
+
+
+def shard_units(num_units: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    """Units of one rank when each rank needs an equal share.
+
+    Contiguous shares when `tp_size` divides `num_units`; replicas (rank r holds unit
+    r * num_units // tp_size) when `num_units` divides `tp_size`.
+
+    Raises Unsupported when neither divides the other.
+    """
+    assert 0 <= tp_rank < tp_size, (tp_rank, tp_size)
+    if num_units % tp_size == 0:
+        share = num_units // tp_size
+        return tuple(range(tp_rank * share, (tp_rank + 1) * share))
+    if tp_size % num_units == 0:
+        return (tp_rank * num_units // tp_size,)
+    raise Unsupported(f"{num_units} units cannot be shared by TP {tp_size}: neither divides the other")
+
+
+def shard_range(size: int, tp_size: int, tp_rank: int) -> range:
+    """A rank's contiguous share of `size` rows, sizes differing by at most one (MLP, vocabulary)."""
+    assert 0 <= tp_rank < tp_size, (tp_rank, tp_size)
+    return range(size * tp_rank // tp_size, size * (tp_rank + 1) // tp_size)
+
+
+def query_heads(num_query_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    """Query heads of one rank. Raises Unsupported unless `tp_size` divides them."""
+    if num_query_heads % tp_size:
+        raise Unsupported(f"TP {tp_size} does not divide the model's {num_query_heads} query heads")
+    return shard_units(num_query_heads, tp_size, tp_rank)
+
+
+def kv_heads(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    """KV heads that one rank's query heads attend to, ascending (replicated where ranks share one)."""
+    groups = num_query_heads // num_kv_heads
+    return tuple(sorted({q // groups for q in query_heads(num_query_heads, tp_size, tp_rank)}))
+
+
+def kv_index(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    """For each query head of the rank, the slot of its KV head among the rank's own KV heads."""
+    groups = num_query_heads // num_kv_heads
+    slots = {h: i for i, h in enumerate(kv_heads(num_query_heads, num_kv_heads, tp_size, tp_rank))}
+    return tuple(slots[q // groups] for q in query_heads(num_query_heads, tp_size, tp_rank))
+
+
+def why_unsupported(num_query_heads: int, num_kv_heads: int, tp_size: int) -> str | None:
+    """Why the model cannot run at this TP size, or None when it can."""
+    if num_query_heads % tp_size:
+        return f"TP {tp_size} does not divide the model's {num_query_heads} query heads"
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        return (
+            f"TP {tp_size} and the model's {num_kv_heads} KV heads: neither divides the other "
+            "(not supported yet)"
+        )
+    return None

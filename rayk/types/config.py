@@ -1,0 +1,31 @@
+"""Settings of one engine, below the experiment spec: frozen, stdlib only, saved with the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """One engine: a tensor-parallel group serving one model.
+
+    `layout` and `attention_backend` may be "auto"; `kernel_block_size` None means block_size.
+    """
+
+    model: str
+    tp: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    layout: str = "auto"
+    block_size: int = 16
+    kernel_block_size: int | None = None
+    kv_dtype: str = "auto"
+    num_blocks: int = 256
+    max_batch_tokens: int = 512
+    max_seqs: int = 16
+    attention_backend: str = "auto"
+    prefix_caching: bool = False
+    fast_prefill: bool = False
+    hybrid_kv: bool = True
+    comm: str = "auto"
+    """How tensor-parallel ranks talk: auto, shm (CPU ranks of one host), gloo, nccl."""

@@ -1,0 +1,192 @@
+"""Errors people meet, as dataclasses so that they cross a Ray (pickle) boundary intact.
+
+RaykError
+├── UserError             the input is bad: exit code 2, nothing was started
+│   ├── SpecError         the experiment file: where, what, how to mend it
+│   ├── CheckpointError   the model folder
+│   ├── UnsupportedArchitecture
+│   └── DeviceError       the machine or cluster cannot give what was asked
+├── Unsupported           the model itself cannot run this way (verdict UNSUPPORTED)
+├── LayoutVetoed          no KV-cache layout is accepted by everybody
+├── OutOfBlocks           the KV pool cannot hold the request
+├── HandshakeMismatch     producer and consumer disagree on a field
+├── TransferError         bytes did not arrive
+├── KVMismatch            bytes arrived and are wrong
+├── EngineDied            a rank of the engine is gone or failed
+├── CommError             a collective failed or a peer is gone
+└── DeadlineExceeded      a wait ran past its deadline
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RaykError(Exception):
+    """Base of every error rayk raises on purpose."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception.__reduce__ would call the class with `args`, which a dataclass __init__ never sets.
+        return (_rebuild, (type(self), self.__dict__.copy()))
+
+
+def _rebuild(cls: type[RaykError], fields: dict[str, object]) -> RaykError:
+    error = cls.__new__(cls)
+    error.__dict__.update(fields)
+    return error
+
+
+@dataclass
+class UserError(RaykError):
+    """Bad input. `where` names the file, line or option; `mend` says what would work."""
+
+    problem: str
+    where: str = ""
+    mend: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.problem}" if self.where else self.problem
+        return f"{text}\n  mend: {self.mend}" if self.mend else text
+
+
+@dataclass
+class SpecError(UserError):
+    """The experiment spec is wrong."""
+
+
+@dataclass
+class CheckpointError(UserError):
+    """The checkpoint folder is missing, unreadable or incomplete."""
+
+
+@dataclass
+class UnsupportedArchitecture(UserError):
+    """The checkpoint's architecture, or a setting of it, is not implemented."""
+
+    architecture: str = ""
+    supported: tuple[str, ...] = ()
+
+
+@dataclass
+class DeviceError(UserError):
+    """The machine or the cluster does not have what was asked for."""
+
+
+@dataclass
+class Unsupported(RaykError):
+    """The model itself cannot run this way, e.g. a TP size that does not divide its heads."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass
+class LayoutVetoed(RaykError):
+    """Every candidate layout has a veto. `vetoes` holds (layout, who, reason) rows."""
+
+    vetoes: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        rows = "\n".join(f"  {layout}: {who}: {why}" for layout, who, why in self.vetoes)
+        return f"no KV-cache layout is left; vetoes:\n{rows}"
+
+
+@dataclass
+class OutOfBlocks(RaykError):
+    """The block pool is short."""
+
+    needed_blocks: int
+    free_blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.needed_blocks} blocks needed, {self.free_blocks} free"
+
+
+@dataclass
+class HandshakeMismatch(RaykError):
+    """Producer and consumer would read the same bytes differently."""
+
+    fields: tuple[tuple[str, str, str], ...]
+    """(field, producer's value, consumer's value), every field that differs."""
+
+    def __str__(self) -> str:
+        rows = "; ".join(f"{name}: producer {a}, consumer {b}" for name, a, b in self.fields)
+        return f"handshake refused: {rows}"
+
+
+@dataclass
+class TransferError(RaykError):
+    """A transfer failed or ran out of time."""
+
+    request_id: str
+    reason: str
+    producer: str = ""
+    consumer: str = ""
+
+    def __str__(self) -> str:
+        route = f" {self.producer} -> {self.consumer}" if self.producer or self.consumer else ""
+        return f"transfer of {self.request_id}{route}: {self.reason}"
+
+
+@dataclass
+class KVMismatch(RaykError):
+    """D's KV differs from P's. The coordinate is the first wrong one in canonical order."""
+
+    request_id: str
+    layer: int
+    group: int
+    field: str
+    head: int
+    token: int
+    classification: str
+    num_bytes_checked: int = 0
+    num_bytes_mismatched: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"KV of {self.request_id} differs: layer {self.layer}, group {self.group}, "
+            f"{self.field}, head {self.head}, token {self.token}: {self.classification}"
+        )
+
+
+@dataclass
+class EngineDied(RaykError):
+    """An engine lost a rank, or its loop raised."""
+
+    engine: str
+    cause: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        who = self.engine if self.rank is None else f"{self.engine} rank {self.rank}"
+        return f"engine {who} died: {self.cause}"
+
+
+@dataclass
+class CommError(RaykError):
+    """A collective among tensor-parallel ranks failed."""
+
+    operation: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {self.reason}"
+
+
+@dataclass
+class DeadlineExceeded(RaykError):
+    """Something took longer than its deadline allows."""
+
+    what: str
+    deadline_s: float
+    detail: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        extra = "".join(f", {k}={v}" for k, v in self.detail.items())
+        return f"{self.what} exceeded its deadline of {self.deadline_s:g} s{extra}"

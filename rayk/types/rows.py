@@ -1,0 +1,54 @@
+"""Result rows: what actors hand to reports. Times are ints in nanoseconds of one clock.
+
+Reports turn rows into tables (INTERFACE: requests.parquet, transfers.parquet); nothing else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestRow:
+    """One request of one cell."""
+
+    cell_id: str
+    repeat: int
+    request_id: str
+    prompt_index: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    prefill_engine: str | None = None
+    decode_engine: str | None = None
+    kv_path: str = "none"
+    """remote, local, recomputed or none."""
+    finish_reason: str | None = None
+    """stop, length, abort or error."""
+    token_times_ns: list[int] = field(default_factory=list)
+    """When each output token reached the coordinator (time.monotonic_ns)."""
+    arrival_ns: int = 0
+    stage_ns: dict[str, int] = field(default_factory=dict)
+    """Stage name -> duration: queue, prefill, digest, reserve, read, verify, decode."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TransferRow:
+    """What one consumer rank read from one producer rank for one request and KV group."""
+
+    cell_id: str
+    repeat: int
+    request_id: str
+    producer_rank: int
+    consumer_rank: int
+    group: int
+    bytes: int
+    num_descriptors: int
+    post_ns: int = 0
+    transfer_ns: int = 0
+    transport: str = ""
+    staged: bool = False
+    retries: int = 0
+    verdict: str = "OK"
