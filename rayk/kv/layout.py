@@ -1,0 +1,78 @@
+"""The order of a KV cache's logical axes in memory, and how one order is agreed on.
+
+Logical axes: L layer (position in its group), B block, H head slot, N token slot, C content bytes.
+C is always innermost: a (head, token)'s bytes stay together. Adding a layout is adding a row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rayk.types.errors import LayoutVetoed, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """One axis order, outermost first, e.g. BLHNC."""
+
+    name: str
+
+    def strides(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes from one index of an axis to the next, for dense axes of these sizes (C in bytes)."""
+        strides: dict[str, int] = {}
+        step = 1
+        for axis in reversed(self.name):
+            strides[axis] = step
+            step *= sizes[axis]
+        return strides
+
+    @property
+    def block_outermost(self) -> bool:
+        """Whether one block of all layers is one contiguous run."""
+        return self.name.startswith("B")
+
+
+LAYOUTS: dict[str, KVCacheLayout] = {
+    name: KVCacheLayout(name) for name in ("BHLNC", "BLHNC", "BLNHC", "LBHNC", "LBNHC", "LHBNC")
+}
+"""Every layout, most preferred first: BHLNC keeps a head slice one run under heterogeneous TP."""
+
+Veto = Callable[[KVCacheLayout], str | None]
+"""Why a party cannot work with a layout, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutResolution:
+    """The agreed layout and who vetoed which other one, as (layout, who, reason) rows."""
+
+    layout: KVCacheLayout
+    vetoes: tuple[tuple[str, str, str], ...]
+
+
+def get_layout(name: str) -> KVCacheLayout:
+    """The layout of this name. Raises UserError naming the six."""
+    if name not in LAYOUTS:
+        raise UserError(f"unknown KV-cache layout {name!r}", mend=f"one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def resolve_layout(requested: str, parties: Sequence[tuple[str, Veto]]) -> LayoutResolution:
+    """The most preferred layout that no party vetoes.
+
+    `requested` is a layout name (the user then vetoes all others) or "auto".
+    Raises LayoutVetoed with the whole table when nothing is left.
+    """
+    wanted = None if requested == "auto" else get_layout(requested)
+    vetoes: list[tuple[str, str, str]] = []
+    accepted: list[KVCacheLayout] = []
+    for layout in LAYOUTS.values():
+        rows = [(layout.name, who, why) for who, veto in parties if (why := veto(layout)) is not None]
+        if wanted is not None and layout != wanted:
+            rows.append((layout.name, "user", f"asked for {wanted.name}"))
+        vetoes += rows
+        if not rows:
+            accepted.append(layout)
+    if not accepted:
+        raise LayoutVetoed(tuple(vetoes))
+    return LayoutResolution(accepted[0], tuple(vetoes))

@@ -1,0 +1,112 @@
+"""The run algebra: which bytes of one geometry are which bytes of another. Free of torch.
+
+Two geometries of one KV group name the same canonical coordinates (layer, field, unit, row), each at its
+own addresses. `match_rows` lists the byte runs between them for a stretch of rows; neighbouring runs are
+joined where they continue on both sides. Transfer plans, page maps and `rayk explain` all come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rayk.kv.geometry import FieldGeometry, GroupGeometry, canonical_page
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Byte runs from a source to a destination: equal-length int64 arrays, ascending destination."""
+
+    source: Ints
+    destination: Ints
+    lengths: Ints
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all runs."""
+        return int(self.lengths.sum())
+
+    def tuples(self) -> list[tuple[int, int, int]]:
+        """(source, destination, length) rows, for people and tests."""
+        return list(zip(self.source.tolist(), self.destination.tolist(), self.lengths.tolist(), strict=True))
+
+
+def coalesce(source: Ints, destination: Ints, lengths: Ints) -> Runs:
+    """Sort by destination and join runs that continue on both sides."""
+    order = np.argsort(destination, kind="stable")
+    source, destination, lengths = source[order], destination[order], lengths[order]
+    if len(lengths) == 0:
+        return Runs(source, destination, lengths)
+    starts = np.ones(len(lengths), dtype=bool)
+    starts[1:] = (source[1:] != source[:-1] + lengths[:-1]) | (
+        destination[1:] != destination[:-1] + lengths[:-1]
+    )
+    first = np.flatnonzero(starts)
+    return Runs(source[first], destination[first], np.add.reduceat(lengths, first))
+
+
+def match_rows(
+    source: GroupGeometry,
+    destination: GroupGeometry,
+    units: Iterable[int],
+    *,
+    source_row: int,
+    destination_row: int,
+    num_rows: int,
+) -> Runs:
+    """Runs that copy `num_rows` rows of `units`, all layers and fields, from block 0 of the source's buffer
+    to block 0 of the destination's.
+
+    Rows count from the start of each side's (manager's) block and may cross kernel blocks but not blocks.
+    For other blocks add `block_id * kernel_blocks_per_block * block_stride` on each side: addresses are
+    affine in the block.
+    """
+    assert source_row + num_rows <= source.block_size, "rows leave the source block"
+    assert destination_row + num_rows <= destination.block_size, "rows leave the destination block"
+    chosen = list(units)
+    parts: list[tuple[Ints, Ints, Ints]] = []
+    for src, dst in zip(source.fields, destination.fields, strict=True):
+        assert src.field.name == dst.field.name, (src.field.name, dst.field.name)
+        here = _rows(source, src, chosen, source_row, num_rows)
+        there = _rows(destination, dst, chosen, destination_row, num_rows)
+        parts.append((here, there, np.full(len(here), src.field.row_bytes, dtype=np.int64)))
+    return coalesce(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def page_map(rank: GroupGeometry) -> Runs:
+    """Runs from one block of a rank (offsets from that block's first byte) to the canonical page."""
+    whole = canonical_page(rank.group)
+    units = rank.fields[0].units
+    return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.block_size)
+
+
+def block_stride(group: GroupGeometry) -> int:
+    """Bytes from one manager's block to the next."""
+    return group.kernel_blocks_per_block * group.fields[0].block_stride
+
+
+def _rows(
+    group: GroupGeometry, field: FieldGeometry, units: Sequence[int], first_row: int, num_rows: int
+) -> Ints:
+    """Addresses of every (unit, layer, row) in that order, block 0."""
+    slot_of = {unit: slot for slot, unit in enumerate(field.units)}
+    slots = np.array([slot_of[u] for u in units], dtype=np.int64)
+    positions = np.arange(len(group.group.layers), dtype=np.int64)
+    rows = np.arange(first_row, first_row + num_rows, dtype=np.int64)
+    kernel_block, row = np.divmod(rows, group.kernel_block_size)
+    in_block = kernel_block * field.block_stride + row * field.row_stride
+    addresses: Ints = (
+        field.offset
+        + slots[:, None, None] * field.unit_stride
+        + positions[None, :, None] * field.layer_stride
+        + in_block[None, None, :]
+    ).reshape(-1)
+    return addresses

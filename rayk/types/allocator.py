@@ -1,0 +1,28 @@
+"""What the scheduler asks of whoever owns the KV blocks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+BlockUpdates = tuple[tuple[int, tuple[int, ...]], ...]
+"""Per KV group: (first index of the block table that changes, the ids from there on)."""
+
+
+class BlockAllocator(Protocol):
+    """Block tables of running requests, over all KV groups at once."""
+
+    def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
+        """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
+        ...
+
+    def trim(self, request_id: str, num_computed_tokens: int) -> None:
+        """Free blocks that no later token reads (outside a window)."""
+        ...
+
+    def free(self, request_id: str) -> None:
+        """Give back everything the request holds."""
+        ...
+
+    def check_integrity(self) -> None:
+        """AssertionError when blocks leaked or are held twice."""
+        ...
