@@ -1,0 +1,90 @@
+"""The model families: each maps its config.json and its weight names. Free of torch.
+
+A new family is one module here (config mapping, weight names, a tiny debug config) and one entry in
+`_MODULES`; the decoder knows only `DecoderConfig`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rayk.models.config import DecoderConfig
+from rayk.models.families import llama, mistral, qwen2, qwen3
+from rayk.models.families.common import Family, WeightNames
+from rayk.models.families.raw import RawConfig, read_json
+from rayk.types.errors import CheckpointError, UnsupportedArchitecture
+
+__all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
+
+_MODULES = (llama, mistral, qwen2, qwen3)
+
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+
+SUPPORTED: tuple[str, ...] = tuple(sorted(family.architecture for family in FAMILIES.values()))
+"""Architectures, as config.json names them."""
+
+_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
+
+
+def load_config(model_path: str | Path) -> DecoderConfig:
+    """The decoder that a Hugging Face checkpoint folder describes.
+
+    Raises CheckpointError when the folder, its config.json or its weights are missing or
+    unreadable, and UnsupportedArchitecture when the model, or a setting of it, is not implemented.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            "no such checkpoint folder",
+            where=str(folder),
+            mend="pass a local folder, or write a small one with `rayk checkpoint FAMILY DIR`",
+        )
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(
+            "the checkpoint folder has no config.json",
+            where=str(folder),
+            mend="pass a folder in Hugging Face format",
+        )
+    values = read_json(config_file)
+    config = parse_config(values | _generation_eos(folder), where=str(config_file))
+    _require_weights(folder)
+    return config
+
+
+def parse_config(values: dict[str, object], where: str = "config.json") -> DecoderConfig:
+    """The decoder that the contents of a config.json describe; `where` is for messages."""
+    names = values.get("architectures") or []
+    if not isinstance(names, list) or not names:
+        raise CheckpointError("`architectures` is missing or empty", where=where)
+    family = _BY_ARCHITECTURE.get(str(names[0]))
+    if family is None:
+        raise UnsupportedArchitecture(
+            f"architecture {names[0]} is not supported",
+            where=where,
+            mend="supported: " + ", ".join(SUPPORTED),
+            architecture=str(names[0]),
+            supported=SUPPORTED,
+        )
+    return family.parse(RawConfig(values, where, family.architecture))
+
+
+def _generation_eos(folder: Path) -> dict[str, object]:
+    """End-of-sequence ids of generation_config.json: where it exists, generation obeys it."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    ids = read_json(file).get("eos_token_id")
+    return {} if ids is None else {"eos_token_id": ids}
+
+
+def _require_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+    found = f" (only {', '.join(others[:3])})" if others else ""
+    raise CheckpointError(
+        f"the checkpoint folder has no .safetensors weights{found}",
+        where=str(folder),
+        mend="save the model with save_pretrained(..., safe_serialization=True)",
+    )

@@ -1,0 +1,36 @@
+"""Qwen3: llama with RMSNorm on the heads of q and k, and an optional window in the upper layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rayk.models.families import common
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
+
+
+def parse(raw: RawConfig) -> DecoderConfig:
+    """`attention_bias` puts a bias on q, k, v and o; head_dim is 128 where it is not written."""
+    bias = raw.flag("attention_bias")
+    return common.parse_llama_like(
+        raw,
+        family="qwen3",
+        windows=common.windows_by_layer(raw),
+        head_size=128,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+    )
+
+
+TINY = {**common.TINY_COMMON}
+
+FAMILY = common.Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    parse=parse,
+    weights=common.LLAMA_WEIGHTS,
+    tiny=TINY,
+)

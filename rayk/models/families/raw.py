@@ -1,0 +1,82 @@
+"""Reading config.json: typed look-ups whose errors name the file and the key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rayk.types.errors import CheckpointError, UnsupportedArchitecture
+
+
+class RawConfig:
+    """A config.json that has been read, with the name of the file for messages."""
+
+    def __init__(self, values: dict[str, Any], where: str, architecture: str = "") -> None:
+        self.values = values
+        self.where = where
+        self.architecture = architecture
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the key is absent or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer. Raises CheckpointError when absent without default, or not one."""
+        value = self.get(key, default)
+        if value is None:
+            raise CheckpointError(f"`{key}` is missing", where=self.where)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"`{key}` must be a positive integer, not {value!r}", where=self.where)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number. Raises CheckpointError when absent without default, or not one."""
+        value = self.get(key, default)
+        if value is None:
+            raise CheckpointError(f"`{key}` is missing", where=self.where)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"`{key}` must be a positive number, not {value!r}", where=self.where)
+        return float(value)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """True or false. Raises CheckpointError when it is something else."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"`{key}` must be true or false, not {value!r}", where=self.where)
+        return value
+
+    def token_id(self, key: str) -> int | None:
+        """A token id or None. Raises CheckpointError when it is something else."""
+        ids = self.token_ids(key)
+        return ids[0] if ids else None
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id or a list of ids as a tuple; empty when absent."""
+        value = self.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise CheckpointError(f"`{key}` must be token ids, not {value!r}", where=self.where)
+        return tuple(ids)
+
+    def refuse(self, problem: str, mend: str = "") -> UnsupportedArchitecture:
+        """The error for a setting that is valid but not implemented; the caller raises it."""
+        return UnsupportedArchitecture(problem, where=self.where, mend=mend, architecture=self.architecture)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError when it cannot be read or is no object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"not valid JSON: {error.msg} (line {error.lineno})",
+            where=str(path),
+            mend="download or write the checkpoint again",
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError("not a JSON object", where=str(path))
+    return values

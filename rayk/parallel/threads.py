@@ -1,0 +1,113 @@
+"""Ranks as threads of one process: for tests and for runs without Ray.
+
+Every collective is one numbered operation. A rank posts its payload under the number and waits for
+the others' payloads, so ranks may run ahead of each other by one operation and never mix two up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from rayk.parallel.reduce import sum_in_rank_order
+from rayk.types.errors import CommError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Board:
+    """What the ranks of one group share: posted payloads and how far each rank is."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.posted: list[dict[int, tuple[str, Any]]] = [{} for _ in range(size)]
+        self.num_posted = [0] * size
+        self.closed = [False] * size
+
+
+class ThreadComm:
+    """Comm among threads of one process; make the whole group with `make_group`."""
+
+    def __init__(self, board: _Board, rank: int, size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.name = "threads"
+        self._board = board
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def make_group(cls, num_ranks: int, timeout_s: float = 30.0) -> list[ThreadComm]:
+        """One comm per rank; give each to its own thread."""
+        board = _Board(num_ranks)
+        return [cls(board, rank, num_ranks, timeout_s) for rank in range(num_ranks)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks in rank order, in place."""
+        # The posted copy is what peers read while this rank overwrites its tensor.
+        number = self._post("all_reduce", tensor.clone())
+        return sum_in_rank_order(self._collect("all_reduce", number, range(self.size)), tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order."""
+        number = self._post("all_gather", tensor.clone())
+        return [t.clone() for t in self._collect("all_gather", number, range(self.size))]
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload; rank 0 does not wait for its peers."""
+        assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
+        number = self._post("broadcast_bytes", payload)
+        received: bytes = self._collect("broadcast_bytes", number, (0,))[0]
+        return received
+
+    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload on rank 0."""
+        number = self._post("gather_bytes", payload)
+        if self.rank != 0:
+            return None
+        return self._collect("gather_bytes", number, range(self.size))
+
+    def close(self) -> None:
+        """Leave the group: peers that wait for more from this rank get CommError."""
+        with self._board.changed:
+            self._board.closed[self.rank] = True
+            self._board.changed.notify_all()
+
+    def _post(self, operation: str, payload: Any) -> int:
+        """Publish this rank's payload of the next operation and return the operation's number."""
+        board = self._board
+        with board.changed:
+            if board.closed[self.rank]:
+                raise CommError(operation, f"rank {self.rank} has closed its group")
+            number = board.num_posted[self.rank]
+            board.posted[self.rank][number] = (operation, payload)
+            board.num_posted[self.rank] = number + 1
+            # A peer that has posted number - 1 is done with number - 2.
+            done = min(board.num_posted) - 2
+            for old in [n for n in board.posted[self.rank] if n < done]:
+                del board.posted[self.rank][old]
+            board.changed.notify_all()
+        return number
+
+    def _collect(self, operation: str, number: int, ranks: range | tuple[int, ...]) -> list[Any]:
+        """The payloads of `ranks` for operation `number`, waiting for them."""
+        board = self._board
+        deadline = time.monotonic() + self._timeout_s
+        payloads = []
+        with board.changed:
+            for rank in ranks:
+                while board.num_posted[rank] <= number:
+                    left = deadline - time.monotonic()
+                    if board.closed[rank]:
+                        raise CommError(operation, f"rank {rank} has left the group")
+                    if left <= 0 or not board.changed.wait(left):
+                        raise CommError(
+                            operation,
+                            f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}",
+                        )
+                theirs, payload = board.posted[rank][number]
+                if theirs != operation:
+                    raise CommError(operation, f"rank {rank} called {theirs}")
+                payloads.append(payload)
+        return payloads
