@@ -15,6 +15,10 @@ class BlockAllocator(Protocol):
         """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
         ...
 
+    def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """Block ids per KV group; 0 stands for blocks that need not exist."""
+        ...
+
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
         """Free blocks that no later token reads (outside a window)."""
         ...

@@ -1,0 +1,54 @@
+"""A scheduled batch as one int32 array: what rank 0 broadcasts each step.
+
+Layout: [step, num_requests, num_groups], then per request
+[row, num_computed_tokens, num_tokens, needs_logits], per group [start, num_ids, ids...], token ids.
+Request ids stay on rank 0: peers know rows only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+
+
+def encode_batch(batch: ScheduledBatch) -> bytes:
+    """Pack a batch; `decode_batch` is the inverse but for request ids."""
+    num_groups = len(batch.requests[0].new_block_ids) if batch.requests else 0
+    words = [batch.step, len(batch.requests), num_groups]
+    for r in batch.requests:
+        words += (r.row, r.num_computed_tokens, len(r.token_ids), int(r.needs_logits))
+        for start, ids in r.new_block_ids:
+            words += (start, len(ids), *ids)
+        words += r.token_ids
+    return np.array(words, dtype=np.int32).tobytes()
+
+
+def decode_batch(payload: bytes) -> ScheduledBatch:
+    """Unpack what `encode_batch` made; request ids become "row<N>"."""
+    words: list[int] = np.frombuffer(payload, dtype=np.int32).tolist()
+    step, num_requests, num_groups = words[:3]
+    at = 3
+    requests = []
+    for _ in range(num_requests):
+        row, num_computed, num_tokens, needs_logits = words[at : at + 4]
+        at += 4
+        updates = []
+        for _ in range(num_groups):
+            start, count = words[at : at + 2]
+            updates.append((start, tuple(words[at + 2 : at + 2 + count])))
+            at += 2 + count
+        token_ids = tuple(words[at : at + num_tokens])
+        at += num_tokens
+        requests.append(
+            ScheduledRequest(
+                request_id=f"row{row}",
+                row=row,
+                num_computed_tokens=num_computed,
+                token_ids=token_ids,
+                new_block_ids=tuple(updates),
+                needs_logits=bool(needs_logits),
+            )
+        )
+    assert at == len(words), "header has trailing words"
+    return ScheduledBatch(step=step, requests=tuple(requests))

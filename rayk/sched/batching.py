@@ -1,0 +1,214 @@
+"""Continuous batching with chunked prefill; preemption by recompute.
+
+A request has `tokens` (prompt, then generated) and `num_computed` of them have KV. A step computes the next
+tokens of as many requests as the token budget and the blocks allow; a request that has computed all its
+tokens samples one more. Prefill chunks, decode steps and recomputation after a preemption are thus one case.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rayk.types.allocator import BlockAllocator, BlockUpdates
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.request import FinishReason, Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request inside one engine. Filled and changed by the Scheduler only."""
+
+    request: Request
+    eos_token_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    row: int | None = None
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    tables_sent: bool = False
+    """Whether the ranks hold this request's block tables (in its row)."""
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[len(self.request.prompt_token_ids) :]
+
+    def append(self, token: int, max_positions: int) -> None:
+        """Take a sampled token and decide whether the request is finished."""
+        self.tokens.append(token)
+        sampling = self.request.sampling
+        stops = self.eos_token_ids if not sampling.ignore_eos else frozenset()
+        if token in stops or token in sampling.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.output_token_ids) >= sampling.max_tokens or len(self.tokens) >= max_positions:
+            self.finish_reason = FinishReason.LENGTH
+
+
+class Scheduler:
+    """Decides each step's batch. First come, first served; the latest arrival is preempted first."""
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_batch_tokens: int,
+        max_seqs: int,
+        max_positions: int,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        assert max_batch_tokens >= 1
+        assert max_seqs >= 1
+        self.allocator = allocator
+        self.max_batch_tokens = max_batch_tokens
+        self.max_positions = max_positions
+        self.num_preemptions = 0
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._waiting: deque[RequestState] = deque()
+        self._running: list[RequestState] = []
+        self._rows = list(range(max_seqs - 1, -1, -1))
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row or for blocks."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> RequestState:
+        """Queue a new request."""
+        state = RequestState(request, self._eos_token_ids, list(request.prompt_token_ids))
+        self._waiting.append(state)
+        return state
+
+    def add_prefilled(self, request: Request, output_token_ids: Iterable[int]) -> RequestState:
+        """Queue a request whose prompt's KV is already in its blocks, with the tokens sampled so far."""
+        state = self.add(request)
+        state.tokens += output_token_ids
+        state.num_computed = len(request.prompt_token_ids)
+        return state
+
+    def remove(self, request_id: str, *, keep_blocks: bool = False) -> RequestState | None:
+        """Forget a request (aborted, or handed over with `keep_blocks`). None if it is not here."""
+        for queue in (self._running, self._waiting):
+            for state in queue:
+                if state.request_id == request_id:
+                    queue.remove(state)
+                    self._release_row(state)
+                    if not keep_blocks:
+                        self.allocator.free(request_id)
+                    return state
+        return None
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step's batch, or None when nothing can run now."""
+        budget = self.max_batch_tokens
+        scheduled: list[ScheduledRequest] = []
+        index = 0
+        while index < len(self._running) and budget > 0:
+            state = self._running[index]
+            num_tokens = min(len(state.tokens) - state.num_computed, budget)
+            updates = self._extend_or_preempt(state, state.num_computed + num_tokens)
+            if updates is None:
+                break  # state itself was preempted; all behind it were before.
+            scheduled.append(self._share(state, num_tokens, updates))
+            budget -= num_tokens
+            index += 1
+        budget = self._admit(scheduled, budget)
+        if not scheduled:
+            return None
+        self._step += 1
+        return ScheduledBatch(step=self._step, requests=tuple(scheduled))
+
+    def update(self, batch: ScheduledBatch, sampled: Mapping[str, int]) -> list[RequestState]:
+        """Account for a finished step. Returns the requests that got a token; finished ones have left."""
+        got_token: list[RequestState] = []
+        by_id = {state.request_id: state for state in self._running}
+        for share in batch.requests:
+            state = by_id.get(share.request_id)
+            if state is None:
+                continue  # aborted while the step ran
+            state.num_computed = share.num_computed_tokens + len(share.token_ids)
+            if share.needs_logits:
+                state.append(sampled[share.request_id], self.max_positions)
+                got_token.append(state)
+            if state.finish_reason is not None:
+                self.remove(state.request_id)
+            else:
+                self.allocator.trim(state.request_id, state.num_computed)
+        return got_token
+
+    def check_integrity(self) -> None:
+        """Rows are held once; blocks add up. AssertionError otherwise."""
+        rows = [state.row for state in self._running] + self._rows
+        assert len(set(rows)) == len(rows), "a row is held twice"
+        assert None not in rows, "a running request has no row"
+        self.allocator.check_integrity()
+
+    def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
+        """Blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go."""
+        while (updates := self.allocator.extend(state.request_id, num_tokens)) is None:
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is state:
+                return None
+        return updates
+
+    def _preempt(self, state: RequestState) -> None:
+        self._release_row(state)
+        self.allocator.free(state.request_id)
+        state.num_computed = 0
+        state.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.appendleft(state)
+
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+        """Start waiting requests while rows, tokens and blocks last."""
+        while self._waiting and self._rows and budget > 0:
+            state = self._waiting[0]
+            num_tokens = min(len(state.tokens) - state.num_computed, budget)
+            updates = self.allocator.extend(state.request_id, state.num_computed + num_tokens)
+            if updates is None:
+                break
+            self._waiting.popleft()
+            state.row = self._rows.pop()
+            self._running.append(state)
+            scheduled.append(self._share(state, num_tokens, updates))
+            budget -= num_tokens
+        return budget
+
+    def _share(self, state: RequestState, num_tokens: int, updates: BlockUpdates) -> ScheduledRequest:
+        if not state.tables_sent:
+            updates = tuple((0, table) for table in self.allocator.block_tables(state.request_id))
+            state.tables_sent = True
+        assert state.row is not None
+        end = state.num_computed + num_tokens
+        return ScheduledRequest(
+            request_id=state.request_id,
+            row=state.row,
+            num_computed_tokens=state.num_computed,
+            token_ids=tuple(state.tokens[state.num_computed : end]),
+            new_block_ids=updates,
+            needs_logits=end == len(state.tokens),
+        )
+
+    def _release_row(self, state: RequestState) -> None:
+        if state.row is not None:
+            self._rows.append(state.row)
+            state.row = None
+        state.tables_sent = False
