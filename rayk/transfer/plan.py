@@ -1,0 +1,241 @@
+"""Which bytes each consumer rank reads from which producer rank. Pure; free of torch.
+
+A plan goes through canonical coordinates: every unit a consumer rank holds has one elected source rank
+that holds it too, and rows are cut wherever a block of either side ends, so that a segment lies in one
+block on both sides. Segments that start alike in both blocks share a `Pattern`: byte runs relative to the
+block, the same for every block id. A pattern is prepared once; a request only picks block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.kv.maps import Runs, block_stride, match_rows
+
+Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReads:
+    """The units of one group that a consumer rank reads from one producer rank."""
+
+    producer_rank: int
+    group: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Runs that move one segment of rows, relative to block 0 of both buffers.
+
+    Block b of the source lies `b * source_stride` bytes further, likewise for the destination. A descriptor
+    list made of a pattern has index run * num_blocks + block.
+    """
+
+    producer_rank: int
+    group: int
+    source_row: int
+    destination_row: int
+    num_rows: int
+    runs: Runs
+    source_stride: int
+    destination_stride: int
+
+    @property
+    def key(self) -> tuple[int, int, int, int, int]:
+        """Names the pattern within one consumer rank's plan."""
+        return (self.producer_rank, self.group, self.source_row, self.destination_row, self.num_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockReads:
+    """One pattern applied to block ids: `source_blocks[i]` goes to `destination_blocks[i]` (int64)."""
+
+    producer_rank: int
+    group: int
+    pattern: Pattern
+    source_blocks: Ints
+    destination_blocks: Ints
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read."""
+        return self.pattern.runs.num_bytes * len(self.source_blocks)
+
+    @property
+    def num_descriptors(self) -> int:
+        """One per run and block."""
+        return len(self.pattern.runs) * len(self.source_blocks)
+
+    @property
+    def num_coalesced(self) -> int:
+        """Descriptors left when consecutive blocks of dense runs are read as one."""
+        runs = self.pattern.runs
+        dense = (runs.lengths == self.pattern.source_stride) & (
+            runs.lengths == self.pattern.destination_stride
+        )
+        steps = (np.diff(self.source_blocks) == 1) & (np.diff(self.destination_blocks) == 1)
+        return self.num_descriptors - int(dense.sum()) * int(steps.sum())
+
+    def indices(self, num_source_blocks: int, num_destination_blocks: int) -> tuple[Ints32, Ints32]:
+        """Descriptor indices (source, destination), int32, run-major so that dense runs can merge."""
+        runs = np.arange(len(self.pattern.runs), dtype=np.int64)[:, None]
+        source = runs * num_source_blocks + self.source_blocks[None, :]
+        destination = runs * num_destination_blocks + self.destination_blocks[None, :]
+        return source.astype(np.int32).reshape(-1), destination.astype(np.int32).reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """Everything one consumer rank reads, whatever the request. `reads` is ordered by producer, group."""
+
+    producers: tuple[RankGeometry, ...]
+    consumer: RankGeometry
+    reads: tuple[UnitReads, ...]
+
+    @cached_property
+    def patterns(self) -> dict[tuple[int, int, int], Pattern]:
+        """(producer rank, group, segment's first row modulo the period) -> pattern."""
+        return {
+            (r.producer_rank, r.group, start): self._pattern(r, start, stop)
+            for r in self.reads
+            for start, stop in _period(*self._sides(r))
+        }
+
+    @property
+    def producer_ranks(self) -> tuple[int, ...]:
+        """Producer ranks this consumer rank reads from, ascending."""
+        return tuple(sorted({r.producer_rank for r in self.reads}))
+
+    def lower(
+        self,
+        num_tokens: int,
+        producer_blocks: Sequence[Sequence[int]],
+        consumer_blocks: Sequence[Sequence[int]],
+    ) -> list[BlockReads]:
+        """The reads that bring the live rows of a sequence of `num_tokens` tokens.
+
+        Block tables are per group, manager's block ids by position in the sequence. A segment with any live
+        row is read whole: its other rows lie in the same blocks and mean nothing to either side.
+        """
+        assert len(producer_blocks) == len(consumer_blocks) == len(self.consumer.groups), "a table per group"
+        lowered: list[BlockReads] = []
+        for read in self.reads:
+            source, destination = self._sides(read)
+            live = destination.group.spec.live_rows(num_tokens)
+            starts = _segments(live, source.block_size, destination.block_size)
+            source_table = np.asarray(producer_blocks[read.group], dtype=np.int64)
+            destination_table = np.asarray(consumer_blocks[read.group], dtype=np.int64)
+            from_blocks = source_table[starts // source.block_size]
+            to_blocks = destination_table[starts // destination.block_size]
+            assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
+            assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
+            phases = starts % lcm(source.block_size, destination.block_size)
+            for phase in np.unique(phases):
+                here = phases == phase
+                pattern = self.patterns[read.producer_rank, read.group, int(phase)]
+                lowered.append(
+                    BlockReads(read.producer_rank, read.group, pattern, from_blocks[here], to_blocks[here])
+                )
+        return lowered
+
+    def _sides(self, read: UnitReads) -> tuple[GroupGeometry, GroupGeometry]:
+        return self.producers[read.producer_rank].groups[read.group], self.consumer.groups[read.group]
+
+    def _pattern(self, read: UnitReads, start: int, stop: int) -> Pattern:
+        source, destination = self._sides(read)
+        source_row, destination_row = start % source.block_size, start % destination.block_size
+        runs = match_rows(
+            source,
+            destination,
+            read.units,
+            source_row=source_row,
+            destination_row=destination_row,
+            num_rows=stop - start,
+        )
+        strides = block_stride(source), block_stride(destination)
+        return Pattern(
+            read.producer_rank, read.group, source_row, destination_row, stop - start, runs, *strides
+        )
+
+
+def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> TransferPlan:
+    """Plan what one consumer rank reads from the ranks of a producer engine (in rank order)."""
+    assert [p.tp_rank for p in producers] == list(range(len(producers))), "producers in rank order"
+    reads: list[UnitReads] = []
+    for index, group in enumerate(consumer.groups):
+        sides = [p.groups[index] for p in producers]
+        assert all(s.group.layers == group.group.layers for s in sides), "groups hold the same layers"
+        elected: dict[int, list[int]] = {}
+        for unit in group.fields[0].units:
+            elected.setdefault(_elect(sides, group, consumer, unit), []).append(unit)
+        reads += [UnitReads(rank, index, tuple(units)) for rank, units in elected.items()]
+    reads.sort(key=lambda r: (r.producer_rank, r.group))
+    return TransferPlan(tuple(producers), consumer, tuple(reads))
+
+
+def release_senders(
+    producers: Sequence[RankGeometry], consumers: Sequence[RankGeometry]
+) -> tuple[tuple[int, ...], ...]:
+    """For each producer rank, the consumer ranks that must tell it when its blocks are free.
+
+    Everybody who reads from it; a replica that nobody reads from is told by one consumer rank, else it
+    would hold its blocks forever.
+    """
+    readers: list[list[int]] = [[] for _ in producers]
+    for consumer in consumers:
+        for rank in plan_transfer(producers, consumer).producer_ranks:
+            readers[rank].append(consumer.tp_rank)
+    return tuple(tuple(r) if r else (rank % len(consumers),) for rank, r in enumerate(readers))
+
+
+def consecutive_tables(rank: RankGeometry, num_tokens: int) -> list[list[int]]:
+    """Block tables of a sequence alone in an engine: ids from 1 on, nulls where no row is live."""
+    tables: list[list[int]] = []
+    next_block = NULL_BLOCK + 1
+    for group in rank.groups:
+        first = group.group.spec.live_rows(num_tokens).start // group.block_size
+        count = -(-num_tokens // group.block_size) - first
+        tables.append([NULL_BLOCK] * first + list(range(next_block, next_block + count)))
+        next_block += count
+    return tables
+
+
+def _elect(sides: Sequence[GroupGeometry], group: GroupGeometry, consumer: RankGeometry, unit: int) -> int:
+    """The producer rank a unit is read from: readers of a unit are spread evenly over its replicas."""
+    holders = [rank for rank, side in enumerate(sides) if unit in side.fields[0].units]
+    assert holders, f"no producer rank holds unit {unit}"
+    if len(holders) == 1:
+        return holders[0]
+    field = group.fields[0].field
+    readers = [r for r in range(consumer.tp_size) if unit in field.shard(consumer.tp_size, r)]
+    return holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]
+
+
+def _period(source: GroupGeometry, destination: GroupGeometry) -> list[tuple[int, int]]:
+    """Segments (start, stop) of one period, after which both sides' block borders repeat."""
+    period = lcm(source.block_size, destination.block_size)
+    starts = _segments(range(period), source.block_size, destination.block_size).tolist()
+    return list(zip(starts, [*starts[1:], period], strict=True))
+
+
+def _segments(live: range, source_block_size: int, destination_block_size: int) -> Ints:
+    """First rows of the segments that hold a live row: borders of either side's blocks, ascending."""
+    if not live:
+        return np.empty(0, dtype=np.int64)
+    borders = [
+        np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
+        for size in {source_block_size, destination_block_size}
+    ]
+    starts: Ints = np.unique(np.concatenate(borders))
+    # Keep the last border at or before the first live row, and all after it.
+    return starts[np.searchsorted(starts, live.start, side="right") - 1 :]
