@@ -1,0 +1,78 @@
+"""The attention mixer: projections, head norms and rotation around an attention backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rayk.models.layers.rope import Rotation, rotate
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayk.attention.backend import AttentionBackend, AttentionParams
+    from rayk.models.layers.linear import Linear, RowParallelLinear
+    from rayk.models.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionWeights:
+    """One rank's weights of an attention layer."""
+
+    qkv: Linear
+    """Rows of the rank's query heads, then its key heads, then its value heads."""
+    out: RowParallelLinear
+    qk_norm: RMSNorm | None
+    """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head."""
+
+
+class Attention:
+    """One rank's heads of one layer. The KV cache is bound by the engine before the first step."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        weights: AttentionWeights,
+        kv_head_ids: tuple[int, ...],
+        params: AttentionParams,
+        backend: AttentionBackend,
+    ) -> None:
+        self.layer = layer
+        self.kv_head_ids = kv_head_ids
+        """Global ids of the rank's KV heads, in cache order, as the weights were cut."""
+        self.num_query_heads = params.kv_index.shape[0]
+        self.window = params.window
+        self.params = params
+        self.backend = backend
+        self.kv_cache: torch.Tensor | None = None
+        self._weights = weights
+
+    def bind_kv_cache(self, view: torch.Tensor) -> None:
+        """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token."""
+        content = self.params.head_size_k + self.params.head_size_v
+        assert view.dim() == 4, view.shape
+        assert view.shape[1] == len(self.kv_head_ids), (view.shape, self.kv_head_ids)
+        assert view.shape[3] == content, (view.shape, content)
+        assert view.stride(3) == 1, view.stride()
+        self.kv_cache = view
+
+    def unbind_kv_cache(self) -> None:
+        """Forget the cache, so that its buffer can be freed."""
+        self.kv_cache = None
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; stores k and v of the T tokens. `metadata` is the backend's."""
+        assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        num_q, num_kv = self.num_query_heads, len(self.kv_head_ids)
+        params = self.params
+        qkv = self._weights.qkv.forward(x)
+        num_qk = (num_q + num_kv) * params.head_size_k
+        qk = qkv[:, :num_qk].view(-1, num_q + num_kv, params.head_size_k)
+        v = qkv[:, num_qk:].view(-1, num_kv, params.head_size_v)
+        if self._weights.qk_norm is not None:
+            qk = self._weights.qk_norm.forward(qk)
+        if rotation is not None:
+            qk = rotate(qk, rotation)
+        out = self.backend.forward(qk[:, :num_q], qk[:, num_q:], v, self.kv_cache, metadata, params)
+        return self._weights.out.forward(out.flatten(1))

@@ -1,0 +1,54 @@
+"""Token embedding and output head, both split by vocabulary rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from rayk.parallel import shard
+
+if TYPE_CHECKING:
+    from rayk.parallel.comm import Comm
+
+
+class VocabEmbedding:
+    """Rows of the embedding that this rank holds: `rows` of the vocabulary, weight [rows, hidden]."""
+
+    def __init__(self, weight: torch.Tensor, rows: range, comm: Comm) -> None:
+        assert weight.shape[0] == len(rows), (weight.shape, rows)
+        self.weight = weight
+        self.rows = rows
+        self._comm = comm
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden], the same on every rank: each id is one rank's row plus zeros."""
+        if self._comm.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.rows.start
+        absent = (local < 0) | (local >= len(self.rows))
+        found = F.embedding(local.masked_fill(absent, 0), self.weight)
+        return self._comm.all_reduce(found.masked_fill(absent[:, None], 0))
+
+
+class LmHead:
+    """The rank's vocabulary rows of the output matrix, weight [rows, hidden]."""
+
+    def __init__(self, weight: torch.Tensor, vocab_size: int, comm: Comm) -> None:
+        self.weight = weight
+        self._comm = comm
+        sizes = [len(shard.shard_range(vocab_size, comm.size, r)) for r in range(comm.size)]
+        assert weight.shape[0] == sizes[comm.rank], (weight.shape, sizes)
+        self._sizes = sizes
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> float32 logits [R, vocab] on every rank."""
+        local = F.linear(hidden, self.weight)
+        if self._comm.size == 1:
+            return local.float()
+        # all_gather wants equal shapes: shares differ by one row at most.
+        padded = F.pad(local, (0, max(self._sizes) - local.shape[1]))
+        shares = self._comm.all_gather(padded)
+        kept = [share[:, :size] for share, size in zip(shares, self._sizes, strict=True)]
+        return torch.cat(kept, dim=1).float()
