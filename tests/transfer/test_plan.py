@@ -1,0 +1,322 @@
+"""The plan against rank buffers filled by definition (brute.py)."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from math import lcm
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.layout import LAYOUTS
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.transfer.plan import (
+    BlockReads,
+    TransferPlan,
+    consecutive_tables,
+    plan_transfer,
+    release_senders,
+)
+from tests.transfer.brute import UNKNOWN, BruteRank, brute_shard, coordinates
+
+NAMES = tuple(LAYOUTS)
+
+
+def make_ranks(
+    specs: dict[int, KVCacheSpec], layout: str, tp_size: int, num_blocks: int, kernel_block_size: int | None
+) -> list[RankGeometry]:
+    groups = group_layers(specs)
+    return [
+        plan_rank(
+            groups,
+            LAYOUTS[layout],
+            tp_size=tp_size,
+            tp_rank=rank,
+            num_blocks=num_blocks,
+            kernel_block_size=kernel_block_size,
+        )
+        for rank in range(tp_size)
+    ]
+
+
+def brute(rank: RankGeometry, group: KVCacheGroup, kernel_block_size: int | None) -> BruteRank:
+    spec = group.spec
+    assert isinstance(spec, FullAttentionSpec)
+    return BruteRank(
+        layout=rank.layout.name,
+        num_positions=group.num_positions,
+        num_layers=len(group.layers),
+        units=brute_shard(spec.num_kv_heads, rank.tp_size, rank.tp_rank, spec.num_query_heads),
+        block_size=spec.block_size,
+        kernel_block_size=kernel_block_size or spec.block_size,
+        content=spec.head_size_k + spec.head_size_v,
+        num_blocks=rank.num_blocks,
+    )
+
+
+def byte_indices(reads: BlockReads) -> tuple[np.ndarray, np.ndarray]:
+    """Source and destination address of every byte the reads copy."""
+    runs = reads.pattern.runs
+    within = np.arange(runs.num_bytes) - np.repeat(np.cumsum(runs.lengths) - runs.lengths, runs.lengths)
+    source = np.repeat(runs.source, runs.lengths) + within
+    destination = np.repeat(runs.destination, runs.lengths) + within
+    return (
+        (reads.source_blocks[:, None] * reads.pattern.source_stride + source).reshape(-1),
+        (reads.destination_blocks[:, None] * reads.pattern.destination_stride + destination).reshape(-1),
+    )
+
+
+def apply(plan: TransferPlan, reads: list[BlockReads], buffers: list[np.ndarray]) -> np.ndarray:
+    """The consumer's buffer after the reads; AssertionError if a byte is written twice."""
+    landed = np.full(plan.consumer.pages_bytes, UNKNOWN, dtype=np.int64)
+    writes = np.zeros(plan.consumer.pages_bytes, dtype=np.int8)
+    for read in reads:
+        source, destination = byte_indices(read)
+        landed[destination] = buffers[read.producer_rank][source]
+        np.add.at(writes, destination, 1)
+    assert writes.max(initial=0) <= 1, "a destination byte is written twice"
+    return landed
+
+
+def check_pair(
+    num_units: int, producer_tp: int, consumer_tp: int, producer_layout: str, consumer_layout: str
+):
+    """One group, equal blocks, scattered block ids: the consumer gets exactly its bytes."""
+    readers = lcm(num_units, producer_tp, consumer_tp)
+    spec = FullAttentionSpec(2, num_units, 2, 1, "int8", readers)
+    specs: dict[int, KVCacheSpec] = {0: spec, 1: spec}
+    group = group_layers(specs)[0]
+    producers = make_ranks(specs, producer_layout, producer_tp, 4, None)
+    consumers = make_ranks(specs, consumer_layout, consumer_tp, 5, None)
+    values = coordinates(2, num_units, 4, 3)
+    source_table, destination_table = [3, 1], [2, 4]
+    buffers = [brute(p, group, None).buffer(values, source_table, range(4)) for p in producers]
+    for consumer in consumers:
+        plan = plan_transfer(producers, consumer)
+        landed = apply(plan, plan.lower(4, [source_table], [destination_table]), buffers)
+        expected = brute(consumer, group, None).buffer(values, destination_table, range(4))
+        np.testing.assert_array_equal(landed, expected)
+
+
+def fits(num_units: int, tp_size: int) -> bool:
+    return num_units % tp_size == 0 or tp_size % num_units == 0
+
+
+TRIPLES = [
+    (units, producer_tp, consumer_tp)
+    for units, producer_tp, consumer_tp in itertools.product(range(1, 17), repeat=3)
+    if fits(units, producer_tp) and fits(units, consumer_tp)
+]
+
+
+def test_the_sweep_covers_what_it_says():
+    assert len(TRIPLES) == 610
+    assert (6, 3, 2) in TRIPLES
+    assert (12, 4, 6) in TRIPLES
+    assert (1, 16, 16) in TRIPLES
+
+
+@pytest.mark.parametrize("triple", TRIPLES, ids=lambda t: f"{t[0]}units-{t[1]}to{t[2]}")
+def test_every_triple_at_some_layout_pairs(triple: tuple[int, int, int]):
+    """Every (units, P TP, D TP); the 36 layout pairs are dealt over neighbouring triples."""
+    pairs = list(itertools.product(NAMES, repeat=2))
+    start = TRIPLES.index(triple) * 2
+    for producer_layout, consumer_layout in (pairs[start % 36], pairs[(start + 1) % 36]):
+        check_pair(*triple, producer_layout, consumer_layout)
+
+
+@pytest.mark.parametrize(
+    "triple", [(1, 4, 2), (2, 1, 4), (4, 4, 1), (6, 3, 2), (12, 4, 6), (3, 6, 3)], ids=str
+)
+def test_all_layout_pairs(triple: tuple[int, int, int]):
+    for producer_layout, consumer_layout in itertools.product(NAMES, repeat=2):
+        check_pair(*triple, producer_layout, consumer_layout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_triple_at_all_layout_pairs():
+    for triple in TRIPLES:
+        for producer_layout, consumer_layout in itertools.product(NAMES, repeat=2):
+            check_pair(*triple, producer_layout, consumer_layout)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, object]:
+    """Unlike block sizes, kernel blocks, windows, several groups, uneven overlaps (6 readers of 2 units)."""
+    units, readers, producer_tp, consumer_tp = draw(
+        st.sampled_from([(2, 6, 3, 2), (2, 6, 2, 3), (2, 8, 4, 2), (4, 8, 1, 4), (4, 4, 4, 2), (6, 12, 4, 6)])
+    )
+    return {
+        "units": units,
+        "readers": readers,
+        "tp": (producer_tp, consumer_tp),
+        "blocks": draw(st.sampled_from([(8, 8), (8, 16), (16, 8), (16, 24), (24, 16), (3, 2)])),
+        "kernel": draw(st.sampled_from([(None, None), ("half", None), (None, "half"), ("half", "half")])),
+        "layouts": (draw(st.sampled_from(NAMES)), draw(st.sampled_from(NAMES))),
+        "window": draw(st.sampled_from([None, 1, 7, 20, 50])),
+        "num_layers": draw(st.integers(1, 5)),
+        "num_tokens": draw(st.integers(1, 75)),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+def build_side(case: dict, side: int) -> tuple[list[RankGeometry], list[list[int]], int | None]:
+    block_size = case["blocks"][side]
+    full = FullAttentionSpec(block_size, case["units"], 2, 1, "int8", case["readers"])
+    specs: dict[int, KVCacheSpec] = {}
+    for layer in range(case["num_layers"]):
+        sliding = case["window"] is not None and layer % 3 != 0
+        specs[layer] = (
+            SlidingWindowSpec(block_size, case["units"], 2, 1, "int8", case["readers"], case["window"])
+            if sliding
+            else full
+        )
+    kernel = block_size // 2 if case["kernel"][side] == "half" and block_size % 2 == 0 else None
+    ranks = make_ranks(specs, case["layouts"][side], case["tp"][side], 150, kernel)
+    rng = np.random.default_rng(case["seed"] + side)
+    ids = rng.permutation(np.arange(1, 150))
+    tables = [
+        [0 if b == 0 else int(ids[b]) for b in t] for t in consecutive_tables(ranks[0], case["num_tokens"])
+    ]
+    return ranks, tables, kernel
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(case=cases())
+def test_live_rows_arrive_for_any_blocks_groups_and_windows(case: dict):
+    """All groups share one pool. Every live row arrives, from the right place; nothing is written twice."""
+    producers, source_tables, source_kernel = build_side(case, 0)
+    consumers, destination_tables, destination_kernel = build_side(case, 1)
+    tokens = case["num_tokens"]
+    for consumer in consumers:
+        plan = plan_transfer(producers, consumer)
+        reads = plan.lower(tokens, source_tables, destination_tables)
+        for index, geometry in enumerate(consumer.groups):
+            group = geometry.group
+            live = group.spec.live_rows(tokens)
+            values = coordinates(len(group.layers), case["units"], tokens, 3)
+            buffers = [
+                brute(p, p.groups[index].group, source_kernel).buffer(values, source_tables[index], live)
+                for p in producers
+            ]
+            landed = apply(plan, [r for r in reads if r.group == index], buffers)
+            shape = brute(consumer, group, destination_kernel)
+            expected = shape.buffer(values, destination_tables[index], live)
+            # Rows around the live ones may be written (whole segments move), with rows of the same blocks.
+            np.testing.assert_array_equal(landed[expected != UNKNOWN], expected[expected != UNKNOWN])
+            assert set(landed[expected == UNKNOWN].tolist()) <= {UNKNOWN}
+        # No read of one group may touch a byte another group's read wrote.
+        apply(plan, reads, [np.zeros(p.pages_bytes, dtype=np.int64) for p in producers])
+
+
+def test_triples_of_the_fixture_all_have_a_head_map():
+    """163 triples over the sizes {1, 2, 3, 4, 6, 8, 16} with dividing ratios, 38 of them with more producer
+    ranks than both heads and consumer ranks."""
+    sizes = (1, 2, 3, 4, 6, 8, 16)
+    chosen = [
+        (k, p, d)
+        for k, p, d in itertools.product(sizes, repeat=3)
+        if fits(k, p) and fits(k, d) and (p % d == 0 or d % p == 0)
+    ]
+    assert len(chosen) == 163
+    assert sum(p > d and p > k for k, p, d in chosen) == 38
+    for k, p, d in chosen:
+        spec = FullAttentionSpec(2, k, 1, 1, "int8", lcm(k, p, d))
+        producers, consumers = (
+            make_ranks({0: spec}, "BHLNC", p, 2, None),
+            make_ranks({0: spec}, "BHLNC", d, 2, None),
+        )
+        for consumer in consumers:
+            plan = plan_transfer(producers, consumer)
+            read_units = sorted(u for r in plan.reads for u in r.units)
+            assert read_units == brute_shard(k, d, consumer.tp_rank, lcm(k, p, d))
+            for read in plan.reads:
+                assert set(read.units) <= set(brute_shard(k, p, read.producer_rank, lcm(k, p, d)))
+
+
+@pytest.mark.parametrize("triple", [(2, 4, 1), (1, 8, 2), (1, 16, 16), (4, 2, 4), (2, 4, 2)], ids=str)
+def test_every_producer_rank_is_told_when_to_free(triple: tuple[int, int, int]):
+    k, p, d = triple
+    spec = FullAttentionSpec(2, k, 1, 1, "int8", lcm(k, p, d))
+    producers, consumers = (
+        make_ranks({0: spec}, "BHLNC", p, 2, None),
+        make_ranks({0: spec}, "BHLNC", d, 2, None),
+    )
+    senders = release_senders(producers, consumers)
+    assert len(senders) == p
+    for rank, ranks in enumerate(senders):
+        assert ranks, f"producer rank {rank} is never told"
+        assert len(set(ranks)) == len(ranks)
+        readers = [c.tp_rank for c in consumers if rank in plan_transfer(producers, c).producer_ranks]
+        assert set(readers) <= set(ranks)
+
+
+def test_readers_are_spread_over_replicas():
+    """One unit on 4 producer ranks, 4 consumer ranks: each reads from its own."""
+    spec = FullAttentionSpec(2, 1, 1, 1, "int8", 4)
+    producers, consumers = (
+        make_ranks({0: spec}, "BHLNC", 4, 2, None),
+        make_ranks({0: spec}, "BHLNC", 4, 2, None),
+    )
+    assert [plan_transfer(producers, c).producer_ranks for c in consumers] == [(0,), (1,), (2,), (3,)]
+
+
+def test_descriptor_indices_of_the_fixture():
+    """Regions of 100 blocks: index = region * num_blocks + block."""
+    spec = FullAttentionSpec(2, 1, 1, 1, "int8", 1)
+    specs: dict[int, KVCacheSpec] = {0: spec, 1: spec}
+    (producer,) = make_ranks(specs, "LBHNC", 1, 100, None)
+    (consumer,) = make_ranks(specs, "LBHNC", 1, 50, None)
+    (reads,) = plan_transfer([producer], consumer).lower(4, [[3, 5]], [[7, 8]])
+    source, destination = reads.indices(100, 50)
+    assert source.tolist() == [3, 5, 103, 105]
+    assert destination.tolist() == [7, 8, 57, 58]
+    assert source.dtype == np.int32
+    assert (reads.num_bytes, reads.num_descriptors) == (2 * 2 * 4, 4)
+
+
+def test_consecutive_dense_blocks_coalesce():
+    spec = FullAttentionSpec(2, 1, 1, 1, "int8", 1)
+    (producer,), (consumer,) = (
+        make_ranks({0: spec}, "BHLNC", 1, 20, None),
+        make_ranks({0: spec}, "BHLNC", 1, 20, None),
+    )
+    (reads,) = plan_transfer([producer], consumer).lower(10, [[3, 4, 5, 9, 10]], [[1, 2, 3, 4, 5]])
+    assert (reads.num_descriptors, reads.num_coalesced) == (5, 2)
+
+
+def test_one_block_is_one_run_only_where_the_layout_says_so():
+    """BHLNC keeps a head slice one run across layers; BLNHC cuts it by layer and token."""
+    spec = FullAttentionSpec(4, 4, 2, 2, "int8", 4)
+    specs: dict[int, KVCacheSpec] = dict.fromkeys(range(3), spec)
+    runs = {}
+    for layout in ("BHLNC", "BLHNC", "BLNHC"):
+        producers, consumers = make_ranks(specs, layout, 1, 4, None), make_ranks(specs, layout, 2, 4, None)
+        plan = plan_transfer(producers, consumers[1])
+        (reads,) = plan.lower(4, [[1]], [[1]])
+        runs[layout] = reads.num_descriptors
+    assert runs == {"BHLNC": 1, "BLHNC": 3, "BLNHC": 12}
+
+
+def test_a_null_block_is_never_read():
+    spec = FullAttentionSpec(2, 1, 1, 1, "int8", 1)
+    (producer,), (consumer,) = (
+        make_ranks({0: spec}, "BHLNC", 1, 4, None),
+        make_ranks({0: spec}, "BHLNC", 1, 4, None),
+    )
+    with pytest.raises(AssertionError, match="null block of the producer"):
+        plan_transfer([producer], consumer).lower(2, [[0]], [[1]])
+    with pytest.raises(AssertionError, match="null block of the consumer"):
+        plan_transfer([producer], consumer).lower(2, [[1]], [[0]])
+
+
+def test_the_plan_is_free_of_torch():
+    code = "import sys; import rayk.transfer.plan; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
