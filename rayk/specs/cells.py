@@ -1,0 +1,257 @@
+"""From a spec to its cells: the cross product of each matrix, united, minus what is excluded."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rayk.models.config import DecoderConfig
+from rayk.parallel.shard import why_unsupported
+from rayk.specs.devices import resolve_device
+from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SideSpec
+from rayk.specs.load import LIST_KEYS, apply_point
+from rayk.types.config import EngineConfig
+from rayk.types.errors import SpecError
+from rayk.types.request import SamplingParams
+
+STANDARD_AXES = (
+    "mode",
+    "prefill.tp",
+    "decode.tp",
+    "prefill.layout",
+    "decode.layout",
+    "prefill.block_size",
+    "decode.block_size",
+    "prefill.kv_dtype",
+    "decode.kv_dtype",
+    "kv_dtype",
+    "transfer.mode",
+    "transfer.staging",
+    "prefill.num_engines",
+    "decode.num_engines",
+    "policy",
+    "failure_policy",
+    "dtype",
+    "device",
+)
+"""Axes every row of cells.parquet has, whether or not the matrix names them."""
+
+EXPECTED_VERDICT = {
+    "kill": "TRANSFER_ERROR",
+    "flip_bit": "KV_MISMATCH",
+    "early_reuse": "KV_MISMATCH",
+}
+"""What a planted fault must end in when it does not say so itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One configuration to run. `spec` is the cell's own spec, without a matrix."""
+
+    cell_id: str
+    axes: dict[str, Any]
+    """Every axis by its dotted name; None for decode.* and transfer.* of aggregated cells."""
+    mode: str
+    prefill: EngineConfig
+    """The engine of an aggregated cell, the prefill engine of a disaggregated one."""
+    decode: EngineConfig | None
+    num_prefill_engines: int
+    num_decode_engines: int
+    unsupported: str | None
+    """Why the model itself cannot run this way (verdict UNSUPPORTED), or None."""
+    checks: tuple[str, ...]
+    faults: tuple[FaultSpec, ...]
+    expected_verdict: str
+    sampling: SamplingParams
+    deadlines: Deadlines
+    repeat: int
+    policy: str
+    failure_policy: str
+    gpus_per_worker: float
+    spec: ExperimentSpec
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks over all engines of the cell."""
+        decode = self.decode.tp * self.num_decode_engines if self.decode else 0
+        return self.prefill.tp * self.num_prefill_engines + decode
+
+
+def expand(spec: ExperimentSpec, config: DecoderConfig, *, device: str | None = None) -> list[Cell]:
+    """Cells in the order of the file, duplicates removed.
+
+    `device` is what `auto` means (default: cuda when this machine has a GPU, else cpu).
+    Raises SpecError when nothing is left.
+    """
+    names = axis_names(spec)
+    cells: dict[str, Cell] = {}
+    for point in _points(spec):
+        cell = _make_cell(apply_point(spec, point), names, config, device)
+        if not any(_matches(cell.axes, rule) for rule in spec.exclude):
+            cells.setdefault(json.dumps(cell.axes, sort_keys=True), cell)
+    if not cells:
+        raise SpecError(problem="no cell is left: `exclude` removes all", where="exclude")
+    assert len({c.cell_id for c in cells.values()}) == len(cells), "two cells share a name"
+    return list(cells.values())
+
+
+def axis_names(spec: ExperimentSpec) -> tuple[str, ...]:
+    """The standard axes and those the spec adds, in order."""
+    added = (key for matrix in spec.matrix for key in matrix)
+    return tuple(dict.fromkeys((*STANDARD_AXES, *added)))
+
+
+def resolved_dtype(name: str, config: DecoderConfig) -> str:
+    """`auto` is the checkpoint's dtype."""
+    return config.dtype if name == "auto" else name
+
+
+def _points(spec: ExperimentSpec) -> Iterator[dict[str, Any]]:
+    for matrix in spec.matrix or [{}]:
+        for values in itertools.product(*matrix.values()):
+            yield dict(zip(matrix, values, strict=True))
+
+
+def _matches(axes: dict[str, Any], rule: dict[str, Any]) -> bool:
+    """Whether every axis of an exclude rule has (one of) the rule's values."""
+    for key, wanted in rule.items():
+        options = wanted if isinstance(wanted, list) and key not in LIST_KEYS else [wanted]
+        if axes.get(key) not in options:
+            return False
+    return bool(rule)
+
+
+def _make_cell(
+    spec: ExperimentSpec, names: tuple[str, ...], config: DecoderConfig, device: str | None
+) -> Cell:
+    aggregated = spec.mode == "aggregated"
+    axes = {name: _axis_value(spec, name) for name in names}
+    if aggregated:
+        axes |= {n: None for n in names if n.startswith(("decode.", "transfer."))}
+    prefill = _engine(spec, spec.prefill, config, device)
+    decode = None if aggregated else _engine(spec, spec.decode, config, device)
+    return Cell(
+        cell_id=cell_id(axes),
+        axes=axes,
+        mode=spec.mode,
+        prefill=prefill,
+        decode=decode,
+        num_prefill_engines=spec.prefill.num_engines,
+        num_decode_engines=0 if aggregated else spec.decode.num_engines,
+        unsupported=_why_unsupported(config, prefill, decode),
+        checks=_checks(spec, config),
+        faults=tuple(spec.faults),
+        expected_verdict=_expected_verdict(spec.faults),
+        sampling=SamplingParams(
+            max_tokens=spec.sampling.max_tokens,
+            temperature=spec.sampling.temperature,
+            ignore_eos=spec.sampling.ignore_eos,
+            stop_token_ids=tuple(spec.sampling.stop_token_ids),
+        ),
+        deadlines=spec.deadlines,
+        repeat=spec.repeat,
+        policy=spec.policy,
+        failure_policy=spec.failure_policy,
+        gpus_per_worker=spec.gpus_per_worker,
+        spec=spec,
+    )
+
+
+def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:
+    shared = spec.engine
+    return EngineConfig(
+        model=spec.model,
+        tp=side.tp,
+        dtype=resolved_dtype(spec.dtype, config),
+        device=resolve_device(spec.device, device),
+        layout=side.layout,
+        block_size=side.block_size,
+        kernel_block_size=side.kernel_block_size or shared.kernel_block_size,
+        kv_dtype=side.kv_dtype or spec.kv_dtype,
+        num_blocks=side.num_blocks or shared.num_blocks,
+        max_batch_tokens=side.max_batch_tokens or shared.max_batch_tokens,
+        max_seqs=side.max_seqs or shared.max_seqs,
+        attention_backend=side.attention_backend or shared.attention_backend,
+        prefix_caching=shared.prefix_caching,
+        fast_prefill=shared.fast_prefill,
+        hybrid_kv=shared.hybrid_kv,
+        comm=shared.comm,
+    )
+
+
+def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: EngineConfig | None) -> str | None:
+    for side, engine in (("prefill", prefill), ("decode", decode)):
+        if engine is None:
+            continue
+        why = why_unsupported(config.num_query_heads, config.num_kv_heads, engine.tp)
+        if why:
+            return f"{side}: {why}" if decode else why
+    return None
+
+
+def _checks(spec: ExperimentSpec, config: DecoderConfig) -> tuple[str, ...]:
+    if spec.checks is not None:
+        return tuple(dict.fromkeys(spec.checks))
+    exact = resolved_dtype(spec.dtype, config) == "float32"
+    return ("tokens" if exact else "logprobs", "kv_bytes")
+
+
+def _expected_verdict(faults: list[FaultSpec]) -> str:
+    """The gravest verdict the faults ask for; PASS without faults."""
+    wanted = [f.expect or EXPECTED_VERDICT.get(f.kind, "PASS") for f in faults]
+    return min(wanted, key=VERDICTS.index, default="PASS")
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _axis_value(spec: ExperimentSpec, name: str) -> Any:
+    value: Any = spec
+    for part in name.split("."):
+        value = getattr(value, part) if value is not None else None
+    if value is None and name.startswith(("prefill.", "decode.")):
+        leaf = name.partition(".")[2]  # a side's own value is absent: the shared one holds
+        value = spec.kv_dtype if leaf == "kv_dtype" else getattr(spec.engine, leaf, None)
+    if isinstance(value, list):
+        return [v.model_dump(exclude_none=True) if isinstance(v, FaultSpec) else v for v in value]
+    return value
+
+
+_DEFAULTS = ExperimentSpec.model_validate({"model": "m", "prompts": {"file": "f"}})
+_IN_NAME = ("mode", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
+
+
+def cell_id(axes: dict[str, Any]) -> str:
+    """A readable name that depends on the cell's axes alone: `p1-d2-BHLNC-LBHNC`, `agg-tp4`.
+
+    TP and layouts are always spelt out, other axes only where they differ from their default.
+    """
+    prefill, decode = axes["prefill.tp"], axes["decode.tp"]
+    layouts = [axes[k] for k in ("prefill.layout", "decode.layout") if axes[k] is not None]
+    parts = [f"agg-tp{prefill}" if axes["mode"] == "aggregated" else f"p{prefill}-d{decode}"]
+    if set(layouts) != {"auto"}:
+        parts += layouts
+    for name, value in axes.items():
+        inherits = name in ("prefill.kv_dtype", "decode.kv_dtype")
+        default = axes["kv_dtype"] if inherits else _axis_value(_DEFAULTS, name)
+        if name in _IN_NAME or value is None or value == default:
+            continue
+        parts.append(f"{name}={_text(value)}")
+    text = re.sub(r"[^A-Za-z0-9._=+-]", "_", "-".join(parts))
+    if len(text) > 120:
+        digest = hashlib.sha256(json.dumps(axes, sort_keys=True, default=str).encode()).hexdigest()
+        text = f"{text[:107]}-{digest[:12]}"
+    return text
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(_text(v) for v in value) or "none"
+    if isinstance(value, dict):
+        return ".".join(_text(v) for k, v in value.items() if (k, v) != ("seed", 0))
+    return str(value).lower() if isinstance(value, bool) else str(value)

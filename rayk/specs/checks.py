@@ -1,0 +1,195 @@
+"""What is refused before any actor starts: nonsense, and what this version does not do yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayk.kv.groups import group_layers
+from rayk.kv.manager import KVCacheManager
+from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import kv_cache_specs
+from rayk.specs.cells import Cell, expand
+from rayk.specs.experiment import FaultSpec
+from rayk.specs.load import LoadedSpec
+from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
+from rayk.types.config import EngineConfig
+from rayk.types.errors import SpecError
+
+FAULT_POINTS: dict[str, tuple[str, ...]] = {
+    "kill": ("prefill", "transfer", "decode"),
+    "flip_bit": ("transfer",),
+    "early_reuse": ("transfer",),
+}
+"""Fault kinds and the points of a request's life where each can strike."""
+
+
+def plan_cells(
+    loaded: LoadedSpec,
+    config: DecoderConfig,
+    *,
+    device: str | None = None,
+    tokenizer_loader: TokenizerLoader | None = None,
+) -> list[tuple[Cell, list[list[int]]]]:
+    """Cells with their prompts, everything checked that needs no actor. Raises UserError."""
+    cells = expand(loaded.spec, config, device=device)
+    planned = []
+    prompts_of: dict[str, list[list[int]]] = {}
+    for cell in cells:
+        check_cell(cell, loaded)
+        key = cell.spec.prompts.model_dump_json()
+        if key not in prompts_of:
+            prompts_of[key] = resolve_prompts(cell.spec, config, tokenizer_loader)
+        check_prompts(cell, prompts_of[key], config, loaded)
+        planned.append((cell, prompts_of[key]))
+    return planned
+
+
+def check_cell(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
+    if cell.sampling.temperature > 0 and "tokens" in cell.checks:
+        raise SpecError(
+            problem="check `tokens` compares greedy tokens: temperature must be 0, got "
+            f"{cell.sampling.temperature:g}",
+            where=loaded.where("sampling.temperature"),
+            mend="temperature: 0, or leave `tokens` out of checks",
+        )
+    for key, what in _not_supported(cell):
+        raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
+    _check_kernel_blocks(cell, loaded)
+    for fault in cell.faults:
+        _check_fault(fault, cell, loaded)
+
+
+def _not_supported(cell: Cell) -> list[tuple[str, str]]:
+    """(key, what) of everything in the cell that a later version does."""
+    spec, engine = cell.spec, cell.spec.engine
+    found = [
+        ("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching),
+        ("engine.fast_prefill", "fast_prefill: true", engine.fast_prefill),
+        (
+            "failure_policy",
+            f"failure_policy: {spec.failure_policy} (only fail)",
+            spec.failure_policy != "fail",
+        ),
+        (
+            "sampling.temperature",
+            "temperature > 0 (only greedy sampling)",
+            cell.sampling.temperature > 0,
+        ),
+        ("arrival.rate", "arrival.rate (all requests arrive at once)", spec.arrival.rate is not None),
+    ]
+    engines = (("prefill", cell.prefill), ("decode", cell.decode))
+    for side, config in engines:
+        if config is not None and config.kv_dtype != "auto":
+            key = f"{side}.kv_dtype" if getattr(spec, side).kv_dtype else "kv_dtype"
+            found.append((key, f"kv_dtype: {config.kv_dtype} (only auto)", True))
+    if cell.decode is not None:
+        transfer = spec.transfer
+        found += [
+            ("transfer.mode", "transfer.mode: push (only pull)", transfer.mode == "push"),
+            (
+                "transfer.staging",
+                "transfer.staging: always (only auto, never)",
+                transfer.staging == "always",
+            ),
+        ]
+    found += _checks_not_supported(cell)
+    return [(key, what) for key, what, wrong in found if wrong]
+
+
+def _checks_not_supported(cell: Cell) -> list[tuple[str, str, bool]]:
+    exact = cell.prefill.dtype == "float32"
+    key = "checks" if cell.spec.checks is not None else "dtype"
+    default = "" if cell.spec.checks is not None else f", the default for dtype {cell.prefill.dtype}"
+    hint = "write `checks: [kv_bytes]` or dtype: float32"
+    return [
+        (key, f"check logprobs{default}; {hint}", "logprobs" in cell.checks),
+        *(
+            (key, f"check {name} outside float32; {hint}", name in cell.checks and not exact)
+            for name in ("tokens", "kv_values")
+        ),
+    ]
+
+
+def _check_kernel_blocks(cell: Cell, loaded: LoadedSpec) -> None:
+    for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
+        if engine is None or engine.kernel_block_size is None:
+            continue
+        if engine.block_size % engine.kernel_block_size:
+            raise SpecError(
+                problem=f"{side}: kernel_block_size {engine.kernel_block_size} does not divide "
+                f"block_size {engine.block_size}",
+                where=loaded.where("engine.kernel_block_size"),
+            )
+
+
+def _check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
+    where = loaded.where("faults")
+    if fault.kind not in FAULT_POINTS:
+        raise SpecError(
+            problem=f"not supported yet: fault kind {fault.kind!r}",
+            where=where,
+            mend=f"supported: {', '.join(FAULT_POINTS)}",
+        )
+    points = FAULT_POINTS[fault.kind]
+    if fault.point is not None and fault.point not in points:
+        raise SpecError(
+            problem=f"fault {fault.kind} cannot strike at {fault.point!r}",
+            where=where,
+            mend=f"point: {', '.join(points)}",
+        )
+    if fault.kind == "kill" and fault.point is None:
+        raise SpecError(problem="fault kill needs a point", where=where, mend=f"point: {', '.join(points)}")
+    if cell.decode is None and (fault.kind != "kill" or fault.point == "transfer"):
+        raise SpecError(
+            problem=f"fault {fault.kind} strikes a transfer, and aggregated cells have none",
+            where=where,
+            mend="mode: disaggregated",
+        )
+    _check_fault_rank(fault, cell, where)
+
+
+def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
+    role = fault.role or ("decode" if fault.point == "decode" else "prefill")
+    engine = cell.decode if role == "decode" and cell.decode else cell.prefill
+    if fault.rank is not None and fault.rank >= engine.tp:
+        raise SpecError(
+            problem=f"fault {fault.kind}: rank {fault.rank} of a {role} engine of TP {engine.tp} "
+            f"(cell {cell.cell_id})",
+            where=where,
+            mend=f"rank: 0 to {engine.tp - 1}",
+        )
+
+
+def check_prompts(
+    cell: Cell, prompts: Sequence[list[int]], config: DecoderConfig, loaded: LoadedSpec
+) -> None:
+    """Refuse prompts the model or an engine's KV pool cannot hold. Raises SpecError."""
+    where = loaded.where("prompts")
+    check_token_ids([0, *cell.sampling.stop_token_ids], config.vocab_size, f"{where} stop_token_ids")
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    length, max_tokens = len(prompts[longest]), cell.sampling.max_tokens
+    total = length + max_tokens
+    ask = f"prompt {longest} of {length} + max_tokens {max_tokens} = {total} tokens"
+    if total > config.max_positions:
+        raise SpecError(problem=f"{ask}, over the model's {config.max_positions} positions", where=where)
+    for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
+        if engine is None:
+            continue
+        needed, held = blocks_needed(total, engine, config), engine.num_blocks - 1
+        if needed > held:
+            raise SpecError(
+                problem=f"{ask} need {needed} KV blocks, over the {side} engine's pool of {held} "
+                f"({engine.num_blocks} less the null block) of {engine.block_size} tokens",
+                where=where,
+                mend=f"engine: {{num_blocks: {needed + 1}}} or more",
+            )
+
+
+def blocks_needed(num_tokens: int, engine: EngineConfig, config: DecoderConfig) -> int:
+    """Blocks of all KV groups that one request of `num_tokens` takes from an engine's pool."""
+    specs = kv_cache_specs(
+        config, block_size=engine.block_size, dtype=engine.dtype, hybrid_kv=engine.hybrid_kv
+    )
+    manager = KVCacheManager(group_layers(specs), engine.num_blocks)
+    return manager.max_request_blocks(num_tokens, engine.max_batch_tokens)

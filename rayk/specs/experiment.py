@@ -1,0 +1,207 @@
+"""The grammar of an experiment file: pydantic models, strict, unknown keys forbidden.
+
+Every leaf of `ExperimentSpec` has a dotted name (`prefill.tp`, `engine.num_blocks`) and may be an
+axis of the matrix, but for the few in `NOT_AXES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticKnownError
+
+from rayk.kv.layout import LAYOUTS
+
+
+def _known_layout(name: str) -> str:
+    choices = ("auto", *LAYOUTS)
+    if name not in choices:
+        expected = ", ".join(repr(c) for c in choices)
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    return name
+
+
+Layout = Annotated[str, AfterValidator(_known_layout)]
+KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+Backend = Literal["auto", "reference", "cpu", "triton"]
+CommKind = Literal["auto", "shm", "gloo", "nccl"]
+Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
+Verdict = Literal[
+    "KV_MISMATCH",
+    "TRANSFER_ERROR",
+    "TIMEOUT",
+    "TOKEN_MISMATCH",
+    "NEAR_TIE",
+    "PASS",
+    "UNSUPPORTED",
+]
+VERDICTS: tuple[str, ...] = get_args(Verdict)
+"""Gravest first."""
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+NOT_AXES = ("name", "model", "matrix", "exclude", "repeat")
+
+
+def _as_list(value: Any) -> Any:
+    """A single item where a list is expected stands for a list of one."""
+    return value if isinstance(value, list) or value is None else [value]
+
+
+class StrictModel(BaseModel):
+    """Base of every spec model: unknown keys and wrong types are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RandomPrompts(StrictModel):
+    """`count` random prompts whose lengths cycle through `input_tokens`."""
+
+    count: PositiveInt = 8
+    input_tokens: Annotated[list[PositiveInt], BeforeValidator(_as_list), Field(min_length=1)] = Field(
+        default_factory=lambda: [5, 37, 300]
+    )
+    seed: Count = 0
+
+
+class PromptsSpec(StrictModel):
+    """Where prompts come from: exactly one of `random` and `file`."""
+
+    random: RandomPrompts | None = None
+    file: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptsSpec:
+        if (self.random is None) == (self.file is None):
+            raise ValueError("give exactly one of `random` and `file`")
+        return self
+
+
+class SamplingSpec(StrictModel):
+    """How tokens are chosen. Temperature 0 is greedy."""
+
+    max_tokens: PositiveInt = 24
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    ignore_eos: bool = True
+    stop_token_ids: list[Count] = Field(default_factory=list)
+
+
+class EngineSettings(StrictModel):
+    """Settings both sides share; a side may have its own value of the ones in `SideSpec`."""
+
+    num_blocks: Annotated[int, Field(ge=2)] = 256
+    max_batch_tokens: PositiveInt = 512
+    max_seqs: PositiveInt = 16
+    prefix_caching: bool = False
+    fast_prefill: bool = False
+    hybrid_kv: bool = True
+    attention_backend: Backend = "auto"
+    kernel_block_size: PositiveInt | None = None
+    comm: CommKind = "auto"
+
+
+class SideSpec(StrictModel):
+    """One side's engines. None means: as `engine` (or the top-level `kv_dtype`) says."""
+
+    tp: PositiveInt = 1
+    layout: Layout = "auto"
+    block_size: PositiveInt = 16
+    kv_dtype: KVDtype | None = None
+    num_engines: PositiveInt = 1
+    num_blocks: Annotated[int, Field(ge=2)] | None = None
+    max_batch_tokens: PositiveInt | None = None
+    max_seqs: PositiveInt | None = None
+    attention_backend: Backend | None = None
+    kernel_block_size: PositiveInt | None = None
+
+
+class TransferSpec(StrictModel):
+    """How KV travels."""
+
+    mode: Literal["pull", "push"] = "pull"
+    staging: Literal["auto", "never", "always"] = "auto"
+
+
+class ArrivalSpec(StrictModel):
+    """When requests arrive; `rate` in requests per second, None = all at once."""
+
+    rate: Annotated[float, Field(gt=0)] | None = None
+
+
+class Deadlines(StrictModel):
+    """Every wait of a cell ends by one of these, in seconds."""
+
+    cell_s: Seconds = 300.0
+    request_s: Seconds = 120.0
+    transfer_s: Seconds = 30.0
+
+
+class FaultSpec(StrictModel):
+    """One planted fault. `expect` is the verdict that proves it was caught."""
+
+    kind: str
+    point: str | None = None
+    role: Literal["prefill", "decode"] | None = None
+    rank: Count | None = None
+    request: Count | None = None
+    """Index of the prompt whose request is hit."""
+    layer: Count | None = None
+    step: Count | None = None
+    seed: Count = 0
+    expect: Verdict | None = None
+
+
+class ExperimentSpec(StrictModel):
+    """A whole experiment file. `matrix` points are laid over the other keys, one cell each."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "experiment"
+    model: Annotated[str, Field(min_length=1)]
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Dtype = "float32"
+    prompts: PromptsSpec
+    sampling: SamplingSpec = SamplingSpec()
+    mode: Literal["aggregated", "disaggregated"] = "disaggregated"
+    prefill: SideSpec = SideSpec()
+    decode: SideSpec = SideSpec()
+    kv_dtype: KVDtype = "auto"
+    transfer: TransferSpec = TransferSpec()
+    engine: EngineSettings = EngineSettings()
+    policy: Literal["round_robin"] = "round_robin"
+    arrival: ArrivalSpec = ArrivalSpec()
+    gpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
+    matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(_as_list)] = Field(default_factory=list)
+    exclude: list[dict[str, Any]] = Field(default_factory=list)
+    repeat: PositiveInt = 1
+    checks: Annotated[list[Check], Field(min_length=1)] | None = None
+    """None: tokens and kv_bytes in float32, logprobs and kv_bytes in other dtypes."""
+    deadlines: Deadlines = Deadlines()
+    failure_policy: Literal["fail", "recompute", "migrate"] = "fail"
+    faults: Annotated[list[FaultSpec], BeforeValidator(_as_list)] = Field(default_factory=list)
+
+
+def dotted_keys(model: type[BaseModel] = ExperimentSpec, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every leaf of the spec, in the order of the grammar."""
+    for name, info in model.model_fields.items():
+        child = section_model(info.annotation)
+        if child is None:
+            yield prefix + name
+        else:
+            yield from dotted_keys(child, f"{prefix}{name}.")
+
+
+def section_model(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section (`X` or `X | None`), else None."""
+    options: tuple[Any, ...] = (annotation,)
+    if get_origin(annotation) in (Union, UnionType):
+        options = get_args(annotation)
+    models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+    return models[0] if models else None
+
+
+AXES: tuple[str, ...] = tuple(k for k in dotted_keys() if k.split(".")[0] not in NOT_AXES)
+"""Every key that may be an axis."""

@@ -1,0 +1,266 @@
+"""Reading a spec: YAML or a mapping, overrides, validation. Every error names its place."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from rayk.specs.experiment import AXES, ExperimentSpec, dotted_keys, section_model
+from rayk.specs.marks import Marks, parse_scalar, parse_yaml
+from rayk.specs.marks import Path as KeyPath
+from rayk.types.errors import SpecError
+
+LIST_KEYS = ("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids")
+"""Keys whose value is itself a list: `--set KEY=[..]` sets them, and does not make an axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedSpec:
+    """A checked spec and the places of its keys."""
+
+    spec: ExperimentSpec
+    marks: Marks
+
+    def where(self, key: str) -> str:
+        """The place of a dotted key: its axis if it is one, else where the base says it."""
+        paths = [p for p in (*self.marks.lines, *self.marks.overrides) if p and p[-1] == key]
+        axes = [p for p in paths if p[0] == "matrix"]
+        return self.marks.where(axes[0] if axes else tuple(key.split(".")))
+
+
+def load_spec(
+    source: str | Path | Mapping[str, Any] | ExperimentSpec, overrides: Sequence[str] = ()
+) -> LoadedSpec:
+    """Read, override (`KEY=VALUE`) and validate. Raises SpecError naming file:line."""
+    data, marks = _read(source)
+    for text in overrides:
+        _override(data, marks, text)
+    for key in ("matrix", "exclude"):
+        data.setdefault(key, [])
+    _normalise_matrix(data, marks)
+    spec = _validate(data, marks)
+    _validate_axis_values(spec, data, marks)
+    _validate_exclude(spec, data, marks)
+    return LoadedSpec(spec=spec, marks=marks)
+
+
+def dump_spec(spec: ExperimentSpec) -> str:
+    """The resolved spec as YAML that `load_spec` reads back to an equal spec."""
+    data = spec.model_dump(mode="json")
+    data["prompts"] = {k: v for k, v in data["prompts"].items() if v is not None}
+    return yaml.safe_dump(data, sort_keys=False, width=100)
+
+
+def _read(source: str | Path | Mapping[str, Any] | ExperimentSpec) -> tuple[dict[str, Any], Marks]:
+    if isinstance(source, ExperimentSpec):
+        return source.model_dump(), Marks(source="spec")
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source)), Marks(source="spec")
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise SpecError(problem="no such spec file", where=str(path)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(problem=f"cannot read the spec file: {error}", where=str(path)) from error
+    data, marks = parse_yaml(text, str(path))
+    data.setdefault("name", path.stem)
+    return data, marks
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+def _override(data: dict[str, Any], marks: Marks, text: str) -> None:
+    key, equals, raw = text.partition("=")
+    key, where = key.strip(), f"--set {text}"
+    if not equals or not key:
+        raise SpecError(problem="not of the form KEY=VALUE", where=where)
+    try:
+        value = parse_scalar(raw)
+    except yaml.YAMLError as error:
+        raise SpecError(problem="the value is not valid YAML", where=where) from error
+    if key.startswith("matrix."):
+        key = key.removeprefix("matrix.")
+        _set_axis(data, marks, key, value, where)
+    elif _is_axis(data, key) or (key in AXES and isinstance(value, list) and key not in LIST_KEYS):
+        _set_axis(data, marks, key, value, where)
+    else:
+        _set_base(data, marks, key, value, where)
+
+
+def _matrices(data: dict[str, Any]) -> list[tuple[KeyPath, Any]]:
+    matrix = data.get("matrix") or []
+    if isinstance(matrix, list):
+        return [(("matrix", i), m) for i, m in enumerate(matrix)]
+    return [(("matrix",), matrix)]
+
+
+def _is_axis(data: dict[str, Any], key: str) -> bool:
+    return any(isinstance(m, dict) and key in m for _, m in _matrices(data))
+
+
+def _set_axis(data: dict[str, Any], marks: Marks, key: str, value: Any, where: str) -> None:
+    if not data.get("matrix"):
+        data["matrix"] = {}
+    for path, matrix in [(("matrix",), data["matrix"])] if not data["matrix"] else _matrices(data):
+        if isinstance(matrix, dict):
+            matrix[key] = value
+            marks.overrides[(*path, key)] = where
+
+
+def _set_base(data: dict[str, Any], marks: Marks, key: str, value: Any, where: str) -> None:
+    if key not in set(dotted_keys()) and key not in _section_keys():
+        raise _unknown_key(key, sorted(dotted_keys()), where)
+    *sections, leaf = key.split(".")
+    target = data
+    for name in sections:
+        if not isinstance(target.get(name), dict):
+            target[name] = {}
+        target = target[name]
+    target[leaf] = value
+    marks.overrides[tuple(key.split("."))] = where
+
+
+def _section_keys() -> set[str]:
+    return {key.rpartition(".")[0] for key in dotted_keys() if "." in key}
+
+
+# --- matrix and exclude ---------------------------------------------------------------------------
+
+
+def _normalise_matrix(data: dict[str, Any], marks: Marks) -> None:
+    """Make `matrix` a list of {axis: list of values}; unknown and empty axes are errors."""
+    matrices: list[dict[str, list[Any]]] = []
+    for path, matrix in _matrices(data):
+        if not isinstance(matrix, dict):
+            raise SpecError(
+                problem=f"matrix must map axes to values, got {matrix!r}", where=marks.where(path)
+            )
+        axes: dict[str, list[Any]] = {}
+        for key, value in matrix.items():
+            where = marks.where((*path, key))
+            _check_axis(key, value, where)
+            axes[key] = value if isinstance(value, list) else [value]
+        matrices.append(axes)
+    data["matrix"] = matrices
+
+
+def _check_axis(key: str, value: Any, where: str) -> None:
+    if key in AXES:
+        if value in ([], None):
+            raise SpecError(problem=f"axis {key} is empty", where=where, mend="give it a value")
+        return
+    if key in _section_keys() and isinstance(value, dict):
+        names = ", ".join(f"{key}.{name}" for name in value)
+        raise SpecError(
+            problem=f"matrix key {key!r} is a section, not an axis", where=where, mend=f"write {names}"
+        )
+    raise _unknown_key(key, AXES, where, what="axis")
+
+
+def _validate_axis_values(spec: ExperimentSpec, data: dict[str, Any], marks: Marks) -> None:
+    flat = not isinstance(data.get("matrix"), list) or ("matrix", 0) not in marks.lines
+    for m, matrix in enumerate(spec.matrix):
+        for key, values in matrix.items():
+            for i, value in enumerate(values):
+                path: KeyPath = ("matrix", key, i) if flat else ("matrix", m, key, i)
+                _validate_value(spec, key, value, marks.where(path))
+
+
+def _validate_exclude(spec: ExperimentSpec, data: dict[str, Any], marks: Marks) -> None:
+    del data
+    for i, point in enumerate(spec.exclude):
+        for key, value in point.items():
+            where = marks.where(("exclude", i, key))
+            if key not in AXES:
+                raise _unknown_key(key, AXES, where, what="axis")
+            for item in value if isinstance(value, list) and key not in LIST_KEYS else [value]:
+                _validate_value(spec, key, item, where)
+
+
+def _validate_value(spec: ExperimentSpec, key: str, value: Any, where: str) -> None:
+    try:
+        apply_point(spec, {key: value})
+    except ValidationError as error:
+        first = error.errors()[0]
+        loc = ".".join(str(p) for p in first["loc"]) or key
+        raise _explain(first, loc, where) from error
+
+
+def apply_point(spec: ExperimentSpec, point: Mapping[str, Any]) -> ExperimentSpec:
+    """The spec of one cell: `point` laid over the base. Raises pydantic's ValidationError."""
+    data = spec.model_dump(exclude={"matrix", "exclude"})
+    for key, value in point.items():
+        *sections, leaf = key.split(".")
+        target = data
+        for name in sections:
+            if target[name] is None:
+                target[name] = {}
+            target = target[name]
+        target[leaf] = value
+    return ExperimentSpec.model_validate(data)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _validate(data: dict[str, Any], marks: Marks) -> ExperimentSpec:
+    try:
+        return ExperimentSpec.model_validate(data)
+    except ValidationError as error:
+        # Unknown keys first: a misspelt key also makes a required one look missing.
+        errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+        first = errors[0]
+        raise _explain(first, ".".join(map(str, first["loc"])), marks.where(first["loc"])) from error
+
+
+def _explain(error: Any, key: str, where: str) -> SpecError:
+    """One pydantic error as a sentence."""
+    if error["type"] == "extra_forbidden":
+        section, _, name = key.rpartition(".")
+        return _unknown_key(name, _keys_of(error["loc"][:-1]), where, section=section)
+    if error["type"] == "missing":
+        return SpecError(problem=f"{key} is missing", where=where, mend=f"add `{key}:`")
+    if error["type"] == "value_error":
+        return SpecError(problem=f"{key}: {error['ctx']['error']}", where=where)
+    message = error["msg"].replace("Input should", "must").replace("List should", "must")
+    message = message.replace("String should", "must").replace(
+        "valid dictionary or instance of", "section like"
+    )
+    mend = ""
+    if error["type"] == "literal_error":
+        choices = [c.strip(" '") for c in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        close = difflib.get_close_matches(str(error["input"]), choices, n=1)
+        mend = f"did you mean {close[0]!r}?" if close else ""
+    return SpecError(problem=f"{key} {message}, got {error['input']!r}", where=where, mend=mend)
+
+
+def _keys_of(path: Sequence[str | int]) -> list[str]:
+    """Valid keys of the section at `path`."""
+    model: Any = ExperimentSpec
+    for name in path:
+        if isinstance(name, int):
+            continue
+        annotation = model.model_fields[name].annotation
+        model = section_model(annotation) or section_model(annotation.__args__[0])
+        assert model is not None, path
+    return list(model.model_fields)
+
+
+def _unknown_key(
+    key: str, valid: Sequence[str], where: str, *, section: str = "", what: str = "key"
+) -> SpecError:
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    if not close:  # `tp` for `prefill.tp`, or a key put in the wrong section
+        close = [k for k in dotted_keys() if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    mend = f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
+    inside = f" in {section!r}" if section else ""
+    return SpecError(problem=f"unknown {what} {key!r}{inside}", where=where, mend=mend)

@@ -1,0 +1,116 @@
+"""Prompts of an experiment as token ids: random ones, or a file of texts or ids."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rayk.models.config import DecoderConfig
+from rayk.specs.experiment import ExperimentSpec, RandomPrompts
+from rayk.types.errors import SpecError
+
+Encode = Callable[[str], list[int]]
+TokenizerLoader = Callable[[str], Encode]
+"""Model folder -> text encoder with the tokenizer's own defaults; called for text prompts only."""
+
+
+def resolve_prompts(
+    spec: ExperimentSpec, config: DecoderConfig, tokenizer_loader: TokenizerLoader | None = None
+) -> list[list[int]]:
+    """Token ids of every prompt, in order. Raises SpecError (bad file, id out of vocabulary)."""
+    if spec.prompts.random is not None:
+        special = special_token_ids(spec.model) | set(config.eos_token_ids)
+        return random_prompts(spec.prompts.random, config.vocab_size, special)
+    assert spec.prompts.file is not None
+    return _file_prompts(Path(spec.prompts.file), spec.model, config, tokenizer_loader)
+
+
+def random_prompts(spec: RandomPrompts, vocab_size: int, special: Iterable[int]) -> list[list[int]]:
+    """`count` prompts of cycling lengths, ids uniform over the vocabulary without `special`."""
+    excluded = set(special)
+    allowed = [i for i in range(vocab_size) if i not in excluded]
+    if not allowed:
+        raise SpecError(problem="every token of the vocabulary is special", where="prompts.random")
+    draw = random.Random(spec.seed)
+    lengths = (spec.input_tokens[i % len(spec.input_tokens)] for i in range(spec.count))
+    return [draw.choices(allowed, k=length) for length in lengths]
+
+
+def special_token_ids(model: str) -> set[int]:
+    """Ids the tokenizer marks as special, read from its JSON; empty without a tokenizer."""
+    ids: set[int] = set()
+    path = Path(model) / "tokenizer.json"
+    if path.is_file():
+        added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", [])
+        ids |= {token["id"] for token in added if token.get("special")}
+    path = Path(model) / "config.json"
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = config.get(key)
+            ids |= set(value if isinstance(value, list) else [value]) - {None}
+    return ids
+
+
+def _file_prompts(
+    path: Path, model: str, config: DecoderConfig, tokenizer_loader: TokenizerLoader | None
+) -> list[list[int]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(problem=f"cannot read the prompts file: {error}", where=str(path)) from error
+    encode: Encode | None = None
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        entry = _entry(line, where)
+        if "prompt" in entry and encode is None:
+            if tokenizer_loader is None:
+                raise SpecError(problem="text prompts need a tokenizer", where=where)
+            encode = tokenizer_loader(model)
+        ids = entry.get("prompt_token_ids")
+        if ids is None:
+            assert encode is not None
+            ids = encode(entry["prompt"])
+        check_token_ids(ids, config.vocab_size, where)
+        prompts.append(list(ids))
+    if not prompts:
+        raise SpecError(problem="the prompts file has no prompt", where=str(path))
+    return prompts
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    """One line of the file: {"prompt": text} or {"prompt_token_ids": [ids]}."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SpecError(problem=f"not valid JSON: {error.msg}", where=where) from error
+    keys = set(entry) if isinstance(entry, dict) else set()
+    if keys not in ({"prompt"}, {"prompt_token_ids"}):
+        raise SpecError(
+            problem="a line must be an object with exactly one of `prompt`, `prompt_token_ids`",
+            where=where,
+            mend='{"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}',
+        )
+    if "prompt" in entry and not isinstance(entry["prompt"], str):
+        raise SpecError(problem="`prompt` must be a text", where=where)
+    ids = entry.get("prompt_token_ids", [])
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise SpecError(problem="`prompt_token_ids` must be a list of integers", where=where)
+    return dict(entry)
+
+
+def check_token_ids(ids: list[int], vocab_size: int, where: str) -> None:
+    """Refuse an empty prompt and ids outside [0, vocab_size). Raises SpecError."""
+    if not ids:
+        raise SpecError(problem="the prompt is empty (no token)", where=where)
+    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise SpecError(
+            problem=f"token id {bad} is outside the vocabulary of {vocab_size} tokens", where=where
+        )
