@@ -38,7 +38,9 @@ class InputBuilder:
         self._groups = geometry.groups
         self._device = device
         self._tables = [
-            np.zeros((max_seqs, -(-max_positions // g.kernel_block_size) + g.kernel_blocks_per_block), np.int32)
+            np.zeros(
+                (max_seqs, -(-max_positions // g.kernel_block_size) + g.kernel_blocks_per_block), np.int32
+            )
             for g in self._groups
         ]
 

@@ -1,0 +1,213 @@
+"""What every rank of an engine runs: turns. A turn is commands, at most one model step, and a poll.
+
+Rank 0's leader decides a turn, the header is broadcast, all ranks carry it out; where the leader asked
+for it, command results and polls are gathered back to rank 0. An idle engine turns slowly: that is the
+heartbeat its peers wait for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rayk.engine.header import decode_batch, encode_batch
+from rayk.engine.sampling import sample_greedy
+from rayk.types.batch import ScheduledBatch
+from rayk.types.errors import RaykError
+
+if TYPE_CHECKING:
+    from rayk.engine.rank import EngineRank
+    from rayk.parallel.comm import Comm
+
+_PREFIX = struct.Struct("<BBi")  # flags, unused, bytes of the batch
+
+
+class RankExtension(Protocol):
+    """What the engine's owner runs on every rank between steps (KV transfers). Single-threaded."""
+
+    def execute(self, command: object) -> object:
+        """Run one command. A RaykError raised here is the command's result; anything else ends the rank."""
+        ...
+
+    def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
+        """These blocks were handed out and are about to be written."""
+        ...
+
+    def poll(self) -> object:
+        """Make progress; return news for the leader (picklable)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What all ranks do next. Filled by the leader."""
+
+    batch: ScheduledBatch | None = None
+    commands: tuple[object, ...] = ()
+    gather: bool = False
+    """Bring command results and polls to rank 0."""
+    stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnResult:
+    """What came of a turn, on rank 0."""
+
+    sampled: dict[str, int]
+    results: tuple[tuple[object, ...], ...]
+    """Per rank, per command; empty unless gathered."""
+    polls: tuple[object, ...]
+    """Per rank; empty unless gathered."""
+
+
+class TurnSource(Protocol):
+    """Rank 0's side: decides turns and takes their results. Implemented by engine.leader."""
+
+    def wait(self) -> None:
+        """Return when there is work, or after a heartbeat."""
+        ...
+
+    def plan(self) -> Turn:
+        """The next turn, at once."""
+        ...
+
+    def absorb(self, turn: Turn, result: TurnResult) -> None:
+        """Take what came of it."""
+        ...
+
+
+@dataclass(slots=True)
+class LoopTimes:
+    """Where a rank's time goes, in nanoseconds: the control plane is `turn` minus `model`."""
+
+    num_turns: int = 0
+    num_steps: int = 0
+    turn_ns: int = 0
+    """Turns that had a step."""
+    model_ns: int = 0
+    """Their forward pass and sampling."""
+
+
+def encode_turn(turn: Turn) -> bytes:
+    """Flags, the batch as int32, then (rarely) pickled commands."""
+    batch = encode_batch(turn.batch) if turn.batch is not None else b""
+    flags = int(turn.gather) | int(turn.stop) << 1 | int(bool(turn.commands)) << 2
+    commands = pickle.dumps(turn.commands) if turn.commands else b""
+    return _PREFIX.pack(flags, 0, len(batch)) + batch + commands
+
+
+def decode_turn(payload: bytes) -> Turn:
+    """The inverse of `encode_turn`, request ids aside."""
+    flags, _, size = _PREFIX.unpack_from(payload)
+    body = payload[_PREFIX.size :]
+    return Turn(
+        batch=decode_batch(body[:size]) if size else None,
+        commands=pickle.loads(body[size:]) if flags & 4 else (),
+        gather=bool(flags & 1),
+        stop=bool(flags & 2),
+    )
+
+
+class EngineLoop:
+    """Runs turns on one rank until told to stop."""
+
+    def __init__(
+        self,
+        rank: EngineRank,
+        extension: RankExtension,
+        leader: TurnSource | None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        assert (leader is not None) == (rank.comm.rank == 0), "rank 0 and only rank 0 has the leader"
+        self.times = LoopTimes()
+        self._rank = rank
+        self._comm: Comm = rank.comm
+        self._extension = extension
+        self._leader = leader
+        self._on_step = on_step
+
+    def run(self) -> None:
+        """Turn until the leader says stop. Raises CommError when a peer is gone."""
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """One turn; False when it was the last."""
+        if self._leader is not None:
+            self._leader.wait()
+        started = time.monotonic_ns()
+        turn = self._share(self._leader.plan() if self._leader is not None else None)
+        results = tuple(self._execute(command) for command in turn.commands)
+        sampled, model_ns = self._step(turn.batch)
+        poll = self._extension.poll()
+        gathered = self._gather(turn, results, poll)
+        if self._leader is not None:
+            self._leader.absorb(
+                turn,
+                TurnResult(
+                    sampled=sampled,
+                    results=tuple(r for r, _ in gathered),
+                    polls=tuple(p for _, p in gathered),
+                ),
+            )
+        self.times.num_turns += 1
+        if turn.batch is not None:
+            self.times.num_steps += 1
+            self.times.model_ns += model_ns
+            self.times.turn_ns += time.monotonic_ns() - started
+        return not turn.stop
+
+    def _share(self, turn: Turn | None) -> Turn:
+        if self._comm.size == 1:
+            assert turn is not None
+            return turn
+        payload = self._comm.broadcast_bytes(encode_turn(turn) if turn is not None else None)
+        return turn if turn is not None else decode_turn(payload)
+
+    def _execute(self, command: object) -> object:
+        try:
+            return self._extension.execute(command)
+        except RaykError as error:
+            return error
+
+    def _step(self, batch: ScheduledBatch | None) -> tuple[dict[str, int], int]:
+        if batch is None:
+            return {}, 0
+        if self._on_step is not None:
+            self._on_step(batch.step)
+        assigned = tuple(b for r in batch.requests for _, ids in r.new_block_ids for b in ids if b)
+        if assigned:
+            self._extension.blocks_assigned(assigned)
+        started = time.monotonic_ns()
+        logits = self._rank.step(batch)
+        sampled = sample_greedy(batch, logits) if self._leader is not None else {}
+        return sampled, time.monotonic_ns() - started
+
+    def _gather(
+        self, turn: Turn, results: tuple[object, ...], poll: object
+    ) -> list[tuple[tuple[object, ...], object]]:
+        if not turn.gather:
+            return []
+        if self._comm.size == 1:
+            return [(results, poll)]
+        payloads = self._comm.gather_bytes(pickle.dumps((results, poll)))
+        return [pickle.loads(p) for p in payloads] if payloads is not None else []
+
+
+class NoExtension:
+    """An engine that moves no KV."""
+
+    def execute(self, command: object) -> object:
+        """There are no commands."""
+        raise AssertionError(f"no extension takes {command!r}")
+
+    def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
+        """Nobody counts generations."""
+
+    def poll(self) -> object:
+        """No news."""
+        return None
