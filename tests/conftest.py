@@ -1,0 +1,109 @@
+"""Settings every test process needs before torch, triton or ray are imported, and shared fixtures."""
+
+from __future__ import annotations
+
+import os
+
+# Ray's modes and the size of OpenMP's pool are read once, at import.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from tests.helpers import poison
+
+# Tiny models run several times faster on one thread than on two.
+torch.set_num_threads(1)
+
+CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
+"""Git-ignored: what the fixtures write here is kept, so that a second run costs nothing."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Turn Triton's interpreter on, unless this run compiles kernels for the GPU at hand.
+
+    Triton reads the variable when it is imported, which test modules do after this hook.
+    """
+    assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET was decided"
+    expression = config.option.markexpr
+    compiles = torch.cuda.is_available() and "gpu" in expression and "not gpu" not in expression
+    if not compiles:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what the machine cannot run, with the reason."""
+    missing = {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "nixl": None if _installed("nixl", "nixl_cu13", "nixl_cu12") else "NIXL is not installed",
+        "ray": None if _installed("ray") else "Ray is not installed",
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if reason is not None and item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _installed(*names: str) -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in names)
+
+
+class CheckpointFactory(Protocol):
+    """`checkpoint(family, **options)`: see rayk.oracle.checkpoint.write_checkpoint for options."""
+
+    def __call__(self, family: str, **options: Any) -> Path:
+        """The folder of a tiny checkpoint, written at first use."""
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> CheckpointFactory:
+    """Factory of tiny checkpoints: one folder per (family, options), kept between runs."""
+
+    def make(family: str, **options: Any) -> Path:
+        # Here, so that tests without a model do not need the packages of the oracle.
+        from rayk.oracle.checkpoint import write_checkpoint
+
+        suffix = ""
+        if options:
+            text = json.dumps(options, sort_keys=True)
+            suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8]
+        return write_checkpoint(family, CHECKPOINTS / f"test-{family}{suffix}", **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., Any]:
+    """Factory `reference(path, **options) -> Reference`: one per checkpoint, answers kept on disk."""
+    made: dict[str, Any] = {}
+
+    def make(path: Path, **options: Any) -> Any:
+        from rayk.oracle.reference import Reference
+
+        key = json.dumps([str(path), options], sort_keys=True)
+        if key not in made:
+            made[key] = Reference(path, cache_dir=CHECKPOINTS / "reference-cache", **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised tensors hold NaN or an out-of-range integer instead of what memory had."""
+    with poison(monkeypatch):
+        yield

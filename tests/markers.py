@@ -1,0 +1,27 @@
+"""Markers as values: `from tests.markers import gpu`, then `@gpu` or `pytestmark = gpu`.
+
+conftest.py skips what this machine cannot run; `make test` leaves out `slow` and `gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+gpu = pytest.mark.gpu
+"""Needs a CUDA device; run by `make test-gpu`."""
+
+nixl = pytest.mark.nixl
+"""Needs the NIXL library."""
+
+ray = pytest.mark.ray
+"""Starts or uses a Ray cluster."""
+
+slow = pytest.mark.slow
+"""A sweep run by `make test-slow`."""
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton kernels on CPU tensors"
+)
+"""Launches Triton kernels on CPU tensors, which only Triton's interpreter can."""
