@@ -14,17 +14,23 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticKnownError
 
 from rayk.kv.layout import LAYOUTS
+from rayk.sched.policies import POLICIES
 
 
-def _known_layout(name: str) -> str:
-    choices = ("auto", *LAYOUTS)
-    if name not in choices:
-        expected = ", ".join(repr(c) for c in choices)
-        raise PydanticKnownError("literal_error", {"expected": expected})
-    return name
+def _one_of(*choices: str) -> AfterValidator:
+    """A validator for names that another package lists."""
+
+    def check(name: str) -> str:
+        if name not in choices:
+            expected = ", ".join(repr(c) for c in choices)
+            raise PydanticKnownError("literal_error", {"expected": expected})
+        return name
+
+    return AfterValidator(check)
 
 
-Layout = Annotated[str, AfterValidator(_known_layout)]
+Layout = Annotated[str, _one_of("auto", *LAYOUTS)]
+Policy = Annotated[str, _one_of(*POLICIES)]
 KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Backend = Literal["auto", "reference", "cpu", "triton"]
@@ -171,7 +177,7 @@ class ExperimentSpec(StrictModel):
     kv_dtype: KVDtype = "auto"
     transfer: TransferSpec = TransferSpec()
     engine: EngineSettings = EngineSettings()
-    policy: Literal["round_robin"] = "round_robin"
+    policy: Policy = "round_robin"
     arrival: ArrivalSpec = ArrivalSpec()
     gpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
     matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(_as_list)] = Field(default_factory=list)

@@ -52,3 +52,40 @@ class TransferRow:
     staged: bool = False
     retries: int = 0
     verdict: str = "OK"
+
+
+@dataclass(kw_only=True, slots=True)
+class CellRow:
+    """One cell: what the run found. Sums and percentiles over its requests are added by reports."""
+
+    cell_id: str
+    axes: dict[str, object]
+    """Every axis under its dotted name; None where it does not apply."""
+    verdict: str
+    reason: str = ""
+    num_token_mismatches: int | None = None
+    """Requests whose tokens differ from the reference's; None when tokens were not compared."""
+    first_divergence: tuple[int, int] | None = None
+    """(prompt index, token index) of the first output token that differs."""
+    checks_done: list[str] = field(default_factory=list)
+    near_tie_tolerance: float | None = None
+    """Logit gap below which two tokens count as tied."""
+    expected_verdict: str = "PASS"
+    prefill_effective_block_sizes: list[int] | None = None
+    """Per KV group, tokens."""
+    decode_effective_block_sizes: list[int] | None = None
+    num_kv_bytes_checked: int | None = None
+    num_kv_bytes_mismatched: int | None = None
+    num_kv_values_checked: int | None = None
+    """Elements of P's cache compared with the reference's; None when not compared."""
+    max_kv_value_error: float | None = None
+    """Largest absolute difference among them."""
+    wall_ns: int = 0
+
+    @property
+    def met(self) -> bool:
+        """Whether the cell ended as expected: NEAR_TIE passes for PASS, UNSUPPORTED is no failure."""
+        allowed = {self.expected_verdict}
+        if self.expected_verdict == "PASS":
+            allowed |= {"NEAR_TIE", "UNSUPPORTED"}
+        return self.verdict in allowed
