@@ -1,0 +1,76 @@
+"""What a way of computing attention must offer, and what one layer tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.kernels.paged_attention import HeadGroups, head_groups
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayk.kv.specs import KVCacheSpec
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Constants of one attention layer. Filled by the layer when it is built."""
+
+    scale: float
+    """Factor on q . k before the softmax."""
+    window: int | None
+    """Keys a token sees, itself included; None = all before it."""
+    kv_index: torch.Tensor
+    """[Q] int64, on the layer's device: local KV head slot of each local query head."""
+    head_size_k: int
+    head_size_v: int
+
+    @cached_property
+    def groups(self) -> HeadGroups:
+        """Query heads by KV head, worked out on first use."""
+        return head_groups(self.kv_index)
+
+
+@dataclass(frozen=True)
+class PagedAttentionMetadata:
+    """What `build` makes of the common metadata for the layers of one attention group."""
+
+    common: CommonAttentionMetadata
+    window: int | None
+
+
+class AttentionBackend(Protocol):
+    """Stores new keys and values and attends. Usable by several threads at once."""
+
+    @property
+    def name(self) -> str:
+        """What `attention_backend` in a spec calls it."""
+        ...
+
+    @property
+    def implementation(self) -> str:
+        """What runs in fact, for the results, e.g. `cpu-native`; a second choice says why."""
+        ...
+
+    def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
+        """Why this backend cannot serve layers of `spec` in this KV-cache layout, or None."""
+        ...
+
+    def build(self, common: CommonAttentionMetadata, window: int | None) -> PagedAttentionMetadata:
+        """Metadata for the layers of one attention group; once per group and step."""
+        ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv]."""
+        ...

@@ -1,0 +1,69 @@
+"""What every attention backend needs to know of a step's batch.
+
+R requests, T packed tokens of this step, N token slots in a kernel block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonAttentionMetadata:
+    """One KV group's view of a step. Filled by the engine once per step; never changed."""
+
+    query_start_loc: torch.Tensor
+    """[R + 1] int32, where each request's tokens start among the T packed ones; the last is T."""
+    seq_lens: torch.Tensor
+    """[R] int32, tokens of each request whose KV exists after this step, this step's included."""
+    block_table: torch.Tensor
+    """[R, max_blocks] int32 kernel block ids; 0 (the null block) where no block is needed or kept."""
+    slot_mapping: torch.Tensor
+    """[T] int64, kernel block id * N + offset of each token; -1 = do not store."""
+    query_start_loc_cpu: tuple[int, ...]
+    """query_start_loc on the host."""
+    seq_lens_cpu: tuple[int, ...]
+    """seq_lens on the host."""
+    num_tokens: int
+    """T."""
+    max_query_len: int
+    """Most tokens of one request in this step."""
+    max_seq_len: int
+    """Largest of seq_lens."""
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.seq_lens_cpu)
+
+    @classmethod
+    def from_host(
+        cls,
+        *,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        device: torch.device | str = "cpu",
+    ) -> CommonAttentionMetadata:
+        """Build from each request's number of tokens in this step and in total, as plain ints."""
+        assert len(query_lens) == len(seq_lens) == len(block_table) > 0
+        assert all(0 < n <= total for n, total in zip(query_lens, seq_lens, strict=True))
+        starts = [0]
+        for n in query_lens:
+            starts.append(starts[-1] + n)
+        assert starts[-1] == len(slot_mapping)
+        return cls(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32).to(device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32).to(device),
+            block_table=block_table.to(device, torch.int32),
+            slot_mapping=slot_mapping.to(device, torch.int64),
+            query_start_loc_cpu=tuple(starts),
+            seq_lens_cpu=tuple(seq_lens),
+            num_tokens=starts[-1],
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+        )

@@ -1,0 +1,118 @@
+"""The digest in plain torch: int64 arithmetic that wraps, on CPU or CUDA.
+
+Definition. All arithmetic is modulo 2^64; `>>` shifts zeros in. With
+
+    mix(x):  x ^= x >> 30;  x *= 0xBF58476D1CE4E5B9
+             x ^= x >> 27;  x *= 0x94D049BB133111EB
+             x ^= x >> 31                              (splitmix64's finaliser, a bijection)
+    G = 0x9E3779B97F4A7C15
+
+the coordinate (layer, field, unit) has the key  K = mix(mix(mix(S + G ^ layer) + G ^ field) + G ^ unit),
+S = 0x7261796B64696765, where `a + G ^ b` means (a + G) XOR b. A row, the absolute token position, has
+K_row = mix(K + G ^ row), and the word at index i of a row has I_i = mix(~G ^ i). The digest of a
+(field, unit, row group) is
+
+    the sum, over the group's rows and their words w_i, of  mix(w_i ^ (K_row + I_i)).
+
+A row of a field is num_elems * itemsize bytes, taken as little-endian words of 8 bytes when 8 divides
+that, else of 4, 2 or 1, each sign-extended to 64 bits. Nothing else enters: no layout, block, slot or rank.
+So digests of disjoint sets of units or rows are parts of one whole: they are compared, or added, freely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_SEED = 0x7261796B64696765
+_MUL_1 = 0xBF58476D1CE4E5B9
+_MUL_2 = 0x94D049BB133111EB
+_WORD_DTYPES = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
+_CHUNK_WORDS = 1 << 15
+"""Words mixed at once: small enough that the passes over them stay in a core's own cache."""
+
+
+def mix64(x: int) -> int:
+    """splitmix64's finaliser on one Python int."""
+    x &= MASK64
+    x = ((x ^ (x >> 30)) * _MUL_1) & MASK64
+    x = ((x ^ (x >> 27)) * _MUL_2) & MASK64
+    return x ^ (x >> 31)
+
+
+def coordinate_key(layer: int, field_id: int, unit: int) -> int:
+    """K of (layer, field, unit)."""
+    key = _SEED
+    for index in (layer, field_id, unit):
+        key = mix64(((key + _GOLDEN) & MASK64) ^ index)
+    return key
+
+
+def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finaliser on every element of an int64 tensor, in place; returns it."""
+    scratch = torch.empty_like(x)
+    for shift, factor in ((30, _MUL_1), (27, _MUL_2), (31, None)):
+        torch.bitwise_right_shift(x, shift, out=scratch)
+        # int64 shifts copies of the sign in; clear them.
+        scratch &= (1 << (64 - shift)) - 1
+        x ^= scratch
+        if factor is not None:
+            x *= _signed(factor)
+    return x
+
+
+def digest_rows(
+    kv_cache: torch.Tensor,
+    block_ids: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    layer: int,
+    units: Sequence[int],
+    fields: Sequence[tuple[int, int, int]],
+    rows_per_group: int,
+    first_group: int,
+    num_groups: int,
+) -> torch.Tensor:
+    """Digest of the given rows of one layer. Returns int64 [num_fields, H, num_groups].
+
+    kv_cache [B, H, N, C]. Row i (block_ids[i], slots[i]) holds absolute token position rows[i]; all three
+    are [n_rows] int64. units[h] is the global id of local head h. A field is (field_id, start_elem,
+    num_elems) of the content axis. Row group g counts from `first_group`: rows
+    (first_group + g) * rows_per_group and on.
+    """
+    assert len(units) == kv_cache.shape[1], "one global unit id per local head"
+    assert len(block_ids) == len(slots) == len(rows)
+    device = kv_cache.device
+    out = torch.zeros(len(fields), len(units), num_groups, dtype=torch.int64, device=device)
+    groups = rows // rows_per_group - first_group
+    assert len(rows) == 0 or (int(groups.min()) >= 0 and int(groups.max()) < num_groups)
+    for f, (field_id, start, num_elems) in enumerate(fields):
+        word_bytes, word_dtype = _word(num_elems * kv_cache.element_size())
+        num_words = num_elems * kv_cache.element_size() // word_bytes
+        keys = [_signed(coordinate_key(layer, field_id, unit)) for unit in units]
+        key_H = torch.tensor(keys, dtype=torch.int64, device=device) + _signed(_GOLDEN)
+        index_W = torch.arange(num_words, device=device) ^ ~_signed(_GOLDEN)
+        mix64_tensor(index_W)
+        step = max(1, _CHUNK_WORDS // (len(units) * num_words))
+        for begin in range(0, len(rows), step):
+            part = slice(begin, begin + step)
+            # Indexing copies into fresh dense memory [n, H, num_elems], which any word type may view.
+            values = kv_cache[block_ids[part], :, slots[part], start : start + num_elems]
+            words = values.contiguous().view(word_dtype).to(torch.int64)
+            key_nH = mix64_tensor(key_H ^ rows[part].unsqueeze(1))
+            words ^= key_nH.unsqueeze(2) + index_W
+            out[f].index_add_(1, groups[part], mix64_tensor(words).sum(2).T)
+    return out
+
+
+def _word(row_bytes: int) -> tuple[int, torch.dtype]:
+    return next((size, dtype) for size, dtype in _WORD_DTYPES if row_bytes % size == 0)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of the unsigned x."""
+    return x - (1 << 64) if x >> 63 else x

@@ -1,0 +1,43 @@
+"""Paged attention written to be read: one sequence, one query token at a time. Works in float64."""
+
+from __future__ import annotations
+
+import torch
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    kv_index: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    head_size_k: int,
+) -> torch.Tensor:
+    """Arguments and result as `paged_attention`. Computes in q's dtype, float32 at least."""
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], kv_cache.shape[-1] - head_size_k)
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for r, seq_len in enumerate(lens):
+        num_queries = starts[r + 1] - starts[r]
+        for i in range(num_queries):
+            position = seq_len - num_queries + i
+            first = 0 if window is None else max(0, position - window + 1)
+            content = _gather(kv_cache, block_table[r], first, position + 1).to(compute_dtype)
+            content = content[kv_index]  # [Q, keys, C]
+            keys, values = content[..., :head_size_k], content[..., head_size_k:]
+            query = q[starts[r] + i].to(compute_dtype).unsqueeze(1)  # [Q, 1, Dk]
+            weights = torch.softmax(scale * (query @ keys.mT), dim=-1)
+            out[starts[r] + i] = (weights @ values).squeeze(1).to(q.dtype)
+    return out
+
+
+def _gather(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Content of tokens first .. last - 1 of one sequence: [H, last - first, C]."""
+    tokens = torch.arange(first, last, device=kv_cache.device)
+    num_slots = kv_cache.shape[2]
+    block_ids = blocks[tokens // num_slots].long()
+    return kv_cache[block_ids, :, tokens % num_slots].transpose(0, 1)
