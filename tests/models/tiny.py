@@ -1,0 +1,174 @@
+"""Tiny random checkpoints written by transformers, and a paged harness that runs a decoder on them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from rayk.attention import CommonAttentionMetadata, get_backend
+from rayk.models.config import DecoderConfig
+from rayk.models.decoder import Decoder
+from rayk.models.families import load_config
+from rayk.models.loader import load_decoder
+from rayk.parallel.comm import Comm
+from rayk.parallel.local import LocalComm
+from rayk.parallel.threads import ThreadComm
+from tests.helpers import assert_matches
+
+DIMS: dict[str, Any] = {
+    "vocab_size": 263,  # prime: no TP size divides it
+    "hidden_size": 64,
+    "intermediate_size": 101,  # odd: the MLP splits unevenly
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-3,  # large, so that a wrong one shows
+    "tie_word_embeddings": False,
+}
+
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+}
+
+
+def reference_model(family: str, **overrides: Any) -> Any:
+    """A transformers model in float32 with every parameter drawn: norms not 1, biases not 0."""
+    config_class, model_class = CLASSES[family]
+    values = {key: v for key, v in (DIMS | overrides).items() if v != "absent"}
+    config = getattr(transformers, config_class)(**values, attn_implementation="eager")
+    torch.manual_seed(7)
+    model = getattr(transformers, model_class)(config).eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif "embed_tokens" in name:
+                parameter.normal_(0, 1.0)
+            else:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+    return model
+
+
+@dataclass
+class Checkpoint:
+    """A saved model and the transformers module it came from, also in float64."""
+
+    path: Path
+    model: Any
+    exact: Any
+    config: DecoderConfig
+
+
+def write_checkpoint(path: Path, family: str, *, max_shard_size: str = "1GB", **overrides: Any) -> Checkpoint:
+    """Save a tiny model of `family` into `path`."""
+    model = reference_model(family, **overrides)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return Checkpoint(path, model, copy.deepcopy(model).double(), load_config(path))
+
+
+def run_ranks(num_ranks: int, body: Callable[[Comm], Any]) -> list[Any]:
+    """body(comm) on `num_ranks` threads; their results in rank order, or the first exception."""
+    if num_ranks == 1:
+        return [body(LocalComm())]
+    results: list[Any] = [None] * num_ranks
+    errors: list[BaseException] = []
+
+    def target(comm: Comm) -> None:
+        try:
+            with torch.inference_mode():
+                results[comm.rank] = body(comm)
+        except BaseException as error:  # noqa: BLE001 - handed to the test's own thread
+            errors.append(error)
+        finally:
+            comm.close()
+
+    comms = ThreadComm.make_group(num_ranks, timeout_s=20)
+    threads = [threading.Thread(target=target, args=(comm,), daemon=True) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def load(checkpoint: Checkpoint, comm: Comm, dtype: torch.dtype = torch.float32) -> Decoder:
+    """One rank's decoder on the CPU."""
+    return load_decoder(
+        checkpoint.path,
+        checkpoint.config,
+        comm=comm,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        backend=get_backend("reference", "cpu"),
+    )
+
+
+class Paged:
+    """Runs requests through a decoder with a cache of scattered blocks, poisoned where unused."""
+
+    def __init__(self, decoder: Decoder, num_requests: int, max_tokens: int = 128) -> None:
+        self.decoder = decoder
+        self.block_size = 8
+        self.seen = [0] * num_requests
+        per_request = -(-max_tokens // self.block_size)
+        num_blocks = 1 + num_requests * per_request
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
+        self.block_table = order.view(num_requests, per_request).int()
+        for attention in decoder.attention_layers.values():
+            params = attention.params
+            content = params.head_size_k + params.head_size_v
+            shape = (num_blocks, len(attention.kv_head_ids), self.block_size, content)
+            attention.bind_kv_cache(torch.full(shape, float("nan")))
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Feed each request its next tokens (none: it sits out); logits [tokens, vocab] of each."""
+        active = [r for r, new in enumerate(tokens) if new]
+        positions, slots, flat = [], [], []
+        for r in active:
+            for position, token in enumerate(tokens[r], start=self.seen[r]):
+                block = int(self.block_table[r, position // self.block_size])
+                positions.append(position)
+                slots.append(block * self.block_size + position % self.block_size)
+                flat.append(token)
+            self.seen[r] += len(tokens[r])
+        common = CommonAttentionMetadata.from_host(
+            query_lens=[len(tokens[r]) for r in active],
+            seq_lens=[self.seen[r] for r in active],
+            block_table=self.block_table[active],
+            slot_mapping=torch.tensor(slots),
+        )
+        metadata = {
+            i: layer.backend.build(common, layer.window) for i, layer in self.decoder.attention_layers.items()
+        }
+        hidden = self.decoder.forward(torch.tensor(flat), torch.tensor(positions), metadata)
+        logits = self.decoder.logits(hidden).split([len(tokens[r]) for r in active])
+        by_request = dict(zip(active, logits, strict=True))
+        return [by_request.get(r, torch.empty(0)) for r in range(len(tokens))]
+
+
+def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """transformers' logits [T, vocab] of one prompt, in the model's dtype."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
+    return logits
+
+
+def assert_right(checkpoint: Checkpoint, token_ids: Sequence[int], logits: torch.Tensor) -> None:
+    """Float32 logits of every position of a prompt against transformers."""
+    exact = reference_logits(checkpoint.exact, token_ids)
+    eager = reference_logits(checkpoint.model, token_ids)
+    assert_matches(logits, exact, eager, what=f"logits of {len(token_ids)} tokens")
