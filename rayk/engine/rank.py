@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from rayk.attention.backend import get_backend
-from rayk.engine.inputs import InputBuilder, ModelInputs
+from rayk.attention import AttentionGroups, AttentionLayer, get_backend
+from rayk.engine.inputs import InputBuilder
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.layout import KVCacheLayout
@@ -57,7 +57,8 @@ class EngineRank:
             max_positions=self.model_config.max_positions,
             device=self.device,
         )
-        self._group_of = {layer: g.index for g in self.plan.groups for layer in g.layers}
+        self.attention_groups = AttentionGroups()
+        self.attention_groups.initialise(self._attention_layers())
 
     def _plan(self) -> EnginePlan:
         specs = plan_engine(self.config, self.model_config).groups
@@ -68,25 +69,30 @@ class EngineRank:
 
         return plan_engine(self.config, self.model_config, [(f"backend {self.backend.name}", veto)])
 
+    def _attention_layers(self) -> list[AttentionLayer]:
+        layers = self.decoder.attention_layers
+        return [
+            AttentionLayer(
+                layer=index,
+                kv_group=group.index,
+                backend=self.backend,
+                spec=group.spec,
+                num_query_heads=layers[index].num_query_heads,
+                window=layers[index].window,
+            )
+            for group in self.plan.groups
+            for index in group.layers
+        ]
+
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute the batch's tokens, store their KV; float32 logits [requests that need logits, vocab]."""
         inputs = self._inputs.build(batch)
-        hidden = self.decoder(inputs.token_ids, inputs.positions, self._metadata(inputs))
+        metadata = self.attention_groups.build(inputs.metadata)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata)
         return self.decoder.logits(hidden[inputs.logits_index])
 
-    def _metadata(self, inputs: ModelInputs) -> dict[int, object]:
-        """Backend metadata per layer, built once for layers of equal group and window."""
-        built: dict[tuple[int, int | None], object] = {}
-        per_layer: dict[int, object] = {}
-        for layer, group in self._group_of.items():
-            window = self.model_config.layers[layer].window
-            if (group, window) not in built:
-                built[group, window] = self.backend.build(inputs.metadata[group], window)
-            per_layer[layer] = built[group, window]
-        return per_layer
-
     def close(self) -> None:
-        """Unbind the cache and drop the weights."""
+        """Unbind the cache."""
         for layer in self.decoder.attention_layers.values():
             layer.unbind_kv_cache()

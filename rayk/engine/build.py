@@ -1,0 +1,149 @@
+"""Put an engine together: leader from a rank, and a whole engine whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from rayk.engine.leader import Handover, Leader, RequestEvent, dead_engine
+from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
+from rayk.engine.rank import EngineRank
+from rayk.kv.manager import KVCacheManager
+from rayk.parallel.comm import Comm
+from rayk.parallel.threads import ThreadComm
+from rayk.sched.batching import Scheduler
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.request import FinishReason, Request
+
+
+def make_leader(rank: EngineRank, handover: Handover | None = None) -> Leader:
+    """Rank 0's scheduler, block manager and leader."""
+    config = rank.config
+    manager = KVCacheManager(rank.plan.groups, config.num_blocks)
+    scheduler = Scheduler(
+        manager,
+        max_batch_tokens=config.max_batch_tokens,
+        max_seqs=config.max_seqs,
+        max_positions=rank.model_config.max_positions,
+        eos_token_ids=rank.model_config.eos_token_ids,
+    )
+    return Leader(scheduler, manager, handover)
+
+
+@dataclass
+class Completion:
+    """What one request left behind."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: RaykError | None = None
+    payload: object = None
+    info: dict[str, object] = field(default_factory=dict)
+
+    def take(self, event: RequestEvent) -> None:
+        """Add an event."""
+        self.token_ids += event.token_ids
+        self.finish_reason = event.finish_reason or self.finish_reason
+        self.error = event.error or self.error
+        self.payload = event.payload or self.payload
+        self.info |= event.info
+
+
+class ThreadEngine:
+    """An engine in this process, one thread per rank: for tests and for machines without Ray.
+
+    Use as a context manager; leaving it stops the threads and raises what ended one of them.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        name: str = "engine",
+        make_extension: Callable[[EngineRank], RankExtension] | None = None,
+        handover: Handover | None = None,
+        poison: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.ranks: list[EngineRank] = [None] * config.tp  # type: ignore[list-item]
+        self.extensions: list[RankExtension] = [NoExtension()] * config.tp
+        self.loops: list[EngineLoop] = [None] * config.tp  # type: ignore[list-item]
+        self.error: RaykError | None = None
+        self._config = config
+        self._make_extension = make_extension
+        self._handover = handover
+        self._poison = poison
+        self._ready = threading.Barrier(config.tp + 1)
+        comms = ThreadComm.make_group(config.tp, timeout_s)
+        self._threads = [
+            threading.Thread(target=self._run, args=(comm,), name=f"{name}/r{comm.rank}", daemon=True)
+            for comm in comms
+        ]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._ready.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            raise self.error or DeadlineExceeded(f"start of {name}", timeout_s) from None
+
+    def __enter__(self) -> ThreadEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def submit(self, request: Request) -> queue.SimpleQueue[RequestEvent]:
+        """Start a request; its events come out of the queue."""
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self.leader.submit(request, events.put)
+        return events
+
+    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+        """Run requests together, to their ends."""
+        return [self.collect(events) for events in [self.submit(r) for r in requests]]
+
+    def collect(self, events: queue.SimpleQueue[RequestEvent]) -> Completion:
+        """Wait for a request's last event. Raises DeadlineExceeded."""
+        done = Completion()
+        while True:
+            try:
+                event = events.get(timeout=self.timeout_s)
+            except queue.Empty:
+                raise DeadlineExceeded(f"a request on {self.name}", self.timeout_s) from None
+            done.take(event)
+            if event.is_last:
+                return done
+
+    def close(self) -> None:
+        """Stop the loops; raises the error that ended one early."""
+        self.leader.stop()
+        for thread in self._threads:
+            thread.join(self.timeout_s)
+        if self.error is not None:
+            raise self.error
+
+    def _run(self, comm: Comm) -> None:
+        leader: Leader | None = None
+        try:
+            rank = EngineRank(self._config, comm, poison=self._poison)
+            extension = self._make_extension(rank) if self._make_extension else NoExtension()
+            if comm.rank == 0:
+                leader = self.leader = make_leader(rank, self._handover)
+            loop = EngineLoop(rank, extension, leader)
+            self.ranks[comm.rank], self.extensions[comm.rank], self.loops[comm.rank] = rank, extension, loop
+            self._ready.wait(self.timeout_s)
+            loop.run()
+        except threading.BrokenBarrierError:
+            return
+        except Exception as error:  # noqa: BLE001 - a thread must hand every error to its owner
+            self.error = self.error or (
+                error if isinstance(error, RaykError) else dead_engine(self.name, error)
+            )
+            self._ready.abort()
+            if leader is not None:
+                leader.fail(dead_engine(self.name, error))
