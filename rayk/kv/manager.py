@@ -105,12 +105,7 @@ class KVCacheManager:
 
     def max_request_blocks(self, num_tokens: int, max_batch_tokens: int) -> int:
         """Blocks one request of `num_tokens` needs at its peak, if chunks have at most `max_batch_tokens`."""
-        total = 0
-        for g in self.groups:
-            whole = -(-num_tokens // g.spec.block_size)
-            chunk = -(-max_batch_tokens // g.spec.block_size) + 1
-            total += min(whole, max_live_blocks(g.spec, num_tokens) + chunk)
-        return total
+        return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in self.groups)
 
     def check_integrity(self) -> None:
         """Tables and leases hold exactly the pool's references. AssertionError otherwise."""

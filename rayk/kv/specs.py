@@ -95,10 +95,12 @@ def page_bytes(spec: KVCacheSpec) -> int:
     return sum(f.canonical_bytes for f in spec.fields())
 
 
-def max_live_blocks(spec: KVCacheSpec, max_tokens: int) -> int:
-    """Blocks of one sequence that can hold live rows at once, wherever the window falls."""
-    live = len(spec.live_rows(max_tokens))
-    if live == max_tokens:
-        return -(-max_tokens // spec.block_size)
-    # `live` rows start anywhere in a block; one more row is about to be written.
-    return min(-(-(live + 1) // spec.block_size) + 1, -(-max_tokens // spec.block_size))
+def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0) -> int:
+    """Most blocks of a sequence of up to `max_tokens` that hold live rows at once, wherever the window falls.
+
+    `num_new_tokens`: rows that are being written beside them.
+    """
+    whole = -(-max_tokens // spec.block_size)
+    rows = len(spec.live_rows(max_tokens)) + num_new_tokens
+    # The first row may be the last of its block; the others fill blocks from their start.
+    return min(whole, 1 + -(-(rows - 1) // spec.block_size))
