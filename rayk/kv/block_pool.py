@@ -69,7 +69,7 @@ class BlockPool:
         assert int(used.sum()) + self.num_free_blocks == self.num_blocks - 1, "blocks leaked"
 
     def _choose(self, free: np.ndarray, num_blocks: int, after: int | None) -> np.ndarray:
-        if after is not None:
+        if after is not None and num_blocks > 0:
             start = int(np.searchsorted(free, after + 1))
             run = free[start : start + num_blocks]
             if len(run) == num_blocks and run[0] == after + 1 and run[-1] == after + num_blocks:
