@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
-from rayk.kv.fields import PageField
+from rayk.kv.fields import ITEMSIZE, PageField
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
 
@@ -129,8 +130,11 @@ def plan_rank(
     """
     assert num_blocks >= 2, "a null block and at least one other"
     positions = groups[0].num_positions
-    pages = [_page_bytes(g, tp_size, tp_rank) for g in groups]
-    page = max(pages)
+    assert all(g.num_positions == positions for g in groups), "groups fill the same block bytes"
+    page = max(_page_bytes(g, tp_size, tp_rank) for g in groups)
+    # Every group cuts its kernel blocks from the page, and each must start at a whole element.
+    alignment = lcm(*(_kernel_blocks(g, kernel_block_size) * ITEMSIZE[g.spec.dtype] for g in groups))
+    page = -(-page // alignment) * alignment
     laid_out = tuple(
         _plan_group(g, layout, tp_size, tp_rank, num_blocks, kernel_block_size, page) for g in groups
     )
@@ -143,11 +147,20 @@ def layout_veto(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -> str | 
     Only LHBNC puts blocks inside heads: a block id then means the same bytes in every group only when all
     groups have the same heads and head bytes.
     """
-    shapes = {(f.units, f.rows, f.row_bytes) for g in groups for f in g.spec.fields()}
-    kinds = {tuple((f.units, f.rows * f.row_bytes) for f in g.spec.fields()) for g in groups}
-    if layout.name == "LHBNC" and len(kinds) > 1:
+    shapes = {
+        (fields[0].units, sum(f.unit_bytes for f in fields)) for fields in (g.spec.fields() for g in groups)
+    }
+    if layout.name == "LHBNC" and len(shapes) > 1:
         return f"groups of unlike (heads, bytes per head) cannot share a pool: {sorted(shapes)}"
     return None
+
+
+def _kernel_blocks(group: KVCacheGroup, kernel_block_size: int | None) -> int:
+    """Kernel blocks per manager's block."""
+    block_size = group.spec.block_size
+    rows = kernel_block_size or block_size
+    assert block_size % rows == 0, f"kernel block size {rows} does not divide {block_size}"
+    return block_size // rows
 
 
 def _page_bytes(group: KVCacheGroup, tp_size: int, tp_rank: int) -> int:
@@ -166,10 +179,8 @@ def _plan_group(
     fields = group.spec.fields()
     units = fields[0].shard(tp_size, tp_rank)
     assert all(f.shard(tp_size, tp_rank) == units for f in fields), "fields of one content axis share units"
-    block_size = group.spec.block_size
-    rows = kernel_block_size or block_size
-    assert block_size % rows == 0, f"kernel block size {rows} does not divide {block_size}"
-    ratio = block_size // rows
+    ratio = _kernel_blocks(group, kernel_block_size)
+    rows = group.spec.block_size // ratio
     content = sum(f.row_bytes for f in fields)
     sizes = {
         "L": group.num_positions,
@@ -179,9 +190,8 @@ def _plan_group(
         "C": content,
     }
     strides = layout.strides(sizes)
-    page = len(units) * block_size * content
+    page = len(units) * group.spec.block_size * content
     if page != padded_page_bytes:
-        assert padded_page_bytes % ratio == 0
         if layout.block_outermost:
             strides["B"] = padded_page_bytes * group.num_positions // ratio
         else:
@@ -205,25 +215,7 @@ def canonical_page(group: KVCacheGroup) -> GroupGeometry:
     layers only.
     """
     real = KVCacheGroup(group.index, group.spec, group.layers, len(group.layers))
-    fields = real.spec.fields()
-    content = sum(f.row_bytes for f in fields)
-    sizes = {
-        "L": len(real.layers),
-        "B": 1,
-        "H": fields[0].units,
-        "N": real.spec.block_size,
-        "C": content,
-    }
-    strides = KVCacheLayout("BHLNC").strides(sizes)
-    offset, laid_out = 0, []
-    for f in fields:
-        units = tuple(range(f.units))
-        laid_out.append(
-            FieldGeometry(f, units, offset, strides["L"], strides["B"], strides["H"], strides["N"])
-        )
-        offset += f.row_bytes
-    page = fields[0].units * real.spec.block_size * content
-    return GroupGeometry(real, real.spec.block_size, tuple(laid_out), page)
+    return _plan_group(real, KVCacheLayout("BHLNC"), 1, 0, 1, None, _page_bytes(real, 1, 0))
 
 
 def _decode(group: GroupGeometry, field: FieldGeometry, byte: int, num_blocks: int) -> Iterator[Coordinate]:
