@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayk.parallel.shard import query_heads
+from rayk.parallel.shard import kv_heads
 
 ITEMSIZE: dict[str, int] = {
     "float32": 4,
@@ -21,8 +21,8 @@ class PageField:
     """One kind of content of a page: `units` x `rows` x `row_bytes`.
 
     For attention, units are KV heads and rows are the token slots of a block. `readers` are what tensor
-    parallelism divides evenly (query heads); reader r reads unit r * units // readers, so a rank holds
-    the units its readers need: replicas and uneven overlaps follow from that alone.
+    parallelism divides evenly (query heads); reader r reads unit r // (readers // units), so a rank
+    holds the units its readers need: replicas and uneven overlaps follow from that alone.
     """
 
     name: str
@@ -34,8 +34,7 @@ class PageField:
 
     def shard(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
         """Global unit ids one rank holds, ascending. Raises Unsupported if TP does not divide `readers`."""
-        mine = query_heads(self.readers, tp_size, tp_rank)
-        return tuple(sorted({r * self.units // self.readers for r in mine}))
+        return kv_heads(self.readers, self.units, tp_size, tp_rank)
 
     @property
     def unit_bytes(self) -> int:

@@ -41,6 +41,7 @@ def query_heads(num_query_heads: int, tp_size: int, tp_rank: int) -> tuple[int, 
 
 def kv_heads(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
     """KV heads that one rank's query heads attend to, ascending (replicated where ranks share one)."""
+    assert num_query_heads % num_kv_heads == 0, (num_query_heads, num_kv_heads)
     groups = num_query_heads // num_kv_heads
     return tuple(sorted({q // groups for q in query_heads(num_query_heads, tp_size, tp_rank)}))
 
