@@ -85,39 +85,20 @@ def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0)
     if fill is not None:
         buffer.fill_(fill)
     buffer[geometry.pages_bytes :] = 0
-    tensors = _tensors(buffer, geometry)
-    row_bytes = [t.shape[1] for t in tensors]
-    used = [_used_positions(g) for g in geometry.groups]
-    references = tuple(
-        tuple(BlockReference(i, 0, size) for i, size in enumerate(row_bytes) if i in _rows_of(geometry, n))
-        for n in used
-    )
-    return CanonicalKVCaches(buffer, geometry, tensors, references)
-
-
-def _used_positions(group: GroupGeometry) -> int:
-    return len(group.group.layers)
-
-
-def _rows_of(geometry: RankGeometry, num_layers: int) -> range:
-    """Tensors that hold a group's first `num_layers` positions (padding positions come last)."""
+    pages = buffer[: geometry.pages_bytes]
     if geometry.layout.block_outermost:
-        return range(1)
-    per_position = len(geometry.groups[0].fields[0].units) if geometry.layout.name == "LHBNC" else 1
-    return range(num_layers * per_position)
-
-
-def _tensors(buffer: torch.Tensor, geometry: RankGeometry) -> tuple[torch.Tensor, ...]:
-    """Block-major int8 tensors: one, or one per outer index where blocks are not outermost."""
-    blocks = geometry.num_blocks
-    if geometry.layout.block_outermost:
-        count = 1
+        # One tensor holds whole blocks, of every group.
+        tensors: tuple[torch.Tensor, ...] = (pages.view(geometry.num_blocks, geometry.block_bytes),)
+        used = [1 for _ in geometry.groups]
     else:
-        first = geometry.groups[0]
-        count = first.group.num_positions
-        count *= len(first.fields[0].units) if geometry.layout.name == "LHBNC" else 1
-    pages = buffer[: geometry.pages_bytes].view(count, blocks, geometry.block_bytes // count)
-    return tuple(pages[i] for i in range(count))
+        # One tensor per index of the axes outside B; a group's padding positions come last.
+        outside = geometry.layout.name.split("B")[0]
+        per_position = len(geometry.groups[0].fields[0].units) if "H" in outside else 1
+        count = geometry.groups[0].group.num_positions * per_position
+        tensors = pages.view(count, geometry.num_blocks, geometry.block_bytes // count).unbind()
+        used = [len(g.group.layers) * per_position for g in geometry.groups]
+    references = tuple(tuple(BlockReference(i, 0, tensors[i].shape[1]) for i in range(n)) for n in used)
+    return CanonicalKVCaches(buffer, geometry, tensors, references)
 
 
 def _layer_view(
