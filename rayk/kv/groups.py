@@ -7,7 +7,7 @@ so that both sides of a transfer choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rayk.kv.specs import KVCacheSpec, page_bytes
@@ -23,11 +23,6 @@ class KVCacheGroup:
     num_positions: int
     """Positions of a block; those past len(layers) are padding."""
 
-    @property
-    def wasted_bytes(self) -> int:
-        """Canonical bytes of each block that no layer of this group uses."""
-        return (self.num_positions - len(self.layers)) * page_bytes(self.spec)
-
 
 def group_size(counts: list[int]) -> int:
     """Positions per group for these layer counts per kind.
@@ -37,6 +32,13 @@ def group_size(counts: list[int]) -> int:
     """
     low, high = min(counts), max(counts)
     return high if high < 1.5 * low else low
+
+
+def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """Per group, the canonical bytes of each of its blocks that no layer uses: padding positions, and pages
+    padded to the largest group's."""
+    page = max((page_bytes(g.spec) for g in groups), default=0)
+    return tuple(g.num_positions * page - len(g.layers) * page_bytes(g.spec) for g in groups)
 
 
 def group_layers(specs: Mapping[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
