@@ -1,0 +1,238 @@
+"""Ranks of one host talking through shared memory: flags, no locks, no system call when quick.
+
+The memory is an anonymous file that rank 0 hands to its peers over a local socket, so nothing has a
+name in /dev/shm and nothing is left when every rank is killed. The sockets stay open: the kernel
+closes a dead rank's, which is how the others learn of it.
+
+Every collective is made of numbered rounds. In round n a rank writes its slot of parity n % 2, raises
+its flag to n, and reads the others' slots once their flags say n. It may write parity n % 2 again in
+round n + 2, when all flags say n + 1: whoever has begun round n + 1 has finished reading round n.
+x86-64 only: the flag is seen after the slot's content because that machine keeps stores in order.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+from typing import TYPE_CHECKING
+
+import torch
+
+from rayk.parallel.reduce import sum_in_rank_order
+from rayk.parallel.shm_link import Link, connect
+from rayk.types.errors import CommError, DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SLOT_BYTES = 1 << 20
+"""Payload of one rank in one round; longer tensors take several rounds."""
+_LINE = 64
+"""Bytes between flags, so that two ranks never write one cache line."""
+_LENGTH = struct.Struct("<q")
+_MAX_CACHED_VIEWS = 64
+
+_OPERATIONS = ("all_reduce", "all_gather", "broadcast_bytes", "gather_bytes")
+
+
+def why_no_shm() -> str | None:
+    """Why this machine cannot run ShmComm, or None."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"shared-memory comm needs x86-64 Linux, this is {platform.machine()}"
+    return None
+
+
+class ShmComm:
+    """Comm among up to a few dozen CPU ranks of one host."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        timeout_s: float = 30.0,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """Meet the other ranks at `address`, any string that no other group of the host uses.
+
+        Raises CommError when not all have come within `timeout_s`, DeviceError on other machines.
+        """
+        reason = why_no_shm()
+        if reason is not None:
+            raise DeviceError(reason, mend="use comm: gloo")
+        assert slot_bytes % _LINE == 0, slot_bytes
+        self.rank = rank
+        self.size = size
+        self.name = "shm"
+        self._timeout_s = timeout_s
+        self._slot_bytes = slot_bytes
+        # Per rank one line of flags: [0] the round, [1] and [2] what its slots of each parity hold.
+        num_bytes = size * (_LINE + 2 * slot_bytes)
+        self._link: Link | None = connect(rank, size, address, num_bytes, timeout_s)
+        self._flags = memoryview(self._link.memory)[: size * _LINE].cast("q")
+        self._bytes = torch.frombuffer(self._link.memory, dtype=torch.uint8)
+        self._round = 0
+        self._views: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks in rank order, in place: every rank adds the same numbers the same way."""
+        for piece in self._pieces(tensor):
+            slots = self._exchange(0, piece)
+            sum_in_rank_order(slots, piece)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        targets = zip(*(self._pieces(t) for t in gathered), strict=True)
+        for piece, outs in zip(self._pieces(tensor), targets, strict=True):
+            for out, slot in zip(outs, self._exchange(1, piece), strict=True):
+                out.copy_(slot)
+        return gathered
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload; rank 0 does not wait for its peers to read it."""
+        assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
+        if payload is not None:
+            for chunk in self._framed(payload):
+                self._begin()
+                self._write(chunk)
+                self._raise_flag(2, 0)
+            return payload
+        received = bytearray()
+        total = None
+        while total is None or len(received) < total:
+            self._begin()
+            self._raise_flag(2, 0)
+            self._await((0,), 2, 0)
+            total = self._receive(0, received, total)
+        return bytes(received)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload on rank 0. All ranks wait for all."""
+        received = [bytearray() for _ in range(self.size)]
+        totals: list[int | None] = [None] * self.size
+        chunks = self._framed(payload)
+        everyone = range(self.size)
+        while any(t is None or len(r) < t for r, t in zip(received, totals, strict=True)):
+            self._begin()
+            self._write(next(chunks, b""))
+            self._raise_flag(3, 0)
+            self._await(everyone, 3, 0)
+            for rank in everyone:
+                totals[rank] = self._receive(rank, received[rank], totals[rank])
+        return [bytes(r) for r in received] if self.rank == 0 else None
+
+    def close(self) -> None:
+        """Leave the group: peers that wait for more from this rank get CommError."""
+        if self._link is None:
+            return
+        self._views.clear()
+        self._flags.release()
+        # The memory itself goes with the last tensor on it.
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._link.close()
+        self._link = None
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The tensor's elements as flat views that fit a slot; writing them writes the tensor."""
+        assert tensor.device.type == "cpu", tensor.device
+        assert tensor.is_contiguous(), "collectives take contiguous tensors"
+        flat = tensor.view(-1)
+        step = self._slot_bytes // flat.element_size()
+        for start in range(0, max(1, flat.numel()), step):
+            yield flat[start : start + step]
+
+    def _exchange(self, operation: int, piece: torch.Tensor) -> list[torch.Tensor]:
+        """One round: publish `piece` and return every rank's, as views valid until the next round."""
+        num_bytes = piece.numel() * piece.element_size()
+        self._begin()
+        slots = self._slots(piece)
+        slots[self.rank].copy_(piece)
+        self._raise_flag(operation, num_bytes)
+        self._await(range(self.size), operation, num_bytes)
+        return slots
+
+    def _slots(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's slot of this round's parity, as a flat tensor like `like`."""
+        key = (like.dtype, like.numel())
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
+            num_bytes = like.numel() * like.element_size()
+            views = tuple(
+                [self._slot(r, parity)[:num_bytes].view(like.dtype) for r in range(self.size)]
+                for parity in (0, 1)
+            )
+            self._views[key] = views
+        return views[self._round % 2]
+
+    def _slot(self, rank: int, parity: int) -> torch.Tensor:
+        start = self.size * _LINE + (2 * rank + parity) * self._slot_bytes
+        return self._bytes[start : start + self._slot_bytes]
+
+    def _framed(self, payload: bytes) -> Iterator[bytes]:
+        """The payload behind its length, in pieces that fit a slot."""
+        framed = _LENGTH.pack(len(payload)) + payload
+        for start in range(0, len(framed), self._slot_bytes):
+            yield framed[start : start + self._slot_bytes]
+
+    def _write(self, chunk: bytes) -> None:
+        if chunk:
+            slot = self._slot(self.rank, self._round % 2)
+            slot[: len(chunk)] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+
+    def _receive(self, rank: int, received: bytearray, total: int | None) -> int:
+        """Append what this round's slot of `rank` holds of its payload; returns the whole length."""
+        slot = memoryview(self._slot(rank, self._round % 2).numpy())
+        start = 0
+        if total is None:
+            (total,) = _LENGTH.unpack_from(slot)
+            start = _LENGTH.size
+        assert total is not None
+        received += slot[start : start + total - len(received)]
+        return total
+
+    def _begin(self) -> None:
+        """Start the next round: wait until the slot of its parity is read by everybody."""
+        if self._link is None:
+            raise CommError("begin", f"rank {self.rank} has closed its group")
+        for rank in range(self.size):
+            if self._flags[rank * 8] < self._round:
+                self._wait(rank, self._round, "begin")
+        self._round += 1
+
+    def _raise_flag(self, operation: int, num_bytes: int) -> None:
+        """Publish this rank's slot of the round."""
+        base = self.rank * 8
+        self._flags[base + 1 + self._round % 2] = operation << 48 | num_bytes
+        self._flags[base] = self._round
+
+    def _await(self, ranks: range | tuple[int, ...], operation: int, num_bytes: int) -> None:
+        """Wait for the round's slots of `ranks` and check that all are in the same collective."""
+        flags, number = self._flags, self._round
+        mine = operation << 48 | num_bytes
+        for rank in ranks:
+            if flags[rank * 8] < number:
+                self._wait(rank, number, _OPERATIONS[operation])
+            theirs = flags[rank * 8 + 1 + number % 2]
+            if theirs != mine:
+                raise CommError(
+                    _OPERATIONS[operation],
+                    f"rank {self.rank} passes {num_bytes} bytes, rank {rank} is in "
+                    f"{_OPERATIONS[theirs >> 48]} with {theirs & (1 << 48) - 1} bytes",
+                )
+
+    def _wait(self, rank: int, number: int, operation: str) -> None:
+        """Until rank's flag says `number`. Raises CommError on timeout or when a peer is gone."""
+        link = self._link
+        assert link is not None
+        try:
+            link.wait_for(self._flags, rank * 8, number, self._timeout_s)
+        except TimeoutError:
+            raise CommError(
+                operation, f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}"
+            ) from None
+        except ConnectionError as error:
+            raise CommError(operation, str(error)) from None
