@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from rayk.attention.backend import AttentionBackend
 from rayk.attention.backends.paged import PagedBackend
+from rayk.kernels.paged_attention import why_no_native
 from rayk.types.errors import UserError
 
 __all__ = ["BACKENDS", "get_backend"]
 
-BACKENDS = ("cpu", "reference", "triton")
+BACKENDS = ("cpu", "cpu-torch", "reference", "triton")
 """Names that `get_backend` knows, beside "auto"."""
 
 
@@ -23,10 +24,17 @@ def get_backend(name: str, device: str) -> AttentionBackend:
         name = "triton" if on_cuda else "cpu"
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}", mend=f"one of auto, {', '.join(BACKENDS)}")
+    if name.startswith("cpu") and on_cuda:
+        raise UserError(f"attention backend {name!r} cannot run on {device}", mend="auto or triton")
     if name == "cpu":
-        if on_cuda:
-            raise UserError(f"attention backend 'cpu' cannot run on {device}", mend="auto or triton")
-        return PagedBackend("cpu", "cpu-torch", store="reference", attend="torch")
-    if name == "triton":
-        return PagedBackend("triton", "triton", store="triton", attend="triton")
-    return PagedBackend("reference", "reference", store="reference", attend="reference")
+        return _cpu_backend(why_no_native())
+    if name == "cpu-torch":
+        return PagedBackend(name, "cpu-torch", store="reference", attend="torch")
+    return PagedBackend(name, name, store=name, attend=name)
+
+
+def _cpu_backend(why_not: str | None) -> PagedBackend:
+    """The C++ kernel, or torch where it cannot be built; the results then say why."""
+    if why_not is None:
+        return PagedBackend("cpu", "cpu-native", store="reference", attend="native")
+    return PagedBackend("cpu", f"cpu-torch ({why_not})", store="reference", attend="torch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rayk.kernels.paged_attention.heads import HeadGroups, head_groups
+from rayk.kernels.paged_attention.native import paged_attention_native, why_no_native
 from rayk.kernels.paged_attention.reference import paged_attention_reference
 from rayk.kernels.paged_attention.torch_cpu import Workspace, paged_attention_torch
 
@@ -16,8 +17,10 @@ __all__ = [
     "Workspace",
     "head_groups",
     "paged_attention",
+    "paged_attention_native",
     "paged_attention_reference",
     "paged_attention_torch",
+    "why_no_native",
 ]
 
 
@@ -62,6 +65,18 @@ def paged_attention(
             head_size_k=head_size_k,
             groups=groups,
             workspace=workspace,
+        )
+    if impl == "native":
+        return paged_attention_native(
+            q,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            groups=groups,
+            scale=scale,
+            window=window,
+            head_size_k=head_size_k,
         )
     if impl == "triton":
         from rayk.kernels.paged_attention.triton import paged_attention_triton

@@ -1,0 +1,118 @@
+"""Builds C++ kernels on first use and loads them through ctypes; no torch headers, so a build takes seconds.
+
+A library is cached per (source, flags, compiler version, CPU model) in the user's cache directory, since
+-march=native code must not run on another CPU. Processes that start together wait for one build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_BUILD_TIMEOUT_S = 120
+# No -ffast-math: linking a library with it makes older GCCs flush denormals in the whole process.
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wno-psabi",
+)
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """A loaded kernel library, or why there is none."""
+
+    library: ctypes.CDLL | None
+    reason: str
+    """Empty when the library is there; else one line, for the results."""
+
+
+@functools.cache
+def load_native(source: Path) -> NativeLibrary:
+    """Build (or find) and load one C++ file. Never raises for what a machine may lack; asks it once."""
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None:
+        return NativeLibrary(None, "no C++ compiler")
+    try:
+        return NativeLibrary(ctypes.CDLL(str(build_native(source, compiler, cache_directory()))), "")
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if "error" in line] or ["no message"]
+        return NativeLibrary(None, f"{Path(compiler).name} failed: {lines[0]}")
+    except subprocess.TimeoutExpired:
+        return NativeLibrary(None, f"{Path(compiler).name} took longer than {_BUILD_TIMEOUT_S} s")
+    except OSError as error:
+        return NativeLibrary(None, f"cannot build or load: {error}")
+
+
+def build_native(source: Path, compiler: str, directory: Path) -> Path:
+    """The library of `source` in `directory`, built unless it is there.
+
+    Raises CalledProcessError, TimeoutExpired or OSError.
+    """
+    target = directory / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
+    if target.exists():
+        return target
+    with _locked(directory / f"{target.name}.lock"):
+        if not target.exists():
+            partial = target.with_suffix(f".{os.getpid()}.tmp")
+            command = [compiler, *_FLAGS, str(source), "-o", str(partial)]
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
+                partial.replace(target)
+            finally:
+                partial.unlink(missing_ok=True)
+    return target
+
+
+def cache_directory() -> Path:
+    """Where libraries are kept: the user's cache, or this process's own folder if that is not writable."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = base / "rayk" / "native"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="rayk-native-"))
+    return directory if os.access(directory, os.W_OK) else Path(tempfile.mkdtemp(prefix="rayk-native-"))
+
+
+def _fingerprint(source: Path, compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S
+    ).stdout
+    parts = (source.read_text(), " ".join(_FLAGS), version, _cpu_model())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu_model() -> str:
+    """What -march=native sees of this CPU: its name and its instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("vendor_id", "model name", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.startswith(wanted))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

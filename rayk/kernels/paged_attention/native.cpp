@@ -1,0 +1,392 @@
+// Paged attention on a CPU: one call computes a whole mixed batch of prefill and decode.
+//
+// Work is cut into (request, KV head group, tile of query tokens). The rows of a tile are (token, query
+// head of the group), token-major; all accumulation is float32. Keys that no row of the tile sees are never
+// read, so null blocks and unused slots may hold anything.
+//
+// Few rows (decode): scores by dot products straight from the cache. Many rows (prefill): a tile of keys is
+// widened and transposed into a small buffer, then both products are register-blocked matrix products.
+//
+// Built without -ffast-math: linking with it makes older compilers flush denormals in the whole process.
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kTileKeys = 64;
+constexpr int kTileRows = 64;
+constexpr int kDirectRows = 8;
+constexpr int kMaxHeadK = 1024;
+constexpr float kNegInf = -INFINITY;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef _Float16 HalfFloats __attribute__((vector_size(32)));
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef float Floats4 __attribute__((vector_size(16)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* p) {
+    Floats v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline Floats load(const BFloat16* p) {
+    Halves h;
+    memcpy(&h, p, sizeof h);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+inline Floats load(const _Float16* p) {
+    HalfFloats h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, Floats);
+}
+
+inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+
+inline float widen(float x) { return x; }
+inline float widen(_Float16 x) { return static_cast<float>(x); }
+inline float widen(BFloat16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+inline Floats splat(float x) { return x - Floats{}; }
+
+inline float sum(Floats v) {
+    Floats8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    Floats4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// 2^x for x <= 0, relative error about 1e-7; 0 below the normal range.
+inline Floats exp2(Floats x) {
+    const Floats magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+    Floats clamped = x < -126.0f ? splat(-126.0f) : x;
+    Floats n = (clamped + magic) - magic;
+    Floats r = clamped - n;  // within [-0.5, 0.5]; Taylor's remainder is below 6e-9
+    Floats p = splat(1.52527338e-5f);
+    p = p * r + 1.54035304e-4f;
+    p = p * r + 1.33335581e-3f;
+    p = p * r + 9.61812911e-3f;
+    p = p * r + 5.55041087e-2f;
+    p = p * r + 2.40226507e-1f;
+    p = p * r + 6.93147181e-1f;
+    p = p * r + 1.0f;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return x < -126.0f ? splat(0.0f) : p * (Floats)power;
+}
+
+struct Batch {
+    const float* q;
+    int64_t q_stride_t, q_stride_h;
+    const void* kv;
+    int64_t stride_b, stride_h, stride_n;
+    float* out;
+    int64_t out_stride_t, out_stride_h;
+    const int32_t* block_table;
+    int64_t table_stride;
+    const int32_t* query_start_loc;
+    const int32_t* seq_lens;
+    const int32_t* group_kv_heads;
+    const int32_t* group_query_heads;
+    int32_t group_size, num_blocks, num_slots, head_k, head_v;
+    float scale_log2e;
+    int32_t window;  // 0: none
+};
+
+struct Item {
+    int32_t request, group, first_query, num_queries;
+};
+
+// Buffers of one thread; sizes are padded to whole vectors.
+struct Scratch {
+    std::vector<float> q, acc, scores, keys, values;
+    float row_max[kTileRows], row_sum[kTileRows];
+};
+
+// out[R][NV vectors] = shrink[R] * out + sum_j p[R][j] * row_j, rows given by pointers.
+template <class T, int R, int NV>
+inline void accumulate(float* out, int ldo, const float* p, int ldp, const float* shrink,
+                       const T* const* rows, int offset, int num_rows, const T* const* next) {
+    Floats acc[R][NV];
+    for (int i = 0; i < R; ++i)
+        for (int c = 0; c < NV; ++c) acc[i][c] = load(out + i * ldo + c * kLanes) * shrink[i];
+    for (int j = 0; j < num_rows; ++j) {
+        const T* row = rows[j] + offset;
+        if (next)
+            for (int b = 0; b < int(NV * kLanes * sizeof(T)); b += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(next[j] + offset) + b);
+        Floats v[NV];
+        for (int c = 0; c < NV; ++c) v[c] = load(row + c * kLanes);
+        for (int i = 0; i < R; ++i)
+            for (int c = 0; c < NV; ++c) acc[i][c] += p[i * ldp + j] * v[c];
+    }
+    for (int i = 0; i < R; ++i)
+        for (int c = 0; c < NV; ++c) store(out + i * ldo + c * kLanes, acc[i][c]);
+}
+
+template <class T, int R>
+void accumulate_rows(float* out, int ldo, int num_vectors, const float* p, int ldp, const float* shrink,
+                     const T* const* rows, int offset, int num_rows, const T* const* next) {
+    for (int c = 0; c < num_vectors; c += 4) {
+        float* o = out + c * kLanes;
+        int off = offset + c * kLanes;
+        switch (num_vectors - c < 4 ? num_vectors - c : 4) {
+            case 4: accumulate<T, R, 4>(o, ldo, p, ldp, shrink, rows, off, num_rows, next); break;
+            case 3: accumulate<T, R, 3>(o, ldo, p, ldp, shrink, rows, off, num_rows, next); break;
+            case 2: accumulate<T, R, 2>(o, ldo, p, ldp, shrink, rows, off, num_rows, next); break;
+            default: accumulate<T, R, 1>(o, ldo, p, ldp, shrink, rows, off, num_rows, next);
+        }
+    }
+}
+
+// out[m][num_vectors] = shrink * out + p[m][num_rows] * rows, in blocks of four output rows.
+template <class T>
+void multiply(float* out, int ldo, int num_vectors, const float* p, int ldp, const float* shrink, int m,
+              const T* const* rows, int offset, int num_rows, const T* const* next) {
+    for (int i = 0; i < m; i += 4) {
+        float* o = out + i * ldo;
+        const float *pi = p + i * ldp, *si = shrink + i;
+        switch (m - i < 4 ? m - i : 4) {
+            case 4: accumulate_rows<T, 4>(o, ldo, num_vectors, pi, ldp, si, rows, offset, num_rows, next); break;
+            case 3: accumulate_rows<T, 3>(o, ldo, num_vectors, pi, ldp, si, rows, offset, num_rows, next); break;
+            case 2: accumulate_rows<T, 2>(o, ldo, num_vectors, pi, ldp, si, rows, offset, num_rows, next); break;
+            default: accumulate_rows<T, 1>(o, ldo, num_vectors, pi, ldp, si, rows, offset, num_rows, next);
+        }
+        next = nullptr;  // the first pass has fetched it
+    }
+}
+
+template <class T, int R>
+void dots(float* scores, const float* q, int ldq, int head_k, const T* const* rows, int num_rows,
+          const T* const* next) {
+    for (int j = 0; j < num_rows; ++j) {
+        if (next)
+            for (int b = 0; b < int(head_k * sizeof(T)); b += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(next[j]) + b);
+        Floats acc[R] = {};
+        for (int d = 0; d < head_k; d += kLanes) {
+            Floats k = load(rows[j] + d);
+            for (int i = 0; i < R; ++i) acc[i] += load(q + i * ldq + d) * k;
+        }
+        for (int i = 0; i < R; ++i) scores[i * kTileKeys + j] = sum(acc[i]);
+    }
+}
+
+template <class T>
+void scores_direct(Scratch& s, int ldq, int head_k, int m, const T* const* rows, int num_rows,
+                   const T* const* next) {
+    for (int i = 0; i < m; i += 4) {
+        float* out = s.scores.data() + i * kTileKeys;
+        const float* q = s.q.data() + i * ldq;
+        switch (m - i < 4 ? m - i : 4) {
+            case 4: dots<T, 4>(out, q, ldq, head_k, rows, num_rows, next); break;
+            case 3: dots<T, 3>(out, q, ldq, head_k, rows, num_rows, next); break;
+            case 2: dots<T, 2>(out, q, ldq, head_k, rows, num_rows, next); break;
+            default: dots<T, 1>(out, q, ldq, head_k, rows, num_rows, next);
+        }
+        next = nullptr;
+    }
+}
+
+// Widen a tile: keys transposed to [head_k][kTileKeys], values to [key][padded head_v]. Pads are zero.
+template <class T>
+void pack(Scratch& s, const T* const* rows, int num_rows, int head_k, int head_v, int ldv) {
+    for (int j = 0; j < num_rows; ++j)
+        for (int d = 0; d < head_k; ++d) s.keys[d * kTileKeys + j] = widen(rows[j][d]);
+    for (int j = num_rows; j < kTileKeys; ++j)
+        for (int d = 0; d < head_k; ++d) s.keys[d * kTileKeys + j] = 0.0f;
+    for (int j = 0; j < num_rows; ++j)
+        for (int d = 0; d < head_v; ++d) s.values[j * ldv + d] = widen(rows[j][head_k + d]);
+}
+
+// Turn a row of scores into weights; returns the factor by which what was summed before shrinks.
+inline float soften(float* scores, int num_rows, float& row_max, float& row_sum) {
+    int padded = (num_rows + kLanes - 1) / kLanes * kLanes;
+    for (int j = num_rows; j < padded; ++j) scores[j] = kNegInf;
+    Floats best = splat(kNegInf);
+    for (int j = 0; j < padded; j += kLanes) {
+        Floats x = load(scores + j);
+        best = x > best ? x : best;
+    }
+    float new_max = row_max;
+    for (int i = 0; i < kLanes; ++i) new_max = best[i] > new_max ? best[i] : new_max;
+    if (new_max == kNegInf) {  // the row sees nothing yet
+        for (int j = 0; j < padded; ++j) scores[j] = 0.0f;
+        return 1.0f;
+    }
+    Floats total = splat(0.0f);
+    for (int j = 0; j < padded; j += kLanes) {
+        Floats p = exp2(load(scores + j) - new_max);
+        store(scores + j, p);
+        total += p;
+    }
+    float shrink = exp2f(row_max - new_max);
+    row_sum = row_sum * shrink + sum(total);
+    row_max = new_max;
+    return shrink;
+}
+
+template <class T>
+bool point_at(const T** rows, const Batch& b, const Item& item, int first_key, int end_key) {
+    const T* head = static_cast<const T*>(b.kv) + b.group_kv_heads[item.group] * b.stride_h;
+    const int32_t* table = b.block_table + item.request * b.table_stride;
+    for (int key = first_key, j = 0; key < end_key;) {
+        int32_t block = table[key / b.num_slots];
+        if (block < 0 || block >= b.num_blocks) return false;
+        int slot = key % b.num_slots;
+        const T* row = head + block * b.stride_b + slot * b.stride_n;
+        for (; slot < b.num_slots && key < end_key; ++slot, ++key, ++j, row += b.stride_n) rows[j] = row;
+    }
+    return true;
+}
+
+// The heads of an item, and how many there are (groups are padded with -1).
+inline int heads_of(const Batch& b, const Item& item, const int32_t*& heads) {
+    heads = b.group_query_heads + item.group * b.group_size;
+    int n = 0;
+    while (n < b.group_size && heads[n] >= 0) ++n;
+    return n;
+}
+
+template <class T>
+bool attend(const Batch& b, const Item& item, Scratch& s) {
+    const int32_t* heads;
+    const int num_heads = heads_of(b, item, heads);
+    const int m = num_heads * item.num_queries;
+    const int ldq = (b.head_k + kLanes - 1) / kLanes * kLanes;
+    const int ldv = (b.head_v + kLanes - 1) / kLanes * kLanes;
+    const bool direct = m <= kDirectRows && ldq == b.head_k && ldv == b.head_v;
+    const int first_token = b.query_start_loc[item.request];
+    const int num_queries = b.query_start_loc[item.request + 1] - first_token;
+    const int first_position = b.seq_lens[item.request] - num_queries + item.first_query;
+
+    s.q.assign(m * ldq, 0.0f);
+    s.acc.assign(m * ldv, 0.0f);
+    s.scores.resize(m * kTileKeys);
+    s.keys.resize(ldq * kTileKeys);
+    s.values.assign(kTileKeys * ldv, 0.0f);
+    for (int i = 0; i < m; ++i) {
+        const float* row = b.q + (first_token + item.first_query + i / num_heads) * b.q_stride_t +
+                           heads[i % num_heads] * b.q_stride_h;
+        for (int d = 0; d < b.head_k; ++d) s.q[i * ldq + d] = row[d] * b.scale_log2e;
+        s.row_max[i] = kNegInf;
+        s.row_sum[i] = 0.0f;
+    }
+    const T* pointers[2][kTileKeys];
+    const float *key_rows[kMaxHeadK], *value_rows[kTileKeys];
+    for (int d = 0; d < b.head_k; ++d) key_rows[d] = s.keys.data() + d * kTileKeys;
+    for (int j = 0; j < kTileKeys; ++j) value_rows[j] = s.values.data() + j * ldv;
+    const float zeros[kTileRows] = {};
+
+    const int end_key = first_position + item.num_queries;
+    int start = b.window && first_position >= b.window ? first_position - b.window + 1 : 0;
+    int stop = start + kTileKeys < end_key ? start + kTileKeys : end_key;
+    if (!point_at(pointers[0], b, item, start, stop)) return false;
+    for (int turn = 0; start < end_key; ++turn) {
+        const int num_rows = stop - start;
+        const int next_stop = stop + kTileKeys < end_key ? stop + kTileKeys : end_key;
+        const T** rows = pointers[turn % 2];
+        const T** next = pointers[(turn + 1) % 2];
+        if (!point_at(next, b, item, stop, next_stop)) return false;
+        // Only a whole next tile is fetched ahead.
+        const T** ahead = next_stop - stop == kTileKeys ? next : nullptr;
+        if (direct) {
+            scores_direct<T>(s, ldq, b.head_k, m, rows, num_rows, ahead);
+        } else {
+            pack(s, rows, num_rows, b.head_k, b.head_v, ldv);
+            std::memset(s.scores.data(), 0, m * kTileKeys * sizeof(float));
+            multiply<float>(s.scores.data(), kTileKeys, kTileKeys / kLanes, s.q.data(), ldq, zeros, m,
+                            key_rows, 0, b.head_k, nullptr);
+        }
+        float shrink[kTileRows];
+        for (int i = 0; i < m; ++i) {
+            float* row = s.scores.data() + i * kTileKeys;
+            const int position = first_position + i / num_heads;
+            for (int j = position + 1 - start; j < num_rows; ++j)
+                if (j >= 0) row[j] = kNegInf;
+            if (b.window)
+                for (int j = 0; j < num_rows && start + j <= position - b.window; ++j) row[j] = kNegInf;
+            shrink[i] = soften(row, num_rows, s.row_max[i], s.row_sum[i]);
+        }
+        if (direct)
+            multiply<T>(s.acc.data(), ldv, ldv / kLanes, s.scores.data(), kTileKeys, shrink, m, rows,
+                        b.head_k, num_rows, ahead);
+        else
+            multiply<float>(s.acc.data(), ldv, ldv / kLanes, s.scores.data(), kTileKeys, shrink, m,
+                            value_rows, 0, num_rows, nullptr);
+        start = stop;
+        stop = next_stop;
+    }
+    for (int i = 0; i < m; ++i) {
+        float* row = b.out + (first_token + item.first_query + i / num_heads) * b.out_stride_t +
+                     heads[i % num_heads] * b.out_stride_h;
+        for (int d = 0; d < b.head_v; ++d) row[d] = s.acc[i * ldv + d] / s.row_sum[i];
+    }
+    return true;
+}
+
+template <class T>
+bool attend_all(const Batch& b, const std::vector<Item>& items, int num_threads) {
+    std::atomic<bool> good{true};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        thread_local Scratch scratch;
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < items.size(); ++i)
+            if (!attend<T>(b, items[i], scratch)) good = false;
+    }
+    return good;
+}
+
+}  // namespace
+
+// kv_type: 0 float32, 1 bfloat16, 2 float16. Strides are in elements. Returns 0, or 1 when a block table
+// entry that is needed is out of range, or 2 when a size is not supported.
+extern "C" int rayk_paged_attention(
+    const float* q, int64_t q_stride_t, int64_t q_stride_h, const void* kv, int32_t kv_type,
+    int64_t stride_b, int64_t stride_h, int64_t stride_n, float* out, int64_t out_stride_t,
+    int64_t out_stride_h, const int32_t* block_table, int64_t table_stride,
+    const int32_t* query_start_loc, const int32_t* seq_lens, int32_t num_requests,
+    const int32_t* group_kv_heads, const int32_t* group_query_heads, int32_t num_groups,
+    int32_t group_size, int32_t num_blocks, int32_t num_slots, int32_t head_k, int32_t head_v,
+    float scale, int32_t window, int32_t num_threads) {
+    if (head_k > kMaxHeadK || group_size > kTileRows) return 2;
+    const Batch batch{q,           q_stride_t,      q_stride_h, kv,
+                      stride_b,    stride_h,        stride_n,   out,
+                      out_stride_t, out_stride_h,   block_table, table_stride,
+                      query_start_loc, seq_lens,    group_kv_heads, group_query_heads,
+                      group_size,  num_blocks,      num_slots,  head_k,
+                      head_v,      scale * 1.44269504088896341f, window};
+    const int tile = kTileRows / group_size;
+    std::vector<Item> items;
+    for (int32_t r = 0; r < num_requests; ++r) {
+        const int32_t n = query_start_loc[r + 1] - query_start_loc[r];
+        for (int32_t first = 0; first < n; first += tile)
+            for (int32_t g = 0; g < num_groups; ++g)
+                items.push_back({r, g, first, n - first < tile ? n - first : tile});
+    }
+    bool good;
+    switch (kv_type) {
+        case 0: good = attend_all<float>(batch, items, num_threads); break;
+        case 1: good = attend_all<BFloat16>(batch, items, num_threads); break;
+        default: good = attend_all<_Float16>(batch, items, num_threads);
+    }
+    return good ? 0 : 1;
+}
