@@ -1,0 +1,181 @@
+"""An agent that copies within one process: tests, and engines that share a process (CPU or GPU).
+
+Reads finish `delay_polls` polls after they were posted and copy only then, so that whatever happens to the
+source in between is seen, as with a real transport.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferState, base_address
+from rayk.types.errors import TransferError
+
+
+class LocalNetwork:
+    """Where local agents find each other. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, LocalAgent] = {}
+        self._lock = threading.Lock()
+
+    def join(self, agent: LocalAgent) -> None:
+        """Make an agent findable. AssertionError if the name is taken."""
+        with self._lock:
+            assert agent.name not in self._agents, f"agent {agent.name} exists"
+            self._agents[agent.name] = agent
+
+    def leave(self, name: str) -> None:
+        """The agent is gone, as if its process had died."""
+        with self._lock:
+            self._agents.pop(name, None)
+
+    def find(self, name: str) -> LocalAgent:
+        """Raises TransferError when the agent is gone."""
+        agent = self._agents.get(name)
+        if agent is None:
+            raise TransferError("", f"peer {name} is gone")
+        return agent
+
+
+@dataclass(eq=False)
+class _Prepared:
+    peer: str
+    local: DescriptorList
+    remote: DescriptorList
+
+
+@dataclass(eq=False)
+class _Read:
+    prepared: _Prepared
+    local_indices: Ints32
+    remote_indices: Ints32
+    polls_left: int
+    state: TransferState = TransferState.PENDING
+
+
+@dataclass(eq=False)
+class LocalAgent:
+    """See agent.TransferAgent."""
+
+    name: str
+    network: LocalNetwork
+    delay_polls: int = 0
+    transport: str = "local"
+    _regions: list[torch.Tensor] = field(default_factory=list)
+    _peers: set[str] = field(default_factory=set)
+    _handles: dict[Handle, _Prepared] = field(default_factory=dict)
+    _reads: dict[Transfer, _Read] = field(default_factory=dict)
+    _inbox: deque[tuple[str, bytes]] = field(default_factory=deque)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.network.join(self)
+
+    def register(self, tensor: torch.Tensor) -> int:
+        """See TransferAgent."""
+        self._regions.append(tensor)
+        return base_address(tensor)
+
+    def metadata(self) -> bytes:
+        """The name is all a peer needs."""
+        return self.name.encode()
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """See TransferAgent. Raises TransferError when nobody has that name."""
+        assert metadata.decode() == name, "metadata of another agent"
+        self.network.find(name)
+        self._peers.add(name)
+
+    def remove_peer(self, name: str) -> None:
+        """See TransferAgent."""
+        self._peers.discard(name)
+        self._handles = {h: p for h, p in self._handles.items() if p.peer != name}
+
+    def prepare(
+        self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
+    ) -> Handle:
+        """See TransferAgent."""
+        assert peer in self._peers, f"{peer} was not added"
+        assert np.array_equal(local.lengths, remote.lengths), "lists of unlike runs"
+        handle = Handle(next(self._ids))
+        self._handles[handle] = _Prepared(peer, local, remote)
+        return handle
+
+    def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
+        """See TransferAgent."""
+        assert len(local_indices) == len(remote_indices)
+        prepared = self._handles[handle]
+        self.network.find(prepared.peer)
+        transfer = Transfer(next(self._ids))
+        self._reads[transfer] = _Read(prepared, local_indices, remote_indices, self.delay_polls)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See TransferAgent."""
+        read = self._reads[transfer]
+        if read.state is TransferState.PENDING:
+            if read.polls_left > 0:
+                read.polls_left -= 1
+            else:
+                read.state = self._copy(read)
+        return read.state
+
+    def release(self, transfer: Transfer) -> bool:
+        """See TransferAgent. A copy happens inside `poll`, so a pending read can always be cancelled."""
+        self._reads.pop(transfer, None)
+        return True
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """See TransferAgent."""
+        self.network.find(peer)._inbox.append((self.name, message))
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """See TransferAgent."""
+        messages = []
+        while self._inbox:
+            messages.append(self._inbox.popleft())
+        return messages
+
+    def close(self) -> None:
+        """See TransferAgent."""
+        self.network.leave(self.name)
+        self._regions.clear()
+        self._handles.clear()
+        self._reads.clear()
+
+    def _copy(self, read: _Read) -> TransferState:
+        try:
+            source_agent = self.network.find(read.prepared.peer)
+        except TransferError:
+            return TransferState.FAILED
+        local, remote = read.prepared.local, read.prepared.remote
+        local_runs, local_blocks = np.divmod(read.local_indices, local.num_blocks)
+        remote_runs, remote_blocks = np.divmod(read.remote_indices, remote.num_blocks)
+        assert np.array_equal(local_runs, remote_runs), "a read pairs a run with itself"
+        for run in np.unique(local_runs):
+            here = local_runs == run
+            destination = _run_view(self._regions, local, int(run))
+            source = _run_view(source_agent._regions, remote, int(run))
+            destination[torch.from_numpy(local_blocks[here]).long()] = source[
+                torch.from_numpy(remote_blocks[here]).long()
+            ].to(destination.device)
+        return TransferState.DONE
+
+
+def _run_view(regions: list[torch.Tensor], descriptors: DescriptorList, run: int) -> torch.Tensor:
+    """int8 [num_blocks, length] of one run over all blocks. AssertionError outside registered memory."""
+    address, length = int(descriptors.addresses[run]), int(descriptors.lengths[run])
+    extent = (descriptors.num_blocks - 1) * descriptors.stride + length
+    for region in regions:
+        offset = address - region.data_ptr()
+        if offset >= 0 and offset + extent <= region.numel():
+            shape = (descriptors.num_blocks, length)
+            return torch.as_strided(region, shape, (descriptors.stride, 1), offset)
+    raise AssertionError(f"[{address}, {address + extent}) is not registered")

@@ -1,0 +1,263 @@
+"""One request's transfer on one consumer rank, as a pure state machine: events and clock in, actions out.
+
+    READING --all data here--> FENCING --generations unchanged--> VERIFYING --digests equal--> OVER (ok)
+
+Generations are read only after all data has arrived, because reads are not ordered: an unchanged
+generation then proves that no block was reused while it was read. Any failure, the deadline or a
+cancellation leads to OVER (failed). Reads still in flight then keep writing into this side's blocks, so
+the session drains: only after `Drained` may the blocks be used for anything else. Events that come late,
+twice or for something unknown change nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rayk.types.errors import KVMismatch, RaykError, TransferError
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """All bytes of a data read are here."""
+
+    read: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """A data read failed or was cancelled: it writes nothing any more."""
+
+    read: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FenceDone:
+    """Generations of the blocks read from a producer rank, as they are now."""
+
+    producer_rank: int
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FenceEnded:
+    """A generation read failed or was cancelled."""
+
+    producer_rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Digests were compared; None when all are equal."""
+
+    mismatch: KVMismatch | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something outside ends the session: a lost peer, a cancellation."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = ReadDone | ReadEnded | FenceDone | FenceEnded | Verified | Failed | Tick
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class PostReads:
+    """Start these data reads."""
+
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PostFence:
+    """Start reading the generations of the blocks read from this producer rank."""
+
+    producer_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDigests:
+    """Compute and compare digests, then report `Verified`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Try to cancel these; report ReadEnded and FenceEnded for what could be cancelled."""
+
+    reads: tuple[int, ...]
+    fences: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell these producer ranks that the lease is needed no longer."""
+
+    producer_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The verdict, exactly once. `is_draining`: reads are still in flight, `Drained` will follow."""
+
+    error: RaykError | None
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing writes into this side's blocks any more."""
+
+
+Action = PostReads | PostFence | ComputeDigests | Cancel | Release | Finish | Drained
+
+
+@enum.unique
+class Phase(enum.Enum):
+    """Where a session stands."""
+
+    READING = enum.auto()
+    FENCING = enum.auto()
+    VERIFYING = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Blocks of a producer rank whose generations must not have changed."""
+
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class Session:
+    """See the module. After `Finish` with a KVMismatch the lease is kept, so that the producer's bytes can
+    be looked at; `release` gives it up (otherwise its deadline does)."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        num_reads: int,
+        fences: Mapping[int, Fence],
+        notify: Sequence[int],
+        deadline_ns: int,
+    ) -> None:
+        """Reads are numbered 0 .. num_reads - 1; `fences` by producer rank; `notify`: ranks to release."""
+        self.request_id = request_id
+        self.phase = Phase.READING
+        self._num_reads = num_reads
+        self._fences = dict(fences)
+        self._notify = tuple(notify)
+        self._deadline_ns = deadline_ns
+        self._reads_left: set[int] = set(range(num_reads))
+        self._fences_left: set[int] = set()
+        self._is_released = False
+
+    @property
+    def is_drained(self) -> bool:
+        """Over, and nothing in flight."""
+        return self.phase is Phase.OVER and not self._reads_left and not self._fences_left
+
+    def start(self) -> list[Action]:
+        """The first actions."""
+        if self._reads_left:
+            return [PostReads(tuple(range(self._num_reads)))]
+        return self._after_reads()
+
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        """What to do about an event at this time."""
+        if self.phase is Phase.OVER:
+            return self._drain(event)
+        if now_ns >= self._deadline_ns:
+            self._forget(event)
+            return self._fail(f"deadline passed while {self.phase.name.lower()}")
+        match event:
+            case ReadDone(read) if self.phase is Phase.READING and read in self._reads_left:
+                self._reads_left.discard(read)
+                return [] if self._reads_left else self._after_reads()
+            case FenceDone(rank, generations) if rank in self._fences_left:
+                return self._on_fence(rank, generations)
+            case Verified(mismatch) if self.phase is Phase.VERIFYING:
+                return self._on_verified(mismatch)
+            case ReadEnded(read, reason) if read in self._reads_left:
+                self._reads_left.discard(read)
+                return self._fail(reason)
+            case FenceEnded(rank, reason) if rank in self._fences_left:
+                self._fences_left.discard(rank)
+                return self._fail(reason)
+            case Failed(reason):
+                return self._fail(reason)
+        return []
+
+    def release(self) -> list[Action]:
+        """Give up the lease kept after a mismatch. Nothing when it is given up already."""
+        if self.phase is not Phase.OVER or self._is_released:
+            return []
+        self._is_released = True
+        return [Release(self._notify)]
+
+    def _after_reads(self) -> list[Action]:
+        self._fences_left = set(self._fences)
+        if not self._fences_left:
+            return self._after_fences()
+        self.phase = Phase.FENCING
+        return [PostFence(rank) for rank in sorted(self._fences_left)]
+
+    def _on_fence(self, rank: int, generations: tuple[int, ...]) -> list[Action]:
+        self._fences_left.discard(rank)
+        fence = self._fences[rank]
+        assert len(generations) == len(fence.generations)
+        for block, expected, found in zip(fence.blocks, fence.generations, generations, strict=True):
+            if expected != found:
+                reason = f"block {block} was reused while being read (generation {expected} -> {found})"
+                return self._fail(f"{reason} on producer rank {rank}")
+        return [] if self._fences_left else self._after_fences()
+
+    def _after_fences(self) -> list[Action]:
+        self.phase = Phase.VERIFYING
+        return [ComputeDigests()]
+
+    def _on_verified(self, mismatch: KVMismatch | None) -> list[Action]:
+        self.phase = Phase.OVER
+        if mismatch is not None:
+            return [Finish(mismatch, is_draining=False)]
+        return [*self.release(), Finish(None, is_draining=False)]
+
+    def _fail(self, reason: str) -> list[Action]:
+        self.phase = Phase.OVER
+        error = TransferError(self.request_id, reason)
+        actions: list[Action] = []
+        draining = bool(self._reads_left or self._fences_left)
+        if draining:
+            actions.append(Cancel(tuple(sorted(self._reads_left)), tuple(sorted(self._fences_left))))
+        # The lease goes at once: late reads may see reused blocks, but nobody will use what they bring.
+        return [*actions, *self.release(), Finish(error, is_draining=draining)]
+
+    def _drain(self, event: Event) -> list[Action]:
+        before = self.is_drained
+        self._forget(event)
+        return [Drained()] if self.is_drained and not before else []
+
+    def _forget(self, event: Event) -> None:
+        """Take note that something in flight has ended, whatever it brought."""
+        match event:
+            case ReadDone(read) | ReadEnded(read, _):
+                self._reads_left.discard(read)
+            case FenceDone(rank, _) | FenceEnded(rank, _):
+                self._fences_left.discard(rank)
