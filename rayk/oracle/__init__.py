@@ -1,0 +1,13 @@
+"""Transformers as the reference, and the writer of tiny checkpoints to compare on.
+
+checkpoint.py   write_checkpoint: a tiny random checkpoint of a real architecture, tokenizer included
+tiny.py         the families it writes and their debug dimensions
+draw.py         random weights, and the search for those whose greedy output is worth comparing
+tokenizer.py    the byte-level BPE tokenizer it puts beside the weights
+reference.py    Reference: greedy tokens, margins, teacher forcing and KV values of transformers
+cache.py        answers of the reference, kept on disk
+files.py        finding, hashing and replacing folders
+
+transformers lives here and is imported late: recognising a finished checkpoint or a kept answer
+costs no import.
+"""

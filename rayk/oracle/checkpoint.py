@@ -1,0 +1,128 @@
+"""Write a tiny random checkpoint of a real architecture, tokenizer included, through transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rayk.oracle.files import replaced_folder
+from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
+from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from rayk.types.errors import UserError
+
+SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
+"""Families that can be written."""
+
+MARKER = "rayk_checkpoint.json"
+"""The file in a finished folder: the parameters it was made from and what was promised of it."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+_FORMAT = 1
+"""Raise it when the same parameters give other files."""
+
+
+def write_checkpoint(
+    family: str,
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+    max_shard_size: str | None = None,
+    tie: bool | None = None,
+    dtype: str = "float32",
+) -> Path:
+    """Write the checkpoint, unless `directory` already holds the one these parameters give.
+
+    overrides:      values of the family's config class, by its names (see tiny.HYBRID).
+    max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
+    tie:            whether lm_head shares the embeddings; None keeps the family's setting (untied).
+    dtype:          of the weights on disk; their greedy output is promised in float32.
+
+    The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits) and, under
+    `probes`, the prompts it was measured on and their greedy output. Deterministic for given
+    parameters; the folder appears whole or not at all. Returns its path.
+
+    Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
+    without room for all bytes, a folder that is something else).
+    """
+    values = family_values(family, overrides or {})
+    if tie is not None:
+        values["tie_word_embeddings"] = tie
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}", mend=f"one of {', '.join(DTYPES)}")
+    parameters = {
+        "format": _FORMAT,
+        "family": family,
+        "seed": seed,
+        "config": values,
+        "max_shard_size": max_shard_size,
+        "dtype": dtype,
+    }
+    target = Path(directory)
+    if read_marker(target).get("parameters") == json.loads(json.dumps(parameters)):
+        return target
+    with replaced_folder(target, marker=MARKER) as scratch:
+        _write(scratch, parameters)
+    return target
+
+
+def read_marker(directory: str | Path) -> dict[str, Any]:
+    """What write_checkpoint noted about a folder; empty if it did not write it."""
+    path = Path(directory) / MARKER
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
+    """All files of the checkpoint; the marker last."""
+    import torch
+    import transformers
+
+    from rayk.oracle.draw import probe_prompts, search
+
+    family, values = parameters["family"], parameters["config"]
+    tokenizer = build_tokenizer(values["vocab_size"], adds_bos=family in ADDS_BOS)
+    bos, eos, pad = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
+    special = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    config = make_config(family, special | values)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, config.max_position_embeddings)
+    dtype = getattr(torch, parameters["dtype"])
+    draw = search(model, seed=parameters["seed"], dtype=dtype, prompts=prompts, eos_id=eos)
+
+    size = parameters["max_shard_size"]
+    with _no_progress_bars():
+        model.to(dtype).save_pretrained(folder, **({} if size is None else {"max_shard_size": size}))
+    tokenizer.save_pretrained(folder)
+    notes = {
+        "parameters": parameters,
+        "transformers": transformers.__version__,
+        "trial": draw.trial,
+        "margin": draw.margin,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "probes": [asdict(probe) for probe in draw.probes],
+    }
+    (folder / MARKER).write_text(json.dumps(notes, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()

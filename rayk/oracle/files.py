@@ -1,0 +1,100 @@
+"""Folders on disk: what identifies a checkpoint, and replacing a folder at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rayk.types.errors import CheckpointError, UserError
+
+_SAMPLE_BYTES = 1 << 20
+_WHOLE_FILE_BYTES = 64 << 20
+_MODEL_SUFFIXES = frozenset({".json", ".safetensors"})
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """SHA-256 over the names and contents of the config and weight files.
+
+    Of files over 64 MiB: size, modification time, first and last MiB. Raises CheckpointError when
+    there is no config.json.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            "no Hugging Face checkpoint here (no config.json)",
+            where=str(folder),
+            mend="pass a checkpoint folder, or write one with `rayk checkpoint FAMILY DIR`",
+        )
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in _MODEL_SUFFIXES or not path.is_file():
+            continue
+        stat = path.stat()
+        digest.update(f"{path.name}\0{stat.st_size}\0".encode())
+        with path.open("rb") as file:
+            if stat.st_size <= _WHOLE_FILE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(f"{stat.st_mtime_ns}\0".encode())
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(-_SAMPLE_BYTES, os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that readers see whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(name).replace(path)
+
+
+@contextmanager
+def replaced_folder(target: Path, *, marker: str) -> Iterator[Path]:
+    """A new folder to fill, which becomes `target` when the block ends well.
+
+    An existing `target` is replaced only if it is empty or holds the file `marker`, that is, if it
+    is ours; otherwise UserError. Two writers at once: the last to finish stays.
+    """
+    if target.exists() and not _is_ours(target, marker):
+        raise UserError(
+            "exists and was not written by this command",
+            where=str(target),
+            mend="choose another folder, or remove this one",
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        scratch.chmod(0o755)
+        yield scratch
+        _swap(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_ours(folder: Path, marker: str) -> bool:
+    return folder.is_dir() and ((folder / marker).is_file() or not any(folder.iterdir()))
+
+
+def _swap(scratch: Path, target: Path, attempts: int = 10) -> None:
+    """Rename; a non-empty target has to be moved away first, as another writer may do as well."""
+    for _ in range(attempts):
+        try:
+            scratch.rename(target)
+        except OSError:
+            old = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-old-"))
+            try:
+                target.rename(old)
+            except FileNotFoundError:
+                pass  # another writer moved it away
+            finally:
+                shutil.rmtree(old, ignore_errors=True)
+        else:
+            return
+    raise UserError("other processes keep writing this folder", where=str(target))

@@ -1,0 +1,281 @@
+"""The reference: what transformers says a model does, one prompt at a time, in a chosen dtype.
+
+Decoding is rayk's own loop over transformers' forward with a KV cache (tests compare it with
+`model.generate`), because it also reports how near each choice was. Shapes: T tokens, H KV heads,
+D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayk.oracle.cache import AnswerCache
+from rayk.oracle.files import checkpoint_hash
+from rayk.types.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NUM_TOP = 5
+"""How many of the best tokens an answer lists per step."""
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOutput:
+    """Greedy decoding of one prompt. Per-step tuples are as long as `token_ids`."""
+
+    token_ids: tuple[int, ...]
+    """The stop token included."""
+    margins: tuple[float, ...]
+    """Best minus second-best logit."""
+    top_ids: tuple[tuple[int, ...], ...]
+    """The NUM_TOP best tokens, best first."""
+    top_logits: tuple[tuple[float, ...], ...]
+    logprobs: tuple[float, ...]
+    """Natural logarithm of the chosen token's probability."""
+    finish_reason: str
+    """stop or length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForcedStep:
+    """What the reference would have said where somebody else chose `chosen_id`."""
+
+    chosen_id: int
+    argmax_id: int
+    gap: float
+    """Best logit minus the chosen token's: 0 when the choice was the reference's own."""
+    margin: float
+    """Best minus second-best logit."""
+    chosen_logprob: float
+    top_ids: tuple[int, ...]
+    top_logits: tuple[float, ...]
+
+
+class Reference:
+    """One checkpoint under transformers. The model is loaded when a question needs it.
+
+    cache_dir: where answers of generate and teacher_force are kept between runs; None keeps none.
+    Raises CheckpointError when there is no checkpoint, UserError for an unknown dtype.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        dtype: str = "float32",
+        device: str = "cpu",
+        *,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise UserError(f"dtype {dtype!r}", mend=f"one of {', '.join(_DTYPES)}")
+        self.model_path = Path(model_path)
+        self.dtype = dtype
+        self.device = device
+        self._identity = {
+            "checkpoint": checkpoint_hash(self.model_path),
+            "dtype": dtype,
+            "device": device,
+            "transformers": importlib.metadata.version("transformers"),
+            "torch": importlib.metadata.version("torch"),
+            "num_top": NUM_TOP,
+        }
+        self._cache = AnswerCache(None if cache_dir is None else Path(cache_dir))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        ignore_eos: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> list[ReferenceOutput]:
+        """Greedy output of each prompt by itself (the lowest id wins a tie).
+
+        An answer ends at `max_tokens`, at a stop token id, or at one of the model's EOS ids unless
+        `ignore_eos`. Raises UserError for a prompt that is empty, holds ids outside the
+        vocabulary, or is too long.
+        """
+        stops = sorted({int(i) for i in stop_token_ids})
+        outputs = []
+        for prompt in prompts:
+            question = self._identity | {
+                "ask": "generate",
+                "prompt": [int(i) for i in prompt],
+                "max_tokens": max_tokens,
+                "ignore_eos": ignore_eos,
+                "stop_token_ids": stops,
+            }
+            answer = self._cache.get(question)
+            if answer is None:
+                all_stops = frozenset(stops) | (frozenset() if ignore_eos else self._eos_ids)
+                output = self._decode(question["prompt"], max_tokens, all_stops)
+                self._cache.put(question, asdict(output))
+            else:
+                output = _output(answer)
+            outputs.append(output)
+        return outputs
+
+    def teacher_force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
+        """The reference's view of each of `output_ids`, given the prompt and those before it.
+
+        Raises UserError as generate does.
+        """
+        question = self._identity | {
+            "ask": "teacher_force",
+            "prompt": [int(i) for i in prompt],
+            "output_ids": [int(i) for i in output_ids],
+        }
+        answer = self._cache.get(question)
+        if answer is None:
+            steps = self._force(question["prompt"], question["output_ids"])
+            self._cache.put(question, {"steps": [asdict(step) for step in steps]})
+            return steps
+        return [_step(step) for step in answer["steps"]]
+
+    def kv_cache(self, prompt_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer after the prompt: [H, T, D] each, keys after RoPE.
+
+        All T tokens, also of sliding-window layers. Raises UserError as generate does.
+        """
+        token_ids = [int(i) for i in prompt_ids]
+        self._check(token_ids, 0)
+        cache = self._forward(token_ids, logits_to_keep=1)[1]
+        return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+    @cached_property
+    def _model(self) -> Any:
+        import torch
+        import transformers
+
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.model_path,
+                dtype=getattr(torch, self.dtype),
+                attn_implementation="eager",
+                local_files_only=True,
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"transformers cannot load it: {error}", where=str(self.model_path)
+            ) from error
+        return model.to(self.device).eval()
+
+    @cached_property
+    def _eos_ids(self) -> frozenset[int]:
+        """Of generation_config.json, else of the config, as `model.generate` reads them."""
+        ids = self._model.generation_config.eos_token_id
+        if ids is None:
+            ids = self._model.config.eos_token_id
+        if ids is None:
+            return frozenset()
+        return frozenset([ids] if isinstance(ids, int) else ids)
+
+    def _check(self, prompt: Sequence[int], num_more: int) -> None:
+        """Raise UserError for input that the model has no answer to."""
+        config = self._model.config.get_text_config()
+        where = str(self.model_path)
+        if not prompt:
+            raise UserError("the prompt is empty", where=where)
+        outside = [i for i in prompt if not 0 <= i < config.vocab_size]
+        if outside:
+            raise UserError(
+                f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}", where=where
+            )
+        if len(prompt) + num_more > config.max_position_embeddings:
+            raise UserError(
+                f"{len(prompt)} prompt tokens and {num_more} more exceed the model's "
+                f"{config.max_position_embeddings} positions",
+                where=where,
+            )
+
+    def _forward(
+        self, token_ids: Sequence[int], cache: Any = None, *, logits_to_keep: int = 0
+    ) -> tuple[Tensor, Any]:
+        """Logits [kept tokens, vocabulary] in float32 or wider, and the cache with the tokens."""
+        import torch
+        from transformers import DynamicCache
+
+        # Without a config the cache keeps every token of sliding layers too; the mask hides them.
+        cache = DynamicCache() if cache is None else cache
+        with torch.inference_mode():
+            step = self._model(
+                torch.tensor([list(token_ids)], device=self.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+            )
+        logits: Tensor = step.logits[0]
+        return logits if logits.dtype == torch.float64 else logits.float(), cache
+
+    def _decode(self, prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int]) -> ReferenceOutput:
+        self._check(prompt, max_tokens)
+        steps: list[ForcedStep] = []
+        next_ids, cache = list(prompt), None
+        while len(steps) < max_tokens:
+            logits, cache = self._forward(next_ids, cache, logits_to_keep=1)
+            step = _describe(logits[-1], None)
+            steps.append(step)
+            if step.chosen_id in stop_ids:
+                break
+            next_ids = [step.chosen_id]
+        stopped = bool(steps) and steps[-1].chosen_id in stop_ids
+        return ReferenceOutput(
+            token_ids=tuple(s.chosen_id for s in steps),
+            margins=tuple(s.margin for s in steps),
+            top_ids=tuple(s.top_ids for s in steps),
+            top_logits=tuple(s.top_logits for s in steps),
+            logprobs=tuple(s.chosen_logprob for s in steps),
+            finish_reason="stop" if stopped else "length",
+        )
+
+    def _force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
+        if not output_ids:
+            return []
+        self._check(prompt, len(output_ids))
+        self._check(output_ids, 0)
+        # The last output token is judged, never fed.
+        fed = [*prompt, *output_ids[:-1]]
+        logits, _ = self._forward(fed, logits_to_keep=len(output_ids))
+        return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
+
+
+def _describe(logits: Tensor, chosen_id: int | None) -> ForcedStep:
+    """One step from its logits [vocabulary]; `chosen_id` None means the reference chooses."""
+    argmax_id = int(logits.argmax())
+    chosen = argmax_id if chosen_id is None else chosen_id
+    best = float(logits[argmax_id])
+    top = logits.topk(min(NUM_TOP, logits.numel()))
+    return ForcedStep(
+        chosen_id=chosen,
+        argmax_id=argmax_id,
+        gap=best - float(logits[chosen]),
+        margin=float(top.values[0] - top.values[1]) if logits.numel() > 1 else math.inf,
+        chosen_logprob=float(logits[chosen] - logits.logsumexp(-1)),
+        top_ids=tuple(top.indices.tolist()),
+        top_logits=tuple(top.values.tolist()),
+    )
+
+
+def _output(stored: dict[str, Any]) -> ReferenceOutput:
+    """From JSON, where tuples became lists."""
+    return ReferenceOutput(
+        token_ids=tuple(stored["token_ids"]),
+        margins=tuple(stored["margins"]),
+        top_ids=tuple(tuple(ids) for ids in stored["top_ids"]),
+        top_logits=tuple(tuple(values) for values in stored["top_logits"]),
+        logprobs=tuple(stored["logprobs"]),
+        finish_reason=stored["finish_reason"],
+    )
+
+
+def _step(stored: dict[str, Any]) -> ForcedStep:
+    fields = stored | {key: tuple(stored[key]) for key in ("top_ids", "top_logits")}
+    return ForcedStep(**fields)
