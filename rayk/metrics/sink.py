@@ -1,0 +1,34 @@
+"""Where metric values go."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class MetricsSink(Protocol):
+    """Takes values of the metrics in `METRICS`; `labels` are those beside `engine`, which it knows."""
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
+        ...
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        ...
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram."""
+        ...
+
+
+class NullSink:
+    """Takes everything and keeps nothing."""
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Ignore."""
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Ignore."""
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Ignore."""

@@ -1,0 +1,196 @@
+"""From rows to the columns of the three tables. Rows hold nanoseconds, tables milliseconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rayk.types.rows import CellRow, RequestRow, TransferRow
+
+NS_PER_MS = 1e6
+NS_PER_S = 1e9
+STAGES = ("queue", "prefill", "digest", "reserve", "read", "verify", "decode")
+"""Stages every request row has a column for; others are added where they were measured."""
+
+_INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
+_INTS = pa.list_(pa.int64())
+
+CELL_FIELDS: dict[str, Any] = {
+    "verdict": _TEXT,
+    "reason": _TEXT,
+    "num_requests": _INT,
+    "num_token_mismatches": _INT,
+    "first_divergence": pa.struct([("request", _INT), ("token_index", _INT)]),
+    "checks_done": pa.list_(_TEXT),
+    "near_tie_tolerance": _FLOAT,
+    "expected_verdict": _TEXT,
+    "met": _BOOL,
+    "prefill.effective_block_sizes": _INTS,
+    "decode.effective_block_sizes": _INTS,
+    "num_kv_bytes_checked": _INT,
+    "num_kv_bytes_mismatched": _INT,
+    "num_kv_values_checked": _INT,
+    "max_kv_value_error": _FLOAT,
+    "transfer_bytes": _INT,
+    "num_descriptors": _INT,
+    "transfer_gb_per_s": _FLOAT,
+    "ttft_ms_p50": _FLOAT,
+    "ttft_ms_p99": _FLOAT,
+    "tpot_ms_p50": _FLOAT,
+    "e2e_ms_p50": _FLOAT,
+    "output_tokens_per_s": _FLOAT,
+    "wall_s": _FLOAT,
+}
+"""Columns of cells.parquet after `cell_id` and the axes."""
+
+REQUEST_FIELDS: dict[str, Any] = {
+    "cell_id": _TEXT,
+    "repeat": _INT,
+    "request_id": _TEXT,
+    "prompt_index": _INT,
+    "prompt_token_ids": _INTS,
+    "output_token_ids": _INTS,
+    "error": _TEXT,
+    "num_prompt_tokens": _INT,
+    "num_cached_tokens": _INT,
+    "prefill_engine": _TEXT,
+    "decode_engine": _TEXT,
+    "kv_path": _TEXT,
+    "ttft_ms": _FLOAT,
+    "tpot_ms": _FLOAT,
+    "itl_ms": pa.list_(_FLOAT),
+    "e2e_ms": _FLOAT,
+    **{f"stage_{stage}_ns": _INT for stage in STAGES},
+    "finish_reason": _TEXT,
+}
+
+TRANSFER_FIELDS: dict[str, Any] = {
+    "cell_id": _TEXT,
+    "repeat": _INT,
+    "request_id": _TEXT,
+    "producer_rank": _INT,
+    "consumer_rank": _INT,
+    "group": _INT,
+    "bytes": _INT,
+    "num_descriptors": _INT,
+    "post_ms": _FLOAT,
+    "transfer_ms": _FLOAT,
+    "gb_per_s": _FLOAT,
+    "transport": _TEXT,
+    "staged": _BOOL,
+    "retries": _INT,
+    "verdict": _TEXT,
+}
+
+
+def request_record(row: RequestRow) -> dict[str, Any]:
+    """One row of requests.parquet."""
+    times = row.token_times_ns
+    gaps_ms = [(b - a) / NS_PER_MS for a, b in pairwise(times)]
+    record: dict[str, Any] = {name: getattr(row, name) for name in REQUEST_FIELDS if hasattr(row, name)}
+    record |= {
+        "ttft_ms": (times[0] - row.arrival_ns) / NS_PER_MS if times else None,
+        "tpot_ms": sum(gaps_ms) / len(gaps_ms) if gaps_ms else None,
+        "itl_ms": gaps_ms,
+        "e2e_ms": (times[-1] - row.arrival_ns) / NS_PER_MS if times else None,
+    }
+    for stage in dict.fromkeys((*STAGES, *row.stage_ns)):
+        record[f"stage_{stage}_ns"] = row.stage_ns.get(stage)
+    return record
+
+
+def transfer_record(row: TransferRow) -> dict[str, Any]:
+    """One row of transfers.parquet. `gb_per_s` counts 10^9 bytes, over the READ alone."""
+    record: dict[str, Any] = {name: getattr(row, name) for name in TRANSFER_FIELDS if hasattr(row, name)}
+    record |= {
+        "post_ms": row.post_ns / NS_PER_MS,
+        "transfer_ms": row.transfer_ns / NS_PER_MS,
+        "gb_per_s": row.bytes / row.transfer_ns if row.transfer_ns > 0 else None,
+    }
+    return record
+
+
+def cell_record(
+    row: CellRow, requests: Sequence[RequestRow], transfers: Sequence[TransferRow]
+) -> dict[str, Any]:
+    """One row of cells.parquet: what the cell found, and sums over its requests and transfers.
+
+    `transfer_gb_per_s` is all bytes over the sum of READ times, that is, the rate of one read.
+    """
+    divergence = row.first_divergence
+    read_ns = sum(t.transfer_ns for t in transfers)
+    num_bytes = sum(t.bytes for t in transfers)
+    record: dict[str, Any] = {"cell_id": row.cell_id}
+    record |= {name: _axis_value(value) for name, value in row.axes.items()}
+    record |= {name: getattr(row, name) for name in CELL_FIELDS if hasattr(row, name)}
+    record |= {
+        "first_divergence": divergence and {"request": divergence[0], "token_index": divergence[1]},
+        "prefill.effective_block_sizes": row.prefill_effective_block_sizes,
+        "decode.effective_block_sizes": row.decode_effective_block_sizes,
+        "num_requests": len(requests),
+        "transfer_bytes": num_bytes if transfers else None,
+        "num_descriptors": sum(t.num_descriptors for t in transfers) if transfers else None,
+        "transfer_gb_per_s": num_bytes / read_ns if read_ns > 0 else None,
+        "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
+    }
+    return record | _latencies(requests)
+
+
+def _latencies(requests: Sequence[RequestRow]) -> dict[str, Any]:
+    records = [request_record(r) for r in requests]
+
+    def percentile(column: str, percent: float) -> float | None:
+        values = [r[column] for r in records if r[column] is not None]
+        return float(np.percentile(values, percent)) if values else None
+
+    return {
+        "ttft_ms_p50": percentile("ttft_ms", 50),
+        "ttft_ms_p99": percentile("ttft_ms", 99),
+        "tpot_ms_p50": percentile("tpot_ms", 50),
+        "e2e_ms_p50": percentile("e2e_ms", 50),
+        "output_tokens_per_s": _tokens_per_s(requests),
+    }
+
+
+def _tokens_per_s(requests: Sequence[RequestRow]) -> float | None:
+    """Output tokens over the time from the first arrival to the last token, repeats added up."""
+    num_tokens, span_ns = 0, 0
+    for repeat in {r.repeat for r in requests}:
+        rows = [r for r in requests if r.repeat == repeat and r.token_times_ns]
+        if rows:
+            num_tokens += sum(len(r.token_times_ns) for r in rows)
+            span_ns += max(r.token_times_ns[-1] for r in rows) - min(r.arrival_ns for r in rows)
+    return num_tokens * NS_PER_S / span_ns if span_ns > 0 else None
+
+
+def _axis_value(value: object) -> object:
+    """Lists and mappings (faults, checks) are stored as JSON text."""
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def make_table(records: Sequence[dict[str, Any]], fields: dict[str, Any]) -> pa.Table:
+    """A table with at least `fields`; columns only some records have are added, with their types.
+
+    Every column of `fields` keeps its type even when no record has a value.
+    """
+    names = dict.fromkeys(name for record in records for name in record)
+    extra = {n: _infer([r.get(n) for r in records]) for n in names if n not in fields}
+    order = [*(n for n in names), *(n for n in fields if n not in names)]
+    schema = pa.schema([(n, fields[n] if n in fields else extra[n]) for n in order])
+    return pa.Table.from_pylist([dict(r) for r in records], schema=schema)
+
+
+def _infer(values: list[Any]) -> Any:
+    present = [v for v in values if v is not None]
+    for kind, types in ((_BOOL, bool), (_INT, int), (_FLOAT, int | float)):
+        if present and all(isinstance(v, types) for v in present):
+            return kind
+    return _TEXT

@@ -1,0 +1,129 @@
+"""Verdict matrices: prefill TP by decode TP, one per setting of everything else that varies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from rayk.reports.columns import CELL_FIELDS
+from rayk.reports.verdicts import format_value
+
+SHORT = {
+    "PASS": "pass",
+    "NEAR_TIE": "near tie",
+    "UNSUPPORTED": "n/a",
+    "KV_MISMATCH": "KV wrong",
+    "TRANSFER_ERROR": "transfer",
+    "TIMEOUT": "timeout",
+    "TOKEN_MISMATCH": "tokens",
+}
+"""What a matrix cell says."""
+
+
+def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    """One grid per combination of the axes that vary beside TP, layouts always named.
+
+    A grid has title, corner, columns (labels), rows: (label, cells); a cell has verdict, short,
+    note and tip, or is None where the matrix has a hole.
+    """
+    if cells.empty:
+        return []
+    grids: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
+    axes = _grouping_axes(cells)
+    for record in cells.to_dict(orient="records"):
+        key = (record["mode"], *(_plain(record[axis]) for axis in axes))
+        grids.setdefault(key, []).append(record)
+    return [_make_grid(records, axes) for records in grids.values()]
+
+
+def axis_columns(cells: pd.DataFrame) -> list[str]:
+    """Columns of cells.parquet that are axes."""
+    return [str(c) for c in cells.columns if c not in CELL_FIELDS and c != "cell_id"]
+
+
+def _grouping_axes(cells: pd.DataFrame) -> list[str]:
+    """Axes that split grids: the layouts, and whatever varies among cells of one mode."""
+    axes = []
+    for axis in axis_columns(cells):
+        if axis in ("mode", "prefill.tp", "decode.tp"):
+            continue
+        varies = any(len(set(map(_plain, part[axis]))) > 1 for _, part in cells.groupby("mode"))
+        if varies or axis in ("prefill.layout", "decode.layout"):
+            axes.append(axis)
+    return axes
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and value != value else value
+
+
+def _make_grid(records: list[dict[Any, Any]], axes: list[str]) -> dict[str, Any]:
+    first = records[0]
+    aggregated = first["mode"] == "aggregated"
+    prefill = sorted({int(r["prefill.tp"]) for r in records})
+    decode = [None] if aggregated else sorted({int(r["decode.tp"]) for r in records})
+    at = {(int(r["prefill.tp"]), None if aggregated else int(r["decode.tp"])): r for r in records}
+    if aggregated:  # one row, so that it stays low
+        rows = [("", [_grid_cell(at.get((p, None))) for p in prefill])]
+        columns = [f"TP {p}" for p in prefill]
+    else:
+        rows = [(f"P {p}", [_grid_cell(at.get((p, d))) for d in decode]) for p in prefill]
+        columns = [f"D {d}" for d in decode]
+    return {
+        "title": _title(first, axes, aggregated),
+        "corner": "" if aggregated else "TP",
+        "columns": columns,
+        "rows": rows,
+    }
+
+
+def _title(record: dict[Any, Any], axes: list[str], aggregated: bool) -> str:
+    layouts = ("prefill.layout", "decode.layout")
+    if aggregated:
+        parts = [f"aggregated, {record['prefill.layout']}"]
+    else:
+        parts = [f"{record['prefill.layout']} → {record['decode.layout']}"]
+    others = [a for a in axes if a not in layouts and _plain(record[a]) is not None]
+    return ", ".join(parts + [f"{axis} {_number(record[axis])}" for axis in others])
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:
+    if record is None:
+        return None
+    rate = format_value(record["transfer_gb_per_s"], ".2f")
+    ttft = format_value(record["ttft_ms_p50"], ".0f")
+    note = f"{rate} GB/s" if rate else f"{ttft} ms" if ttft else ""
+    verdict = str(record["verdict"])
+    return {
+        "verdict": verdict,
+        "short": SHORT.get(verdict, verdict),
+        "note": note,
+        "tip": _tip(record),
+    }
+
+
+def _tip(record: dict[Any, Any]) -> str:
+    facts = (
+        ("requests", "num_requests", "d"),
+        ("requests with wrong tokens", "num_token_mismatches", "d"),
+        ("KV bytes compared", "num_kv_bytes_checked", ",d"),
+        ("KV bytes wrong", "num_kv_bytes_mismatched", ",d"),
+        ("KV bytes moved", "transfer_bytes", ",d"),
+        ("descriptors", "num_descriptors", ",d"),
+        ("GB/s", "transfer_gb_per_s", ".2f"),
+        ("TTFT p50, ms", "ttft_ms_p50", ".1f"),
+        ("TPOT p50, ms", "tpot_ms_p50", ".1f"),
+    )
+    lines = [f"{record['cell_id']}: {record['verdict']}"]
+    if record["reason"]:
+        lines.append(str(record["reason"]))
+    for label, column, spec in facts:
+        text = format_value(record[column], spec)
+        if text:
+            lines.append(f"{label}: {text}")
+    return "\n".join(lines)

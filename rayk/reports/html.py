@@ -1,0 +1,164 @@
+"""report.html: one self-contained file that works offline, in light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+import yaml
+
+from rayk.reports.files import write_text
+from rayk.reports.grids import verdict_grids
+from rayk.reports.plots import make_plots
+from rayk.reports.result import Result, load
+from rayk.reports.verdicts import COLUMNS, format_value, headline
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a run's folder (default: DIR/report.html) and return its path.
+
+    Raises UserError when the folder has no tables.
+    """
+    result = load(directory)
+    path = Path(out) if out is not None else Path(directory) / "report.html"
+    write_text(path, render(result))
+    return path
+
+
+def render(result: Result) -> str:
+    """The report as text."""
+    spec = yaml.safe_load(result.spec_yaml) or {}
+    plots = make_plots(result)
+    environment = result.environment
+    return template("report.html.j2").render(
+        **assets(),
+        name=spec.get("name", "run"),
+        model=spec.get("model", ""),
+        started=environment.get("started", ""),
+        git_commit=environment.get("git_commit"),
+        headline=headline(result.cells),
+        counts=list(result.cells["verdict"].value_counts().items()),
+        stats=_stats(result),
+        grids=verdict_grids(result.cells),
+        table=_cell_table(result.cells),
+        plot_ids=[plot["id"] for plot in plots],
+        plots_json=script_json(plots),
+        plotly_js=_plotly_js() if plots else "",
+        reproduce=_reproduce(result, spec.get("name", "run")),
+        environment=_environment_items(environment),
+        spec_yaml=result.spec_yaml,
+    )
+
+
+def template(name: str) -> jinja2.Template:
+    """A template of this package; HTML is escaped."""
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    return jinja2.Environment(loader=loader, autoescape=True, **options).get_template(name)
+
+
+def assets() -> dict[str, str]:
+    """The style sheet and script every report carries."""
+    return {
+        "css": (TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        "js": (TEMPLATES / "report.js").read_text(encoding="utf-8"),
+    }
+
+
+def script_json(data: object) -> str:
+    """JSON that is safe inside a <script> element; NaN becomes null."""
+    return json.dumps(_no_nan(data), allow_nan=False).replace("<", "\\u003c")
+
+
+def _no_nan(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {k: _no_nan(v) for k, v in data.items()}
+    if isinstance(data, list):
+        return [_no_nan(v) for v in data]
+    return None if isinstance(data, float) and data != data else data
+
+
+def _plotly_js() -> str:
+    from plotly.offline import get_plotlyjs  # half a second
+
+    return str(get_plotlyjs())
+
+
+def _stats(result: Result) -> list[tuple[str, str]]:
+    cells, transfers = result.cells, result.transfers
+    output_tokens = int(sum(len(ids) for ids in result.requests["output_token_ids"]))
+    checked, wrong = cells["num_kv_bytes_checked"].sum(), cells["num_kv_bytes_mismatched"].sum()
+    stats = [
+        (f"{len(cells):,}", "cells"),
+        (f"{len(result.requests):,}", "requests"),
+        (f"{output_tokens:,}", "output tokens"),
+    ]
+    if checked:
+        stats.append((format_bytes(checked), "KV compared by digest"))
+        stats.append((format_bytes(wrong), "KV bytes wrong"))
+    if len(transfers):
+        stats.append((format_bytes(transfers["bytes"].sum()), "KV moved"))
+    wall = cells["wall_s"].sum()
+    if wall:
+        stats.append((f"{wall:,.0f} s", "in cells"))
+    return stats
+
+
+def format_bytes(count: float) -> str:
+    """E.g. 1.4 MiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+
+
+def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:
+    columns = [c for c in COLUMNS if c[1] != "reason" or cells["reason"].fillna("").any()]
+    rows = []
+    for record in cells.to_dict(orient="records"):
+        rows.append([table_cell(record, column, spec) for _, column, spec in columns])
+    return {"head": [(title, bool(spec)) for title, _, spec in columns], "rows": rows}
+
+
+def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]:
+    """One cell of an HTML table: its text, sort key, class and chip."""
+    value = record[column]
+    names = {"cell_id": "name mono", "reason": "reason"}
+    text = format_value(value, spec)
+    return {
+        "text": text,
+        "value": float(value) if spec and text else None,
+        "kind": "num" if spec else names.get(column, ""),
+        "chip": value if column == "verdict" else "",
+    }
+
+
+def _reproduce(result: Result, name: str) -> str:
+    # The folder's spec is resolved: overrides and defaults are in it.
+    folder = result.directory or Path(name)
+    lines = [f"rayk run {shlex.quote(str(folder / 'spec.yaml'))} --out runs/{name}-again"]
+    commit = result.environment.get("git_commit")
+    if commit:
+        lines.insert(0, f"git checkout {commit.removesuffix('+changes')}")
+    return "\n".join(lines)
+
+
+def _environment_items(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    items: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            items += _environment_items(value, f"{name} ")
+        elif isinstance(value, list):
+            items.append((name, " ".join(map(str, value)) if value else "none"))
+        else:
+            items.append((name, "none" if value is None else str(value)))
+    return items

@@ -1,0 +1,78 @@
+// Hover text of the verdict matrices, sortable tables, and plots in the colours of the page.
+(function () {
+  "use strict";
+  var tip = document.getElementById("tip");
+  function show(event) {
+    var box = event.currentTarget.getBoundingClientRect();
+    tip.textContent = event.currentTarget.dataset.tip;
+    tip.style.display = "block";
+    var left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 12);
+    tip.style.left = Math.max(12, left) + window.scrollX + "px";
+    tip.style.top = box.bottom + window.scrollY + 8 + "px";
+  }
+  function hide() { tip.style.display = "none"; }
+  document.querySelectorAll("[data-tip]").forEach(function (cell) {
+    cell.addEventListener("mouseenter", show);
+    cell.addEventListener("focus", show);
+    cell.addEventListener("mouseleave", hide);
+    cell.addEventListener("blur", hide);
+  });
+
+  function key(row, index) {
+    var cell = row.cells[index];
+    var number = parseFloat(cell.dataset.value);
+    return isNaN(number) ? cell.textContent.trim() : number;
+  }
+  function compare(a, b) {
+    if (typeof a === typeof b) { return a < b ? -1 : a > b ? 1 : 0; }
+    return typeof a === "number" ? -1 : 1; // empty cells last
+  }
+  document.querySelectorAll("th[data-sort]").forEach(function (head) {
+    function sort() {
+      var table = head.closest("table"), body = table.tBodies[0];
+      var sign = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
+      table.querySelectorAll("th").forEach(function (h) { h.removeAttribute("aria-sort"); });
+      head.setAttribute("aria-sort", sign === 1 ? "ascending" : "descending");
+      Array.from(body.rows)
+        .sort(function (a, b) { return sign * compare(key(a, head.cellIndex), key(b, head.cellIndex)); })
+        .forEach(function (row) { body.appendChild(row); });
+    }
+    head.tabIndex = 0;
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", function (event) { if (event.key === "Enter") { sort(); } });
+  });
+
+  if (!window.Plotly) { return; }
+  function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+  var plots = JSON.parse(document.getElementById("plots").textContent);
+  function axis(extra) {
+    return Object.assign({
+      gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line"),
+      automargin: true, fixedrange: true
+    }, extra);
+  }
+  function draw() {
+    plots.forEach(function (plot) {
+      var narrow = document.documentElement.clientWidth < 760;
+      var data = JSON.parse(JSON.stringify(plot.data));
+      data.forEach(function (trace) {
+        trace.marker = Object.assign({ color: colour("--mark") }, trace.marker);
+        if (trace.marker.colorscale === "page") {
+          trace.marker.colorscale = [[0, colour("--mark")], [1, colour("--mark2")]];
+        }
+        if (trace.type === "box") { trace.line = { color: colour("--mark"), width: 1.2 }; trace.fillcolor = colour("--hover"); }
+      });
+      var layout = Object.assign({
+        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+        margin: { l: 50, r: 14, t: 8, b: 44 }, hovermode: "closest",
+        font: { family: "system-ui, sans-serif", size: narrow ? 10.5 : 12, color: colour("--soft") },
+        hoverlabel: { bgcolor: colour("--ink"), font: { color: colour("--bg") }, align: "left" }
+      }, plot.layout);
+      layout.xaxis = axis(plot.layout.xaxis);
+      layout.yaxis = axis(plot.layout.yaxis);
+      window.Plotly.react(plot.id, data, layout, { displayModeBar: false, responsive: true });
+    });
+  }
+  draw();
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+})();

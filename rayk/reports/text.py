@@ -1,0 +1,58 @@
+"""Reports as Markdown and CSV."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from rayk.reports.files import TABLES, atomic_path
+from rayk.reports.grids import verdict_grids
+from rayk.reports.result import Result
+from rayk.reports.verdicts import COLUMNS, headline, table_rows
+
+
+def markdown(result: Result) -> str:
+    """Headline, verdict matrices and cells as GitHub Markdown."""
+    lines = [f"# {headline(result.cells)}", ""]
+    for grid in verdict_grids(result.cells):
+        lines += [f"## {grid['title']}", ""]
+        rows = [[label, *(_grid_text(c) for c in cells)] for label, cells in grid["rows"]]
+        lines += [*markdown_table([grid["corner"], *grid["columns"]], rows), ""]
+    titles = [title for title, _, _ in COLUMNS]
+    lines += ["## Cells", "", *markdown_table(titles, table_rows(result.cells)), ""]
+    return "\n".join(lines)
+
+
+def _grid_text(cell: dict[str, str] | None) -> str:
+    return "" if cell is None else cell["verdict"]
+
+
+def markdown_table(titles: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table; pipes and line breaks in texts are escaped."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return ["| " + " | ".join(t.replace("|", "\\|").replace("\n", " ") for t in row) + " |" for row in lines]
+
+
+def write_csv(result: Result, directory: Path) -> list[Path]:
+    """Write cells.csv, requests.csv and transfers.csv; lists and structs as JSON texts."""
+    paths = []
+    for name in TABLES:
+        table: pd.DataFrame = getattr(result, name).copy()
+        for column in table.columns:
+            if table[column].dtype == object:
+                table[column] = table[column].map(_csv_value)
+        path = directory / f"{name}.csv"
+        with atomic_path(path) as temporary:
+            table.to_csv(temporary, index=False)
+        paths.append(path)
+    return paths
+
+
+def _csv_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return json.dumps(value) if isinstance(value, list | dict) else value

@@ -1,0 +1,91 @@
+"""What a run's verdicts amount to: the headline, the table, the exit code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+STYLES = {
+    "PASS": "green",
+    "NEAR_TIE": "yellow",
+    "UNSUPPORTED": "dim",
+    "KV_MISMATCH": "bold red",
+    "TRANSFER_ERROR": "bold red",
+    "TIMEOUT": "bold red",
+    "TOKEN_MISMATCH": "bold red",
+}
+"""Verdict -> rich style."""
+
+
+def headline(cells: pd.DataFrame) -> str:
+    """E.g. `18 of 19 PASS, 1 UNSUPPORTED`; with faults also how many cells ended as expected."""
+    counts = cells["verdict"].value_counts().to_dict()
+    parts = [f"{counts.pop('PASS', 0)} of {len(cells)} PASS"]
+    parts += [f"{count} {verdict}" for verdict, count in counts.items()]
+    if len(cells) and (cells["expected_verdict"] != "PASS").any():
+        parts.append(f"{int(cells['met'].sum())} of {len(cells)} as expected")
+    return ", ".join(parts)
+
+
+def exit_code(cells: pd.DataFrame, *, strict: bool = False) -> int:
+    """0: every cell met; 1: some did not (or, if strict, some is UNSUPPORTED); 2: all UNSUPPORTED."""
+    unsupported = cells["verdict"] == "UNSUPPORTED"
+    if len(cells) and unsupported.all():
+        return 2
+    failed = ~cells["met"].astype(bool)
+    return int(bool(failed.any()) or (strict and bool(unsupported.any())))
+
+
+COLUMNS = (
+    ("cell", "cell_id", ""),
+    ("verdict", "verdict", ""),
+    ("requests", "num_requests", "d"),
+    ("wrong tokens", "num_token_mismatches", "d"),
+    ("KV bytes checked", "num_kv_bytes_checked", ",d"),
+    ("wrong", "num_kv_bytes_mismatched", ",d"),
+    ("GB/s", "transfer_gb_per_s", ".2f"),
+    ("TTFT ms", "ttft_ms_p50", ".1f"),
+    ("TPOT ms", "tpot_ms_p50", ".1f"),
+    ("wall s", "wall_s", ".1f"),
+    ("reason", "reason", ""),
+)
+"""(title, column, format) of the verdict table."""
+
+
+def table_rows(cells: pd.DataFrame) -> list[list[str]]:
+    """Texts of the verdict table, in the order of COLUMNS."""
+    return [
+        [format_value(row[column], spec) for _, column, spec in COLUMNS]
+        for row in cells.to_dict(orient="records")
+    ]
+
+
+def verdict_table(cells: pd.DataFrame) -> Table:
+    """The verdict table for a terminal. The reason column is left out when nobody has one."""
+    shown = [i for i, (_, c, _) in enumerate(COLUMNS) if c != "reason" or cells["reason"].any()]
+    table = Table(title=headline(cells), title_justify="left", title_style="bold")
+    for i in shown:
+        title, column, spec = COLUMNS[i]
+        fold = "fold" if column in ("reason", "cell_id") else "ellipsis"
+        table.add_column(
+            title,
+            justify="right" if spec else "left",
+            overflow=fold,  # type: ignore[arg-type]
+            no_wrap=column in ("verdict", "cell_id"),
+        )
+    for row in table_rows(cells):
+        style = STYLES.get(row[1], "")
+        row[1] = f"[{style}]{row[1]}[/]" if style else row[1]
+        table.add_row(*(row[i] for i in shown))
+    return table
+
+
+def format_value(value: Any, spec: str) -> str:
+    """A value as text; empty for None and NaN."""
+    if value is None or (isinstance(value, float) and value != value):
+        return ""
+    if spec.endswith("d"):
+        value = int(value)
+    return format(value, spec)
