@@ -15,7 +15,7 @@ from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
 from rayk.reports.plots import make_plots
 from rayk.reports.result import Result, load
-from rayk.reports.verdicts import COLUMNS, format_value, headline
+from rayk.reports.verdicts import COLUMNS, format_bytes, format_value, headline
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -40,9 +40,10 @@ def render(result: Result) -> str:
         **assets(),
         name=spec.get("name", "run"),
         model=spec.get("model", ""),
-        started=environment.get("started", ""),
+        started=str(environment.get("started", "")).replace("T", " ")[:16],
         git_commit=environment.get("git_commit"),
         headline=headline(result.cells),
+        title=headline(result.cells, verdicts=False),
         counts=list(result.cells["verdict"].value_counts().items()),
         stats=_stats(result),
         grids=verdict_grids(result.cells),
@@ -108,16 +109,6 @@ def _stats(result: Result) -> list[tuple[str, str]]:
     if wall:
         stats.append((f"{wall:,.0f} s", "in cells"))
     return stats
-
-
-def format_bytes(count: float) -> str:
-    """E.g. 1.4 MiB."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
 
 
 def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:

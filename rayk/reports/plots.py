@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.result import Result
+from rayk.reports.verdicts import format_bytes
 
 MAX_BOXES = 60
 """Cells a latency plot shows; the first ones of a longer run."""
@@ -34,6 +35,7 @@ def _transfer_plot(transfers: pd.DataFrame) -> dict[str, Any]:
     rate = sums["bytes"] / sums["transfer_ms"] / 1e6  # bytes per ms -> 10^9 bytes per s
     descriptors = sums["num_descriptors"].clip(lower=1)
     ticks = _powers_of_two(int(descriptors.min()), int(descriptors.max())) if len(sums) else []
+    sizes = _powers_of_two(int(sums["bytes"].min()), int(sums["bytes"].max())) if len(sums) else []
     text = [
         f"{row.cell_id}<br>{row.request_id}<br>{row.num_descriptors:,} descriptors"
         for row in sums.itertuples()
@@ -62,7 +64,12 @@ def _transfer_plot(transfers: pd.DataFrame) -> dict[str, Any]:
     }
     layout = {
         "height": 340,
-        "xaxis": {"title": {"text": "bytes"}, "type": "log", "dtick": 1},
+        "xaxis": {
+            "title": {"text": "bytes"},
+            "type": "log",
+            "tickvals": sizes,
+            "ticktext": [format_bytes(n) for n in sizes],
+        },
         "yaxis": {"title": {"text": "GB/s"}, "rangemode": "tozero"},
     }
     return {"id": "transfers", "data": [trace], "layout": layout}
@@ -70,7 +77,7 @@ def _transfer_plot(transfers: pd.DataFrame) -> dict[str, Any]:
 
 def _powers_of_two(low: int, high: int) -> list[int]:
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    step = max(1, (last - first) // 4)
+    step = max(1, (last - first) // 5)
     return [2**i for i in range(first, last + 1, step)]
 
 

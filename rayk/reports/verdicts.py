@@ -19,11 +19,15 @@ STYLES = {
 """Verdict -> rich style."""
 
 
-def headline(cells: pd.DataFrame) -> str:
-    """E.g. `18 of 19 PASS, 1 UNSUPPORTED`; with faults also how many cells ended as expected."""
+def headline(cells: pd.DataFrame, *, verdicts: bool = True) -> str:
+    """E.g. `18 of 19 PASS, 1 UNSUPPORTED`; with faults also how many cells ended as expected.
+
+    Without `verdicts` only PASS is counted.
+    """
     counts = cells["verdict"].value_counts().to_dict()
     parts = [f"{counts.pop('PASS', 0)} of {len(cells)} PASS"]
-    parts += [f"{count} {verdict}" for verdict, count in counts.items()]
+    if verdicts:
+        parts += [f"{count} {verdict}" for verdict, count in counts.items()]
     if len(cells) and (cells["expected_verdict"] != "PASS").any():
         parts.append(f"{int(cells['met'].sum())} of {len(cells)} as expected")
     return ", ".join(parts)
@@ -89,3 +93,13 @@ def format_value(value: Any, spec: str) -> str:
     if spec.endswith("d"):
         value = int(value)
     return format(value, spec)
+
+
+def format_bytes(count: float) -> str:
+    """E.g. 1.4 MiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:,.0f} {unit}" if value == int(value) else f"{value:,.1f} {unit}"

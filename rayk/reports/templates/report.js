@@ -59,6 +59,7 @@
         trace.marker = Object.assign({ color: colour("--mark") }, trace.marker);
         if (trace.marker.colorscale === "page") {
           trace.marker.colorscale = [[0, colour("--mark")], [1, colour("--mark2")]];
+          if (narrow) { Object.assign(trace.marker.colorbar, { orientation: "h", y: 1.02, yanchor: "bottom" }); }
         }
         if (trace.type === "box") { trace.line = { color: colour("--mark"), width: 1.2 }; trace.fillcolor = colour("--hover"); }
       });
