@@ -21,8 +21,8 @@ class LocalComm:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor itself, in a list."""
-        return [tensor]
+        """A copy, as from any other comm, in a list."""
+        return [tensor.clone()]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """The payload itself."""

@@ -1,0 +1,113 @@
+"""What two engines must agree on so that one may read the other's KV. Free of torch.
+
+Field by field, so that a refused handshake can say what differs. Nothing here depends on tensor
+parallelism, on the files a checkpoint is split into, or on where its folder lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rayk.models.config import DecoderConfig
+
+WHOLE_BYTES = 8 << 20
+"""A tensor up to this size is hashed whole; of a larger one, `NUM_SAMPLES` pieces are."""
+NUM_SAMPLES = 16
+SAMPLE_BYTES = 64 << 10
+
+_HEADER_LENGTH = struct.Struct("<Q")
+
+
+def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
+    """Field -> value, in the order in which a handshake should report differences.
+
+    Raises CheckpointError when a weights file cannot be read.
+    """
+    ropes = [None if layer.rope is None else asdict(layer.rope) for layer in config.layers]
+    return {
+        "architecture": config.architecture,
+        "num_layers": str(config.num_layers),
+        "mixers": _per_layer([layer.mixer for layer in config.layers]),
+        "num_query_heads": str(config.num_query_heads),
+        "num_kv_heads": str(config.num_kv_heads),
+        "head_sizes": f"k {config.head_size_k}, v {config.head_size_v}",
+        "windows": _per_layer([layer.window for layer in config.layers]),
+        "rope": _per_layer(ropes),
+        "rms_norm_eps": repr(config.rms_norm_eps),
+        "attention_settings": (
+            f"qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, qk_norm {config.qk_norm}, "
+            f"scale {config.attention_scale!r}"
+        ),
+        "vocab_size": str(config.vocab_size),
+        "weights": weights_digest(Path(path)),
+    }
+
+
+def _per_layer(values: list[Any]) -> str:
+    """One text for all layers where they are alike, else a list of runs."""
+    runs: list[list[Any]] = []
+    for value in values:
+        if runs and runs[-1][1] == value:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, value])
+    return json.dumps(runs[0][1] if len(runs) == 1 else runs, sort_keys=True)
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash of every tensor's name, dtype, shape and bytes (sampled above `WHOLE_BYTES`)."""
+    tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, start, entry in _entries(file):
+            tensors[name] = (file, start, entry)
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        file, data_start, entry = tensors[name]
+        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+        first, last = entry["data_offsets"]
+        with file.open("rb") as handle:
+            for piece in _samples(handle, data_start + first, last - first):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _entries(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(name, file offset of the data section, header entry) of each tensor.
+
+    The format: 8 bytes of header length (little-endian), a JSON header, the data.
+    """
+    try:
+        with file.open("rb") as handle:
+            (length,) = _HEADER_LENGTH.unpack(handle.read(_HEADER_LENGTH.size))
+            header = json.loads(handle.read(length))
+    except (OSError, struct.error, ValueError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            f"not a readable safetensors file: {error}",
+            where=str(file),
+            mend="download or write the file again",
+        ) from error
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, _HEADER_LENGTH.size + length, entry
+
+
+def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:
+    """The bytes to hash of a tensor's `num_bytes` from `start`."""
+    if num_bytes <= WHOLE_BYTES:
+        handle.seek(start)
+        yield handle.read(num_bytes)
+        return
+    # Evenly spaced, the first and the last bytes included.
+    for i in range(NUM_SAMPLES):
+        handle.seek(start + (num_bytes - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
+        yield handle.read(SAMPLE_BYTES)

@@ -1,0 +1,190 @@
+"""Ranks talking through torch.distributed: gloo (CPU, or CUDA by way of the host) or NCCL.
+
+The process groups are made directly on a store of their own, not through the process-wide default
+group: a worker that serves one engine after another forms a new group each time.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from rayk.types.errors import CommError, DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Its type stubs leave out most of what is used here.
+dist: Any = torch.distributed
+
+_LENGTH = struct.Struct("<q")
+_SMALL_BYTES = 4096
+"""A payload that fits this, with its length, travels in one broadcast."""
+
+
+@contextmanager
+def _as_comm_error(operation: str) -> Iterator[None]:
+    """torch reports a dead peer or a timeout as RuntimeError (DistError and friends)."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommError(operation, str(error).splitlines()[0]) from error
+
+
+def open_store(address: str, rank: int, size: int, timeout_s: float) -> Any:
+    """The key-value store at `address` (host:port), served by rank 0. Raises CommError."""
+    host, _, port = address.rpartition(":")
+    assert host, f"address {address!r} is not host:port"
+    assert port.isdigit(), f"address {address!r} is not host:port"
+    with _as_comm_error("connect"):
+        return dist.TCPStore(host, int(port), size, rank == 0, timeout=timedelta(seconds=timeout_s))
+
+
+def _local_address(init_address: str) -> str:
+    """This machine's address on the way to rank 0's; its own host name may not resolve."""
+    host, _, port = init_address.rpartition(":")
+    family, kind, _, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # A datagram socket: nothing is sent.
+        return str(probe.getsockname()[0])
+
+
+class TorchComm:
+    """Comm over gloo or NCCL.
+
+    Bytes always travel through gloo on the CPU. With NCCL, a collective is queued on the current CUDA
+    stream and returns at once; a hang is ended by NCCL's own watchdog after the timeout.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        rank: int,
+        size: int,
+        init_address: str,
+        timeout_s: float = 30.0,
+        *,
+        store: Any = None,
+    ) -> None:
+        """Meet the other ranks at `init_address` (host:port of rank 0, or `store` made from it)."""
+        assert backend in ("gloo", "nccl"), backend
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise DeviceError("this torch is built without NCCL", mend="use comm: gloo")
+        self.rank = rank
+        self.size = size
+        self.name = backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = store or open_store(init_address, rank, size, timeout_s)
+        self._cpu: Any = self._make_gloo(_local_address(init_address))
+        self._tensors: Any = self._make_nccl() if backend == "nccl" else self._cpu
+
+    def _make_gloo(self, hostname: str) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
+        options._timeout = self._timeout
+        with _as_comm_error("connect"):
+            store = dist.PrefixStore("rayk-gloo", self._store)
+            return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def _make_nccl(self) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        with _as_comm_error("connect"):
+            store = dist.PrefixStore("rayk-nccl", self._store)
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place. The ring adds each element once and hands the sum round."""
+        group = self._open("all_reduce")
+        with _as_comm_error("all_reduce"):
+            if self._goes_by_host(tensor):
+                host = tensor.cpu()
+                group.allreduce([host]).wait()
+                return tensor.copy_(host)
+            group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order."""
+        group = self._open("all_gather")
+        with _as_comm_error("all_gather"):
+            source = tensor.cpu() if self._goes_by_host(tensor) else tensor.contiguous()
+            gathered = [torch.empty_like(source) for _ in range(self.size)]
+            group.allgather([gathered], [source]).wait()
+        return [part.to(tensor.device) for part in gathered]
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload on every rank."""
+        assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
+        self._open("broadcast_bytes")
+        head_bytes = _SMALL_BYTES - _LENGTH.size
+        first = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
+        if payload is not None:
+            framed = _LENGTH.pack(len(payload)) + payload[:head_bytes]
+            first[: len(framed)] = _tensor_of(framed)
+        self._broadcast(first)
+        framed = _bytes_of(first)
+        (total,) = _LENGTH.unpack_from(framed)
+        received = framed[_LENGTH.size : _LENGTH.size + total]
+        if total <= head_bytes:
+            return received
+        rest = torch.zeros(total - head_bytes, dtype=torch.uint8)
+        if payload is not None:
+            rest.copy_(_tensor_of(payload[head_bytes:]))
+        self._broadcast(rest)
+        return received + _bytes_of(rest)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload on rank 0. All ranks receive all."""
+        self._open("gather_bytes")
+        lengths = [int(n) for n in self._gather_on_cpu(torch.tensor([len(payload)]))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = _tensor_of(payload)
+        parts = self._gather_on_cpu(padded)
+        if self.rank != 0:
+            return None
+        return [_bytes_of(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Drop the groups and their sockets. Peers that wait for this rank get CommError."""
+        # NCCL's teardown waits for peers unless it is aborted.
+        if self._tensors is not self._cpu and self._tensors is not None:
+            self._tensors.abort()
+        self._tensors = self._cpu = None
+        self._store = None
+
+    def _open(self, operation: str) -> Any:
+        if self._tensors is None:
+            raise CommError(operation, f"rank {self.rank} has closed its group")
+        return self._tensors
+
+    def _goes_by_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a device tensor must be copied to the CPU, where gloo works."""
+        return self._tensors is self._cpu and tensor.device.type != "cpu"
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with _as_comm_error("broadcast_bytes"):
+            self._cpu.broadcast([tensor], options).wait()
+
+    def _gather_on_cpu(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        gathered = [torch.zeros_like(tensor) for _ in range(self.size)]
+        with _as_comm_error("gather_bytes"):
+            self._cpu.allgather([gathered], [tensor]).wait()
+        return gathered
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,194 @@
+"""The comms, as real processes and as threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rayk.parallel.factory import make_comm
+from rayk.parallel.local import LocalComm
+from rayk.parallel.shm import ShmComm
+from rayk.parallel.threads import ThreadComm
+from rayk.parallel.torch_group import TorchComm
+from rayk.types.errors import CommError, DeviceError, UserError
+from tests.parallel import ranks
+from tests.parallel.crew import Crew, free_address
+
+RANKS = "tests.parallel.ranks"
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    made = Crew(4)
+    yield made
+    made.close()
+
+
+def on_threads(comms: list[ThreadComm], body) -> list[object]:
+    results: list[object] = [None] * len(comms)
+
+    def target(comm: ThreadComm) -> None:
+        try:
+            results[comm.rank] = body(comm)
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            results[comm.rank] = error
+        finally:
+            comm.close()
+
+    threads = [threading.Thread(target=target, args=(c,), daemon=True) for c in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shm", 2), ("shm", 4), ("gloo", 2), ("gloo", 3)])
+def test_every_collective_between_processes(crew: Crew, kind: str, size: int) -> None:
+    digests = crew.run(RANKS, "battery", size, kind, free_address())
+    assert len(set(digests)) == 1, "ranks hold different bits of one sum"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_every_collective_between_threads(size: int) -> None:
+    digests = on_threads(ThreadComm.make_group(size, 20), ranks.check_all)
+    assert all(isinstance(d, str) for d in digests), digests
+    assert len(set(digests)) == 1, digests
+
+
+def test_eight_shm_ranks_on_few_cores() -> None:
+    """More ranks than cores, in one process: waiting must let the others run."""
+    address = free_address()
+    comms: list[ShmComm | None] = [None] * 8
+
+    def body(comm: ThreadComm) -> str:
+        mine = ShmComm(comm.rank, 8, address, 30, slot_bytes=ranks.SLOT_BYTES)
+        comms[comm.rank] = mine
+        return ranks.check_all(mine)
+
+    digests = on_threads(ThreadComm.make_group(8, 60), body)
+    assert all(isinstance(d, str) for d in digests), digests
+    assert len(set(digests)) == 1
+    for comm in comms:
+        assert comm is not None
+        comm.close()
+        comm.close()
+
+
+def test_local() -> None:
+    assert len(ranks.check_all(LocalComm())) == 64
+
+
+def test_threads_and_shm_give_the_same_bits(crew: Crew) -> None:
+    (one, *_) = crew.run(RANKS, "battery", 4, "shm", free_address())
+    (two, *_) = on_threads(ThreadComm.make_group(4, 20), ranks.check_all)
+    assert one == two
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shm", 2), ("shm", 3), ("gloo", 2)])
+def test_killed_peer_is_a_comm_error_and_leaves_nothing(kind: str, size: int) -> None:
+    crew = Crew(size)
+    try:
+        mapped = crew.run(RANKS, "form", size, kind, free_address())
+        assert mapped == [[]] * size, "a name in /dev/shm would outlive a killed process"
+        for rank in range(size - 1):
+            crew.pipes[rank].send((RANKS, "wait_in_vain", (rank, size)))
+        time.sleep(0.3)
+        crew.kill(size - 1)
+        for rank in range(size - 1):
+            text, waited_s = crew.result(rank, 20)
+            assert "all_reduce" in text
+            assert kind != "shm" or "is gone" in text
+            assert waited_s < 15, "the death was noticed by the timeout only"
+    finally:
+        crew.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "gloo"])
+def test_peer_that_does_not_come_to_a_collective_times_out(kind: str) -> None:
+    address = free_address()
+
+    def body(comm: ThreadComm) -> float:
+        mine = ranks.open_comm(kind, comm.rank, 2, address, 1.0)
+        start = time.monotonic()
+        if comm.rank == 0:
+            with pytest.raises(CommError, match="all_reduce"):
+                mine.all_reduce(torch.ones(2))
+        comm.broadcast_bytes(b"" if comm.rank == 0 else None)
+        waited_s = time.monotonic() - start
+        mine.close()
+        return waited_s
+
+    waited = on_threads(ThreadComm.make_group(2, 30), body)
+    assert isinstance(waited[0], float), waited
+    assert 0.9 < waited[0] < 5
+
+
+def test_thread_peer_that_leaves_or_stalls() -> None:
+    one, two = ThreadComm.make_group(2, 0.2)
+    with pytest.raises(CommError, match="waited 0.2 s for rank 1"):
+        one.all_reduce(torch.ones(1))
+    two.close()
+    with pytest.raises(CommError, match="rank 1 has left the group"):
+        one.all_gather(torch.ones(1))
+    with pytest.raises(CommError, match="closed"):
+        two.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("open_one", [ShmComm, lambda *a: TorchComm("gloo", *a)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_rank_at_the_start_times_out(open_one, rank: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(CommError, match="connect"):
+        open_one(rank, 2, free_address(), 0.5)
+    assert time.monotonic() - start < 10
+
+
+def test_ranks_in_different_collectives_are_told() -> None:
+    address = free_address()
+    texts = on_threads(ThreadComm.make_group(2, 20), lambda c: ranks.disagree(c.rank, 2, "shm", address))
+    assert any("rank 1 is in all_gather with 8 bytes" in str(t) for t in texts), texts
+
+
+def test_idle_shm_peer_costs_little(crew: Crew) -> None:
+    shares = crew.run(RANKS, "idle", 2, "shm", free_address(), 2.0)
+    assert shares[1] < 0.03, f"an idle peer takes {shares[1]:.1%} of a core"
+
+
+def test_small_all_reduce_is_quick(crew: Crew) -> None:
+    times = sorted(crew.run(RANKS, "time_all_reduce", 2, "shm", free_address(), 4096)[0])
+    # About 15 us undisturbed; the quickest tenth tells, whatever else the machine does.
+    assert times[len(times) // 10] < 150e-6, [f"{t * 1e6:.0f} us" for t in times[::50]]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("auto", "shm"), ("shm", "shm"), ("gloo", "gloo")])
+def test_factory_between_processes(crew: Crew, kind: str, name: str) -> None:
+    for made in crew.run(RANKS, "made_by_factory", 2, kind, free_address()):
+        assert made == (name, None)
+
+
+def test_factory_falls_back_to_gloo_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayk.parallel.factory.why_no_shm", lambda: "no flags on this machine")
+    address = free_address()
+
+    def body(comm: ThreadComm) -> object:
+        return ranks.made_by_factory(comm.rank, 2, "auto", address)
+
+    made = on_threads(ThreadComm.make_group(2, 20), body)
+    assert made == [("gloo", "no flags on this machine")] * 2
+
+
+def test_factory_refuses() -> None:
+    with pytest.raises(UserError, match="unknown comm 'mpi'"):
+        make_comm("mpi", 0, 2, "", "cpu")
+    with pytest.raises(UserError, match="one rank, not 2"):
+        make_comm("local", 0, 2, "", "cpu")
+    with pytest.raises(DeviceError, match="CPU tensors only"):
+        make_comm("shm", 0, 2, "", "cuda:0")
+    with pytest.raises(DeviceError, match="CUDA device"):
+        make_comm("nccl", 0, 2, "", "cpu")
+    assert make_comm("auto", 0, 1, "", "cpu").comm.name == "local"
