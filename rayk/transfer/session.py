@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from rayk.types.errors import KVMismatch, RaykError, TransferError
 
-
 # Events
 
 
@@ -184,7 +183,7 @@ class Session:
         """What to do about an event at this time."""
         if self.phase is Phase.OVER:
             return self._drain(event)
-        if now_ns >= self._deadline_ns:
+        if now_ns >= self._deadline_ns and not isinstance(event, Verified):
             self._forget(event)
             return self._fail(f"deadline passed while {self.phase.name.lower()}")
         match event:

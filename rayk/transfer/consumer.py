@@ -1,0 +1,308 @@
+"""Carries out the actions of one session: posts and polls reads, computes digests, keeps the times."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.transfer import session as s
+from rayk.transfer.agent import Transfer, TransferAgent, TransferState
+from rayk.transfer.lease import ReleaseMessage
+from rayk.transfer.link import Landing, ProducerLink
+from rayk.transfer.plan import BlockReads
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import (
+    LayerView,
+    WrongWord,
+    compare_digests,
+    compute_digests,
+    digest_mismatch,
+    num_bytes_checked,
+)
+from rayk.types.errors import KVMismatch, RaykError, TransferError
+from rayk.types.rows import TransferRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferOutcome:
+    """How one request's transfer ended on one consumer rank."""
+
+    request_id: str
+    lease_id: str
+    error: RaykError | None
+    rows: tuple[TransferRow, ...]
+    """One per (producer rank, group) read; cell and repeat are left to whoever knows them."""
+    stage_ns: dict[str, int]
+    """read, fence, verify; a stage that never began is absent."""
+    is_draining: bool
+    """Reads are still in flight: the blocks stay taboo until `drained` names the lease."""
+    wrong_words: tuple[WrongWord, ...] = ()
+    """All digest words that differ, canonical order."""
+    num_bytes_checked: int = 0
+    """Bytes whose digests were compared."""
+
+    @property
+    def ok(self) -> bool:
+        """The KV is here and proven."""
+        return self.error is None
+
+
+@dataclass(eq=False)
+class _InFlight:
+    transfer: Transfer
+    posted_ns: int
+    post_ns: int
+
+
+@dataclass(eq=False)
+class Consumption:
+    """One request's transfer on this rank, from ticket to verdict."""
+
+    ticket: TransferTicket
+    block_tables: Sequence[Sequence[int]]
+    link: ProducerLink
+    agent: TransferAgent
+    landing: Landing
+    views: Sequence[LayerView]
+    rows_per_group: int
+    name: str
+    """This rank's agent name, as releases carry it."""
+    deadline_ns: int
+    clock: Callable[[], int] = time.monotonic_ns
+    outcome: TransferOutcome | None = None
+    reads: list[BlockReads] = field(init=False)
+    session: s.Session = field(init=False)
+    _data: dict[int, _InFlight] = field(default_factory=dict)
+    _fences: dict[int, tuple[_InFlight, list[int]]] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
+    _stages: dict[str, int] = field(default_factory=dict)
+    _stage_began_ns: int = 0
+    _wrong: list[WrongWord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ticket = self.ticket
+        self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
+        self.session = s.Session(
+            ticket.request_id,
+            num_reads=len(self.reads),
+            fences=self._expected_generations(),
+            notify=tuple(self.link.num_releases),
+            deadline_ns=self.deadline_ns,
+        )
+
+    @property
+    def is_drained(self) -> bool:
+        """Over, and nothing in flight."""
+        return self.session.is_drained
+
+    def start(self) -> None:
+        """Post the reads."""
+        self._stage_began_ns = self.clock()
+        self._run(self.session.start())
+
+    def step(self, now_ns: int) -> None:
+        """Poll what is in flight and let time pass."""
+        # Handling one may cancel others: look each up when its turn comes.
+        for index in tuple(self._data):
+            if index in self._data:
+                self._poll_read(index, self._data[index], now_ns)
+        for rank in tuple(self._fences):
+            if rank in self._fences:
+                self._poll_fence(rank, self._fences[rank][0], now_ns)
+        self._handle(s.Tick(), now_ns)
+
+    def fail(self, reason: str) -> None:
+        """End it for a reason from outside (nothing if it is over)."""
+        self._handle(s.Failed(reason), self.clock())
+
+    def release(self) -> None:
+        """Give up the lease that a mismatch kept."""
+        self._run(self.session.release())
+
+    def _expected_generations(self) -> dict[int, s.Fence]:
+        blocks: dict[int, dict[int, int]] = {}
+        for read in self.reads:
+            known = dict(
+                zip(
+                    self.ticket.block_tables[read.group],
+                    self.ticket.generations[read.group],
+                    strict=True,
+                )
+            )
+            mine = blocks.setdefault(read.producer_rank, {})
+            mine.update((b, known[b]) for b in read.source_blocks.tolist())
+        assert all(NULL_BLOCK not in b for b in blocks.values())
+        return {rank: s.Fence(tuple(sorted(b)), tuple(b[i] for i in sorted(b))) for rank, b in blocks.items()}
+
+    def _handle(self, event: s.Event, now_ns: int) -> None:
+        self._run(self.session.handle(event, now_ns))
+
+    def _run(self, actions: list[s.Action]) -> None:
+        """Carry out actions and whatever follows from them."""
+        todo = deque(actions)
+        while todo:
+            event = self._carry_out(todo.popleft())
+            for e in event:
+                todo.extend(self.session.handle(e, self.clock()))
+
+    def _carry_out(self, action: s.Action) -> list[s.Event]:
+        match action:
+            case s.PostReads(reads):
+                return [e for i in reads for e in self._post_read(i)]
+            case s.PostFence(rank):
+                self._stage("read")
+                return self._post_fence(rank)
+            case s.ComputeDigests():
+                self._stage("fence" if "read" in self._stages else "read")
+                return [s.Verified(self._verify())]
+            case s.Cancel(reads, fences):
+                return self._cancel(reads, fences)
+            case s.Release(ranks):
+                self._release(ranks)
+            case s.Finish(error, is_draining):
+                self._finish(error, is_draining)
+            case s.Drained():
+                pass
+        return []
+
+    def _post_read(self, index: int) -> list[s.Event]:
+        read = self.reads[index]
+        source = self.link.producers[read.producer_rank].geometry
+        row = self._rows.setdefault(
+            (read.producer_rank, read.group),
+            TransferRow(
+                cell_id="",
+                repeat=0,
+                request_id=self.ticket.request_id,
+                producer_rank=read.producer_rank,
+                consumer_rank=self.link.plan.consumer.tp_rank,
+                group=read.group,
+                bytes=0,
+                num_descriptors=0,
+                transport=self.agent.transport,
+            ),
+        )
+        row.bytes += read.num_bytes
+        row.num_descriptors += read.num_descriptors
+        remote, local = read.indices(source.num_blocks, self.link.plan.consumer.num_blocks)
+        began = self.clock()
+        try:
+            transfer = self.agent.read(self.link.handles[read.pattern.key], local, remote)
+        except TransferError as error:
+            return [s.ReadEnded(index, error.reason)]
+        self._data[index] = _InFlight(transfer, began, self.clock() - began)
+        return []
+
+    def _poll_read(self, index: int, flight: _InFlight, now_ns: int) -> None:
+        state = self.agent.poll(flight.transfer)
+        if state is TransferState.PENDING:
+            return
+        del self._data[index]
+        self.agent.release(flight.transfer)
+        read = self.reads[index]
+        row = self._rows[read.producer_rank, read.group]
+        row.post_ns += flight.post_ns
+        row.transfer_ns = max(row.transfer_ns, self.clock() - flight.posted_ns)
+        if state is TransferState.DONE:
+            self._handle(s.ReadDone(index), now_ns)
+        else:
+            self._handle(s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed"), now_ns)
+
+    def _post_fence(self, rank: int) -> list[s.Event]:
+        blocks = self._expected_generations()[rank].blocks
+        slots = self.landing.take(len(blocks))
+        if slots is None:
+            return [s.FenceEnded(rank, "no memory left for generations")]
+        began = self.clock()
+        try:
+            transfer = self.agent.read(
+                self.link.fences[rank],
+                np.array(slots, dtype=np.int32),
+                np.array(blocks, dtype=np.int32),
+            )
+        except TransferError as error:
+            self.landing.give_back(slots)
+            return [s.FenceEnded(rank, error.reason)]
+        self._fences[rank] = (_InFlight(transfer, began, self.clock() - began), slots)
+        return []
+
+    def _poll_fence(self, rank: int, flight: _InFlight, now_ns: int) -> None:
+        state = self.agent.poll(flight.transfer)
+        if state is TransferState.PENDING:
+            return
+        _, slots = self._fences.pop(rank)
+        self.agent.release(flight.transfer)
+        generations = self.landing.give_back(slots)
+        if state is TransferState.DONE:
+            self._handle(s.FenceDone(rank, generations), now_ns)
+        else:
+            self._handle(s.FenceEnded(rank, f"reading generations of producer rank {rank} failed"), now_ns)
+
+    def _cancel(self, reads: tuple[int, ...], fences: tuple[int, ...]) -> list[s.Event]:
+        events: list[s.Event] = []
+        for index in reads:
+            # A read that could not be posted is not in flight either.
+            flight = self._data.get(index)
+            if flight is None or self.agent.release(flight.transfer):
+                self._data.pop(index, None)
+                events.append(s.ReadEnded(index, "cancelled"))
+        for rank in fences:
+            pending = self._fences.get(rank)
+            if pending is None or self.agent.release(pending[0].transfer):
+                if pending is not None:
+                    self.landing.give_back(self._fences.pop(rank)[1])
+                events.append(s.FenceEnded(rank, "cancelled"))
+        return events
+
+    def _verify(self) -> KVMismatch | None:
+        ticket = self.ticket
+        found = compute_digests(self.views, self.block_tables, ticket.num_tokens, self.rows_per_group)
+        self._wrong = compare_digests(self.views, ticket.digests, found, self.link.sources)
+        self._stage("verify")
+        if not self._wrong:
+            return None
+        return digest_mismatch(
+            ticket.request_id, self.views, self._wrong, ticket.num_tokens, self.rows_per_group
+        )
+
+    def _release(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            message = ReleaseMessage(self.ticket.lease_id, self.name, self.link.num_releases[rank])
+            try:
+                self.agent.notify(self.link.producers[rank].agent_name, message.encode())
+            except TransferError:
+                # The producer rank is gone, and its lease with it.
+                continue
+
+    def _finish(self, error: RaykError | None, is_draining: bool) -> None:
+        verdict = "OK"
+        checked = num_bytes_checked(self.views, self.ticket.num_tokens)
+        if isinstance(error, TransferError):
+            error.producer, error.consumer = self.link.engine, self.name
+            verdict, checked = "TRANSFER_ERROR", 0
+        elif error is not None:
+            verdict = "KV_MISMATCH"
+        for row in self._rows.values():
+            row.verdict = verdict
+        self.outcome = TransferOutcome(
+            request_id=self.ticket.request_id,
+            lease_id=self.ticket.lease_id,
+            error=error,
+            rows=tuple(self._rows.values()),
+            stage_ns=dict(self._stages),
+            is_draining=is_draining,
+            wrong_words=tuple(self._wrong),
+            num_bytes_checked=checked,
+        )
+
+    def _stage(self, name: str) -> None:
+        """The named stage ends now (the first time it is named)."""
+        if name not in self._stages:
+            now = self.clock()
+            self._stages[name] = now - self._stage_began_ns
+            self._stage_began_ns = now

@@ -1,0 +1,255 @@
+"""One rank's whole transfer side, driven by the engine's loop. No threads of its own.
+
+As a consumer: `connect`, `start` a ticket, `poll` until an outcome. As a producer: `bump_generations` for
+blocks that are handed out, `lease` before a ticket leaves, `poll` (so that notifications arrive), then
+`released` and `expired`. A rank may be both, with several engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rayk.kv.caches import CanonicalKVCaches
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.consumer import Consumption, TransferOutcome
+from rayk.transfer.diagnose import first_difference, merge_rows
+from rayk.transfer.handshake import CacheDescription, check, check_engine
+from rayk.transfer.lease import LeaseTable, ReleaseMessage
+from rayk.transfer.link import Landing, ProducerLink, make_link
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import LayerView, Rows, compute_digests, fetch_rows
+from rayk.types.errors import HandshakeMismatch, KVMismatch
+
+
+class TransferRank:
+    """See the module. `layer_views` hold the tensors the layers were bound to."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        caches: CanonicalKVCaches,
+        layer_views: Sequence[LayerView],
+        description: CacheDescription,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.description = description
+        self._agent = agent
+        self._caches = caches
+        self._views = tuple(sorted(layer_views, key=lambda v: v.layer))
+        self._clock = clock
+        self._landing = Landing(agent, caches.buffer.device)
+        self._links: dict[str, ProducerLink] = {}
+        self._active: dict[str, Consumption] = {}
+        self._over: list[Consumption] = []
+        """Finished, but draining or kept after a mismatch."""
+        self._drained: list[str] = []
+        self._leases = LeaseTable()
+
+    # Wiring
+
+    def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
+        """Check the handshake between two engines, each given whole and in rank order; this rank is one of
+        them. A consumer rank also prepares its reads. Both engines must be polled until the first read is
+        over (wiring needs both ends). Connecting to a new life of an engine replaces the old one.
+
+        Raises HandshakeMismatch.
+        """
+        check_engine(producers)
+        check_engine(consumers)
+        me = self.description
+        for producer in producers:
+            for consumer in consumers:
+                if me.agent_name in (producer.agent_name, consumer.agent_name):
+                    check(producer, consumer)
+        if me.agent_name not in {c.agent_name for c in consumers}:
+            return
+        engine = producers[0].engine
+        if engine in self._links:
+            self.disconnect(engine)
+        self._links[engine] = make_link(self._agent, self._landing, producers, consumers, me)
+
+    def disconnect(self, engine: str) -> None:
+        """A producer engine is gone: its transfers fail (see the next `poll`), its ranks are forgotten."""
+        link = self._links.pop(engine, None)
+        if link is None:
+            return
+        for consumption in self._active.values():
+            if consumption.link is link:
+                consumption.fail(f"producer engine {engine} is gone")
+        for rank in sorted({*link.plan.producer_ranks, *link.num_releases}):
+            self._agent.remove_peer(link.producers[rank].agent_name)
+
+    def close(self) -> None:
+        """Forget everything."""
+        for engine in tuple(self._links):
+            self.disconnect(engine)
+        self._agent.close()
+
+    # Consumer
+
+    def start(
+        self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]], deadline_ns: int
+    ) -> None:
+        """Begin to read a request's KV into these blocks (per group, nulls where nothing is live).
+
+        Raises HandshakeMismatch when the ticket is of an engine, or of a life of it, that is not connected.
+        `deadline_ns` is on the clock given to this object.
+        """
+        assert ticket.request_id not in self._active, f"{ticket.request_id} is being read"
+        link = self._links.get(ticket.engine)
+        connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
+        if link is None or link.epoch != ticket.epoch:
+            raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
+        consumption = Consumption(
+            ticket=ticket,
+            block_tables=consumer_block_tables,
+            link=link,
+            agent=self._agent,
+            landing=self._landing,
+            views=self._views,
+            rows_per_group=self.description.rows_per_group,
+            name=self.description.agent_name,
+            deadline_ns=deadline_ns,
+            clock=self._clock,
+        )
+        self._active[ticket.request_id] = consumption
+        consumption.start()
+
+    def cancel(self, request_id: str) -> None:
+        """Give up a transfer; its outcome comes from the next `poll`. Unknown requests are over already."""
+        if request_id in self._active:
+            self._active[request_id].fail("cancelled")
+
+    def poll(self, now_ns: int) -> list[TransferOutcome]:
+        """Make progress in every role; transfers that ended since the last call, each once."""
+        for peer, message in self._agent.notifications():
+            release = ReleaseMessage.decode(message)
+            assert release is not None, f"unknown notification from {peer}: {message[:80]!r}"
+            self._leases.on_release(release)
+        outcomes = []
+        for request_id, consumption in list(self._active.items()):
+            consumption.step(now_ns)
+            if consumption.outcome is not None:
+                # Cancelling may have drained it already.
+                draining = consumption.outcome.is_draining and not consumption.is_drained
+                outcomes.append(replace(consumption.outcome, is_draining=draining))
+                del self._active[request_id]
+                if draining or isinstance(consumption.outcome.error, KVMismatch):
+                    self._over.append(consumption)
+        self._step_over(now_ns)
+        return outcomes
+
+    def drained(self) -> list[str]:
+        """Lease ids of outcomes with `is_draining` whose blocks nothing writes to any more, each once."""
+        drained, self._drained = self._drained, []
+        return drained
+
+    def diagnose(self, request_id: str, layer: int, fetched: Mapping[int, Rows]) -> KVMismatch | None:
+        """After a KVMismatch, before `release_now`: the exact first wrong byte of a layer and why.
+
+        `fetched`: every producer rank's `fetch_rows` of the layer, by rank. None when the bytes are equal.
+        """
+        consumption = next(c for c in self._over if c.ticket.request_id == request_id)
+        view = self._view(layer)
+        sources = {
+            unit: rank for (g, unit), rank in consumption.link.sources.items() if g == view.group.index
+        }
+        tokens = consumption.ticket.num_tokens
+        found = fetch_rows(view, consumption.block_tables[view.group.index], tokens)
+        return first_difference(request_id, view, tokens, merge_rows(fetched, sources), found)
+
+    def release_now(self, request_id: str) -> None:
+        """After a KVMismatch: the producer's bytes are needed no longer."""
+        for consumption in self._over:
+            if consumption.ticket.request_id == request_id:
+                consumption.release()
+        self._over = [c for c in self._over if c.ticket.request_id != request_id or not c.is_drained]
+
+    # Producer
+
+    def bump_generations(self, block_ids: Sequence[int]) -> None:
+        """Count that these blocks are handed out again. Call before anything is written into them."""
+        if block_ids:
+            ids = torch.tensor(sorted(set(block_ids)), dtype=torch.int64, device=self._caches.buffer.device)
+            self._caches.generations[ids] += 1
+
+    def generations(self, block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """The current generation of each block, per group, as a ticket carries them."""
+        table = self._caches.generations.cpu()
+        return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
+
+    def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+        """[layer, field, global unit, row group] of a request on this rank, zero where it holds nothing.
+        The same shape on every rank: a ticket carries them stacked by rank."""
+        return compute_digests(self._views, block_tables, num_tokens, self.description.rows_per_group)
+
+    def make_ticket(
+        self,
+        *,
+        request_id: str,
+        lease_id: str,
+        num_tokens: int,
+        block_tables: Sequence[Sequence[int]],
+        digests: Sequence[npt.NDArray[np.int64]],
+    ) -> TransferTicket:
+        """The hand-over of a request; `digests` of all ranks in order. Blocks outside the live rows may
+        have been trimmed. Block ids and generations are the same on every rank."""
+        assert len(digests) == self.description.tp_size, "digests of every rank"
+        return TransferTicket(
+            request_id=request_id,
+            lease_id=lease_id,
+            engine=self.description.engine,
+            epoch=self.description.epoch,
+            num_tokens=num_tokens,
+            block_tables=tuple(tuple(t) for t in block_tables),
+            generations=self.generations(block_tables),
+            digests=np.stack(digests),
+        )
+
+    def lease(self, lease_id: str, deadline_ns: int) -> None:
+        """Open a lease on this rank, before the ticket leaves the engine."""
+        self._leases.open(lease_id, deadline_ns)
+
+    def released(self) -> list[str]:
+        """Leases that all consumer ranks have released at this rank since the last call. The engine may
+        free the blocks when every rank of it has said so."""
+        return self._leases.take_released()
+
+    def expired(self, now_ns: int) -> list[str]:
+        """Leases whose deadline passed, each once; their blocks may be freed."""
+        return self._leases.expire(now_ns)
+
+    def fetch_rows(self, layer: int, block_table: Sequence[int], num_tokens: int) -> Rows:
+        """Live rows of one layer as raw bytes through its bound view: (field, unit) -> [rows, bytes].
+
+        `block_table` is that of the layer's group.
+        """
+        return fetch_rows(self._view(layer), block_table, num_tokens)
+
+    def _view(self, layer: int) -> LayerView:
+        return next(v for v in self._views if v.layer == layer)
+
+    def _step_over(self, now_ns: int) -> None:
+        """Drain what failed; give up mismatches nobody has released by their deadline."""
+        kept = []
+        for consumption in self._over:
+            was_drained = consumption.is_drained
+            consumption.step(now_ns)
+            if consumption.is_drained and not was_drained:
+                self._drained.append(consumption.ticket.lease_id)
+            is_mismatch = consumption.outcome is not None and isinstance(
+                consumption.outcome.error, KVMismatch
+            )
+            if is_mismatch and now_ns >= consumption.deadline_ns:
+                consumption.release()
+                is_mismatch = False
+            if is_mismatch or not consumption.is_drained:
+                kept.append(consumption)
+        self._over = kept
