@@ -15,6 +15,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -49,12 +53,19 @@ inline Floats load(const BFloat16* p) {
 }
 
 inline Floats load(const _Float16* p) {
+#ifdef __AVX512F__
+    // GCC 12 converts _Float16 vectors lane by lane.
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#endif
     HalfFloats h;
     memcpy(&h, p, sizeof h);
     return __builtin_convertvector(h, Floats);
 }
 
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+
+// Into the second-level cache: a tile of keys and values ahead would push this one out of the first.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 inline float widen(float x) { return x; }
 inline float widen(_Float16 x) { return static_cast<float>(x); }
@@ -131,7 +142,7 @@ inline void accumulate(float* out, int ldo, const float* p, int ldp, const float
         const T* row = rows[j] + offset;
         if (next)
             for (int b = 0; b < int(NV * kLanes * sizeof(T)); b += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(next[j] + offset) + b);
+                prefetch(reinterpret_cast<const char*>(next[j] + offset) + b);
         Floats v[NV];
         for (int c = 0; c < NV; ++c) v[c] = load(row + c * kLanes);
         for (int i = 0; i < R; ++i)
@@ -173,33 +184,78 @@ void multiply(float* out, int ldo, int num_vectors, const float* p, int ldp, con
     }
 }
 
+// One halving step for two accumulators: [a folded in half | b folded in half].
+inline Floats fold8(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+// The same for vectors that hold two accumulators of 8 lanes, then four of 4, then eight of 2.
+inline Floats fold4(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+inline Floats fold2(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+}
+inline Floats fold1(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// Lane i of the result is the sum of v[i].
+inline Floats sums(const Floats* v) {
+    Floats a[8], b[4], c[2];
+    for (int i = 0; i < 8; ++i) a[i] = fold8(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) b[i] = fold4(a[2 * i], a[2 * i + 1]);
+    for (int i = 0; i < 2; ++i) c[i] = fold2(b[2 * i], b[2 * i + 1]);
+    return fold1(c[0], c[1]);
+}
+
+// scores[R][num_rows] = q[R] . rows; 16 dot products at a time share one reduction.
 template <class T, int R>
 void dots(float* scores, const float* q, int ldq, int head_k, const T* const* rows, int num_rows,
           const T* const* next) {
-    for (int j = 0; j < num_rows; ++j) {
+    constexpr int kKeys = kLanes / R;
+    for (int j = 0; j < num_rows; j += kKeys) {
+        const int count = num_rows - j < kKeys ? num_rows - j : kKeys;
+        const T* row[kKeys];
+        for (int n = 0; n < kKeys; ++n) row[n] = rows[j + (n < count ? n : 0)];
         if (next)
-            for (int b = 0; b < int(head_k * sizeof(T)); b += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(next[j]) + b);
-        Floats acc[R] = {};
+            for (int n = 0; n < kKeys; ++n)
+                for (int b = 0; b < int(head_k * sizeof(T)); b += 64)
+                    prefetch(reinterpret_cast<const char*>(next[j + n]) + b);
+        Floats acc[kLanes] = {};
         for (int d = 0; d < head_k; d += kLanes) {
-            Floats k = load(rows[j] + d);
-            for (int i = 0; i < R; ++i) acc[i] += load(q + i * ldq + d) * k;
+            Floats query[R];
+            for (int i = 0; i < R; ++i) query[i] = load(q + i * ldq + d);
+            for (int n = 0; n < kKeys; ++n) {
+                Floats key = load(row[n] + d);
+                for (int i = 0; i < R; ++i) acc[i * kKeys + n] += query[i] * key;
+            }
         }
-        for (int i = 0; i < R; ++i) scores[i * kTileKeys + j] = sum(acc[i]);
+        Floats result = sums(acc);
+        for (int i = 0; i < R; ++i)
+            for (int n = 0; n < kKeys; ++n) scores[i * kTileKeys + j + n] = result[i * kKeys + n];
     }
 }
 
 template <class T>
 void scores_direct(Scratch& s, int ldq, int head_k, int m, const T* const* rows, int num_rows,
                    const T* const* next) {
-    for (int i = 0; i < m; i += 4) {
+    for (int i = 0; i < m;) {
         float* out = s.scores.data() + i * kTileKeys;
         const float* q = s.q.data() + i * ldq;
-        switch (m - i < 4 ? m - i : 4) {
-            case 4: dots<T, 4>(out, q, ldq, head_k, rows, num_rows, next); break;
-            case 3: dots<T, 3>(out, q, ldq, head_k, rows, num_rows, next); break;
-            case 2: dots<T, 2>(out, q, ldq, head_k, rows, num_rows, next); break;
-            default: dots<T, 1>(out, q, ldq, head_k, rows, num_rows, next);
+        const int left = m - i;
+        if (left >= 4) {
+            dots<T, 4>(out, q, ldq, head_k, rows, num_rows, next);
+            i += 4;
+        } else if (left >= 2) {
+            dots<T, 2>(out, q, ldq, head_k, rows, num_rows, next);
+            i += 2;
+        } else {
+            dots<T, 1>(out, q, ldq, head_k, rows, num_rows, next);
+            i += 1;
         }
         next = nullptr;
     }

@@ -1,0 +1,148 @@
+"""Time the CPU paths of paged attention against the time it takes merely to read the keys and values.
+
+    python jobs/benchmarks/attention_cpu.py [--threads 1] [--repeats 30]
+
+Each decode row gives best-of milliseconds and the ratio to the read floor: the best time of a C loop (torch's
+sum) over as many contiguous bytes. Prefill rows give GFLOP/s of the two matrix products instead. Every
+path's result is first compared with the reference; a wrong one is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rayk.kernels.paged_attention import Workspace, head_groups, paged_attention, why_no_native
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of equal sequences. `query_len` 1 is decode."""
+
+    name: str
+    num_seqs: int
+    seq_len: int
+    query_len: int
+    num_kv_heads: int
+    group: int
+    head_size: int
+    dtype: torch.dtype
+    block_size: int = 16
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values that the batch reads."""
+        per_token = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return self.num_seqs * self.seq_len * per_token
+
+
+DECODE = (
+    Shape("B8 L512 G4 D64 fp32", 8, 512, 1, 12, 4, 64, torch.float32),
+    Shape("B8 L2048 G4 D64 fp32", 8, 2048, 1, 12, 4, 64, torch.float32),
+    Shape("B32 L512 G1 D32 fp32", 32, 512, 1, 12, 1, 32, torch.float32),
+    Shape("B8 L2048 G4 D64 bf16", 8, 2048, 1, 12, 4, 64, torch.bfloat16),
+    Shape("B16 L64 tiny fp32", 16, 64, 1, 2, 4, 32, torch.float32),
+)
+PREFILL = (
+    Shape("prefill 512 G4 D64 fp32", 1, 512, 512, 2, 4, 64, torch.float32),
+    Shape("prefill 512 G4 D128 fp32", 1, 512, 512, 2, 4, 128, torch.float32),
+    Shape("chunk 128 of 2048 G4 D64 fp32", 1, 2048, 128, 2, 4, 64, torch.float32),
+    Shape("prefill 512 G4 D64 bf16", 1, 512, 512, 2, 4, 64, torch.bfloat16),
+)
+PATHS = ("native NHD", "native HND", "torch NHD", "torch HND")
+
+
+def make_call(shape: Shape, path: str) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """(the path, the reference) over the same random cache with shuffled blocks."""
+    torch.manual_seed(0)
+    blocks_per_seq = shape.seq_len // shape.block_size
+    num_blocks = shape.num_seqs * blocks_per_seq + 1
+    sizes = (num_blocks, shape.num_kv_heads, shape.block_size, 2 * shape.head_size)
+    if path.endswith("NHD"):
+        cache = torch.randn(sizes[0], sizes[2], sizes[1], sizes[3]).to(shape.dtype).transpose(1, 2)
+    else:
+        cache = torch.randn(sizes).to(shape.dtype)
+    ids = torch.randperm(num_blocks - 1, dtype=torch.int32) + 1
+    num_query_heads = shape.num_kv_heads * shape.group
+    kv_index = torch.arange(num_query_heads) // shape.group
+    batch = (
+        torch.randn(shape.num_seqs * shape.query_len, num_query_heads, shape.head_size).to(shape.dtype),
+        cache,
+        ids.view(shape.num_seqs, blocks_per_seq),
+        torch.arange(shape.num_seqs + 1, dtype=torch.int32) * shape.query_len,
+        torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32),
+        kv_index,
+    )
+    groups, workspace = head_groups(kv_index), Workspace()
+
+    def call(impl: str) -> torch.Tensor:
+        return paged_attention(
+            *batch,
+            scale=shape.head_size**-0.5,
+            window=None,
+            head_size_k=shape.head_size,
+            impl=impl,
+            groups=groups,
+            workspace=workspace,
+        )
+
+    return lambda: call(path.split()[0]), lambda: call("reference")
+
+
+def best_ms(call: Callable[[], object], repeats: int) -> float:
+    """Shortest of `repeats` runs after one warm-up, in milliseconds."""
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        call()
+        best = min(best, time.perf_counter_ns() - begin)
+    return best / 1e6
+
+
+def read_floor_ms(num_bytes: int, repeats: int) -> float:
+    """Time to read as many contiguous bytes once."""
+    memory = torch.ones(num_bytes // 4)
+    return best_ms(memory.sum, repeats)
+
+
+def check(call: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor], name: str) -> None:
+    """Refuse to time a wrong result."""
+    got, want = call().float(), reference().float()
+    error = float((got - want).norm() / want.norm())
+    if not error < 1e-2:
+        raise SystemExit(f"{name}: relative error {error:.3g}; not timed")
+
+
+def main() -> None:
+    """Print one table for decode and one for prefill."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    paths = PATHS if why_no_native() is None else tuple(p for p in PATHS if p.startswith("torch"))
+    print(f"threads {options.threads}; native: {why_no_native() or 'available'}")
+    print("| shape | read floor ms | " + " | ".join(paths) + " |\n|---|---|" + "---|" * len(paths))
+    for shape in DECODE + PREFILL:
+        floor = read_floor_ms(shape.kv_bytes, options.repeats)
+        cells = [shape.name, f"{floor:.2f} ({shape.kv_bytes / 2**20:.0f} MiB)"]
+        for path in paths:
+            call, reference = make_call(shape, path)
+            check(call, reference, f"{shape.name}, {path}")
+            took = best_ms(call, options.repeats)
+            if shape.query_len == 1:
+                cells.append(f"{took:.2f} x{took / floor:.1f}")
+                continue
+            seen = shape.query_len * (2 * shape.seq_len - shape.query_len + 1) / 2
+            flop = 4 * seen * shape.num_seqs * shape.num_kv_heads * shape.group * shape.head_size
+            cells.append(f"{took:.2f} {flop / took / 1e6:.0f} GFLOP/s")
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
