@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rayk.engine.leader import Handover, Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
@@ -41,7 +42,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     error: RaykError | None = None
     payload: object = None
-    info: dict[str, object] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
 
     def take(self, event: RequestEvent) -> None:
         """Add an event."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rayk.engine.loop import Turn, TurnResult
 from rayk.kv.manager import KVCacheManager
@@ -36,7 +36,9 @@ class RequestEvent:
     error: RaykError | None = None
     payload: object = None
     """What a hand-over gives on (a transfer ticket)."""
-    info: dict[str, object] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    time_ns: int = field(default_factory=time.monotonic_ns)
+    """When it happened, on this host's monotonic clock."""
 
     @property
     def is_last(self) -> bool:
@@ -226,7 +228,7 @@ class Leader:
 
     def _deliver(self, state: RequestState) -> None:
         taken = state.finish_reason is None and self._handover is not None and self._handover.takes(state)
-        info: dict[str, object] = {}
+        info: dict[str, Any] = {}
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
         self.emit(
@@ -269,8 +271,3 @@ def dead_engine(engine: str, error: BaseException) -> EngineDied:
     if isinstance(error, EngineDied):
         return error
     return EngineDied(engine=engine, cause=f"{type(error).__name__}: {error}")
-
-
-def now_ns() -> int:
-    """The clock of events: monotonic, shared by all processes of a host."""
-    return time.monotonic_ns()

@@ -1,0 +1,83 @@
+"""What rank 0 asks all ranks of its engine to do between steps. Plain data, broadcast by the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import Rows
+
+BlockTables = tuple[tuple[int, ...], ...]
+"""Manager's block ids per KV group."""
+CapturedRows = dict[int, Rows]
+"""Layer -> its live rows on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Each rank's CacheDescription."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Handshake with a producer engine: check every field, then wire up."""
+
+    producers: tuple[CacheDescription, ...]
+    consumers: tuple[CacheDescription, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MakeTicket:
+    """Digest a prefilled request and open its lease."""
+
+    request_id: str
+    lease_id: str
+    num_tokens: int
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read a request's KV from its producer."""
+
+    ticket: TransferTicket
+    block_tables: BlockTables
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Copy a request's live rows out of the bound views; the answer is CapturedRows."""
+
+    request_id: str
+    num_tokens: int
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnose:
+    """After a mismatch: compare with the producer's rows; the answer is a list of KVMismatch, one per
+    wrong layer."""
+
+    request_id: str
+    fetched: tuple[CapturedRows, ...]
+    """By producer rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseMismatch:
+    """A mismatch was looked into: tell the producer that its bytes are needed no longer."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TicketPart:
+    """One rank's answer to MakeTicket."""
+
+    digests: npt.NDArray[np.int64]
+    generations: tuple[tuple[int, ...], ...]

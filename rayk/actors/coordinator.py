@@ -1,0 +1,377 @@
+"""Coordinator: forms engines on workers, places requests, hands them from prefill to decode engines.
+
+A plain class whose async methods run in one Ray actor; `launch` makes it remote. It sees requests and
+events, never a token loop: those run inside the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayk.actors import launch
+from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose
+from rayk.actors.engines import EngineHandle
+from rayk.actors.worker import RankSpec
+from rayk.engine.leader import RequestEvent
+from rayk.sched.policies import get_policy
+from rayk.specs import Cell
+from rayk.transfer.faults import Fault
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+from rayk.types.request import Request
+from rayk.types.rows import RequestRow, TransferRow
+
+FORM_S = 120.0
+"""Deadline for starting workers and forming an engine (imports, weights)."""
+CONTROL_S = 30.0
+"""Deadline for a command."""
+
+
+@dataclass(kw_only=True)
+class CellOutcome:
+    """Everything a cell left behind. Filled by the coordinator; judged elsewhere."""
+
+    requests: list[RequestRow] = field(default_factory=list)
+    transfers: list[TransferRow] = field(default_factory=list)
+    errors: list[RaykError] = field(default_factory=list)
+    """Of requests and engines, in order of appearance."""
+    captured: dict[int, list[CapturedRows]] = field(default_factory=dict)
+    """Prompt index -> the prefill engine's rows, where kv_values is checked."""
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Engine name -> backend, comm, layout, block sizes..."""
+    num_kv_bytes_checked: int = 0
+    wall_ns: int = 0
+
+
+@dataclass
+class _Slot:
+    """An engine's place: a placement group and the workers in it, kept between cells."""
+
+    group: Any
+    resources: dict[str, float]
+    workers: list[Any]
+
+
+class Coordinator:
+    """Runs cells one after the other on a pool of workers."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._slots: dict[str, _Slot] = {}
+        self._epoch = 0
+        self._run_id = name.rpartition("/")[2]
+
+    def __repr__(self) -> str:
+        return f"Coordinator({self.name})"
+
+    async def prepare(self, slots: dict[str, int], device: str, gpus_per_worker: float) -> None:
+        """Reserve a placement group per engine (name -> most ranks it will have) and start its workers.
+
+        Raises DeadlineExceeded when the cluster cannot place them in time.
+        """
+        resources = launch.worker_resources(device, gpus_per_worker)
+        for name, num_ranks in slots.items():
+            have = self._slots.get(name)
+            if have is not None and len(have.workers) >= num_ranks and have.resources == resources:
+                continue
+            if have is not None:
+                launch.free_group(have.group)
+            group = launch.reserve_group(f"rayk/{self._run_id}/{name}", num_ranks, resources)
+            try:
+                await asyncio.wait_for(_placed(group), FORM_S)
+            except TimeoutError:
+                launch.free_group(group)
+                raise DeadlineExceeded(
+                    f"placing {num_ranks} workers of {name} on one node", FORM_S, {"each": str(resources)}
+                ) from None
+            workers = [self._start(name, group, i, resources) for i in range(num_ranks)]
+            self._slots[name] = _Slot(group, resources, workers)
+        await asyncio.gather(*(w.describe.remote() for s in self._slots.values() for w in s.workers))
+
+    async def run_cell(
+        self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
+    ) -> CellOutcome:
+        """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
+        never outlasts the cell's deadline by more than the time to kill workers."""
+        outcome = CellOutcome()
+        started = time.monotonic_ns()
+        engines: list[EngineHandle] = []
+        try:
+            async with asyncio.timeout(cell.deadlines.cell_s):
+                engines += await self._form(cell)
+                run = _CellRun(cell, repeat, outcome, engines, capture)
+                await run.connect()
+                await run.requests(prompts)
+                await asyncio.gather(*(self._stop(e) for e in engines))
+        except TimeoutError:
+            outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))
+        except RaykError as error:
+            outcome.errors.append(error)
+        finally:
+            await self._clear(outcome)
+        outcome.facts = {e.name: e.facts for e in engines}
+        outcome.wall_ns = time.monotonic_ns() - started
+        return outcome
+
+    async def shutdown(self) -> None:
+        """Give every placement group back; its workers end."""
+        for slot in self._slots.values():
+            launch.free_group(slot.group)
+        self._slots.clear()
+
+    async def worker_pids(self) -> dict[str, int]:
+        """Worker name -> process id."""
+        found = await asyncio.gather(*(w.describe.remote() for s in self._slots.values() for w in s.workers))
+        return {d["name"]: d["pid"] for d in found}
+
+    def _start(self, slot: str, group: Any, index: int, resources: dict[str, float]) -> Any:
+        # Ray frees a name only some time after its actor's death: the epoch keeps names unique.
+        name = f"rayk/{self._run_id}/{slot}/r{index}" + (f"#{self._epoch}" if self._epoch else "")
+        return launch.start_worker(name, group, index, resources)
+
+    async def _form(self, cell: Cell) -> list[EngineHandle]:
+        self._epoch += 1
+        wanted: list[tuple[str, str, EngineConfig]] = []
+        role = "aggregated" if cell.decode is None else "prefill"
+        wanted += [(f"prefill{i}", role, cell.prefill) for i in range(cell.num_prefill_engines)]
+        if cell.decode is not None:
+            wanted += [(f"decode{i}", "decode", cell.decode) for i in range(cell.num_decode_engines)]
+        slots = {name: config.tp for name, _, config in wanted}
+        await self.prepare(slots, cell.prefill.device, cell.gpus_per_worker)
+        self._in_use: list[EngineHandle] = [
+            EngineHandle(name, role, self._epoch, config, self._slots[name].workers[: config.tp])
+            for name, role, config in wanted
+        ]
+        await asyncio.gather(*(self._form_engine(cell, e) for e in self._in_use))
+        return self._in_use
+
+    async def _form_engine(self, cell: Cell, engine: EngineHandle) -> None:
+        address = await engine.guard(engine.leader.reserve_address.remote(), "an address", CONTROL_S)
+        faults = tuple(
+            Fault(kind=f.kind, point=f.point, step=f.step, layer=f.layer, request=f.request, seed=f.seed)
+            for f in cell.faults
+            if (f.role or "prefill") == ("decode" if engine.role == "decode" else "prefill")
+        )
+        replies = [
+            worker.form.options(concurrency_group="control").remote(
+                RankSpec(
+                    engine=engine.name,
+                    epoch=engine.epoch,
+                    role=engine.role,
+                    rank=rank,
+                    config=engine.config,
+                    address=address,
+                    comm_timeout_s=min(30.0, cell.deadlines.request_s),
+                    lease_s=cell.deadlines.transfer_s * 2,
+                    verify="kv_bytes" in cell.checks,
+                    faults=tuple(
+                        fault
+                        for fault, given in zip(faults, _ranks_of(cell, engine), strict=True)
+                        if given == rank
+                    ),
+                )
+            )
+            for rank, worker in enumerate(engine.workers)
+        ]
+        facts = await engine.guard(_all(replies), "forming", FORM_S)
+        engine.facts = {**facts[0], "buffer_bytes": [f["buffer_bytes"] for f in facts]}
+        before = time.monotonic_ns()
+        theirs = await engine.guard(engine.leader.clock_ns.remote(), "its clock", CONTROL_S)
+        after = time.monotonic_ns()
+        # Within one host both clocks are one and the offset is noise.
+        offset = (before + after) // 2 - theirs
+        engine.clock_offset_ns = 0 if before <= theirs <= after else offset
+        engine.start()
+
+    async def _stop(self, engine: EngineHandle) -> None:
+        """Let the loops end, then let the workers forget the engine."""
+        engine.leader.stop.options(concurrency_group="control").remote()
+        await engine.guard(engine.stopped(), "stopping", CONTROL_S)
+        await engine.guard(engine.leader.check_integrity.remote(), "its blocks", CONTROL_S)
+        await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", CONTROL_S)
+        engine.is_dissolved = True
+
+    async def _clear(self, outcome: CellOutcome) -> None:
+        """Replace the workers of every engine that did not end cleanly."""
+        for engine in getattr(self, "_in_use", []):
+            if engine.is_dissolved:
+                continue
+            if engine.died.done() and (error := engine.died.exception()) is not None:
+                assert isinstance(error, RaykError)
+                if error not in outcome.errors:
+                    outcome.errors.append(error)
+            slot = self._slots[engine.name]
+            for index, worker in enumerate(engine.workers):
+                launch.kill(worker)
+                slot.workers[index] = self._start(engine.name, slot.group, index, slot.resources)
+        self._in_use = []
+
+
+class _CellRun:
+    """The requests of one cell on its engines."""
+
+    def __init__(
+        self, cell: Cell, repeat: int, outcome: CellOutcome, engines: list[EngineHandle], capture: bool
+    ) -> None:
+        self._cell = cell
+        self._repeat = repeat
+        self._outcome = outcome
+        self._capture = capture
+        self._prefill = [e for e in engines if e.role != "decode"]
+        self._decode = [e for e in engines if e.role == "decode"]
+        self._policy = get_policy(cell.policy)
+
+    async def connect(self) -> None:
+        """Handshake every decode engine with every prefill engine."""
+        engines = self._prefill + self._decode if self._decode else []
+        described = await asyncio.gather(*(e.call(Describe(), CONTROL_S) for e in engines))
+        for engine, descriptions in zip(engines, described, strict=True):
+            engine.descriptions = tuple(descriptions)
+        for d in self._decode:
+            for p in self._prefill:
+                await d.call(Connect(p.descriptions, d.descriptions), CONTROL_S)
+
+    async def requests(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run all prompts together. A failed request is a row with an error."""
+        await asyncio.gather(*(self._request(i, tuple(p)) for i, p in enumerate(prompts)))
+
+    async def _request(self, index: int, prompt: tuple[int, ...]) -> None:
+        request = Request(
+            request_id=f"{self._cell.cell_id}/{self._repeat}/{index}",
+            prompt_token_ids=prompt,
+            sampling=self._cell.sampling,
+        )
+        row = RequestRow(
+            cell_id=self._cell.cell_id,
+            repeat=self._repeat,
+            request_id=request.request_id,
+            prompt_index=index,
+            prompt_token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            arrival_ns=time.monotonic_ns(),
+        )
+        self._outcome.requests.append(row)
+        place = self._policy.place(request, len(self._prefill), max(1, len(self._decode)))
+        try:
+            async with asyncio.timeout(self._cell.deadlines.request_s):
+                await self._place(request, row, *place)
+        except TimeoutError:
+            self._fail(row, DeadlineExceeded(f"request {request.request_id}", self._cell.deadlines.request_s))
+        except RaykError as error:
+            self._fail(row, error)
+        except asyncio.CancelledError:
+            self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
+            raise
+
+    async def _place(self, request: Request, row: RequestRow, p: int, d: int) -> None:
+        prefill = self._prefill[p]
+        row.prefill_engine = prefill.name
+        mode = "prefill" if self._decode else "whole"
+        ticket = await self._stream(prefill, row, request, mode=mode, capture=self._capture)
+        if ticket is None:
+            row.decode_engine = row.decode_engine or (None if self._decode else prefill.name)
+            row.kv_path = "none" if self._decode else "local"
+            return
+        now = time.monotonic_ns()
+        row.stage_ns["digest"] = now - row.token_times_ns[-1]
+        decode = self._decode[d]
+        row.decode_engine, row.kv_path = decode.name, "remote"
+        try:
+            await self._stream(
+                decode,
+                row,
+                request,
+                mode="decode",
+                ticket=ticket,
+                output_token_ids=tuple(row.output_token_ids),
+                transfer_s=self._cell.deadlines.transfer_s,
+            )
+        except KVMismatch as mismatch:
+            raise await self._diagnose(prefill, decode, ticket, mismatch) from None
+        finally:
+            prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
+
+    async def _stream(
+        self, engine: EngineHandle, row: RequestRow, request: Request, **arguments: Any
+    ) -> TransferTicket | None:
+        """Follow a request on one engine; its ticket if it leaves with one. Raises its error."""
+        first_seen = len(row.output_token_ids)
+        async for events in engine.stream(self._cell.deadlines.request_s, request, **arguments):
+            for event in events:
+                self._take(engine, row, event)
+                if event.error is not None:
+                    raise event.error
+                if event.payload is not None:
+                    assert isinstance(event.payload, TransferTicket)
+                    return event.payload
+                if event.finish_reason is not None:
+                    row.finish_reason = str(event.finish_reason)
+                    if len(row.token_times_ns) > first_seen:
+                        row.stage_ns["decode"] = row.token_times_ns[-1] - row.token_times_ns[first_seen]
+                    return None
+        raise DeadlineExceeded(f"the end of {request.request_id} on {engine.name}", 0.0)
+
+    def _take(self, engine: EngineHandle, row: RequestRow, event: RequestEvent) -> None:
+        time_ns = event.time_ns + engine.clock_offset_ns
+        row.output_token_ids += event.token_ids
+        row.token_times_ns += [time_ns] * len(event.token_ids)
+        if event.token_ids and "prefill" not in row.stage_ns:
+            row.stage_ns["prefill"] = time_ns - row.arrival_ns
+        info = event.info
+        row.stage_ns |= info.get("stage_ns", {})
+        self._outcome.num_kv_bytes_checked += info.get("num_kv_bytes_checked", 0)
+        for transfer in info.get("transfers", ()):
+            transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
+            self._outcome.transfers.append(transfer)
+        if "captured" in info:
+            self._outcome.captured[row.prompt_index] = info["captured"]
+        if info.get("num_preemptions") and row.kv_path == "remote":
+            row.kv_path = "recomputed"
+
+    async def _diagnose(
+        self, prefill: EngineHandle, decode: EngineHandle, ticket: TransferTicket, mismatch: KVMismatch
+    ) -> KVMismatch:
+        """Fetch both sides' rows and name the first wrong byte; what the digests said if that fails."""
+        try:
+            capture = Capture(ticket.request_id, ticket.num_tokens, ticket.block_tables)
+            parts = await prefill.call(capture, CONTROL_S)
+            found = await decode.call(Diagnose(ticket.request_id, tuple(parts)), CONTROL_S)
+        except RaykError:
+            return mismatch
+        finally:
+            decode.leader.settle.options(concurrency_group="control").remote(ticket.request_id)
+        exact = [m for per_rank in found for m in per_rank]
+        if not exact:
+            return mismatch
+        exact.sort(key=lambda m: (m.group, m.layer, m.head, m.token))
+        first: KVMismatch = exact[0]
+        first.num_bytes_mismatched = sum(m.num_bytes_mismatched for m in exact)
+        return first
+
+    def _fail(self, row: RequestRow, error: RaykError) -> None:
+        row.error = str(error)
+        row.finish_reason = "error"
+        self._outcome.errors.append(error)
+
+
+def _ranks_of(cell: Cell, engine: EngineHandle) -> list[int]:
+    """The rank each of the engine's faults hits: the one it names, else the last."""
+    role = "decode" if engine.role == "decode" else "prefill"
+    return [
+        f.rank if f.rank is not None else engine.config.tp - 1
+        for f in cell.faults
+        if (f.role or "prefill") == role
+    ]
+
+
+async def _all(refs: Sequence[Any]) -> list[Any]:
+    return list(await asyncio.gather(*refs))
+
+
+async def _placed(group: Any) -> None:
+    await group.ready()

@@ -1,0 +1,126 @@
+"""An engine as the coordinator sees it: its workers' handles, and whether it still lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rayk.engine.leader import RequestEvent
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class EngineHandle:
+    """The workers of one engine, rank 0 first, and the future that fails when one of them does."""
+
+    name: str
+    role: str
+    epoch: int
+    config: EngineConfig
+    workers: list[Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+    descriptions: tuple[Any, ...] = ()
+    is_dissolved: bool = False
+    """Whether its workers are free for another engine."""
+    clock_offset_ns: int = 0
+    """Coordinator's clock minus rank 0's."""
+    died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _watchers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def leader(self) -> Any:
+        """Rank 0's handle."""
+        return self.workers[0]
+
+    def start(self) -> None:
+        """Run every rank's loop and watch it."""
+        for rank, worker in enumerate(self.workers):
+            ref = worker.run.options(concurrency_group="loop").remote()
+            self._watchers.append(asyncio.create_task(self._watch(rank, ref)))
+
+    async def stopped(self) -> None:
+        """Wait until every rank's loop has ended."""
+        await asyncio.gather(*self._watchers)
+
+    async def guard(self, awaitable: Awaitable[T], what: str, timeout_s: float) -> T:
+        """Await a reply from this engine, but no longer than it lives, nor than `timeout_s`."""
+        task = asyncio.ensure_future(awaitable)
+        done, _ = await asyncio.wait(
+            {task, self.died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if task in done:
+            try:
+                return task.result()
+            except (RayActorError, RayTaskError) as error:
+                raise translate(error, self.name) from None
+        task.cancel()
+        if self.died in done:
+            self.died.result()
+        raise DeadlineExceeded(f"{what} on {self.name}", timeout_s)
+
+    async def call(self, command: object, timeout_s: float) -> list[Any]:
+        """Run a command on every rank."""
+        reply = self.leader.call.options(concurrency_group="control").remote(command, timeout_s)
+        result: list[Any] = await self.guard(reply, type(command).__name__, timeout_s + 5)
+        return result
+
+    async def stream(self, timeout_s: float, *args: Any, **kwargs: Any) -> AsyncIterator[list[RequestEvent]]:
+        """One request's events, batch by batch. `timeout_s` bounds the whole stream."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        generator = self.leader.generate.options(num_returns="streaming", concurrency_group="io").remote(
+            *args, **kwargs
+        )
+        while True:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise DeadlineExceeded(f"a request on {self.name}", timeout_s)
+            try:
+                ref = await self.guard(_next(generator), "a request", left)
+            except StopAsyncIteration:
+                return
+            if ref is None:
+                return
+            yield await self.guard(_value(ref), "a request", left)
+
+    async def _watch(self, rank: int, ref: Any) -> None:
+        try:
+            await ref
+        except (RayActorError, RayTaskError) as error:
+            if not self.died.done():
+                self.died.set_exception(translate(error, self.name, rank))
+                # Nobody may be waiting when the engine dies between requests.
+                self.died.exception()
+
+
+async def _next(generator: Any) -> Any:
+    """The generator's next ref, None at its end (a coroutine cannot raise StopAsyncIteration)."""
+    try:
+        return await generator.__anext__()
+    except StopAsyncIteration:
+        return None
+
+
+async def _value(ref: Any) -> Any:
+    return await ref
+
+
+def translate(error: Exception, engine: str, rank: int | None = None) -> RaykError:
+    """A Ray failure as what it means: the worker's own RaykError, or the engine's death."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, RaykError):
+        return cause
+    if isinstance(error, RaykError):  # RayTaskError made an instance of both
+        return error
+    if isinstance(error, GetTimeoutError):
+        return DeadlineExceeded(f"a call to {engine}", 0.0)
+    if isinstance(error, RayActorError):
+        return EngineDied(engine=engine, cause="the worker process ended", rank=rank)
+    text = str(cause or error).strip().splitlines()
+    return EngineDied(engine=engine, cause=text[-1] if text else type(error).__name__, rank=rank)

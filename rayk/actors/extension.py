@@ -1,0 +1,191 @@
+"""One rank's KV transfers, run by its engine's loop between steps. Implements engine.loop.RankExtension."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rayk.actors.commands import (
+    Capture,
+    CapturedRows,
+    Connect,
+    Describe,
+    Diagnose,
+    MakeTicket,
+    ReleaseMismatch,
+    StartRead,
+    TicketPart,
+)
+from rayk.engine.rank import EngineRank
+from rayk.models.fingerprint import fingerprint
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.consumer import TransferOutcome
+from rayk.transfer.handshake import describe_cache
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
+from rayk.types.errors import KVMismatch, RaykError
+
+
+@dataclass(frozen=True, slots=True)
+class RankNews:
+    """What a rank tells the leader after a poll; None is told instead when there is nothing."""
+
+    outcomes: tuple[TransferOutcome, ...]
+    drained: tuple[str, ...]
+    released: tuple[str, ...]
+    expired: tuple[str, ...]
+
+
+def layer_views(rank: EngineRank) -> list[LayerView]:
+    """The bound views of a rank's layers with the head ids its weights were cut for."""
+    views = []
+    for group in rank.plan.groups:
+        for layer in group.layers:
+            attention = rank.decoder.attention_layers[layer]
+            assert attention.kv_cache is not None
+            views.append(make_layer_view(layer, group, attention.kv_cache, attention.kv_head_ids))
+    return views
+
+
+def capture(views: Sequence[LayerView], command: Capture) -> CapturedRows:
+    """Copy a request's live rows of every layer out of the bound views."""
+    return {
+        view.layer: fetch_rows(view, command.block_tables[view.group.index], command.num_tokens)
+        for view in views
+    }
+
+
+class CaptureExtension:
+    """An engine that moves no KV but lets its rows be looked at."""
+
+    def __init__(self, rank: EngineRank) -> None:
+        self._views = layer_views(rank)
+
+    def execute(self, command: object) -> object:
+        """Only Capture."""
+        assert isinstance(command, Capture), command
+        return capture(self._views, command)
+
+    def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
+        """Nobody counts generations."""
+
+    def poll(self) -> None:
+        """No news."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class TransferExtension:
+    """Dispatches commands to a TransferRank."""
+
+    def __init__(
+        self,
+        rank: EngineRank,
+        agent: TransferAgent,
+        *,
+        engine: str,
+        epoch: int,
+        lease_s: float,
+        on_point: Callable[[str, int], None] = lambda point, count: None,
+    ) -> None:
+        """`on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
+        self._views = layer_views(rank)
+        self._on_point = on_point
+        self._lease_ns = int(lease_s * 1e9)
+        self._num_handovers = 0
+        self._refused: list[TransferOutcome] = []
+        self._mismatched: set[str] = set()
+        model = fingerprint(rank.config.model, rank.model_config)
+        description = describe_cache(agent, rank.caches, engine=engine, epoch=epoch, fingerprint=model)
+        self.transfer = TransferRank(agent, rank.caches, self._views, description)
+
+    def execute(self, command: object) -> object:
+        """Run one command; see actors.commands."""
+        match command:
+            case Describe():
+                return self.transfer.description
+            case Connect():
+                self.transfer.connect(command.producers, command.consumers)
+            case MakeTicket():
+                return self._make_ticket(command)
+            case StartRead():
+                self._start_read(command)
+            case Capture():
+                return capture(self._views, command)
+            case Diagnose():
+                return self._diagnose(command)
+            case ReleaseMismatch():
+                self.transfer.release_now(command.request_id)
+            case _:
+                raise AssertionError(f"unknown command {command!r}")
+        return None
+
+    def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
+        """Count the generations of blocks that change hands."""
+        self.transfer.bump_generations(block_ids)
+
+    def poll(self) -> RankNews | None:
+        """Drive reads, notifications and leases."""
+        now = time.monotonic_ns()
+        outcomes = (*self._refused, *self.transfer.poll(now))
+        self._refused = []
+        self._mismatched |= {o.request_id for o in outcomes if isinstance(o.error, KVMismatch)}
+        news = RankNews(
+            outcomes,
+            tuple(self.transfer.drained()),
+            tuple(self.transfer.released()),
+            tuple(self.transfer.expired(now)),
+        )
+        return news if news != _NO_NEWS else None
+
+    def close(self) -> None:
+        """Give the agent and its registration back."""
+        self.transfer.close()
+
+    def _make_ticket(self, command: MakeTicket) -> TicketPart:
+        self._num_handovers += 1
+        self._on_point("transfer", self._num_handovers)
+        self.transfer.lease(command.lease_id, time.monotonic_ns() + self._lease_ns)
+        return TicketPart(
+            self.transfer.digests(command.num_tokens, command.block_tables),
+            self.transfer.generations(command.block_tables),
+        )
+
+    def _start_read(self, command: StartRead) -> None:
+        self._num_handovers += 1
+        self.transfer.bump_generations([b for table in command.block_tables for b in table if b])
+        deadline = time.monotonic_ns() + int(command.deadline_s * 1e9)
+        try:
+            self.transfer.start(command.ticket, command.block_tables, deadline)
+        except RaykError as error:
+            # The other ranks may have started: the leader waits for an outcome of each.
+            self._refused.append(_refusal(command, error))
+        self._on_point("transfer", self._num_handovers)
+
+    def _diagnose(self, command: Diagnose) -> list[KVMismatch]:
+        if command.request_id not in self._mismatched:
+            return []
+        found = (
+            self.transfer.diagnose(
+                command.request_id, v.layer, {r: rows[v.layer] for r, rows in enumerate(command.fetched)}
+            )
+            for v in self._views
+        )
+        return [mismatch for mismatch in found if mismatch is not None]
+
+
+_NO_NEWS = RankNews((), (), (), ())
+
+
+def _refusal(command: StartRead, error: RaykError) -> TransferOutcome:
+    ticket = command.ticket
+    return TransferOutcome(
+        request_id=ticket.request_id,
+        lease_id=ticket.lease_id,
+        error=error,
+        rows=(),
+        stage_ns={},
+        is_draining=False,
+    )

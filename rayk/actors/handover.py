@@ -1,0 +1,313 @@
+"""Rank 0's side of moving a request from a prefill engine to a decode engine. All on the loop's thread.
+
+Producer: a request that sampled its first token leaves the scheduler, its blocks go to a lease, all ranks
+digest them, and the ticket goes out. The lease ends when every rank was told so, or at its deadline.
+Consumer: blocks are reserved for a ticket as soon as there are any, all ranks read, and the request is
+scheduled when every rank's digests agree. Nothing is decoded from KV that was not verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rayk.actors.commands import BlockTables, Capture, MakeTicket, ReleaseMismatch, StartRead, TicketPart
+from rayk.engine.leader import RequestEvent
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+
+if TYPE_CHECKING:
+    from rayk.actors.extension import RankNews
+    from rayk.engine.leader import Leader, Sink
+    from rayk.sched.batching import RequestState
+    from rayk.transfer.consumer import TransferOutcome
+    from rayk.types.request import Request
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A request whose KV is on its way here."""
+
+    request: Request
+    ticket: TransferTicket
+    output_token_ids: tuple[int, ...]
+    transfer_s: float
+    submitted_ns: int
+    started_ns: int | None = None
+    outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
+    drained: set[int] = field(default_factory=set)
+    """Ranks whose reads ended after their failed outcome."""
+    aborted: bool = False
+
+
+class TransferHandover:
+    """Implements engine.leader.Handover for both roles; an aggregated engine only captures."""
+
+    def __init__(self, *, engine: str, epoch: int, tp: int) -> None:
+        self._engine = engine
+        self._epoch = epoch
+        self._tp = tp
+        self._leader: Leader | None = None
+        self._hand_over: set[str] = set()
+        self._capture: set[str] = set()
+        self._commands: list[object] = []
+        self._sent: list[object] = []
+        self._leases: dict[str, set[int]] = {}
+        self._queued: deque[_Incoming] = deque()
+        self._reading: dict[str, _Incoming] = {}
+        self._draining: dict[str, set[int]] = {}
+        self._held: set[str] = set()
+        self.num_expired_leases = 0
+
+    # Any thread.
+
+    def submit(self, request: Request, sink: Sink, *, hand_over: bool, capture: bool = False) -> None:
+        """Run a request here; `hand_over`: only its prefill, ending in a ticket. `capture`: also emit a
+        copy of its KV rows as info["captured"] when prefill is done."""
+
+        def start() -> None:
+            if not self.leader.open(request, sink):
+                return
+            if hand_over:
+                self._hand_over.add(request.request_id)
+            if capture:
+                self._capture.add(request.request_id)
+            self.leader.scheduler.add(request)
+
+        self.leader.post(start)
+
+    def submit_decode(
+        self,
+        request: Request,
+        ticket: TransferTicket,
+        output_token_ids: tuple[int, ...],
+        transfer_s: float,
+        sink: Sink,
+    ) -> None:
+        """Fetch a request's KV and go on decoding after `output_token_ids`."""
+        now = time.monotonic_ns()
+
+        def start() -> None:
+            if self.leader.open(request, sink):
+                self._queued.append(_Incoming(request, ticket, output_token_ids, transfer_s, now))
+
+        self.leader.post(start)
+
+    def settle(self, request_id: str) -> None:
+        """A failed request was looked into: its blocks here and its lease there may go."""
+
+        def free() -> None:
+            if request_id in self._held:
+                self._held.discard(request_id)
+                self._commands.append(ReleaseMismatch(request_id))
+                self._free(request_id)
+            self._end_lease(self._lease_id(request_id))
+
+        self.leader.post(free)
+
+    # The loop's thread: engine.leader.Handover.
+
+    def attach(self, leader: Leader) -> None:
+        """Called once by the leader."""
+        assert self._leader is None, "attached twice"
+        self._leader = leader
+
+    @property
+    def leader(self) -> Leader:
+        """The leader this belongs to."""
+        assert self._leader is not None
+        return self._leader
+
+    def takes(self, state: RequestState) -> bool:
+        """Prefill-only requests leave with their first token; captures are asked for."""
+        request_id = state.request_id
+        hand_over = request_id in self._hand_over
+        if request_id not in self._capture and not hand_over:
+            return False
+        tables = self.leader.manager.block_tables(request_id)
+        if request_id in self._capture:
+            self._capture.discard(request_id)
+            self._commands.append(Capture(request_id, state.num_computed, tables))
+        if hand_over:
+            self._hand_over.discard(request_id)
+            self._lend(request_id, state.num_computed, tables)
+        return hand_over
+
+    def commands(self) -> tuple[object, ...]:
+        """Tickets to write, reads to start, rows to copy."""
+        self._reserve()
+        self._sent, self._commands = self._commands, []
+        return tuple(self._sent)
+
+    def needs_gather(self) -> bool:
+        """While a lease or a read is open, every rank's news counts."""
+        return bool(
+            self._leases or self._reading or self._draining or self._queued or self._commands or self._held
+        )
+
+    def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[Any, ...]) -> None:
+        """Command results in the order sent, then each rank's news."""
+        for index, command in enumerate(self._sent):
+            self._on_result(command, [per_rank[index] for per_rank in results])
+        self._sent = []
+        for rank, news in enumerate(polls):
+            if news is not None:
+                self._on_news(rank, news)
+
+    def abort(self, request_id: str) -> bool:
+        """A read in flight cannot be recalled: its blocks are freed when all ranks are done with it."""
+        self._hand_over.discard(request_id)
+        self._capture.discard(request_id)
+        incoming = self._reading.get(request_id)
+        if incoming is not None:
+            incoming.aborted = True
+            return True
+        for queued in self._queued:
+            if queued.request.request_id == request_id:
+                self._queued.remove(queued)
+                return True
+        if self._lease_id(request_id) in self._leases:
+            # Should a reader be at it now, the generations will tell it.
+            self._end_lease(self._lease_id(request_id))
+            return True
+        return False
+
+    def fail_all(self, error: RaykError) -> None:
+        """The engine is going down: nothing here outlives it."""
+        del error
+        self._leases.clear()
+        self._queued.clear()
+        self._reading.clear()
+
+    # Producer.
+
+    def _lease_id(self, request_id: str) -> str:
+        return f"{self._engine}/{self._epoch}/{request_id}"
+
+    def _lend(self, request_id: str, num_tokens: int, tables: BlockTables) -> None:
+        lease_id = self._lease_id(request_id)
+        self.leader.scheduler.remove(request_id, keep_blocks=True)
+        self.leader.manager.lease(request_id, lease_id)
+        self._leases[lease_id] = set()
+        self._commands.append(MakeTicket(request_id, lease_id, num_tokens, tables))
+
+    def _on_ticket(self, command: MakeTicket, answers: list[TicketPart]) -> None:
+        generations = answers[0].generations
+        assert all(a.generations == generations for a in answers), "ranks disagree on generations"
+        ticket = TransferTicket(
+            request_id=command.request_id,
+            lease_id=command.lease_id,
+            engine=self._engine,
+            epoch=self._epoch,
+            num_tokens=command.num_tokens,
+            block_tables=command.block_tables,
+            generations=generations,
+            digests=np.stack([a.digests for a in answers]),
+        )
+        self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))
+
+    def _end_lease(self, lease_id: str) -> None:
+        if self._leases.pop(lease_id, None) is not None:
+            self.leader.manager.release(lease_id)
+
+    # Consumer.
+
+    def _reserve(self) -> None:
+        """Start the reads that blocks allow, first come first served."""
+        now = time.monotonic_ns()
+        while self._queued:
+            incoming = self._queued[0]
+            request_id = incoming.request.request_id
+            if now - incoming.submitted_ns > incoming.transfer_s * 1e9:
+                self._queued.popleft()
+                error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.transfer_s)
+                self.leader.emit(RequestEvent(request_id=request_id, error=error))
+                continue
+            updates = self.leader.manager.reserve_live(request_id, incoming.ticket.num_tokens)
+            if updates is None:
+                return
+            self._queued.popleft()
+            incoming.started_ns = now
+            self._reading[request_id] = incoming
+            tables = tuple(ids for _, ids in updates)
+            self._commands.append(StartRead(incoming.ticket, tables, incoming.transfer_s))
+
+    def _on_result(self, command: object, answers: list[Any]) -> None:
+        error = next((a for a in answers if isinstance(a, RaykError)), None)
+        match command:
+            case MakeTicket() if error is not None:
+                self._end_lease(command.lease_id)
+                self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
+            case MakeTicket():
+                self._on_ticket(command, answers)
+            case Capture() if error is None:
+                # By rank; the layers' rows of each.
+                self.leader.emit(RequestEvent(request_id=command.request_id, info={"captured": answers}))
+
+    def _on_news(self, rank: int, news: RankNews) -> None:
+        for lease_id in news.released:
+            told = self._leases.get(lease_id, set())
+            told.add(rank)
+            if len(told) == self._tp:
+                self._end_lease(lease_id)
+        for lease_id in news.expired:
+            if lease_id in self._leases:
+                self.num_expired_leases += 1
+                self._end_lease(lease_id)
+        for outcome in news.outcomes:
+            self._on_outcome(rank, outcome)
+        for lease_id in news.drained:
+            request_id = lease_id.split("/", 2)[2]
+            if request_id in self._reading:
+                self._reading[request_id].drained.add(rank)
+            elif request_id in self._draining:
+                self._draining[request_id].discard(rank)
+                self._free(request_id)
+
+    def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
+        incoming = self._reading.get(outcome.request_id)
+        if incoming is not None:
+            incoming.outcomes[rank] = outcome
+            if len(incoming.outcomes) == self._tp:
+                self._finish_read(incoming)
+
+    def _finish_read(self, incoming: _Incoming) -> None:
+        request_id = incoming.request.request_id
+        del self._reading[request_id]
+        outcomes = [incoming.outcomes[rank] for rank in range(self._tp)]
+        error = next((o.error for o in outcomes if o.error is not None), None)
+        assert incoming.started_ns is not None
+        info: dict[str, Any] = {
+            "transfers": [row for o in outcomes for row in o.rows],
+            "stage_ns": {"reserve": incoming.started_ns - incoming.submitted_ns, **_slowest(outcomes)},
+            "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
+        }
+        if error is None and not incoming.aborted:
+            self.leader.scheduler.add_prefilled(incoming.request, incoming.output_token_ids)
+            self.leader.emit(RequestEvent(request_id=request_id, info=info))
+            return
+        self._draining[request_id] = {
+            rank for rank, o in enumerate(outcomes) if o.is_draining and rank not in incoming.drained
+        }
+        if error is not None and any(isinstance(o.error, KVMismatch) for o in outcomes):
+            # The blocks stay as they are until somebody has looked into it (`settle`).
+            error = next(o.error for o in outcomes if isinstance(o.error, KVMismatch))
+            self._held.add(request_id)
+        self._free(request_id)
+        self.leader.emit(RequestEvent(request_id=request_id, error=error, info=info))
+
+    def _free(self, request_id: str) -> None:
+        """Give a failed request's blocks back, once nothing writes to them and nobody looks at them."""
+        if not self._draining.get(request_id) and request_id not in self._held:
+            self._draining.pop(request_id, None)
+            self.leader.manager.free(request_id)
+
+
+def _slowest(outcomes: list[TransferOutcome]) -> dict[str, int]:
+    """Each stage as long as its slowest rank took."""
+    names = {name for o in outcomes for name in o.stage_ns}
+    return {name: max(o.stage_ns.get(name, 0) for o in outcomes) for name in sorted(names)}

@@ -1,0 +1,138 @@
+"""The edge to Ray: clusters joined or started, placement groups, plain classes made remote."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rayk.actors.environment import prepare_environment
+
+prepare_environment()
+
+import ray  # noqa: E402 - reads its environment once, when imported
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
+from rayk.types.errors import DeviceError  # noqa: E402
+
+NAMESPACE = "rayk"
+CPU_SHARE = 0.01
+"""CPU slots are logical: a worker never waits for a core."""
+OBJECT_STORE_BYTES = 160 << 20
+"""Results and captured rows only; KV never enters the object store."""
+CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
+
+
+@contextmanager
+def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str]:
+    """Join the cluster at `address` or $RAY_ADDRESS, else start a local one that ends with the block.
+
+    Yields the cluster's address. Raises DeviceError when there is none at that address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    temp_dir: str | None = None
+    settings: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "configure_logging": True,
+        "logging_level": logging.WARNING,
+        "log_to_driver": False,
+    }
+    if address is None:
+        # Unix socket paths are short: the session lives right below the temporary directory.
+        temp_dir = tempfile.mkdtemp(prefix="rayk-")
+        settings |= {
+            "address": "local",
+            "num_cpus": max(4, os.cpu_count() or 1),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": temp_dir,
+        }
+        if num_gpus is not None:
+            settings["num_gpus"] = num_gpus
+    else:
+        settings["address"] = address
+    try:
+        context = ray.init(**settings)
+    except ConnectionError as error:
+        raise DeviceError(
+            f"no Ray cluster answers at {address!r}: {error}".splitlines()[0],
+            where="--address" if address else "",
+            mend="start one with `ray start --head`, or leave the address out",
+        ) from error
+    try:
+        yield str(context.address_info["gcs_address"])
+    finally:
+        ray.shutdown()
+        if temp_dir is not None:
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def require_gpus(num_workers: int, gpus_per_worker: float) -> None:
+    """Raises DeviceError when the whole cluster has too few GPUs for a cell's workers."""
+    available = float(ray.cluster_resources().get("GPU", 0))
+    needed = num_workers * gpus_per_worker
+    if needed > available:
+        raise DeviceError(
+            f"{num_workers} workers of {gpus_per_worker:g} GPU need {needed:g} GPUs; "
+            f"the cluster has {available:g}",
+            mend="lower gpus_per_worker or TP sizes, or add nodes",
+        )
+
+
+def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
+    """Ray resources of one worker."""
+    if device == "cuda":
+        return {"CPU": CPU_SHARE, "GPU": gpus_per_worker}
+    return {"CPU": CPU_SHARE}
+
+
+def reserve_group(name: str, bundles: int, resources: Mapping[str, float]) -> PlacementGroup:
+    """A placement group of one engine: all its workers on one node."""
+    return placement_group([dict(resources)] * bundles, strategy="STRICT_PACK", name=name)
+
+
+def free_group(group: PlacementGroup) -> None:
+    """Give a group back; its actors end."""
+    remove_placement_group(group)
+
+
+def start_worker(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
+    """A Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
+    from rayk.actors.worker import Worker
+
+    return (
+        ray.remote(Worker)
+        .options(
+            name=name,
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            concurrency_groups=CONCURRENCY_GROUPS,
+            max_restarts=0,
+            max_task_retries=0,
+            enable_task_events=False,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}} if "GPU" not in resources else {},
+        )
+        .remote(name)
+    )
+
+
+def kill(worker: Any) -> None:
+    """End a worker's process at once."""
+    ray.kill(worker, no_restart=True)
+
+
+def start_coordinator(name: str, **arguments: Any) -> Any:
+    """The Coordinator actor of one run."""
+    from rayk.actors.coordinator import Coordinator
+
+    return (
+        ray.remote(Coordinator)
+        .options(name=name, num_cpus=0, max_concurrency=1000, max_restarts=0)
+        .remote(name, **arguments)
+    )

@@ -1,0 +1,280 @@
+"""Worker: owns one device (a GPU, a share of one, or a CPU slot) and one rank of an engine at a time.
+
+A plain class; `launch` makes it a Ray actor. `form` builds the rank, `run` is its loop until `stop`, and
+`generate` streams one request's events (rank 0). Workers outlive engines: the next cell forms a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayk.actors.extension import TransferExtension
+from rayk.actors.handover import TransferHandover
+from rayk.engine.build import make_leader
+from rayk.engine.leader import Leader, RequestEvent, dead_engine
+from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
+from rayk.engine.rank import EngineRank
+from rayk.parallel.factory import make_comm
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.faults import Fault
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.request import Request
+
+FLUSH_S = 0.004
+"""After a request's first token, later ones are gathered this long before they leave."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpec:
+    """What a worker becomes. Filled by the coordinator."""
+
+    engine: str
+    epoch: int
+    role: str
+    """aggregated, prefill or decode."""
+    rank: int
+    config: EngineConfig
+    address: str
+    """host:port the ranks meet at; also names their shared memory."""
+    comm_timeout_s: float
+    lease_s: float
+    verify: bool
+    """Compare digests on both sides (the kv_bytes check)."""
+    faults: tuple[Fault, ...] = ()
+
+
+class Worker:
+    """One process with one device."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._agent: TransferAgent | None = None
+        self._spec: RankSpec | None = None
+        self._rank: EngineRank | None = None
+        self._loop: EngineLoop | None = None
+        self._leader: Leader | None = None
+        self._handover: TransferHandover | None = None
+        self._extension: RankExtension = NoExtension()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Worker({self.name})"
+
+    def describe(self) -> dict[str, Any]:
+        """Process and device facts."""
+        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or "cpu"
+        return {
+            "name": self.name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "device": device,
+            "torch": torch.__version__,
+        }
+
+    def clock_ns(self) -> int:
+        """This host's monotonic clock, which events are stamped with."""
+        return time.monotonic_ns()
+
+    def reserve_address(self) -> str:
+        """A free host:port for the ranks of an engine to meet at."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            return f"127.0.0.1:{s.getsockname()[1]}"
+
+    def form(self, spec: RankSpec) -> dict[str, Any]:
+        """Become a rank of an engine: join its group, load the weights' share, allocate the cache.
+
+        Raises what engine and comm raise; the worker is then empty again.
+        """
+        self.dissolve()
+        self._spec = spec
+        if spec.config.device == "cpu":
+            torch.set_num_threads(1)
+        comm, comm_reason = make_comm(
+            spec.config.comm,
+            spec.rank,
+            spec.config.tp,
+            spec.address,
+            device=spec.config.device,
+            timeout_s=spec.comm_timeout_s,
+        )
+        try:
+            self._rank = EngineRank(spec.config, comm)
+            if spec.role != "aggregated":
+                self._extension = self._make_extension(self._rank, spec)
+            if spec.rank == 0:
+                self._handover = TransferHandover(
+                    engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp, lease_s=spec.lease_s
+                )
+                self._leader = make_leader(self._rank, self._handover)
+        except BaseException:
+            comm.close()
+            self.dissolve()
+            raise
+        self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step)
+        plan = self._rank.plan
+        return {
+            "backend": self._rank.backend.implementation,
+            "comm": comm.name,
+            "comm_reason": comm_reason,
+            "layout": plan.resolution.layout.name,
+            "vetoes": plan.resolution.vetoes,
+            "block_sizes": [g.spec.block_size for g in plan.groups],
+            "groups": [(g.spec.kind, list(g.layers)) for g in plan.groups],
+            "buffer_bytes": self._rank.caches.geometry.buffer_bytes,
+        }
+
+    def run(self) -> None:
+        """The rank's loop, until `stop`. Raises EngineDied when it ends any other way."""
+        assert self._loop is not None, "form first"
+        try:
+            self._loop.run()
+        except Exception as error:
+            assert self._spec is not None
+            died = dead_engine(f"{self._spec.engine} (rank {self._spec.rank})", error)
+            if not isinstance(error, RaykError):
+                died.cause += "\n" + traceback.format_exc(limit=-4)
+            if self._leader is not None:
+                self._leader.fail(died)
+            raise died from None
+        else:
+            if self._leader is not None:
+                self._leader.fail(dead_engine(self.name, RuntimeError("stopped")))
+
+    def call(self, command: object, timeout_s: float) -> list[object]:
+        """Run a command on every rank of this engine (rank 0 only); one result per rank."""
+        assert self._leader is not None, "only rank 0 takes commands"
+        try:
+            return self._leader.call(command).result(timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{type(command).__name__} on {self.name}", timeout_s) from None
+
+    def generate(
+        self,
+        request: Request,
+        *,
+        mode: str,
+        ticket: TransferTicket | None = None,
+        output_token_ids: tuple[int, ...] = (),
+        transfer_s: float = 30.0,
+        capture: bool = False,
+    ) -> Iterator[list[RequestEvent]]:
+        """Run a request and yield its events as they come, the first at once and later ones gathered.
+
+        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one).
+        """
+        assert self._leader is not None, "requests go to rank 0"
+        assert self._handover is not None
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        if mode == "decode":
+            assert ticket is not None
+            self._handover.submit_decode(request, ticket, output_token_ids, transfer_s, events.put)
+        else:
+            self._handover.submit(request, events.put, hand_over=mode == "prefill", capture=capture)
+        first = True
+        while True:
+            batch = [events.get()]
+            if not first and not batch[0].is_last:
+                time.sleep(FLUSH_S)
+            while not events.empty():
+                batch.append(events.get())
+            first = False
+            yield batch
+            if batch[-1].is_last:
+                return
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request."""
+        if self._leader is not None:
+            self._leader.abort(request_id)
+
+    def settle(self, request_id: str) -> None:
+        """A failed transfer was looked into: free what was kept for that."""
+        if self._handover is not None:
+            self._handover.settle(request_id)
+
+    def status(self) -> dict[str, Any]:
+        """Counters of the rank: turns, steps, times, blocks, leases."""
+        report: dict[str, Any] = {"name": self.name, "pid": os.getpid()}
+        if self._loop is not None:
+            times = self._loop.times
+            report |= {
+                "num_turns": times.num_turns,
+                "num_steps": times.num_steps,
+                "turn_ns": times.turn_ns,
+                "model_ns": times.model_ns,
+            }
+        if self._leader is not None:
+            report |= {
+                "num_free_blocks": self._leader.manager.pool.num_free_blocks,
+                "num_blocks": self._leader.manager.pool.num_blocks,
+                "num_leases": len(self._leader.manager.leases),
+                "num_running": self._leader.scheduler.num_running,
+                "num_waiting": self._leader.scheduler.num_waiting,
+                "num_preemptions": self._leader.scheduler.num_preemptions,
+            }
+        return report
+
+    def check_integrity(self) -> None:
+        """AssertionError when blocks leaked (rank 0, after its loop ended)."""
+        if self._leader is not None:
+            self._leader.check_integrity()
+
+    def stop(self) -> None:
+        """Let the engine's loop end (rank 0)."""
+        if self._leader is not None:
+            self._leader.stop()
+
+    def dissolve(self) -> None:
+        """Forget the engine: unbind, deregister, leave the group. The process and its agent stay."""
+        with self._lock:
+            rank, self._rank = self._rank, None
+            extension, self._extension = self._extension, NoExtension()
+            self._loop = self._leader = self._handover = None
+            if isinstance(extension, TransferExtension):
+                extension.close()
+            if rank is not None:
+                rank.comm.close()
+                rank.close()
+
+    def _make_extension(self, rank: EngineRank, spec: RankSpec) -> TransferExtension:
+        if self._agent is None:
+            # NIXL loads UCX and takes half a second: only workers that move KV pay for it.
+            from rayk.transfer.nixl_agent import NixlAgent
+
+            self._agent = NixlAgent(f"{self.name}-{os.getpid()}")
+        return TransferExtension(
+            rank,
+            self._agent,
+            engine=spec.engine,
+            epoch=spec.epoch,
+            verify=spec.verify,
+            faults=spec.faults,
+            on_point=self._on_point,
+        )
+
+    def _on_step(self, step: int) -> None:
+        assert self._spec is not None
+        point = "decode" if self._spec.role == "decode" else "prefill"
+        self._on_point(point, step)
+
+    def _on_point(self, point: str, step: int) -> None:
+        """Planted kills: this process ends here, as hard as it can."""
+        assert self._spec is not None
+        for fault in self._spec.faults:
+            if fault.kind == "kill" and fault.point == point and (fault.step or 1) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
