@@ -6,7 +6,8 @@ draw.py         random weights, and the search for those whose greedy output is 
 tokenizer.py    the byte-level BPE tokenizer it puts beside the weights
 reference.py    Reference: greedy tokens, margins, teacher forcing and KV values of transformers
 cache.py        answers of the reference, kept on disk
-files.py        finding, hashing and replacing folders
+files.py        hashing checkpoints and replacing folders at once
+quiet.py        transformers without progress bars
 
 transformers lives here and is imported late: recognising a finished checkpoint or a kept answer
 costs no import.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rayk.oracle.files import replaced_folder
+from rayk.oracle.quiet import no_progress_bars
 from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from rayk.types.errors import UserError
@@ -101,7 +101,7 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
     draw = search(model, seed=parameters["seed"], dtype=dtype, prompts=prompts, eos_id=eos)
 
     size = parameters["max_shard_size"]
-    with _no_progress_bars():
+    with no_progress_bars():
         model.to(dtype).save_pretrained(folder, **({} if size is None else {"max_shard_size": size}))
     tokenizer.save_pretrained(folder)
     notes = {
@@ -113,16 +113,3 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
         "probes": [asdict(probe) for probe in draw.probes],
     }
     (folder / MARKER).write_text(json.dumps(notes, indent=1), encoding="utf-8")
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            logging.enable_progress_bar()

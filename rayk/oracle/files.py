@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -62,39 +63,51 @@ def replaced_folder(target: Path, *, marker: str) -> Iterator[Path]:
     An existing `target` is replaced only if it is empty or holds the file `marker`, that is, if it
     is ours; otherwise UserError. Two writers at once: the last to finish stays.
     """
-    if target.exists() and not _is_ours(target, marker):
-        raise UserError(
-            "exists and was not written by this command",
-            where=str(target),
-            mend="choose another folder, or remove this one",
-        )
     target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent):
+        _require_ours(target, marker)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
         scratch.chmod(0o755)
         yield scratch
-        _swap(scratch, target)
+        with _locked(target.parent):
+            _require_ours(target, marker)
+            _swap(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _is_ours(folder: Path, marker: str) -> bool:
-    return folder.is_dir() and ((folder / marker).is_file() or not any(folder.iterdir()))
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Exclude other writers beneath `folder`; locking the folder itself leaves no file behind."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
-def _swap(scratch: Path, target: Path, attempts: int = 10) -> None:
-    """Rename; a non-empty target has to be moved away first, as another writer may do as well."""
-    for _ in range(attempts):
-        try:
-            scratch.rename(target)
-        except OSError:
-            old = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-old-"))
-            try:
-                target.rename(old)
-            except FileNotFoundError:
-                pass  # another writer moved it away
-            finally:
-                shutil.rmtree(old, ignore_errors=True)
-        else:
-            return
-    raise UserError("other processes keep writing this folder", where=str(target))
+def _require_ours(folder: Path, marker: str) -> None:
+    if not folder.exists():
+        return
+    if folder.is_dir() and ((folder / marker).is_file() or not any(folder.iterdir())):
+        return
+    raise UserError(
+        "exists and was not written by this command",
+        where=str(folder),
+        mend="choose another folder, or remove this one",
+    )
+
+
+def _swap(scratch: Path, target: Path) -> None:
+    """Rename `scratch` to `target`, whose old contents leave the name at the last moment."""
+    if not target.exists():
+        scratch.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-old-"))
+    try:
+        target.rename(old)
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

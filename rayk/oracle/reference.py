@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayk.oracle.cache import AnswerCache
 from rayk.oracle.files import checkpoint_hash
+from rayk.oracle.quiet import no_progress_bars
 from rayk.types.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Reference:
         self.model_path = Path(model_path)
         self.dtype = dtype
         self.device = device
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "checkpoint": checkpoint_hash(self.model_path),
             "dtype": dtype,
             "device": device,
@@ -156,12 +157,13 @@ class Reference:
         import transformers
 
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                self.model_path,
-                dtype=getattr(torch, self.dtype),
-                attn_implementation="eager",
-                local_files_only=True,
-            )
+            with no_progress_bars():
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    self.model_path,
+                    dtype=getattr(torch, self.dtype),
+                    attn_implementation="eager",
+                    local_files_only=True,
+                )
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"transformers cannot load it: {error}", where=str(self.model_path)

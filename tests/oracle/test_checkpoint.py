@@ -1,0 +1,293 @@
+"""The checkpoint writer: what it promises of the weights, the files and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from rayk.oracle.checkpoint import SUPPORTED, read_marker, write_checkpoint
+from rayk.oracle.files import checkpoint_hash, replaced_folder
+from rayk.oracle.reference import Reference
+from rayk.oracle.tiny import HYBRID
+from rayk.types.errors import UnsupportedArchitecture, UserError
+from tests.conftest import CheckpointFactory
+
+MakeReference = Callable[..., Reference]
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in SUPPORTED),
+    ("qwen3", {"overrides": dict(HYBRID)}),
+    ("llama", {"tie": True}),
+]
+
+# About 30 kB of weights, for tests of files.
+SMALL = {
+    "hidden_size": 16,
+    "head_dim": 8,
+    "num_hidden_layers": 1,
+    "intermediate_size": 22,
+    "vocab_size": 300,
+}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def write_small(folder: Path, **options: Any) -> Path:
+    overrides = SMALL | options.pop("overrides", {})
+    return write_checkpoint("qwen3", folder, overrides=overrides, **options)
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=str)
+def test_promise_holds_on_disk(
+    checkpoint: CheckpointFactory, reference: MakeReference, family: str, options: dict[str, Any]
+) -> None:
+    """The saved files, read back by transformers, give the promised output and margins."""
+    path = checkpoint(family, **options)
+    marker = read_marker(path)
+    assert [len(p["prompt"]) for p in marker["probes"]] == [5, 37, 300]
+    outputs = reference(path).generate([p["prompt"] for p in marker["probes"]], 24)
+    for probe, output in zip(marker["probes"], outputs, strict=True):
+        assert list(output.token_ids) == probe["output"]
+        assert output.finish_reason == "length"
+        assert len(set(output.token_ids)) >= 12
+        assert min(output.margins) > 0.03
+        assert min(output.margins) == pytest.approx(probe["margin"], abs=1e-3)
+        assert 3.0 < probe["logit_std"] < 5.0
+    assert marker["margin"] == min(p["margin"] for p in marker["probes"])
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_float32_noise_is_far_below_the_margin(checkpoint: CheckpointFactory, family: str) -> None:
+    path = checkpoint(family)
+    marker = read_marker(path)
+    single, double = Reference(path), Reference(path, "float64")
+    for probe in marker["probes"]:
+        narrow = single.teacher_force(probe["prompt"], probe["output"])
+        wide = double.teacher_force(probe["prompt"], probe["output"])
+        for a, b in zip(narrow, wide, strict=True):
+            assert a.argmax_id == b.argmax_id == a.chosen_id
+            noise = max(abs(x - y) for x, y in zip(a.top_logits, b.top_logits, strict=True))
+            assert noise < marker["margin"] / 10
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_tensor_is_drawn(checkpoint: CheckpointFactory, family: str) -> None:
+    drawn = tensors(checkpoint(family))
+    assert drawn
+    for name, tensor in drawn.items():
+        assert float(tensor.std()) > 0.05, name
+        assert len(tensor.unique()) > 0.9 * tensor.numel() or tensor.numel() > 1000, name
+    if family == "qwen2":
+        assert sum(name.endswith("_proj.bias") for name in drawn) == 12
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_wrong_cache_changes_the_output(checkpoint: CheckpointFactory, family: str) -> None:
+    """Attention carries enough that one lost block of 16 tokens, or one lost head, shows."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    path = checkpoint(family)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    probe = read_marker(path)["probes"][1]
+
+    def decode(damage: Callable[[torch.Tensor], None]) -> list[int]:
+        cache, output = DynamicCache(), [probe["output"][0]]
+        with torch.no_grad():
+            model(torch.tensor([probe["prompt"]]), past_key_values=cache)
+            for layer in cache.layers:
+                damage(layer.keys)
+                damage(layer.values)
+            while len(output) < 24:
+                step = model(torch.tensor([[output[-1]]]), past_key_values=cache)
+                output.append(int(step.logits[0, -1].argmax()))
+        return output
+
+    def lose_last_block(tensor: torch.Tensor) -> None:
+        tensor[:, :, 32:] = 0
+
+    def lose_head(tensor: torch.Tensor) -> None:
+        tensor[:, 1] = 0
+
+    assert decode(lambda tensor: None) == probe["output"]
+    assert decode(lose_last_block) != probe["output"]
+    assert decode(lose_head) != probe["output"]
+
+
+def test_dimensions_are_awkward(checkpoint: CheckpointFactory) -> None:
+    for family in SUPPORTED:
+        config = json.loads((checkpoint(family) / "config.json").read_text())
+        assert config["num_attention_heads"] == 8
+        assert config["num_key_value_heads"] == 2
+        assert config["vocab_size"] % 2 == 1
+        assert config["intermediate_size"] % 4 != 0
+    config = json.loads((checkpoint("qwen3") / "config.json").read_text())
+    assert config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
+    config = json.loads((checkpoint("mistral") / "config.json").read_text())
+    # Crossed during the decode that follows the prompt of 37 tokens.
+    assert 37 < config["sliding_window"] < 37 + 24
+    assert config["sliding_window"] % 16 != 0
+
+
+def test_hybrid_has_both_kinds_of_layers(checkpoint: CheckpointFactory) -> None:
+    path = checkpoint("qwen3", overrides=dict(HYBRID))
+    config = json.loads((path / "config.json").read_text())
+    assert config["layer_types"] == ["full_attention"] * 2 + ["sliding_attention"] * 2
+
+
+TEXT = 'Grüße! 你好\n\n\t "x" 🎉 a\u200bb  <html> \x00\x7f 𝔘 [user] ' + "".join(map(chr, range(1, 700)))
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_tokenizer_round_trips_text(checkpoint: CheckpointFactory, family: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = checkpoint(family)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    assert len(tokenizer) == config["vocab_size"]
+    # AutoTokenizer gives qwen2 a normaliser of its own.
+    text = unicodedata.normalize("NFC", TEXT) if family == "qwen2" else TEXT + "e\u0301"
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert len(tokenizer("the prefill engine reads the prompt").input_ids) < 20, "no merges"
+    assert (ids[0] == tokenizer.bos_token_id) == (family in ("llama", "mistral"))
+    for token in ("bos", "eos", "pad"):
+        assert getattr(tokenizer, f"{token}_token_id") == config[f"{token}_token_id"]
+
+
+def test_chat_template(checkpoint: CheckpointFactory) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint("qwen3"))
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|bos|>[user]\nhi\n<|eos|>[assistant]\n"
+
+
+def test_same_parameters_give_the_same_bytes(tmp_path: Path) -> None:
+    first, second = write_small(tmp_path / "a"), write_small(tmp_path / "b")
+    assert checkpoint_hash(first) == checkpoint_hash(second)
+    assert checkpoint_hash(write_small(tmp_path / "c", seed=1)) != checkpoint_hash(first)
+
+
+def test_a_finished_folder_is_kept_and_other_parameters_replace_it(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "model")
+    inode = path.stat().st_ino
+    assert write_small(tmp_path / "model").stat().st_ino == inode
+    write_small(tmp_path / "model", seed=1)
+    assert path.stat().st_ino != inode
+    assert read_marker(path)["parameters"]["seed"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["model"], "scratch folders are left"
+
+
+def test_recognising_a_finished_folder_imports_nothing_heavy(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "model")
+    script = (
+        "import sys; from rayk.oracle.checkpoint import write_checkpoint\n"
+        f"write_checkpoint('qwen3', {str(path)!r}, overrides={SMALL!r})\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_foreign_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not written by this command"):
+        write_small(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_small(tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sharded_and_tied_files(tmp_path: Path) -> None:
+    whole = write_small(tmp_path / "whole")
+    sharded = write_small(tmp_path / "sharded", max_shard_size="10KB")
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert not (whole / "model.safetensors.index.json").exists()
+    one, many = tensors(whole), tensors(sharded)
+    assert one.keys() == many.keys() == index["weight_map"].keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+    assert "lm_head.weight" in one
+    assert "lm_head.weight" not in tensors(write_small(tmp_path / "tied", tie=True))
+
+
+def test_dtype_on_disk(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "half", dtype="bfloat16")
+    assert {t.dtype for t in tensors(path).values()} == {torch.bfloat16}
+    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+    probe = read_marker(path)["probes"][0]
+    assert list(Reference(path).generate([probe["prompt"]], 24)[0].token_ids) == probe["output"]
+
+
+def test_short_models_promise_what_fits(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "short", overrides={"max_position_embeddings": 64})
+    assert [len(p["prompt"]) for p in read_marker(path)["probes"]] == [5, 37]
+
+
+def test_old_rope_keys_replace_the_family_rope(tmp_path: Path) -> None:
+    overrides = SMALL | {"rope_theta": 5000.0}
+    path = write_checkpoint("llama", tmp_path / "model", overrides=overrides)
+    config = json.loads((path / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_theta": 5000.0, "rope_type": "default"}
+
+
+def test_unknown_family_names_the_supported_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedArchitecture, match="did you mean 'qwen3'") as caught:
+        write_checkpoint("qwen33", tmp_path / "model")
+    assert caught.value.supported == ("llama", "mistral", "qwen2", "qwen3")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overrides": {"hiden_size": 32}}, "did you mean 'hidden_size'"),
+        ({"overrides": {"vocab_size": 200}}, "use 259 or more"),
+        ({"dtype": "int4"}, "bfloat16, float16, float32"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        write_small(tmp_path / "model", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writers_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
+    def write(writer: int) -> None:
+        for _ in range(20):
+            with replaced_folder(tmp_path / "model", marker="marker") as scratch:
+                (scratch / "marker").write_text(str(writer))
+                (scratch / "weights").write_text(str(writer))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    files = {p.name: p.read_text() for p in (tmp_path / "model").iterdir()}
+    assert files.keys() == {"marker", "weights"}
+    assert files["marker"] == files["weights"]

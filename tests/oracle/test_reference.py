@@ -1,0 +1,203 @@
+"""The reference's own decoding loop against transformers' generate, its cache and its views."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayk.oracle.checkpoint import SUPPORTED, read_marker
+from rayk.oracle.reference import Reference
+from rayk.oracle.tiny import HYBRID
+from rayk.types.errors import CheckpointError, UserError
+from tests.conftest import CheckpointFactory
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in SUPPORTED),
+    ("qwen3", {"overrides": dict(HYBRID)}),
+]
+
+
+@pytest.fixture(scope="module")
+def qwen3(checkpoint: CheckpointFactory) -> Reference:
+    return Reference(checkpoint("qwen3"))
+
+
+def probes(path: Path) -> list[list[int]]:
+    return [probe["prompt"] for probe in read_marker(path)["probes"]]
+
+
+def load(path: Path, implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation=implementation)
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=str)
+def test_equal_to_generate(checkpoint: CheckpointFactory, family: str, options: dict[str, Any]) -> None:
+    """Tokens and logits; generate uses other attention code and, for windows, another cache."""
+    path = checkpoint(family, **options)
+    prompts = probes(path)
+    outputs = Reference(path).generate(prompts, 24, ignore_eos=True)
+    model = load(path, "sdpa")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+            min_new_tokens=24,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        assert list(output.token_ids) == expected.sequences[0, len(prompt) :].tolist()
+        for step, logits in enumerate(expected.logits):
+            top = logits[0].topk(5)
+            assert output.top_ids[step][0] == int(top.indices[0])
+            assert output.top_logits[step] == pytest.approx(top.values.tolist(), abs=2e-3)
+            assert output.margins[step] == pytest.approx(float(-top.values.diff()[0]), abs=2e-3)
+            logprob = float(logits[0].log_softmax(-1).max())
+            assert output.logprobs[step] == pytest.approx(logprob, abs=2e-3)
+
+
+def test_stops_at_a_stop_token_and_keeps_it(qwen3: Reference) -> None:
+    prompt = probes(qwen3.model_path)[1]
+    free = qwen3.generate([prompt], 24, ignore_eos=True)[0]
+    stop = free.token_ids[7]
+    stopped = qwen3.generate([prompt], 24, ignore_eos=True, stop_token_ids=[stop])[0]
+    first = free.token_ids.index(stop)
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+    assert len(stopped.margins) == len(stopped.top_ids) == first + 1
+    assert free.finish_reason == "length"
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
+def test_eos_ids_as_generate_reads_them(checkpoint: CheckpointFactory, tmp_path: Path, where: str) -> None:
+    """Of generation_config.json (a list as well), else of config.json; ignored on request."""
+    source = checkpoint("qwen3")
+    prompt = probes(source)[0]
+    free = Reference(source).generate([prompt], 24)[0].token_ids
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    values = json.loads((tmp_path / where).read_text())
+    if where == "config.json":
+        (tmp_path / "generation_config.json").unlink()
+    (tmp_path / where).write_text(json.dumps(values | {"eos_token_id": [1, free[9]]}))
+
+    changed = Reference(tmp_path)
+    output = changed.generate([prompt], 24)[0]
+    expected = load(tmp_path, "eager").generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=24,
+        pad_token_id=2,
+    )
+    assert list(output.token_ids) == expected[0, len(prompt) :].tolist()
+    assert output.token_ids[-1] == free[9]
+    assert output.finish_reason == "stop"
+    assert changed.generate([prompt], 24, ignore_eos=True)[0].token_ids == free
+
+
+def test_teacher_forcing_its_own_output_has_no_gap(qwen3: Reference) -> None:
+    for prompt in probes(qwen3.model_path):
+        output = qwen3.generate([prompt], 24)[0]
+        steps = qwen3.teacher_force(prompt, output.token_ids)
+        assert tuple(s.argmax_id for s in steps) == output.token_ids
+        assert [s.gap for s in steps] == [0.0] * 24
+        assert [s.margin for s in steps] == pytest.approx(output.margins, abs=2e-3)
+        assert [s.chosen_logprob for s in steps] == pytest.approx(output.logprobs, abs=2e-3)
+
+
+def test_teacher_forcing_other_tokens(qwen3: Reference) -> None:
+    """Each step against one forward of the whole text, by transformers alone."""
+    prompt, output = probes(qwen3.model_path)[1], [17, 300, 300, 4, 511]
+    steps = qwen3.teacher_force(prompt, output)
+    with torch.no_grad():
+        logits = load(qwen3.model_path, "sdpa")(torch.tensor([prompt + output])).logits[0]
+    assert len(steps) == len(output)
+    for i, (step, token) in enumerate(zip(steps, output, strict=True)):
+        row = logits[len(prompt) + i - 1]
+        assert step.chosen_id == token
+        assert step.argmax_id == int(row.argmax())
+        assert step.gap == pytest.approx(float(row.max() - row[token]), abs=2e-3)
+        assert step.gap > 0.5
+        expected = float(row.log_softmax(-1)[token])
+        assert step.chosen_logprob == pytest.approx(expected, abs=2e-3)
+    assert qwen3.teacher_force(prompt, []) == []
+
+
+@pytest.mark.parametrize(("family", "options"), VARIANTS, ids=str)
+def test_kv_cache_holds_every_token_after_rope(
+    checkpoint: CheckpointFactory, family: str, options: dict[str, Any]
+) -> None:
+    """Shapes, and that a later token sees the same cache a shorter prompt leaves (causality)."""
+    path = checkpoint(family, **options)
+    ours = Reference(path)
+    prompt = probes(path)[2]
+    layers = ours.kv_cache(prompt)
+    assert len(layers) == 4
+    shorter = ours.kv_cache(prompt[:100])
+    for (k, v), (k_short, v_short) in zip(layers, shorter, strict=True):
+        assert k.shape == v.shape == (2, 300, 16)
+        assert float((k[:, :100] - k_short).abs().max()) < 1e-3
+        assert float((v[:, :100] - v_short).abs().max()) < 1e-3
+    # The first layer's keys depend on token and position only: RoPE must tell positions apart.
+    same = ours.kv_cache([7, 7, 7])
+    assert math.isclose(float(same[0][0][0, 0].norm()), float(same[0][0][0, 2].norm()), rel_tol=1e-4)
+    assert float((same[0][0][0, 0] - same[0][0][0, 2]).abs().max()) > 0.1
+    assert torch.allclose(same[0][1][0, 0], same[0][1][0, 2], atol=1e-5)
+
+
+def test_answers_come_from_disk(
+    checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("qwen3")
+    prompts = probes(path)
+    first = Reference(path, cache_dir=tmp_path)
+    outputs = first.generate(prompts, 8)
+    steps = first.teacher_force(prompts[0], [5, 6])
+    assert len(list(tmp_path.iterdir())) == 4
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
+    second = Reference(path, cache_dir=tmp_path)
+    assert second.generate(prompts, 8) == outputs
+    assert second.teacher_force(prompts[0], [5, 6]) == steps
+    # Another question, another checkpoint or a spoilt file are asked again.
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        second.generate(prompts, 9)
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        Reference(checkpoint("qwen2"), cache_dir=tmp_path).generate(prompts, 8)
+    for file in tmp_path.iterdir():
+        file.write_text("{")
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        second.generate(prompts, 8)
+
+
+def test_bad_prompts(qwen3: Reference) -> None:
+    with pytest.raises(UserError, match="token id 515 is outside the vocabulary of 515"):
+        qwen3.generate([[5, 515]], 4)
+    with pytest.raises(UserError, match="token id -1"):
+        qwen3.teacher_force([5], [-1])
+    with pytest.raises(UserError, match="empty"):
+        qwen3.generate([[]], 4)
+    with pytest.raises(UserError, match="2040 prompt tokens and 9 more exceed the model's 2048"):
+        qwen3.generate([[5] * 2040], 9)
+
+
+def test_bad_models(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Reference(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        Reference(tmp_path).generate([[1]], 1)
+    with pytest.raises(UserError, match="float32"):
+        Reference(tmp_path, "int8")
