@@ -1,0 +1,107 @@
+"""The pool against a set of free ids, and its preference for consecutive ones by enumeration."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayk.kv.block_pool import NULL_BLOCK, BlockPool
+from rayk.types.errors import OutOfBlocks
+
+EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+def best(free: set[int], num_blocks: int, after: int | None) -> list[int]:
+    """What the pool promises: the ids following `after`, else the lowest run, else the lowest ids."""
+    starts = ([] if after is None else [after + 1]) + sorted(free)
+    for start in starts:
+        run = list(range(start, start + num_blocks))
+        if free.issuperset(run):
+            return run
+    return sorted(free)[:num_blocks]
+
+
+@EXAMPLES
+@given(data=st.data(), num_blocks=st.integers(2, 24))
+def test_allocation_prefers_consecutive_ids(data: st.DataObject, num_blocks: int):
+    pool = BlockPool(num_blocks)
+    pool.allocate(num_blocks - 1)
+    free = data.draw(st.sets(st.integers(1, num_blocks - 1)))
+    pool.free(free)
+    wanted = data.draw(st.integers(0, num_blocks))
+    after = data.draw(st.none() | st.integers(0, num_blocks))
+    assert pool.num_free_blocks == len(free)
+    if wanted > len(free):
+        with pytest.raises(OutOfBlocks) as caught:
+            pool.allocate(wanted, after)
+        assert (caught.value.needed_blocks, caught.value.free_blocks) == (wanted, len(free))
+        assert pool.num_free_blocks == len(free)
+    else:
+        taken = pool.allocate(wanted, after)
+        assert taken == best(free, wanted, after)
+        assert pool.num_free_blocks == len(free) - wanted
+        assert all(type(b) is int for b in taken)
+    pool.check_integrity()
+
+
+@EXAMPLES
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(1, 9)), max_size=40))
+def test_references_are_counted(steps: list[tuple[str, int]]):
+    pool = BlockPool(10)
+    held: dict[int, int] = {}
+    for action, number in steps:
+        if action == "allocate" and number <= 9 - len(held):
+            taken = pool.allocate(number)
+            assert not set(taken) & set(held)
+            assert NULL_BLOCK not in taken
+            held |= dict.fromkeys(taken, 1)
+        elif action == "share" and number in held:
+            pool.share([number])
+            held[number] += 1
+        elif action == "free" and number in held:
+            pool.free([NULL_BLOCK, number, NULL_BLOCK])
+            held[number] -= 1
+            if held[number] == 0:
+                del held[number]
+        pool.check_integrity()
+        assert [pool.references(b) for b in range(10)] == [held.get(b, 0) for b in range(10)]
+        assert pool.num_free_blocks == 9 - len(held)
+
+
+def test_a_block_freed_twice_is_a_bug():
+    pool = BlockPool(4)
+    taken = pool.allocate(2)
+    pool.free(taken)
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(taken)
+    with pytest.raises(AssertionError, match="is not in use"):
+        pool.share(taken)
+
+
+def test_the_null_block_is_nobodys():
+    pool = BlockPool(4)
+    assert sorted(pool.allocate(3)) == [1, 2, 3]
+    pool.free([NULL_BLOCK])
+    assert pool.num_free_blocks == 0
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(1)
+
+
+@pytest.mark.parametrize("damage", ["null freed", "null held", "free and held", "leaked", "negative"])
+def test_integrity_check_sees_damage(damage: str):
+    pool = BlockPool(4)
+    pool.allocate(1)
+    pool.check_integrity()
+    if damage == "null freed":
+        pool._free[NULL_BLOCK] = True
+    elif damage == "null held":
+        pool._references[NULL_BLOCK] = 1
+    elif damage == "free and held":
+        pool._free[1] = True
+    elif damage == "leaked":
+        pool._free[2] = False
+    else:
+        pool._references[1] = -1
+    with pytest.raises(AssertionError):
+        pool.check_integrity()
