@@ -1,0 +1,132 @@
+"""The fingerprint changes with anything that changes the KV, and with nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
+from rayk.models import fingerprint as module
+from rayk.models.families import load_config, parse_config
+from rayk.models.fingerprint import fingerprint, weights_digest
+from rayk.models.kv_specs import kv_cache_specs
+from rayk.types.errors import CheckpointError
+from tests.models.test_families import values
+from tests.models.tiny import Checkpoint, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return write_checkpoint(tmp_path_factory.mktemp("one"), "mistral", sliding_window=21)
+
+
+def differing(a: dict[str, str], b: dict[str, str]) -> set[str]:
+    assert list(a) == list(b), "fields and their order are fixed"
+    return {key for key in a if a[key] != b[key]}
+
+
+def test_same_weights_in_other_files_elsewhere(saved: Checkpoint, tmp_path: Path) -> None:
+    saved.model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    one, two = (fingerprint(p, load_config(p)) for p in (saved.path, tmp_path))
+    assert differing(one, two) == set()
+
+
+def test_one_byte_of_weights(saved: Checkpoint, tmp_path: Path) -> None:
+    original = (saved.path / "model.safetensors").read_bytes()
+    before = weights_digest(saved.path)
+    shutil.copytree(saved.path, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    for at in (len(original) - 1, len(original) // 2, len(original) - 70_000):
+        changed = bytearray(original)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        assert weights_digest(tmp_path / "copy") != before, at
+    file.write_bytes(original)
+    assert weights_digest(tmp_path / "copy") == before
+
+
+def test_names_shapes_and_dtypes_count(tmp_path: Path) -> None:
+    digests = []
+    for tensors in (
+        {"a": torch.zeros(4, 2), "b": torch.ones(3)},
+        {"a": torch.zeros(2, 4), "b": torch.ones(3)},
+        {"a": torch.zeros(4, 2), "c": torch.ones(3)},
+        {"a": torch.zeros(4, 2, dtype=torch.int32), "b": torch.ones(3)},
+    ):
+        save_file(tensors, tmp_path / "model.safetensors")
+        digests.append(weights_digest(tmp_path))
+    assert len(set(digests)) == 4
+
+
+def test_large_tensors_are_sampled_over_their_whole_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 40)
+    file = tmp_path / "data"
+    data = hashlib.shake_256(b"x").digest(5000)
+    file.write_bytes(b"#" * 7 + data)
+    with file.open("rb") as handle:
+        pieces = list(module._samples(handle, 7, 5000))
+    assert len(pieces) == module.NUM_SAMPLES
+    assert all(len(piece) == 40 and piece in data for piece in pieces)
+    assert pieces[0] == data[:40]
+    assert pieces[-1] == data[-40:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"rope_theta": 10001.0}, {"rope"}),
+        ({"sliding_window": 51}, {"windows"}),
+        ({"sliding_window": None}, {"windows"}),
+        ({"num_hidden_layers": 5}, {"num_layers"}),
+        ({"rms_norm_eps": 1e-6}, {"rms_norm_eps"}),
+        ({"num_key_value_heads": 4}, {"num_kv_heads"}),
+        ({"head_dim": 32}, {"head_sizes", "rope", "attention_settings"}),
+        ({"vocab_size": 301}, {"vocab_size"}),
+        ({"max_position_embeddings": 4096, "torch_dtype": "float16"}, set()),
+    ],
+)
+def test_each_setting_shows_in_its_field(
+    saved: Checkpoint, changes: dict[str, object], fields: set[str]
+) -> None:
+    before = fingerprint(saved.path, parse_config(values("mistral")))
+    after = fingerprint(saved.path, parse_config(values("mistral", **changes)))
+    assert differing(before, after) == fields
+
+
+def test_layers_that_differ_are_told_apart(saved: Checkpoint) -> None:
+    settings = {"use_sliding_window": True, "sliding_window": 40}
+    prints = [
+        fingerprint(saved.path, parse_config(values("qwen3", **settings, max_window_layers=n)))
+        for n in (0, 1, 2)
+    ]
+    assert [p["windows"] for p in prints] == ["40", "[[1, null], [3, 40]]", "[[2, null], [2, 40]]"]
+
+
+def test_unreadable_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        weights_digest(tmp_path)
+
+
+def test_kv_specs_follow_the_layers() -> None:
+    raw = values("qwen3", use_sliding_window=True, sliding_window=40, max_window_layers=3)
+    config = parse_config(raw)
+    full = FullAttentionSpec(16, 2, 16, 16, "float32", 8)
+    sliding = SlidingWindowSpec(16, 2, 16, 16, "float32", 8, 40)
+    assert kv_cache_specs(config, block_size=16, dtype="float32", hybrid_kv=True) == {
+        0: full, 1: full, 2: full, 3: sliding,
+    }  # fmt: skip
+    flat = kv_cache_specs(config, block_size=16, dtype="float32", hybrid_kv=False)
+    assert flat == dict.fromkeys(range(4), full)
+    other = dataclasses.replace(full, block_size=8, dtype="bfloat16")
+    assert kv_cache_specs(config, block_size=8, dtype="bfloat16")[0] == other

@@ -1,0 +1,187 @@
+"""Cutting weights while reading them, and what is said of weights that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rayk.models.decoder import Decoder
+from rayk.models.weights import INDEX_FILE, WeightReader
+from rayk.parallel.threads import ThreadComm
+from rayk.types.errors import CheckpointError, Unsupported
+from tests.models.tiny import Checkpoint, Paged, assert_right, load, run_ranks, write_checkpoint
+
+
+def tensors_of(decoder: Decoder) -> dict[int, torch.Tensor]:
+    """Every tensor a decoder holds, by address of its memory."""
+    found: dict[int, torch.Tensor] = {}
+    pending: list[object] = [decoder]
+    seen: set[int] = set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found[item.untyped_storage().data_ptr()] = item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, tuple | list):
+            pending += item
+        elif type(item).__module__.startswith("rayk.models"):
+            slots = [getattr(item, name) for name in getattr(type(item), "__slots__", ())]
+            pending += [*getattr(item, "__dict__", {}).values(), *slots]
+    return found
+
+
+def held_bytes(decoder: Decoder) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors_of(decoder).values())
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model whose norms are a small part of it."""
+    return write_checkpoint(
+        tmp_path_factory.mktemp("wide"),
+        "qwen2",
+        head_dim="absent",
+        hidden_size=128,
+        intermediate_size=512,
+        num_key_value_heads=8,
+        vocab_size=1031,
+        num_hidden_layers=2,
+    )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_a_rank_holds_and_reads_its_share_only(
+    wide: Checkpoint, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[WeightReader] = []
+    original = WeightReader.__exit__
+
+    def remember(self: WeightReader, *args: object) -> None:
+        readers.append(self)
+        original(self, *args)
+
+    monkeypatch.setattr(WeightReader, "__exit__", remember)
+    total = sum(p.numel() * 4 for p in wide.model.parameters())
+    largest = max(p.numel() * 4 for p in wide.model.parameters())
+    for num_bytes in run_ranks(tp_size, lambda comm: held_bytes(load(wide, comm))):
+        assert total / tp_size * 0.99 < num_bytes < total / tp_size * 1.03
+    assert len(readers) == tp_size
+    for reader in readers:
+        # One vocabulary row more than an even share.
+        assert reader.max_read_bytes <= largest / tp_size + 128 * 4
+        assert reader.total_read_bytes < total / tp_size * 1.03
+
+
+def test_split_checkpoint_gives_the_same_model(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3", max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert (tmp_path / INDEX_FILE).is_file()
+    ids = [[3, 1, 4, 1, 5, 9, 2, 6]]
+    for logits in run_ranks(2, lambda comm: Paged(load(checkpoint, comm), 1).step(ids)):
+        assert_right(checkpoint, ids[0], logits[0])
+
+
+def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({k: v.to(torch.float16) for k, v in stored.items()}, tmp_path / "model.safetensors")
+
+    def dtypes(comm, dtype):
+        decoder = load(checkpoint, comm, dtype)
+        # Angles and head indices are what they are in any dtype.
+        return {t.dtype for t in tensors_of(decoder).values() if t.dim() == 2}
+
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_ranks(2, lambda comm, dtype=dtype: dtypes(comm, dtype)) == [{dtype}] * 2
+
+
+def test_tied_weights_are_held_once(tmp_path: Path) -> None:
+    tied = write_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    free = write_checkpoint(tmp_path / "free", "llama", tie_word_embeddings=False)
+    (a,), (b,) = (run_ranks(1, lambda comm, c=c: held_bytes(load(c, comm))) for c in (tied, free))
+    assert b - a == 263 * 64 * 4
+
+
+def test_kv_heads_that_cannot_be_shared(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(
+        tmp_path, "llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=96
+    )
+    for tp_size, match in ((3, "neither divides the other"), (4, "does not divide the model's 6")):
+        with pytest.raises(Unsupported, match=match):
+            load(checkpoint, ThreadComm.make_group(tp_size)[0])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpoint:
+    return write_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+
+
+def change(checkpoint: Checkpoint, **changes: torch.Tensor | None) -> None:
+    """Rewrite the checkpoint's file with tensors replaced, added or (None) removed."""
+    file = checkpoint.path / "model.safetensors"
+    tensors: dict[str, torch.Tensor | None] = dict(load_file(file)) | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, file)
+
+
+def refused(checkpoint: Checkpoint) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(checkpoint, ThreadComm.make_group(1)[0])
+    return str(caught.value)
+
+
+def test_missing_tensor(saved: Checkpoint) -> None:
+    change(saved, **{"model.layers.0.mlp.up_proj.weight": None})
+    text = refused(saved)
+    assert "tensor model.layers.0.mlp.up_proj.weight is missing" in text
+    assert str(saved.path) in text
+
+
+def test_tensor_of_another_shape(saved: Checkpoint) -> None:
+    change(saved, **{"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 64)})
+    text = refused(saved)
+    assert "model.layers.0.self_attn.k_proj.weight has shape [16, 64]" in text
+    assert "asks for [32, 64]" in text
+    assert "model.safetensors" in text
+
+
+def test_tensor_of_a_strange_dtype(saved: Checkpoint) -> None:
+    change(saved, **{"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+    assert "model.norm.weight has dtype I8" in refused(saved)
+
+
+def test_tensor_without_use(saved: Checkpoint) -> None:
+    """A bias that the config does not mention would be left out of the model in silence."""
+    change(saved, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)})
+    assert "no use for: model.layers.0.self_attn.q_proj.bias" in refused(saved)
+
+
+def test_tensors_that_old_checkpoints_carry_are_ignored(saved: Checkpoint) -> None:
+    change(saved, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load(saved, ThreadComm.make_group(1)[0])
+
+
+def test_truncated_file(saved: Checkpoint) -> None:
+    file = saved.path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    text = refused(saved)
+    assert "not a readable safetensors file" in text
+    assert str(file) in text
+
+
+def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="100KB")
+    gone = sorted(tmp_path.glob("*.safetensors"))[0]
+    gone.unlink()
+    assert f"files that are not there: {gone.name}" in refused(checkpoint)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({}))
+    assert "`weight_map` is missing" in refused(checkpoint)
+    (tmp_path / INDEX_FILE).unlink()
+    assert f"no {INDEX_FILE}" in refused(checkpoint)
