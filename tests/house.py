@@ -1,0 +1,319 @@
+"""The house rules of DESIGN.md section 5, as functions that return violations (one line each).
+
+`python -m tests.house` prints them, and the files that are longer than they should be. Every import
+counts, wherever it stands: at module level, in a function, under TYPE_CHECKING, and as a literal
+`import_module("...")`. A type-only import counts because the table is about who may know whom,
+not about what runs. Only the torch-free rule, which is about what runs, follows imports that a
+plain `import` executes; in the modules it names, an import inside a function counts as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ANYTHING = frozenset({"*"})
+
+IMPORTS: Mapping[str, frozenset[str]] = {
+    package: ANYTHING if row == "*" else frozenset(row.split())
+    for package, row in {
+        "types": "",
+        "parallel": "types",
+        "kv": "types parallel",
+        "kernels": "types",
+        "attention": "types kv kernels",
+        "models": "types parallel kv kernels attention",
+        "transfer": "types parallel kv kernels",
+        "sched": "types",
+        "metrics": "types",
+        "engine": "types parallel kv kernels attention models sched metrics",
+        "reports": "types metrics",
+        # parallel for why_unsupported: a spec says which cells the model itself cannot run.
+        "specs": "types parallel kv models sched",
+        "actors": "types parallel kv models transfer engine sched metrics specs",
+        "offload": "types parallel kv transfer kernels",
+        "conformance": "types kv transfer",
+        "oracle": "types",
+        "bench": "types reports metrics",
+        "serve": "types actors metrics specs",
+        "experiments": (
+            "types parallel kv kernels attention models transfer sched metrics engine reports "
+            "specs actors offload conformance oracle bench serve"
+        ),
+        "cli": "*",
+    }.items()
+}
+"""package -> the packages it may import (itself always)."""
+
+HOMES: Mapping[str, tuple[str, ...]] = {
+    "ray": ("rayk/actors/", "rayk/serve/", "rayk/cli/", "rayk/experiments/", "jobs/"),
+    "nixl": ("rayk/transfer/nixl_agent.py",),
+    "nixl_cu12": ("rayk/transfer/nixl_agent.py",),
+    "nixl_cu13": ("rayk/transfer/nixl_agent.py",),
+    "triton": ("rayk/kernels/",),
+    "pandas": ("rayk/reports/",),
+    "pyarrow": ("rayk/reports/",),
+    "plotly": ("rayk/reports/",),
+    "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
+    "tokenizers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
+    "pydantic": ("rayk/specs/", "rayk/serve/"),
+}
+"""heavy package -> the only places that may import it."""
+
+TORCH_FREE = (
+    "rayk",
+    "rayk.types",
+    "rayk.parallel.shard",
+    "rayk.kv.specs",
+    "rayk.kv.fields",
+    "rayk.kv.layout",
+    "rayk.kv.groups",
+    "rayk.kv.geometry",
+    "rayk.kv.maps",
+    "rayk.transfer.plan",
+    "rayk.models.families",
+    "rayk.models.config",
+    "rayk.models.kv_specs",
+    "rayk.specs",
+    "rayk.metrics",
+)
+"""Modules and packages (with all their modules) that import, and work, without torch."""
+
+WARN_LINES = 400
+MAX_LINES = 500
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, e.g. `rayk.kv.specs.FullAttentionSpec` of a from-import."""
+
+    name: str
+    line: int
+    executed: bool
+    """Runs when the module is imported: not in a function, not under TYPE_CHECKING."""
+
+
+def find_imports(path: Path, module: str) -> list[Import]:
+    """Every import of a file; `module` is its dotted name, for relative imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    is_package = path.name == "__init__.py"
+    return list(_walk(tree, module, is_package, executed=True))
+
+
+def _walk(node: ast.AST, module: str, is_package: bool, *, executed: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, executed) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = _absolute(child, module, is_package)
+            for alias in child.names:
+                yield Import(f"{base}.{alias.name}", child.lineno, executed)
+        elif isinstance(child, ast.Call) and (name := _literal_import(child)):
+            yield Import(name, child.lineno, executed)
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            for statement in child.body:
+                yield from _walk_one(statement, module, is_package, executed=False)
+            for statement in child.orelse:
+                yield from _walk_one(statement, module, is_package, executed=executed)
+            continue
+        in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from _walk(child, module, is_package, executed=executed and not in_function)
+
+
+def _walk_one(node: ast.AST, module: str, is_package: bool, *, executed: bool) -> Iterator[Import]:
+    yield from _walk(ast.Module([node], []), module, is_package, executed=executed)
+
+
+def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = module.split(".")
+    parts = parts[: len(parts) - node.level + (1 if is_package else 0)]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def _literal_import(call: ast.Call) -> str | None:
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if name not in {"import_module", "__import__"} or not call.args:
+        return None
+    argument = call.args[0]
+    return argument.value if isinstance(argument, ast.Constant) else None
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
+    return bool(name == "TYPE_CHECKING")
+
+
+def python_files(root: Path, *folders: str) -> list[Path]:
+    """All Python files under folders of `root`, sorted."""
+    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+
+
+def module_name(root: Path, path: Path) -> str:
+    """rayk/kv/specs.py -> rayk.kv.specs; rayk/kv/__init__.py -> rayk.kv."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def check_import_table(root: Path) -> list[str]:
+    """A package imports only what its row names; `types` only the standard library besides."""
+    found = []
+    for path in python_files(root, "rayk"):
+        module = module_name(root, path)
+        where = path.relative_to(root)
+        package = module.split(".")[1] if "." in module else ""
+        if path.parent == root / "rayk" and path.name != "__init__.py":
+            found.append(f"{where}: a module outside the packages of the import table")
+            continue
+        if package and package not in IMPORTS:
+            found.append(f"{where}: package {package} has no row in the import table")
+            continue
+        for item in find_imports(path, module):
+            if problem := _table_problem(package, item):
+                found.append(f"{where}:{item.line}: {problem}")
+    return found
+
+
+def _table_problem(package: str, item: Import) -> str | None:
+    top, *rest = item.name.split(".")
+    if top != "rayk":
+        if package == "types" and top not in sys.stdlib_module_names:
+            return f"types imports {top}, which is not in the standard library"
+        return None
+    target = rest[0] if rest else ""
+    if package == "":
+        # rayk/__init__ offers names of every package, but late.
+        lazy_only = item.executed and target not in IMPORTS["types"] | {"types", "__future__"}
+        return f"rayk/__init__ imports {item.name} at once instead of late" if lazy_only else None
+    allowed = IMPORTS[package]
+    if target == package or target in allowed or allowed == ANYTHING:
+        return None
+    if target not in IMPORTS:
+        return f"{package} imports {item.name}: import from the package that defines it"
+    return f"{package} may not import {target} ({item.name})"
+
+
+def check_homes(root: Path) -> list[str]:
+    """Heavy packages are imported only where they live (tests are free)."""
+    found = []
+    for path in python_files(root, "rayk", "jobs"):
+        where = path.relative_to(root).as_posix()
+        for item in find_imports(path, module_name(root, path)):
+            homes = HOMES.get(item.name.split(".")[0])
+            if homes is not None and not where.startswith(homes):
+                found.append(f"{where}:{item.line}: imports {item.name}; home: {', '.join(homes)}")
+    return found
+
+
+def check_docstrings(root: Path) -> list[str]:
+    """Each package says in its __init__ what lives there."""
+    found = []
+    for folder in sorted({path.parent for path in python_files(root, "rayk")}):
+        init = folder / "__init__.py"
+        where = init.relative_to(root)
+        if not init.is_file():
+            found.append(f"{where}: missing")
+        elif not ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))):
+            found.append(f"{where}: no docstring")
+    return found
+
+
+def check_lengths(root: Path, max_lines: int = MAX_LINES) -> list[str]:
+    """No file of more than `max_lines` lines."""
+    found = []
+    for path in python_files(root, "rayk", "tests", "jobs"):
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        if num_lines > max_lines:
+            found.append(f"{path.relative_to(root)}: {num_lines} lines (limit {max_lines})")
+    return found
+
+
+def torch_free_modules(root: Path, names: Iterable[str] = TORCH_FREE) -> list[str]:
+    """The names, and for packages (but not for rayk itself) every module inside."""
+    found = []
+    for name in names:
+        path = root / name.replace(".", "/")
+        if path.is_dir() and name != "rayk":
+            found += [module_name(root, file) for file in sorted(path.rglob("*.py"))]
+        else:
+            found.append(name)
+    return found
+
+
+def check_torch_free(root: Path, names: Iterable[str] = TORCH_FREE) -> list[str]:
+    """No module of the list imports torch, itself (anywhere) or through what its import runs."""
+    files = {module_name(root, path): path for path in python_files(root, "rayk")}
+    imports = {module: find_imports(path, module) for module, path in files.items()}
+    found = []
+    for start in torch_free_modules(root, names):
+        if start not in files:
+            found.append(f"{start}: listed as free of torch, but does not exist")
+            continue
+        for item in imports[start]:
+            if _is_torch(item) and not item.executed and not _typing_only(files[start], item):
+                found.append(f"{start}:{item.line}: imports torch late")
+        if chain := _path_to_torch(start, imports):
+            found.append(f"{start} imports torch: {' -> '.join(chain)}")
+    return found
+
+
+def _is_torch(item: Import) -> bool:
+    return item.name.split(".")[0] == "torch"
+
+
+def _typing_only(path: Path, item: Import) -> bool:
+    """Whether the import stands under TYPE_CHECKING, where it never runs."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            last = node.body[-1].end_lineno or node.lineno
+            if node.lineno < item.line <= last:
+                return True
+    return False
+
+
+def _path_to_torch(start: str, imports: Mapping[str, list[Import]]) -> list[str] | None:
+    """The shortest chain of executed imports from a module to torch."""
+    queue: list[list[str]] = [[start]]
+    seen: set[str] = set()
+    while queue:
+        chain = queue.pop(0)
+        module = chain[-1]
+        if module in seen:
+            continue
+        seen.add(module)
+        # Importing a.b.c runs a/__init__ and a.b/__init__ first.
+        targets = [module.rpartition(".")[0]] if "." in module else []
+        for item in imports[module]:
+            if not item.executed:
+                continue
+            if _is_torch(item):
+                return [*chain, f"torch (line {item.line})"]
+            targets += [item.name, item.name.rpartition(".")[0]]
+        queue += [[*chain, name] for name in targets if name in imports and name not in seen]
+    return None
+
+
+def check_all(root: Path = ROOT) -> list[str]:
+    """Every rule."""
+    return [
+        *check_import_table(root),
+        *check_homes(root),
+        *check_docstrings(root),
+        *check_lengths(root),
+        *check_torch_free(root),
+    ]
+
+
+if __name__ == "__main__":
+    for line in check_lengths(ROOT, WARN_LINES):
+        print(f"note: {line}")
+    violations = check_all()
+    print("\n".join(violations) or "the house is in order")
+    sys.exit(bool(violations))
