@@ -33,6 +33,12 @@ CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 """Git-ignored: what the fixtures write here is kept, so that a second run costs nothing."""
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Let `make test-gpu PY=...` run where pytest-timeout is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for one test (without effect: no pytest-timeout here)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Turn Triton's interpreter on, unless this run compiles kernels for the GPU at hand.
 

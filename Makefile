@@ -1,0 +1,77 @@
+# `make experiment` and `make test` are all a newcomer needs; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The interpreter of test-gpu. `make test-gpu PY=python3` takes one that is already there.
+PY ?= $(BIN)/python
+
+MODEL := checkpoints/qwen3-tiny
+SPEC := jobs/hetero_tp.yaml
+SOURCES := rayk tests jobs
+
+.DEFAULT_GOAL := help
+.PHONY: help venv experiment test test-slow test-gpu check bench mutants clean
+
+help:
+	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
+	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
+	@echo "make test-slow   the long sweeps"
+	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
+	@echo "make check       formatting, lint, types, house rules"
+	@echo "make bench       every script of jobs/benchmarks"
+	@echo "make mutants     seeded mutations of kv/ and transfer/, each killed by a test"
+	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
+
+venv: $(STAMP)
+
+# Two makes at once: the second waits for the lock, finds the stamp and has nothing to do.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON): pass PYTHON=<Python 3.11 or newer>"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than 3.11: pass PYTHON=<a newer one>"; exit 1; }
+	@mkdir -p $(VENV)
+	@if command -v flock >/dev/null; then exec 9>$(VENV)/.lock; flock 9; fi; \
+	if [ $@ -nt pyproject.toml ] && [ $@ -nt constraints.txt ]; then exit 0; fi; \
+	set -ex; \
+	[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV); \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	touch $@
+
+experiment: $(STAMP)
+	$(BIN)/rayk checkpoint qwen3 $(MODEL)
+	$(BIN)/rayk run $(SPEC)
+
+# On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
+test: $(STAMP)
+	$(BIN)/python -m pytest
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then echo "$(BIN)/python -m pytest -m gpu"; $(BIN)/python -m pytest -m gpu; \
+	else echo "skipped: the GPU tests (no CUDA device)"; fi
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+# Only files that mention the marker are collected: an interpreter that is already there may lack
+# packages that other tests import.
+test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
+	$(PY) -m pytest -m gpu $$(grep -rlw gpu tests --include='test_*.py')
+
+check: $(STAMP)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_house.py
+
+bench: $(STAMP)
+	@set -e; for script in jobs/benchmarks/*.py; do \
+		echo "== $$script"; $(BIN)/python "$$script"; \
+	done
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV)
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
