@@ -15,11 +15,10 @@ from typing import Any
 from rayk.actors import launch
 from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose
 from rayk.actors.engines import EngineHandle
-from rayk.actors.worker import RankSpec
+from rayk.actors.worker import PlantedFault, RankSpec
 from rayk.engine.leader import RequestEvent
 from rayk.sched.policies import get_policy
 from rayk.specs import Cell
-from rayk.transfer.faults import Fault
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
@@ -152,11 +151,6 @@ class Coordinator:
 
     async def _form_engine(self, cell: Cell, engine: EngineHandle) -> None:
         address = await engine.guard(engine.leader.reserve_address.remote(), "an address", CONTROL_S)
-        faults = tuple(
-            Fault(kind=f.kind, point=f.point, step=f.step, layer=f.layer, request=f.request, seed=f.seed)
-            for f in cell.faults
-            if (f.role or "prefill") == ("decode" if engine.role == "decode" else "prefill")
-        )
         replies = [
             worker.form.options(concurrency_group="control").remote(
                 RankSpec(
@@ -168,12 +162,7 @@ class Coordinator:
                     address=address,
                     comm_timeout_s=min(30.0, cell.deadlines.request_s),
                     lease_s=cell.deadlines.transfer_s * 2,
-                    verify="kv_bytes" in cell.checks,
-                    faults=tuple(
-                        fault
-                        for fault, given in zip(faults, _ranks_of(cell, engine), strict=True)
-                        if given == rank
-                    ),
+                    faults=_faults_of(cell, engine, rank),
                 )
             )
             for rank, worker in enumerate(engine.workers)
@@ -359,14 +348,14 @@ class _CellRun:
         self._outcome.errors.append(error)
 
 
-def _ranks_of(cell: Cell, engine: EngineHandle) -> list[int]:
-    """The rank each of the engine's faults hits: the one it names, else the last."""
+def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:
+    """The faults this rank commits: those of its role (default prefill) that name it (default the last)."""
     role = "decode" if engine.role == "decode" else "prefill"
-    return [
-        f.rank if f.rank is not None else engine.config.tp - 1
+    return tuple(
+        PlantedFault(kind=f.kind, point=f.point, step=f.step, layer=f.layer, request=f.request, seed=f.seed)
         for f in cell.faults
-        if (f.role or "prefill") == role
-    ]
+        if (f.role or "prefill") == role and rank == (engine.config.tp - 1 if f.rank is None else f.rank)
+    )
 
 
 async def _all(refs: Sequence[Any]) -> list[Any]:

@@ -52,9 +52,8 @@ class EngineHandle:
     async def guard(self, awaitable: Awaitable[T], what: str, timeout_s: float) -> T:
         """Await a reply from this engine, but no longer than it lives, nor than `timeout_s`."""
         task = asyncio.ensure_future(awaitable)
-        done, _ = await asyncio.wait(
-            {task, self.died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        waiting: set[asyncio.Future[Any]] = {task, self.died}
+        done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             try:
                 return task.result()

@@ -57,7 +57,7 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
     else:
         settings["address"] = address
     try:
-        context = ray.init(**settings)
+        context: Any = ray.init(**settings)
     except ConnectionError as error:
         raise DeviceError(
             f"no Ray cluster answers at {address!r}: {error}".splitlines()[0],
@@ -65,7 +65,7 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
             mend="start one with `ray start --head`, or leave the address out",
         ) from error
     try:
-        yield str(context.address_info["gcs_address"])
+        yield str(context["gcs_address"])
     finally:
         ray.shutdown()
         if temp_dir is not None:
@@ -74,7 +74,8 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
 
 def require_gpus(num_workers: int, gpus_per_worker: float) -> None:
     """Raises DeviceError when the whole cluster has too few GPUs for a cell's workers."""
-    available = float(ray.cluster_resources().get("GPU", 0))
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    available = resources.get("GPU", 0.0)
     needed = num_workers * gpus_per_worker
     if needed > available:
         raise DeviceError(
@@ -93,7 +94,8 @@ def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
 
 def reserve_group(name: str, bundles: int, resources: Mapping[str, float]) -> PlacementGroup:
     """A placement group of one engine: all its workers on one node."""
-    return placement_group([dict(resources)] * bundles, strategy="STRICT_PACK", name=name)
+    group: PlacementGroup = placement_group([dict(resources)] * bundles, strategy="STRICT_PACK", name=name)
+    return group
 
 
 def free_group(group: PlacementGroup) -> None:

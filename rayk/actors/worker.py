@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 
-from rayk.actors.extension import TransferExtension
+from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
 from rayk.parallel.factory import make_comm
-from rayk.transfer.agent import TransferAgent
-from rayk.transfer.faults import Fault
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, RaykError
@@ -36,6 +34,18 @@ from rayk.types.request import Request
 
 FLUSH_S = 0.004
 """After a request's first token, later ones are gathered this long before they leave."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlantedFault:
+    """One fault this rank commits. See specs.FaultSpec."""
+
+    kind: str
+    point: str | None
+    step: int | None
+    layer: int | None
+    request: int | None
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +62,7 @@ class RankSpec:
     """host:port the ranks meet at; also names their shared memory."""
     comm_timeout_s: float
     lease_s: float
-    verify: bool
-    """Compare digests on both sides (the kv_bytes check)."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[PlantedFault, ...] = ()
 
 
 class Worker:
@@ -62,7 +70,6 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._agent: TransferAgent | None = None
         self._spec: RankSpec | None = None
         self._rank: EngineRank | None = None
         self._loop: EngineLoop | None = None
@@ -114,12 +121,9 @@ class Worker:
         )
         try:
             self._rank = EngineRank(spec.config, comm)
-            if spec.role != "aggregated":
-                self._extension = self._make_extension(self._rank, spec)
+            self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
-                self._handover = TransferHandover(
-                    engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp, lease_s=spec.lease_s
-                )
+                self._handover = TransferHandover(engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp)
                 self._leader = make_leader(self._rank, self._handover)
         except BaseException:
             comm.close()
@@ -143,7 +147,7 @@ class Worker:
         assert self._loop is not None, "form first"
         try:
             self._loop.run()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever ended the loop must reach every client
             assert self._spec is not None
             died = dead_engine(f"{self._spec.engine} (rank {self._spec.rank})", error)
             if not isinstance(error, RaykError):
@@ -245,25 +249,24 @@ class Worker:
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
             self._loop = self._leader = self._handover = None
-            if isinstance(extension, TransferExtension):
+            if isinstance(extension, TransferExtension | CaptureExtension):
                 extension.close()
             if rank is not None:
                 rank.comm.close()
                 rank.close()
 
-    def _make_extension(self, rank: EngineRank, spec: RankSpec) -> TransferExtension:
-        if self._agent is None:
-            # NIXL loads UCX and takes half a second: only workers that move KV pay for it.
-            from rayk.transfer.nixl_agent import NixlAgent
+    def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
+        if spec.role == "aggregated":
+            return CaptureExtension(rank)
+        # NIXL loads UCX: only workers that move KV pay for it.
+        from rayk.transfer.nixl_agent import NixlAgent
 
-            self._agent = NixlAgent(f"{self.name}-{os.getpid()}")
         return TransferExtension(
             rank,
-            self._agent,
+            NixlAgent(f"{self.name}-{os.getpid()}-{spec.epoch}"),
             engine=spec.engine,
             epoch=spec.epoch,
-            verify=spec.verify,
-            faults=spec.faults,
+            lease_s=spec.lease_s,
             on_point=self._on_point,
         )
 

@@ -1,0 +1,215 @@
+"""The driver of a matrix: one cell after the other, each on disk before the next begins."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayk.experiments.judge import CellJudge
+from rayk.models.families import load_config
+from rayk.reports import Result, ResultWriter, collect_environment, load
+from rayk.specs import Cell, ExperimentSpec, LoadedSpec, dump_spec, load_spec, plan_cells
+from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.progress import Progress
+from rayk.types.rows import CellRow
+
+GRACE_S = 60.0
+"""What the coordinator may take beyond a cell's deadline to kill and replace workers."""
+
+
+class Quiet:
+    """Nobody watches. Implements types.progress.Progress."""
+
+    def plan(self, num_cells: int, num_finished: int) -> None:
+        """Ignored."""
+
+    def begin(self, cell_id: str) -> None:
+        """Ignored."""
+
+    def end(self, cell_id: str, verdict: str, reason: str) -> None:
+        """Ignored."""
+
+
+class Experiment:
+    """An experiment spec, ready to run: a path, a mapping or an ExperimentSpec.
+
+    Raises SpecError for a bad spec.
+    """
+
+    def __init__(
+        self, spec: str | Path | Mapping[str, Any] | ExperimentSpec, overrides: Sequence[str] = ()
+    ) -> None:
+        self.loaded = load_spec(spec, overrides)
+
+    def run(
+        self,
+        out: str | Path | None = None,
+        *,
+        address: str | None = None,
+        resume: bool = False,
+        progress: Progress | None = None,
+    ) -> Result:
+        """Run every cell and return the tables; see `run_experiment`."""
+        if out is None:
+            out = Path("runs") / f"{self.loaded.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return run_experiment(self.loaded, out, address=address, resume=resume, progress=progress)
+
+
+def run_experiment(
+    loaded: LoadedSpec,
+    out: str | Path,
+    *,
+    address: str | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+    command: Sequence[str] | None = None,
+) -> Result:
+    """Run a matrix into the folder `out` and return its tables.
+
+    Raises UserError before any actor starts when the spec, the model or the machine does not fit. A cell
+    that fails is a row, not an exception. Interrupted runs keep the cells that ended.
+    """
+    progress = progress or Quiet()
+    config = load_config(loaded.spec.model)
+    planned = plan_cells(loaded, config, tokenizer_loader=_tokenizer)
+    environment = collect_environment(
+        command=list(command or sys.argv), seeds=_seeds(loaded.spec), cells=len(planned)
+    )
+    writer = ResultWriter(out, spec_yaml=dump_spec(loaded.spec), environment=environment, resume=resume)
+    progress.plan(len(planned), len(writer.finished))
+    left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
+    for cell, _ in left:
+        if cell.unsupported:
+            row = CellRow(
+                cell_id=cell.cell_id, axes=cell.axes, verdict="UNSUPPORTED", reason=cell.unsupported
+            )
+            writer.write_cell(row, [], [])
+            progress.end(cell.cell_id, row.verdict, row.reason)
+    runnable = [(c, prompts) for c, prompts in left if not c.unsupported]
+    if runnable:
+        _run_cells(runnable, config, writer, environment, address, progress)
+    writer.finish()
+    return load(out)
+
+
+def _run_cells(
+    planned: Sequence[tuple[Cell, list[list[int]]]],
+    config: Any,
+    writer: ResultWriter,
+    environment: dict[str, Any],
+    address: str | None,
+    progress: Progress,
+) -> None:
+    # Ray is imported here so that a bad spec is refused in a second.
+    from rayk.actors import launch
+
+    cells = [cell for cell, _ in planned]
+    with launch.connect(address) as joined:
+        for cell in cells:
+            if cell.prefill.device == "cuda":
+                launch.require_gpus(cell.num_workers, cell.gpus_per_worker)
+        runner = _Runner(cells)
+        try:
+            judge = CellJudge(cells[0].spec.model, config, writer.directory)
+            for cell, prompts in planned:
+                judge.ask(cell, prompts)  # the workers start meanwhile
+            writer.write_environment(environment | {"ray_address": joined, "workers": runner.ready()})
+            for cell, prompts in planned:
+                progress.begin(cell.cell_id)
+                outcomes = [
+                    runner.run(cell, prompts, repeat, judge.needs_capture(cell))
+                    for repeat in range(cell.repeat)
+                ]
+                row = judge.judge(cell, prompts, outcomes)
+                requests = [r for o in outcomes for r in o.requests]
+                transfers = [t for o in outcomes for t in o.transfers]
+                writer.write_cell(row, requests, transfers)
+                progress.end(cell.cell_id, row.verdict, row.reason)
+        finally:
+            runner.close()
+
+
+class _Runner:
+    """The coordinator of a run, replaced if it ever stops answering."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
+        self._start()
+
+    def ready(self) -> dict[str, int]:
+        """Wait for all workers; worker name -> process id. Raises what kept them from starting."""
+        import ray
+
+        ray.get(self._prepared)
+        pids: dict[str, int] = ray.get(self._coordinator.worker_pids.remote())
+        return pids
+
+    def run(self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool) -> Any:
+        """One cell once. Always an outcome, in bounded time."""
+        import ray
+
+        from rayk.actors.coordinator import CellOutcome
+
+        deadline = cell.deadlines.cell_s + GRACE_S
+        try:
+            return ray.get(
+                self._coordinator.run_cell.remote(cell, prompts, repeat, capture=capture), timeout=deadline
+            )
+        except ray.exceptions.GetTimeoutError:
+            error: RaykError = DeadlineExceeded(f"the coordinator of cell {cell.cell_id}", deadline)
+        except ray.exceptions.RayError as failure:
+            from rayk.actors.engines import translate
+
+            error = translate(failure, "coordinator")
+        self.close()
+        self._start()
+        return CellOutcome(errors=[error])
+
+    def close(self) -> None:
+        """Give the workers back."""
+        import ray
+
+        from rayk.actors import launch
+
+        try:
+            ray.get(self._coordinator.shutdown.remote(), timeout=10)
+        except ray.exceptions.RayError:
+            pass  # it is gone already, and its workers with it
+        finally:
+            launch.kill(self._coordinator)
+
+    def _start(self) -> None:
+        from rayk.actors import launch
+
+        self._coordinator = launch.start_coordinator(f"rayk/coordinator/{secrets.token_hex(3)}")
+        first = self._cells[0]
+        self._prepared = self._coordinator.prepare.remote(
+            _slots(self._cells), first.prefill.device, first.gpus_per_worker
+        )
+
+
+def _slots(cells: Sequence[Cell]) -> dict[str, int]:
+    """Engine name -> the most ranks it has in any cell."""
+    slots: dict[str, int] = {}
+    for cell in cells:
+        sides = [("prefill", cell.num_prefill_engines, cell.prefill)]
+        if cell.decode is not None:
+            sides.append(("decode", cell.num_decode_engines, cell.decode))
+        for role, count, engine in sides:
+            for i in range(count):
+                slots[f"{role}{i}"] = max(slots.get(f"{role}{i}", 0), engine.tp)
+    return slots
+
+
+def _seeds(spec: ExperimentSpec) -> dict[str, int]:
+    return {"prompts": spec.prompts.random.seed} if spec.prompts.random is not None else {}
+
+
+def _tokenizer(model: str) -> Any:
+    from rayk.actors.tokenizer import load_encoder
+
+    return load_encoder(model)

@@ -1,0 +1,69 @@
+"""From what a cell left behind to its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rayk.types.errors import (
+    DeadlineExceeded,
+    HandshakeMismatch,
+    KVMismatch,
+    LayoutVetoed,
+    RaykError,
+    TransferError,
+    Unsupported,
+)
+
+PRECEDENCE = (
+    "KV_MISMATCH",
+    "TRANSFER_ERROR",
+    "ENGINE_ERROR",
+    "TIMEOUT",
+    "TOKEN_MISMATCH",
+    "NEAR_TIE",
+    "PASS",
+    "UNSUPPORTED",
+)
+"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """(verdict, reason) of everything found in one cell."""
+
+    items: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, verdict: str, reason: str) -> None:
+        """Note a finding."""
+        assert verdict in PRECEDENCE, verdict
+        self.items.append((verdict, reason))
+
+    def add_errors(self, errors: Sequence[RaykError]) -> None:
+        """Note what ended requests and engines."""
+        for error in errors:
+            self.add(verdict_of(error), str(error))
+
+    def judge(self) -> tuple[str, str]:
+        """The gravest verdict and its first reason; PASS when nothing was found."""
+        if not self.items:
+            return "PASS", ""
+        verdict = min((v for v, _ in self.items), key=PRECEDENCE.index)
+        reasons = list(dict.fromkeys(reason for v, reason in self.items if v == verdict))
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        return verdict, reasons[0] + more
+
+
+def verdict_of(error: RaykError) -> str:
+    """The verdict an error stands for."""
+    match error:
+        case KVMismatch():
+            return "KV_MISMATCH"
+        case TransferError() | HandshakeMismatch():
+            return "TRANSFER_ERROR"
+        case DeadlineExceeded():
+            return "TIMEOUT"
+        case Unsupported() | LayoutVetoed():
+            return "UNSUPPORTED"
+        case _:
+            return "ENGINE_ERROR"

@@ -1,0 +1,21 @@
+"""Who watches a run of a matrix."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Told by the driver, in this order: plan once, then begin and end of every cell that runs."""
+
+    def plan(self, num_cells: int, num_finished: int) -> None:
+        """The matrix is known; `num_finished` cells are on disk from an earlier run."""
+        ...
+
+    def begin(self, cell_id: str) -> None:
+        """A cell starts."""
+        ...
+
+    def end(self, cell_id: str, verdict: str, reason: str) -> None:
+        """A cell is on disk."""
+        ...
