@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rayk.models.config import DecoderConfig
@@ -165,7 +166,7 @@ def _make_cell(
 def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:
     shared = spec.engine
     return EngineConfig(
-        model=spec.model,
+        model=absolute_model(spec.model),
         tp=side.tp,
         dtype=resolved_dtype(spec.dtype, config),
         device=resolve_device(spec.device, device),
@@ -182,6 +183,12 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         hybrid_kv=shared.hybrid_kv,
         comm=shared.comm,
     )
+
+
+def absolute_model(model: str) -> str:
+    """A local folder's absolute path, for workers that run in another directory."""
+    folder = Path(model)
+    return str(folder.resolve()) if folder.is_dir() else model
 
 
 def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: EngineConfig | None) -> str | None:

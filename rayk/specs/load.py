@@ -36,10 +36,16 @@ class LoadedSpec:
 
 
 def load_spec(
-    source: str | Path | Mapping[str, Any] | ExperimentSpec, overrides: Sequence[str] = ()
+    spec: str | Path | Mapping[str, Any] | ExperimentSpec,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "spec",
 ) -> LoadedSpec:
-    """Read, override (`KEY=VALUE`) and validate. Raises SpecError naming file:line."""
-    data, marks = _read(source)
+    """Read a file or a mapping, override (`KEY=VALUE`) and validate.
+
+    `source` names a mapping in messages. Raises SpecError naming file:line.
+    """
+    data, marks = _read(spec, source)
     for text in overrides:
         _override(data, marks, text)
     for key in ("matrix", "exclude"):
@@ -58,12 +64,12 @@ def dump_spec(spec: ExperimentSpec) -> str:
     return yaml.safe_dump(data, sort_keys=False, width=100)
 
 
-def _read(source: str | Path | Mapping[str, Any] | ExperimentSpec) -> tuple[dict[str, Any], Marks]:
-    if isinstance(source, ExperimentSpec):
-        return source.model_dump(), Marks(source="spec")
-    if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source)), Marks(source="spec")
-    path = Path(source)
+def _read(spec: str | Path | Mapping[str, Any] | ExperimentSpec, source: str) -> tuple[dict[str, Any], Marks]:
+    if isinstance(spec, ExperimentSpec):
+        return spec.model_dump(), Marks(source=source)
+    if isinstance(spec, Mapping):
+        return copy.deepcopy(dict(spec)), Marks(source=source)
+    path = Path(spec)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +73,6 @@ def parse_scalar(text: str) -> Any:
         return loader.get_single_data()
     finally:
         loader.dispose()
-
-
-def marks_of(data: Mapping[str, Any], source: str) -> Marks:
-    """Marks of a spec that was built in Python: there are no lines, only the source's name."""
-    del data
-    return Marks(source=source)
 
 
 def _build(loader: _Loader, node: yaml.Node, path: Path, marks: Marks) -> Any:

@@ -1,0 +1,66 @@
+"""`rayk checkpoint`: a tiny random checkpoint of a real architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from rayk.cli.guard import guarded, stderr
+from rayk.types.errors import UserError
+
+
+@guarded
+def checkpoint(
+    family: Annotated[str, typer.Argument(help="llama, mistral, qwen2 or qwen3.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A value of the model's config.json; repeatable."),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help='Split the weights into files of this size, e.g. "100KB".')
+    ] = None,
+    tie: Annotated[
+        bool | None, typer.Option("--tie/--no-tie", help="Whether lm_head shares the embeddings.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16.")] = "float32",
+) -> None:
+    """Write a tiny random checkpoint (tokenizer included) through transformers and print its path.
+
+    A folder that already holds the same checkpoint is left as it is.
+    """
+    values = parse_overrides(overrides or [])
+    if layers is not None:
+        values["num_hidden_layers"] = layers
+    stderr().print(f"writing a tiny {family} checkpoint to {directory}", markup=False)
+    from rayk.oracle.checkpoint import write_checkpoint  # imports torch and transformers
+
+    path = write_checkpoint(
+        family,
+        directory,
+        seed=seed,
+        overrides=values,
+        max_shard_size=max_shard_size,
+        tie=tie,
+        dtype=dtype,
+    )
+    typer.echo(path)
+
+
+def parse_overrides(texts: list[str]) -> dict[str, Any]:
+    """KEY=VALUE texts as a mapping, values read as YAML. Raises UserError."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        key, equals, raw = text.partition("=")
+        if not equals or not key:
+            raise UserError(problem="not of the form KEY=VALUE", where=f"--set {text}")
+        try:
+            values[key.strip()] = yaml.safe_load(raw)
+        except yaml.YAMLError as error:
+            raise UserError(problem="the value is not valid YAML", where=f"--set {text}") from error
+    return values

@@ -1,0 +1,184 @@
+"""What `rayk doctor` looks at, one function per matter."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayk.reports.environment import devices, gpu_names, package_versions
+from rayk.specs.devices import count_local_gpus
+
+MIN_SHM_MIB = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line: `status` is ok, note (there is a fallback) or missing (experiments cannot run)."""
+
+    what: str
+    status: str
+    found: str
+    mend: str = ""
+
+
+def examine(address: str | None = None) -> list[Finding]:
+    """Everything, in the order a reader wants it. Slow parts (torch, NIXL) take a few seconds."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python,
+        _cpu,
+        _gpu,
+        _shared_memory,
+        _torch,
+        _transformers,
+        _ray,
+        lambda: _cluster(address),
+        _nixl,
+        _triton,
+        _compiler,
+    )
+    return [check() for check in checks]
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    return Finding(
+        what="Python",
+        status="ok" if good else "missing",
+        found=f"{platform.python_version()} on {platform.platform()}",
+        mend="" if good else "Python 3.11 or newer",
+    )
+
+
+def _cpu() -> Finding:
+    found = devices()
+    return Finding(
+        what="CPU",
+        status="ok",
+        found=f"{found['cpu']}, {found['num_cores']} cores, {found['memory_gib']} GiB",
+    )
+
+
+def _gpu() -> Finding:
+    if count_local_gpus() == 0:
+        return Finding(what="GPU", status="note", found="none", mend="not needed: engines run on CPU slots")
+    return Finding(what="GPU", status="ok", found=", ".join(gpu_names()) or "present")
+
+
+def _shared_memory() -> Finding:
+    free_mib = shutil.disk_usage("/dev/shm").free // 2**20 if Path("/dev/shm").is_dir() else 0
+    enough = free_mib >= MIN_SHM_MIB
+    return Finding(
+        what="shared memory",
+        status="ok" if enough else "note",
+        found=f"{free_mib:,} MiB free in /dev/shm",
+        mend="" if enough else "docker run --shm-size=2g; Ray else uses /tmp, slower",
+    )
+
+
+def _torch() -> Finding:
+    version = package_versions()["torch"]
+    if version is None:
+        return _not_installed("torch")
+    import torch
+
+    if torch.cuda.is_available():
+        return Finding(
+            what="torch", status="ok", found=f"{version}, {torch.cuda.device_count()} CUDA devices"
+        )
+    if count_local_gpus():
+        mend = "a torch build for this driver's CUDA version, from pytorch.org"
+        return Finding(what="torch", status="note", found=f"{version}, cannot use the GPU", mend=mend)
+    return Finding(what="torch", status="ok", found=f"{version}, CPU")
+
+
+def _transformers() -> Finding:
+    version = package_versions()["transformers"]
+    return (
+        Finding(what="transformers", status="ok", found=version)
+        if version
+        else _not_installed("transformers")
+    )
+
+
+def _ray() -> Finding:
+    version = package_versions()["ray"]
+    return Finding(what="Ray", status="ok", found=version) if version else _not_installed("ray[default]")
+
+
+def _cluster(address: str | None) -> Finding:
+    """Whether a Ray cluster answers; without one, `rayk run` starts its own."""
+    given = address or os.environ.get("RAY_ADDRESS")
+    known = given or _running_cluster()
+    if not known:
+        found = "none running here"
+        return Finding(what="Ray cluster", status="ok", found=found, mend="rayk run starts its own")
+    host, _, port = known.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host or "127.0.0.1", int(port)), timeout=2):
+            return Finding(what="Ray cluster", status="ok", found=f"{known} answers")
+    except (OSError, ValueError) as error:
+        return Finding(
+            what="Ray cluster",
+            status="note",
+            found=f"{known}: {error}",
+            mend="ray start --head, or leave the address out" if given else "a stale record: nothing to mend",
+        )
+
+
+def _running_cluster() -> str | None:
+    """Address of a cluster that `ray start` recorded on this machine."""
+    path = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 - Ray's own fixed place
+    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+
+
+def _nixl() -> Finding:
+    """A real READ between two agents of this process."""
+    version = package_versions()["nixl-cu13"]
+    mend = "pip install nixl-cu13 (Linux x86-64 or aarch64)"
+    if importlib.util.find_spec("rayk.transfer.nixl_agent") is None:
+        return Finding(what="NIXL", status="note", found=f"{version or 'not installed'}, not measured")
+    try:
+        agent = importlib.import_module("rayk.transfer.nixl_agent")
+        measure = getattr(agent, "measure", None)
+        found = f"{version}, {measure()}" if measure else f"{version}, not measured"
+    except Exception as error:  # noqa: BLE001 - whatever the library raises is the finding
+        return Finding(
+            what="NIXL", status="missing", found=f"{version or 'not installed'}: {error}", mend=mend
+        )
+    return Finding(what="NIXL", status="ok", found=found)
+
+
+def _triton() -> Finding:
+    version = package_versions()["triton"]
+    if version is None:
+        return Finding(
+            what="Triton", status="note", found="not installed", mend="pip install triton (GPU kernels)"
+        )
+    how = "compiled for the GPU" if count_local_gpus() else "interpreter only, in tests"
+    return Finding(what="Triton", status="ok", found=f"{version}, {how}")
+
+
+def _compiler() -> Finding:
+    path = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if path is None:
+        return Finding(
+            what="C++ compiler",
+            status="note",
+            found="none",
+            mend="apt-get install g++ (faster attention on CPU; without it torch's is used)",
+        )
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    return Finding(what="C++ compiler", status="ok", found=(done.stdout.splitlines() or [path])[0])
+
+
+def _not_installed(package: str) -> Finding:
+    return Finding(what=package, status="missing", found="not installed", mend=f'pip install "{package}"')

@@ -1,0 +1,51 @@
+"""`rayk doctor`: what this machine can do, and how to mend what is missing."""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from rayk.cli.guard import guarded, stderr, stdout
+
+SYMBOLS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
+
+
+class Format(enum.StrEnum):
+    """How to print."""
+
+    text = "text"
+    json = "json"
+
+
+@guarded
+def doctor(
+    output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.text,
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster to look for [default: RAY_ADDRESS].")
+    ] = None,
+) -> None:
+    """Say what this machine can do: devices, Ray, NIXL transports (measured), Triton, versions.
+
+    Exit 0: experiments can run here. 1: something they need is missing.
+    """
+    from rich.table import Table
+
+    from rayk.cli.checkup import examine
+
+    stderr().print("measuring, a few seconds")
+    findings = examine(address)
+    if output_format is Format.json:
+        typer.echo(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        table = Table(title="rayk doctor", title_justify="left")
+        for name in ("what", "", "found", "how to mend"):
+            table.add_column(name, overflow="fold")
+        for finding in findings:
+            table.add_row(finding.what, SYMBOLS[finding.status], finding.found, finding.mend)
+        stdout().print(table)
+    if any(f.status == "missing" for f in findings):
+        raise typer.Exit(1)

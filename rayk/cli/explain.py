@@ -1,0 +1,116 @@
+"""`rayk explain`: what a pair of engines would transfer, without weights, actors or torch."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rayk.cli.guard import guarded
+
+if TYPE_CHECKING:
+    from rayk.cli.explanation import Explanation
+
+SIDES = ("prefill", "decode")
+
+
+class Format(enum.StrEnum):
+    """How to print."""
+
+    text = "text"
+    json = "json"
+    html = "html"
+
+
+def _axis_options() -> list[inspect.Parameter]:
+    """`--prefill-X` and `--decode-X` for every axis a side has, taken from the spec's grammar."""
+    from rayk.specs.experiment import SideSpec
+
+    options = []
+    for side in SIDES:
+        for name, field in SideSpec.model_fields.items():
+            kind = int if re.search(r"\bint\b", str(field.annotation)) else str
+            default = "as for both" if field.default is None else field.default
+            text = f"{side} engine's {name} [default: {default}]"
+            hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
+            options.append(
+                inspect.Parameter(
+                    f"{side}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint
+                )
+            )
+    return options
+
+
+def _with_axis_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes **axes an explicit signature, which is what typer reads."""
+    fixed = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "axes"]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in fixed] + _axis_options()
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _explain(
+    model: Annotated[Path, typer.Option(help="Checkpoint folder; only its config is read.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
+    num_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the sequence that is moved [default: 1024].")
+    ] = None,
+    num_blocks: Annotated[int, typer.Option(help="KV blocks per engine.")] = 256,
+    hybrid_kv: Annotated[
+        bool, typer.Option("--hybrid-kv/--no-hybrid-kv", help="Windowed layers keep their window only.")
+    ] = True,
+    output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.text,
+    side: Annotated[str, typer.Option(help="For --byte: prefill or decode.")] = "prefill",
+    rank: Annotated[int, typer.Option(min=0, help="For --byte and --find: the rank.")] = 0,
+    byte: Annotated[
+        int | None, typer.Option(min=0, help="Name this byte of the rank's buffer, and exit.")
+    ] = None,
+    find: Annotated[
+        str | None,
+        typer.Option(
+            metavar="layer=..,block=..,head=..,token=..",
+            help="Where this coordinate lies in the rank's buffer (also field=k|v; token counts "
+            "inside the block), and exit.",
+        ),
+    ] = None,
+    **axes: Any,
+) -> None:
+    """Say whether two engines can hand over KV, what it costs, and who reads what from whom.
+
+    Exit 0: supported. 1: not, and why. 2: bad input.
+    """
+    from rayk.cli.explanation import explain_pair, locate
+
+    settings: dict[str, Any] = {"engine": {"num_blocks": num_blocks, "hybrid_kv": hybrid_kv}, "dtype": dtype}
+    for name in SIDES:
+        values = {k.removeprefix(f"{name}_"): v for k, v in axes.items() if k.startswith(f"{name}_")}
+        settings[name] = {k: v for k, v in values.items() if v is not None}
+    if byte is not None or find is not None:
+        typer.echo(json.dumps(locate(str(model), settings, side=side, rank=rank, byte=byte, find=find)))
+        return
+    explanation = explain_pair(str(model), settings, num_tokens=num_tokens)
+    _print(explanation, output_format)
+    if not explanation.supported:
+        raise typer.Exit(1)
+
+
+def _print(explanation: Explanation, output_format: Format) -> None:
+    from rayk.cli.explanation_text import as_html, print_text
+
+    if output_format is Format.json:
+        typer.echo(json.dumps(explanation.as_dict(), indent=2))
+    elif output_format is Format.html:
+        typer.echo(as_html(explanation))
+    else:
+        print_text(explanation)
+
+
+explain = _with_axis_options(guarded(_explain))
+explain.__name__ = "explain"

@@ -1,0 +1,110 @@
+"""An explanation for people: text and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from rayk.cli.explanation import Explanation
+from rayk.cli.guard import stdout
+
+HEAD = ("consumer", "producer", "group", "layers", "KV heads", "bytes", "descriptors", "merged")
+
+
+def print_text(explanation: Explanation) -> None:
+    """Print to stdout."""
+    console = stdout()
+    if not explanation.supported:
+        reason = explanation.reason.removeprefix("not supported yet: ")
+        console.print(f"not supported: {reason}", markup=False)
+        return
+    console.print(f"supported: {summary(explanation)}", markup=False)
+    for line in side_lines(explanation):
+        console.print(line, markup=False)
+    table = Table(title="reads", title_justify="left")
+    for i, name in enumerate(HEAD):
+        table.add_column(name, justify="left" if i in (3, 4) else "right")
+    for row in read_rows(explanation):
+        table.add_row(*row)
+    console.print(table)
+
+
+def summary(explanation: Explanation) -> str:
+    """One line of totals."""
+    return (
+        f"{explanation.bytes:,} bytes in {explanation.num_descriptors:,} descriptors "
+        f"for a sequence of {explanation.num_tokens:,} tokens"
+    )
+
+
+def side_lines(explanation: Explanation) -> list[str]:
+    """One line per engine."""
+    return [
+        f"{name}: TP {side.tp}, {side.layout}, blocks of {side.block_size} tokens, "
+        f"{side.block_bytes:,} bytes per block and rank, KV heads by rank "
+        + " | ".join(numbers(heads) for heads in side.kv_heads)
+        + _waste(side.wasted_bytes_per_block)
+        for name, side in explanation.sides.items()
+    ]
+
+
+def _waste(per_group: tuple[int, ...]) -> str:
+    if not any(per_group):
+        return ""
+    return f", unused bytes per block by KV group {' | '.join(f'{b:,}' for b in per_group)}"
+
+
+def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
+    """The table of reads, in the order of HEAD."""
+    return [
+        (
+            str(read.consumer_rank),
+            str(read.producer_rank),
+            str(read.group),
+            numbers(read.layers),
+            numbers(read.kv_heads),
+            f"{read.bytes:,}",
+            f"{read.num_descriptors:,}",
+            f"{read.num_descriptors_merged:,}",
+        )
+        for read in explanation.reads
+    ]
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Ascending numbers with runs shortened: 0-3, 7."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], value]
+        else:
+            parts.append([value])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+def as_html(explanation: Explanation) -> str:
+    """One self-contained page."""
+    import html
+
+    lines = side_lines(explanation)
+    title = "supported" if explanation.supported else "not supported"
+    about = summary(explanation) if explanation.supported else explanation.reason
+    head = "".join(f"<th>{name}</th>" for name in HEAD)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(t)}</td>" for t in row) + "</tr>"
+        for row in read_rows(explanation)
+    )
+    style = (
+        ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:960px;"
+        "margin:32px auto;padding:0 16px}table{border-collapse:collapse;width:100%}"
+        "th,td{text-align:right;padding:5px 10px;border-bottom:1px solid #8884}div{overflow-x:auto}"
+    )
+    body = "".join(f"<p>{html.escape(line)}</p>" for line in (about, *lines))
+    table = f"<div><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>" if rows else ""
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>rayk explain: {title}</title><style>{style}</style></head>"
+        f"<body><h1>{title}</h1>{body}{table}</body></html>"
+    )

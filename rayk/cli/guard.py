@@ -1,0 +1,71 @@
+"""What every command shares: consoles, and errors as messages and exit codes."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rayk.types.errors import LayoutVetoed, Unsupported, UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+WIDE = 160
+"""Columns of a table that does not go to a terminal."""
+
+
+def stderr() -> Console:
+    """Where diagnostics go."""
+    return Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def stdout() -> Console:
+    """Where results go: as wide as the terminal, or wide enough for the tables."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(WIDE, shutil.get_terminal_size().columns)
+    return console
+
+
+def complain(error: Exception) -> None:
+    """One message, on stderr, without markup or traceback."""
+    stderr().print(Text.assemble(("rayk: ", "bold red"), str(error)))
+
+
+def run_guarded(action: Callable[[], int]) -> int:
+    """The exit code of an action: user errors and interrupts become messages and codes."""
+    try:
+        return action()
+    except (UserError, LayoutVetoed, Unsupported) as error:
+        complain(error)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        stderr().print("rayk: interrupted")
+        return INTERRUPTED
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """A command whose user errors and interrupts become messages and exit codes."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        results: list[R] = []
+
+        def act() -> int:
+            results.append(command(*args, **kwargs))
+            return 0
+
+        code = run_guarded(act)
+        if code:
+            raise typer.Exit(code)
+        return results[0]
+
+    return run

@@ -1,0 +1,58 @@
+"""The command `rayk`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rayk.cli.checkpoint import checkpoint
+from rayk.cli.doctor import doctor
+from rayk.cli.explain import explain
+from rayk.cli.report import report
+from rayk.cli.run import run
+
+app = typer.Typer(
+    name="rayk",
+    help="Run LLM inference with prefill and decode on engines of unlike tensor parallelism, "
+    "and prove every byte of KV and every token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain help: never truncates the names of options.
+    rich_markup_mode=None,
+    epilog="Example: rayk run jobs/hetero_tp.yaml",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        typer.echo(importlib.metadata.version("rayk"))
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    del version
+
+
+app.command(epilog="Example: rayk run jobs/hetero_tp.yaml --out runs/mine --set prompts.random.count=3")(run)
+app.command(epilog="Example: rayk checkpoint qwen3 checkpoints/qwen3-tiny --seed 0")(checkpoint)
+app.command(epilog="Example: rayk report runs/monday runs/tuesday --format html")(report)
+app.command(epilog="Example: rayk doctor")(doctor)
+app.command(
+    epilog="Example: rayk explain --model checkpoints/qwen3-tiny --prefill-tp 1 --decode-tp 2 "
+    "--prefill-layout LBHNC --format json"
+)(explain)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    app()

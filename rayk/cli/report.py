@@ -1,0 +1,91 @@
+"""`rayk report`: build reports again from a run's tables, or compare runs."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rayk.cli.guard import guarded
+from rayk.types.errors import UserError
+
+if TYPE_CHECKING:
+    from rayk.reports import Result
+
+
+class Format(enum.StrEnum):
+    """What to write."""
+
+    html = "html"
+    md = "md"
+    csv = "csv"
+
+
+@guarded
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.", show_default=False)
+    ],
+    output_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.html,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write, `-` for stdout (md); of csv the folder "
+            "[default: report.EXT in DIR, for several runs compare.EXT in the first DIR]."
+        ),
+    ] = None,
+) -> None:
+    """Write a run's report again from its tables; two or more runs are compared. Prints the paths."""
+    from rayk.reports import load
+
+    results = [load(directory) for directory in directories]
+    target = out or directories[0] / f"{'report' if len(results) == 1 else 'compare'}.{output_format}"
+    if output_format is Format.csv:
+        paths = _write_csv(results, out or directories[0])
+    elif output_format is Format.html:
+        paths = [_write_html(results, target)]
+    else:
+        paths = _write_markdown(results, target)
+    for path in paths:
+        typer.echo(path)
+
+
+def _write_csv(results: list[Result], folder: Path) -> list[Path]:
+    from rayk.reports.compare import compare
+    from rayk.reports.text import write_csv
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(results) == 1:
+        return write_csv(results[0], folder)
+    path = folder / "compare.csv"
+    compare(results).to_csv(path, index=False)
+    return [path]
+
+
+def _write_html(results: list[Result], path: Path) -> Path:
+    from rayk.reports.compare import write_compare_html
+    from rayk.reports.html import write_html
+
+    if str(path) == "-":
+        raise UserError(problem="HTML is written to a file", where="--out -")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len(results) > 1:
+        return write_compare_html(results, path)
+    assert results[0].directory is not None
+    return write_html(results[0].directory, path)
+
+
+def _write_markdown(results: list[Result], path: Path) -> list[Path]:
+    from rayk.reports.compare import compare_markdown
+    from rayk.reports.files import write_text
+    from rayk.reports.text import markdown
+
+    text = markdown(results[0]) if len(results) == 1 else compare_markdown(results)
+    if str(path) == "-":
+        typer.echo(text)
+        return []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    return [path]

@@ -1,0 +1,92 @@
+"""`rayk run`: check a spec, run its matrix, show the verdicts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rayk.cli.guard import guarded, stderr, stdout
+from rayk.types.errors import UserError
+
+if TYPE_CHECKING:
+    from rayk.specs import LoadedSpec
+
+
+@guarded
+def run(
+    spec: Annotated[Path, typer.Argument(help="The experiment, YAML.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results [default: runs/<name>-<time>].")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key or an axis; repeatable."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own]."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="UNSUPPORTED cells fail the run.")] = False,
+) -> None:
+    """Run an experiment matrix and print its verdict table.
+
+    Exit 0: every cell is PASS or NEAR_TIE (or met its expected verdict). 1: some cell failed.
+    2: the spec or the model is bad, nothing was started. 130: interrupted, tables are on disk.
+    """
+    raise typer.Exit(
+        run_spec(spec, out, overrides=overrides or [], address=address, resume=resume, strict=strict)
+    )
+
+
+def run_spec(
+    path: Path,
+    out: Path | None,
+    *,
+    overrides: list[str],
+    address: str | None,
+    resume: bool,
+    strict: bool,
+) -> int:
+    """Run the experiment and return the exit code. Raises UserError for bad input."""
+    from rayk.specs import load_spec
+
+    loaded = load_spec(path, overrides)
+    if resume and out is None:
+        raise UserError(problem="--resume needs --out DIR, the run to continue")
+    folder = out or Path("runs") / f"{loaded.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check_before_start(loaded, folder, address=address, resume=resume)
+
+    from rayk.cli.progress import RunProgress
+    from rayk.experiments.run import run_experiment
+    from rayk.reports import exit_code, verdict_table
+
+    with RunProgress() as progress:
+        result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
+    stdout().print(verdict_table(result.cells))
+    stderr().print(f"report: {folder / 'report.html'}", markup=False)
+    return exit_code(result.cells, strict=strict)
+
+
+def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None, resume: bool) -> None:
+    """Every check that needs neither torch nor Ray, so that bad input fails in a second.
+
+    Raises UserError. Texts of a prompts file are not tokenised here: the driver checks them again.
+    """
+    import os
+
+    from rayk.models.families import load_config
+    from rayk.reports.writer import check_directory
+    from rayk.specs import dump_spec, plan_cells
+    from rayk.specs.devices import check_device
+
+    cluster = address or os.environ.get("RAY_ADDRESS")
+    config = load_config(loaded.spec.model)
+    planned = plan_cells(loaded, config, tokenizer_loader=lambda _: lambda _text: [0])
+    if not cluster:
+        for cell, _ in planned:
+            check_device(cell.spec.device, where=loaded.where("device"))
+    check_directory(folder, dump_spec(loaded.spec), resume=resume)
