@@ -27,6 +27,7 @@ constexpr int kTileRows = 64;
 constexpr int kDirectRows = 8;
 constexpr int kMaxHeadK = 1024;
 constexpr float kNegInf = -INFINITY;
+constexpr float kLog2E = 1.44269504088896341f;
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -117,7 +118,7 @@ struct Batch {
     const int32_t* group_kv_heads;
     const int32_t* group_query_heads;
     int32_t group_size, num_blocks, num_slots, head_k, head_v;
-    float scale_log2e;
+    float scale;
     int32_t window;  // 0: none
 };
 
@@ -272,7 +273,8 @@ void pack(Scratch& s, const T* const* rows, int num_rows, int head_k, int head_v
         for (int d = 0; d < head_v; ++d) s.values[j * ldv + d] = widen(rows[j][head_k + d]);
 }
 
-// Turn a row of scores into weights; returns the factor by which what was summed before shrinks.
+// Turn a row of scores into weights (the maximum goes first, so that large scores lose nothing to the change
+// of base); returns the factor by which what was summed before shrinks.
 inline float soften(float* scores, int num_rows, float& row_max, float& row_sum) {
     int padded = (num_rows + kLanes - 1) / kLanes * kLanes;
     for (int j = num_rows; j < padded; ++j) scores[j] = kNegInf;
@@ -289,11 +291,11 @@ inline float soften(float* scores, int num_rows, float& row_max, float& row_sum)
     }
     Floats total = splat(0.0f);
     for (int j = 0; j < padded; j += kLanes) {
-        Floats p = exp2(load(scores + j) - new_max);
+        Floats p = exp2((load(scores + j) - new_max) * kLog2E);
         store(scores + j, p);
         total += p;
     }
-    float shrink = exp2f(row_max - new_max);
+    float shrink = expf(row_max - new_max);
     row_sum = row_sum * shrink + sum(total);
     row_max = new_max;
     return shrink;
@@ -341,7 +343,7 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
     for (int i = 0; i < m; ++i) {
         const float* row = b.q + (first_token + item.first_query + i / num_heads) * b.q_stride_t +
                            heads[i % num_heads] * b.q_stride_h;
-        for (int d = 0; d < b.head_k; ++d) s.q[i * ldq + d] = row[d] * b.scale_log2e;
+        for (int d = 0; d < b.head_k; ++d) s.q[i * ldq + d] = row[d] * b.scale;
         s.row_max[i] = kNegInf;
         s.row_sum[i] = 0.0f;
     }
@@ -429,7 +431,7 @@ extern "C" int rayk_paged_attention(
                       out_stride_t, out_stride_h,   block_table, table_stride,
                       query_start_loc, seq_lens,    group_kv_heads, group_query_heads,
                       group_size,  num_blocks,      num_slots,  head_k,
-                      head_v,      scale * 1.44269504088896341f, window};
+                      head_v,      scale,       window};
     const int tile = kTileRows / group_size;
     std::vector<Item> items;
     for (int32_t r = 0; r < num_requests; ++r) {

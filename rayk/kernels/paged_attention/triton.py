@@ -43,7 +43,7 @@ def paged_attention_kernel(
     seq_lens,
     group_kv_heads,
     group_query_heads,
-    scale_log2e,
+    scale,
     window,
     num_requests,
     q_stride_t,
@@ -118,17 +118,18 @@ def paged_attention_kernel(
         if WIDEN:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)
-        b_scores = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee") * scale_log2e
+        b_scores = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee") * scale
         m_seen = m_key[None, :] & (o_key[None, :] <= b_position[:, None])
         if HAS_WINDOW:
             m_seen = m_seen & (o_key[None, :] > b_position[:, None] - window)
         b_scores = tl.where(m_seen, b_scores, float("-inf"))
 
         b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
+        # The maximum goes before the change of base, so that large scores lose nothing to it.
         # A row may see nothing of this tile: keep -inf - -inf out of the exponent.
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_p = tl.exp2(b_scores - b_base[:, None])
-        b_shrink = tl.exp2(b_max - b_base)
+        b_p = tl.exp2((b_scores - b_base[:, None]) * 1.4426950408889634)
+        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
         b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
         b_acc = b_acc * b_shrink[:, None]
         b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
@@ -209,7 +210,7 @@ def paged_attention_triton(
             seq_lens,
             groups.kv_heads_tensor,
             groups.query_heads_tensor,
-            scale * 1.4426950408889634,
+            scale,
             0 if window is None else window,
             num_requests,
             q.stride(0),
