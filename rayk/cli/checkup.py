@@ -10,9 +10,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rayk.reports.environment import devices, gpu_names, package_versions
 from rayk.specs.devices import count_local_gpus
@@ -149,12 +150,20 @@ def _nixl() -> Finding:
     try:
         agent = importlib.import_module("rayk.transfer.nixl_agent")
         measure = getattr(agent, "measure", None)
-        found = f"{version}, {measure()}" if measure else f"{version}, not measured"
+        found = f"{version}, {_speed(measure())}" if measure else f"{version}, not measured"
     except Exception as error:  # noqa: BLE001 - whatever the library raises is the finding
         return Finding(
             what="NIXL", status="missing", found=f"{version or 'not installed'}: {error}", mend=mend
         )
     return Finding(what="NIXL", status="ok", found=found)
+
+
+def _speed(measured: Mapping[str, Any]) -> str:
+    """One READ between two agents, as nixl_agent.measure() reports it."""
+    return (
+        f"{measured['transport']} on {measured['device']}: {measured['gb_per_s']:.1f} GB/s, "
+        f"{measured['latency_us']:.0f} us for one small read"
+    )
 
 
 def _triton() -> Finding:

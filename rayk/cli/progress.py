@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -22,7 +22,7 @@ STYLES = {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim"}
 
 
 class RunProgress:
-    """Implements experiments.run.Progress; a context manager that owns the bar."""
+    """Implements types.progress.Progress; a context manager that owns the bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or stderr()
@@ -41,6 +41,7 @@ class RunProgress:
         )
         self._task = self._bar.add_task("starting", total=None)
         self._num_cells = 0
+        self._began = time.monotonic()
         self._num_done = 0
 
     def __enter__(self) -> RunProgress:
@@ -55,25 +56,27 @@ class RunProgress:
     ) -> None:
         self._bar.stop()
 
-    def begin(self, cell_ids: Sequence[str], finished: Mapping[str, str]) -> None:
-        """All cells in order, and the verdicts of those an earlier run finished."""
-        self._num_cells, self._num_done = len(cell_ids), len(finished)
-        self._bar.update(self._task, total=self._num_cells, completed=self._num_done)
-        if finished:
-            self.console.print(f"resuming: {self._num_done} of {self._num_cells} cells are on disk")
+    def plan(self, num_cells: int, num_finished: int) -> None:
+        """The matrix is known; some cells may be on disk already."""
+        self._num_cells, self._num_done = num_cells, num_finished
+        self._bar.update(self._task, total=num_cells, completed=num_finished)
+        if num_finished:
+            self.console.print(f"resuming: {num_finished} of {num_cells} cells are on disk")
 
-    def started(self, cell_id: str) -> None:
-        """A cell begins."""
+    def begin(self, cell_id: str) -> None:
+        """A cell starts."""
+        self._began = time.monotonic()
         self._bar.update(self._task, description=cell_id)
 
-    def ended(self, cell_id: str, verdict: str, reason: str, wall_s: float) -> None:
-        """A cell is on disk."""
+    def end(self, cell_id: str, verdict: str, reason: str) -> None:
+        """A cell has its verdict, and its rows are on disk."""
         self._num_done += 1
         width = len(str(self._num_cells))
+        seconds = 0.0 if verdict == "UNSUPPORTED" else time.monotonic() - self._began
         line = Text.assemble(
             f"{self._num_done:>{width}}/{self._num_cells} ",
             (f"{verdict:<14}", STYLES.get(verdict, "bold red")),
-            f" {cell_id}  {wall_s:.1f} s",
+            f" {cell_id}  {seconds:.1f} s",
             f"\n    {reason}" if reason else "",
         )
         self.console.print(line)
