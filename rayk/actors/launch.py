@@ -108,13 +108,12 @@ def start_worker(name: str, group: PlacementGroup, index: int, resources: Mappin
     from rayk.actors.worker import Worker
 
     return (
-        ray.remote(Worker)
+        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)
         .options(
             name=name,
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            concurrency_groups=CONCURRENCY_GROUPS,
             max_restarts=0,
             max_task_retries=0,
             enable_task_events=False,

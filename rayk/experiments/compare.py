@@ -115,7 +115,7 @@ def compare_values(
 
 def _values(rows: np.ndarray, dtype: str) -> torch.Tensor:
     """uint8 [T, bytes] -> float64 [T, D]."""
-    return torch.from_numpy(np.ascontiguousarray(rows)).view(TORCH_DTYPES[dtype]).double()
+    return torch.from_numpy(np.array(rows)).view(TORCH_DTYPES[dtype]).double()
 
 
 def _explain(
