@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayk.kernels.digest import digest_rows
+from rayk.kernels import digest as digest_module
+from rayk.kernels.digest import native_digest
 from tests.kernels.cases import AXIS_ORDERS, layer_view
 
 MASK = (1 << 64) - 1
@@ -76,7 +78,7 @@ class Cached:
         self, units: Sequence[int], *, layer: int = LAYER, groups: tuple[int, int, int] = (10, 0, 3)
     ) -> Tensor:
         per_group, first, count = groups
-        return digest_rows(
+        return digest_module.digest_rows(
             self.view,
             self.block_ids,
             self.slots,
@@ -96,6 +98,19 @@ def make_content(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
 
 
 UNITS = (6, 7, 8, 9)
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("native", marks=pytest.mark.skipif(native_digest() is None, reason="no compiler")),
+    ],
+    autouse=True,
+)
+def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with both implementations."""
+    chosen = functools.partial(digest_module.digest_rows, impl=request.param)
+    monkeypatch.setattr(digest_module, "digest_rows", chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
@@ -120,7 +135,7 @@ def test_words_narrow_with_the_fields_bytes(num_elems: int) -> None:
     def digest(values: Tensor) -> list[int]:
         cached = Cached(values)
         return (
-            digest_rows(
+            digest_module.digest_rows(
                 cached.view,
                 cached.block_ids,
                 cached.slots,

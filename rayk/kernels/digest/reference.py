@@ -21,6 +21,7 @@ So digests of disjoint sets of units or rows are parts of one whole: they are co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -43,6 +44,7 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def coordinate_key(layer: int, field_id: int, unit: int) -> int:
     """K of (layer, field, unit)."""
     key = _SEED
@@ -60,11 +62,11 @@ def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
         scratch &= (1 << (64 - shift)) - 1
         x ^= scratch
         if factor is not None:
-            x *= _signed(factor)
+            x *= signed(factor)
     return x
 
 
-def digest_rows(
+def digest_rows_reference(
     kv_cache: torch.Tensor,
     block_ids: torch.Tensor,
     slots: torch.Tensor,
@@ -77,25 +79,16 @@ def digest_rows(
     first_group: int,
     num_groups: int,
 ) -> torch.Tensor:
-    """Digest of the given rows of one layer. Returns int64 [num_fields, H, num_groups].
-
-    kv_cache [B, H, N, C]. Row i (block_ids[i], slots[i]) holds absolute token position rows[i]; all three
-    are [n_rows] int64. units[h] is the global id of local head h. A field is (field_id, start_elem,
-    num_elems) of the content axis. Row group g counts from `first_group`: rows
-    (first_group + g) * rows_per_group and on.
-    """
-    assert len(units) == kv_cache.shape[1], "one global unit id per local head"
-    assert len(block_ids) == len(slots) == len(rows)
+    """Arguments, all checked by the caller, and result as `digest_rows`. On the view's own device."""
     device = kv_cache.device
     out = torch.zeros(len(fields), len(units), num_groups, dtype=torch.int64, device=device)
     groups = rows // rows_per_group - first_group
-    assert len(rows) == 0 or (int(groups.min()) >= 0 and int(groups.max()) < num_groups)
     for f, (field_id, start, num_elems) in enumerate(fields):
         word_bytes, word_dtype = _word(num_elems * kv_cache.element_size())
         num_words = num_elems * kv_cache.element_size() // word_bytes
-        keys = [_signed(coordinate_key(layer, field_id, unit)) for unit in units]
-        key_H = torch.tensor(keys, dtype=torch.int64, device=device) + _signed(_GOLDEN)
-        index_W = torch.arange(num_words, device=device) ^ ~_signed(_GOLDEN)
+        keys = [signed(coordinate_key(layer, field_id, unit)) for unit in units]
+        key_H = torch.tensor(keys, dtype=torch.int64, device=device) + signed(_GOLDEN)
+        index_W = torch.arange(num_words, device=device) ^ ~signed(_GOLDEN)
         mix64_tensor(index_W)
         step = max(1, _CHUNK_WORDS // (len(units) * num_words))
         for begin in range(0, len(rows), step):
@@ -113,6 +106,6 @@ def _word(row_bytes: int) -> tuple[int, torch.dtype]:
     return next((size, dtype) for size, dtype in _WORD_DTYPES if row_bytes % size == 0)
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     """The int64 with the bits of the unsigned x."""
     return x - (1 << 64) if x >> 63 else x
