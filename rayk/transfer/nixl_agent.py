@@ -1,0 +1,316 @@
+"""The agent over NIXL (UCX). The only home of the nixl package.
+
+Settings, all measured: no progress thread (it spins a whole core; instead both ends poll, also while the
+first transfer wires them up); one registration per buffer; strided descriptor lists prepared once and
+picked from by int32 indices, so that neighbouring blocks merge. On one CPU host UCX copies inside `read`,
+which then blocks for the whole copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import os
+import time
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayk.transfer.agent import (
+    AgentFacts,
+    DescriptorList,
+    Handle,
+    Ints32,
+    Transfer,
+    TransferState,
+    base_address,
+)
+from rayk.types.errors import DeviceError, TransferError
+
+_PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+_LOCAL_SIDE = "NIXL_INIT_AGENT"
+
+
+@cache
+def _api() -> ModuleType:
+    """nixl's Python API, from whichever wheel is there. Raises DeviceError when none is."""
+    # An INFO line per agent and backend would drown what rayk has to say.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    problems = []
+    for package in _PACKAGES:
+        try:
+            module = importlib.import_module(f"{package}._api")
+        except ImportError as error:
+            problems.append(f"{package}: {error}")
+            continue
+        logging.getLogger(module.__name__).setLevel(logging.WARNING)
+        return module
+    raise DeviceError(
+        "NIXL cannot be loaded (" + "; ".join(problems) + ")",
+        mend="pip install nixl-cu13 (or nixl-cu12 for CUDA 12), on Linux with glibc",
+    )
+
+
+@cache
+def _nixl_errors() -> tuple[type[Exception], ...]:
+    """Everything the bindings raise; they share no base class."""
+    bindings = _api().nixlBind
+    found = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
+    return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    peer: str
+    local: Any
+    remote: Any
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    peer: str
+    handle: Any
+    posted: str
+    """State that posting returned."""
+
+
+class NixlAgent:
+    """See agent.TransferAgent.
+
+    error_handling: "none" for engines of one host: small messages go through shared memory, wiring does not
+    wait for the peer, and reads from a dead process still fail. "peer" across hosts, where only it notices
+    dead peers; the first read then waits until the peer polls.
+    Raises DeviceError when NIXL or its backend cannot be used.
+    """
+
+    def __init__(self, name: str, *, backend: str = "UCX", error_handling: str = "none") -> None:
+        assert error_handling in ("none", "peer"), error_handling
+        api = _api()
+        self._name = name
+        self._backend = backend
+        config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
+        options = {"ucx_error_handling_mode": error_handling} if backend == "UCX" else {}
+        try:
+            self._nixl = api.nixl_agent(name, config)
+            self._nixl.create_backend(backend, options)
+        except _nixl_errors() as error:
+            raise DeviceError(
+                f"NIXL's backend {backend} does not start: {error!r}",
+                mend="see `rayk doctor`; UCX_TLS, if set, must allow cma, or tcp",
+            ) from error
+        self._regions: list[tuple[int, int, str, int, Any]] = []
+        self._peers: set[str] = set()
+        self._handles: dict[Handle, _Prepared] = {}
+        self._reads: dict[Transfer, _Read] = {}
+        self._ids = itertools.count()
+
+    @property
+    def name(self) -> str:
+        """See TransferAgent."""
+        return self._name
+
+    @property
+    def transport(self) -> str:
+        """nixl/ and the backend."""
+        return f"nixl/{self._backend}"
+
+    def register(self, tensor: torch.Tensor) -> int:
+        """See TransferAgent."""
+        address = base_address(tensor)
+        memory, device = _memory(tensor.device)
+        registered = self._nixl.register_memory([(address, tensor.numel(), device, "")], memory)
+        self._regions.append((address, tensor.numel(), memory, device, registered))
+        return address
+
+    def metadata(self) -> bytes:
+        """See TransferAgent."""
+        return bytes(self._nixl.get_agent_metadata())
+
+    def add_peer(self, name: str, metadata: bytes) -> None:
+        """See TransferAgent. Raises TransferError when the peer cannot be reached."""
+        if name in self._peers:
+            return
+        try:
+            found = self._nixl.add_remote_agent(metadata)
+        except _nixl_errors() as error:
+            raise TransferError("", f"peer {name} cannot be added: {error!r}") from error
+        found = found.decode() if isinstance(found, bytes) else found
+        assert found == name, f"metadata of {found}, not of {name}"
+        self._peers.add(name)
+
+    def remove_peer(self, name: str) -> None:
+        """See TransferAgent. Reads in flight end: nobody is left to read from."""
+        for transfer in [t for t, r in self._reads.items() if r.peer == name]:
+            self._drop(transfer)
+        for handle in [h for h, p in self._handles.items() if p.peer == name]:
+            prepared = self._handles.pop(handle)
+            self._nixl.release_dlist_handle(prepared.local)
+            self._nixl.release_dlist_handle(prepared.remote)
+        if name in self._peers:
+            self._peers.discard(name)
+            try:
+                self._nixl.remove_remote_agent(name)
+            except _nixl_errors() as error:
+                logging.getLogger(__name__).debug("forgetting peer %s: %r", name, error)
+
+    def prepare(
+        self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
+    ) -> Handle:
+        """See TransferAgent."""
+        memory, device = self._memory_of(int(local.addresses[0]))
+        remote_memory, remote_index = _memory(torch.device(remote_device))
+        prepared = _Prepared(
+            peer,
+            self._nixl.prep_xfer_dlist(_LOCAL_SIDE, local.strided(device), memory),
+            self._nixl.prep_xfer_dlist(peer, remote.strided(remote_index), remote_memory),
+        )
+        handle = Handle(next(self._ids))
+        self._handles[handle] = prepared
+        return handle
+
+    def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
+        """See TransferAgent."""
+        prepared = self._handles[handle]
+        try:
+            request = self._nixl.make_prepped_xfer(
+                "READ", prepared.local, local_indices, prepared.remote, remote_indices
+            )
+            state = self._nixl.transfer(request)
+        except _nixl_errors() as error:
+            raise TransferError("", f"reading from {prepared.peer} could not start: {error!r}") from error
+        transfer = Transfer(next(self._ids))
+        self._reads[transfer] = _Read(prepared.peer, request, state)
+        return transfer
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        """See TransferAgent."""
+        read = self._reads.get(transfer)
+        if read is None:
+            return TransferState.FAILED
+        if read.posted == "DONE":
+            return TransferState.DONE
+        try:
+            state = self._nixl.check_xfer_state(read.handle)
+        except _nixl_errors() as error:
+            logging.getLogger(__name__).warning("read from %s failed: %r", read.peer, error)
+            return TransferState.FAILED
+        if state == "PROC":
+            return TransferState.PENDING
+        return TransferState.DONE if state == "DONE" else TransferState.FAILED
+
+    def release(self, transfer: Transfer) -> bool:
+        """See TransferAgent. A read in flight is never cancelled: NIXL can drop its request, but does not say
+        whether the transport still writes."""
+        if transfer in self._reads and self.poll(transfer) is TransferState.PENDING:
+            return False
+        self._drop(transfer)
+        return True
+
+    def _drop(self, transfer: Transfer) -> None:
+        read = self._reads.pop(transfer, None)
+        if read is None:
+            return
+        try:
+            self._nixl.release_xfer_handle(read.handle)
+        except _nixl_errors() as error:
+            # Still active; the handle's finaliser queues it to be freed with the agent.
+            logging.getLogger(__name__).debug("releasing a read from %s: %r", read.peer, error)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """See TransferAgent."""
+        try:
+            self._nixl.send_notif(peer, message)
+        except _nixl_errors() as error:
+            raise TransferError("", f"peer {peer} cannot be notified: {error!r}") from error
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """See TransferAgent."""
+        found: dict[str | bytes, list[bytes]] = self._nixl.get_new_notifs()
+        return [
+            (peer.decode() if isinstance(peer, bytes) else peer, message)
+            for peer, messages in found.items()
+            for message in messages
+        ]
+
+    def close(self) -> None:
+        """See TransferAgent."""
+        for peer in tuple(self._peers):
+            self.remove_peer(peer)
+        for *_, registered in self._regions:
+            self._nixl.deregister_memory(registered)
+        self._regions.clear()
+
+    def _memory_of(self, address: int) -> tuple[str, int]:
+        for start, size, memory, device, _ in self._regions:
+            if start <= address < start + size:
+                return memory, device
+        raise AssertionError(f"{address:#x} is not registered")
+
+
+def measure(num_bytes: int = 32 << 20, *, device: str = "cpu", backend: str = "UCX") -> AgentFacts:
+    """What NIXL does on this machine, by reading `num_bytes` between two agents of this process.
+
+    Keys: transport, device, num_bytes, gb_per_s (10^9 bytes, best of 5), latency_us (64 bytes, median), or
+    `error` with what went wrong. Every byte is compared.
+    """
+    facts: AgentFacts = {"transport": f"nixl/{backend}", "device": device, "num_bytes": num_bytes}
+    try:
+        errors: tuple[type[Exception], ...] = (TransferError, RuntimeError, *_nixl_errors())
+        producer = NixlAgent(f"rayk-measure-{os.getpid()}-p", backend=backend)
+        consumer = NixlAgent(f"rayk-measure-{os.getpid()}-d", backend=backend)
+    except DeviceError as error:
+        return {**facts, "error": str(error)}
+    try:
+        facts.update(_measure(producer, consumer, num_bytes, torch.device(device)))
+    except errors as error:
+        facts["error"] = str(error)
+    finally:
+        consumer.close()
+        producer.close()
+    return facts
+
+
+def _measure(producer: NixlAgent, consumer: NixlAgent, num_bytes: int, device: torch.device) -> AgentFacts:
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, device=device)
+    landed = torch.zeros_like(source)
+    remote, local = producer.register(source), consumer.register(landed)
+    consumer.add_peer(producer.name, producer.metadata())
+    facts: AgentFacts = {}
+    for name, size, rounds in (("latency", 64, 21), ("rate", num_bytes, 5)):
+        ours, theirs = (
+            DescriptorList(np.array([a], dtype=np.int64), np.array([size], dtype=np.int64), size, 1)
+            for a in (local, remote)
+        )
+        handle = consumer.prepare(producer.name, ours, theirs, str(device))
+        times = sorted(_timed_read(producer, consumer, handle) for _ in range(rounds))
+        if name == "latency":
+            facts["latency_us"] = times[len(times) // 2] * 1e6
+        else:
+            facts["gb_per_s"] = num_bytes / times[0] / 1e9
+    if not torch.equal(source, landed):
+        raise TransferError("", "the bytes read are not the bytes written")
+    return facts
+
+
+def _timed_read(producer: NixlAgent, consumer: NixlAgent, handle: Handle, timeout_s: float = 20.0) -> float:
+    index = np.zeros(1, dtype=np.int32)
+    began = time.perf_counter()
+    transfer = consumer.read(handle, index, index)
+    while (state := consumer.poll(transfer)) is TransferState.PENDING:
+        producer.notifications()
+        if time.perf_counter() - began > timeout_s:
+            raise TransferError("", f"a read was not over after {timeout_s:g} s")
+    consumer.release(transfer)
+    if state is not TransferState.DONE:
+        raise TransferError("", "a read failed")
+    return time.perf_counter() - began
+
+
+def _memory(device: torch.device) -> tuple[str, int]:
+    """NIXL's name of a device's memory, and its index."""
+    return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)

@@ -1,0 +1,177 @@
+"""The NIXL agent: two agents of one process, then a producer in a child process that is killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rayk.transfer import nixl_agent
+from rayk.transfer.agent import DescriptorList, TransferState
+from rayk.transfer.nixl_agent import NixlAgent, measure
+from rayk.types.errors import DeviceError, TransferError
+from tests.transfer.cluster import Pair, Shape, make_engine
+
+pytestmark = pytest.mark.nixl
+
+NAMES = itertools.count()
+
+
+def nixl_pair(shape: Shape, error_handling: str = "none") -> Pair:
+    run = next(NAMES)
+
+    def make_agent(name: str) -> NixlAgent:
+        return NixlAgent(f"{run}.{name}", error_handling=error_handling)
+
+    pair = Pair(make_engine(shape, 0, make_agent), make_engine(shape, 1, make_agent))
+    pair.connect()
+    return pair
+
+
+def close(pair: Pair) -> None:
+    for rank in (*pair.consumer.ranks, *pair.producer.ranks):
+        rank.close()
+
+
+@pytest.mark.parametrize(
+    ("tp", "layouts"),
+    [
+        ((1, 1), ("BHLNC", "BHLNC")),
+        ((1, 2), ("BLNHC", "LBHNC")),
+        ((2, 1), ("LHBNC", "BHLNC")),
+        ((4, 2), ("BHLNC", "LBNHC")),
+        ((2, 4), ("LBNHC", "BLHNC")),
+    ],
+    ids=str,
+)
+def test_kv_arrives_and_every_producer_rank_is_released(tp, layouts):
+    shape = Shape(tp=tp, layouts=layouts)
+    pair = nixl_pair(shape)
+    try:
+        for i, num_tokens in enumerate((5, 37)):
+            values = shape.values(num_tokens, seed=i)
+            outcomes, tables = pair.transfer(values, f"r{i}", seed=i)
+            assert [o.error for o in outcomes.values()] == [None] * tp[1]
+            pair.consumer.check(values, tables)
+            assert pair.released() == [[f"lease-r{i}"]] * tp[0]
+            assert {r.transport for o in outcomes.values() for r in o.rows} == {"nixl/UCX"}
+    finally:
+        close(pair)
+
+
+def test_peer_mode_windows_and_unlike_blocks():
+    shape = Shape(tp=(2, 1), block_sizes=(4, 6), window=7, num_layers=4, kernel_block_sizes=(2, None))
+    pair = nixl_pair(shape, error_handling="peer")
+    try:
+        values = shape.values(29)
+        outcomes, tables = pair.transfer(values)
+        assert outcomes[0].error is None
+        pair.consumer.check(values, tables)
+        assert pair.released() == [["lease-r"]] * 2
+    finally:
+        close(pair)
+
+
+def test_a_reused_block_is_named():
+    shape = Shape()
+    pair = nixl_pair(shape)
+    try:
+        tables = [[3, 7, 5]]
+        pair.producer.write(shape.values(10), tables)
+        ticket = pair.producer.ticket(10, tables)
+        pair.producer.ranks[0].bump_generations([7])
+        pair.start(ticket, [[1, 2, 3]])
+        (outcome,) = pair.finish(ticket).values()
+        assert "block 7 was reused while being read" in str(outcome.error)
+    finally:
+        close(pair)
+
+
+CHILD = """
+import json, sys, time
+import torch
+from rayk.transfer.nixl_agent import NixlAgent
+agent = NixlAgent(sys.argv[1])
+memory = torch.arange(1 << 16, dtype=torch.int32).view(torch.int8)
+print(json.dumps([agent.register(memory), agent.metadata().hex()]), flush=True)
+while True:
+    agent.notifications()
+    time.sleep(0.001)
+"""
+
+
+def test_a_killed_producer_is_noticed():
+    name = f"child-{next(NAMES)}"
+    root = Path(__file__).resolve().parents[2]
+    child = subprocess.Popen([sys.executable, "-c", CHILD, name], stdout=subprocess.PIPE, cwd=root)
+    agent = NixlAgent(f"parent-of-{name}")
+    try:
+        assert child.stdout is not None
+        address, metadata = json.loads(child.stdout.readline())
+        landed = torch.zeros(1 << 18, dtype=torch.int8)
+        here = agent.register(landed)
+        agent.add_peer(name, bytes.fromhex(metadata))
+        lists = [DescriptorList(np.array([a]), np.array([4096]), 4096, 64) for a in (here, address)]
+        handle = agent.prepare(name, *lists)
+        indices = np.arange(64, dtype=np.int32)
+        transfer = agent.read(handle, indices, indices[::-1].copy())
+        wait(agent, transfer)
+        assert agent.poll(transfer) is TransferState.DONE
+        wanted = torch.arange(1 << 16, dtype=torch.int32).view(64, 1024).flip(0).reshape(-1)
+        assert torch.equal(landed.view(torch.int32), wanted)
+        assert agent.release(transfer)
+        child.kill()
+        child.wait()
+        assert read_fails(agent, handle, indices)
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+        agent.close()
+
+
+def wait(agent: NixlAgent, transfer) -> None:
+    until = time.monotonic() + 10
+    while agent.poll(transfer) is TransferState.PENDING and time.monotonic() < until:
+        agent.notifications()
+
+
+def read_fails(agent: NixlAgent, handle, indices) -> bool:
+    try:
+        transfer = agent.read(handle, indices, indices)
+    except TransferError as error:
+        return "could not start" in str(error)
+    wait(agent, transfer)
+    return agent.poll(transfer) is TransferState.FAILED
+
+
+def test_measure_says_what_the_machine_does():
+    facts = measure(4 << 20)
+    assert facts["transport"] == "nixl/UCX"
+    assert facts["gb_per_s"] > 0.01
+    assert 0 < facts["latency_us"] < 1e6
+    assert "error" not in facts
+
+
+def test_measure_reports_a_backend_that_is_not_there(capfd):
+    facts = measure(4096, backend="NOPE")
+    assert "backend NOPE does not start" in facts["error"]
+    capfd.readouterr()
+
+
+def test_without_nixl_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ("no_such_nixl",))
+    nixl_agent._api.cache_clear()
+    try:
+        with pytest.raises(DeviceError, match="pip install nixl-cu13"):
+            NixlAgent("nobody")
+    finally:
+        nixl_agent._api.cache_clear()
