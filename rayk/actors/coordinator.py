@@ -21,7 +21,7 @@ from rayk.sched.policies import get_policy
 from rayk.specs import Cell
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, RaykError, TransferError
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
 
@@ -29,6 +29,8 @@ FORM_S = 120.0
 """Deadline for starting workers and forming an engine (imports, weights)."""
 CONTROL_S = 30.0
 """Deadline for a command."""
+STOP_S = 10.0
+"""Deadline for each part of an engine's end; after it the workers are killed."""
 
 
 @dataclass(kw_only=True)
@@ -63,6 +65,7 @@ class Coordinator:
         self.name = name
         self._slots: dict[str, _Slot] = {}
         self._epoch = 0
+        self._in_use: list[EngineHandle] = []
         self._run_id = name.rpartition("/")[2]
 
     def __repr__(self) -> str:
@@ -106,13 +109,12 @@ class Coordinator:
                 run = _CellRun(cell, repeat, outcome, engines, capture)
                 await run.connect()
                 await run.requests(prompts)
-                await asyncio.gather(*(self._stop(e) for e in engines))
         except TimeoutError:
             outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))
         except RaykError as error:
             outcome.errors.append(error)
-        finally:
-            await self._clear(outcome)
+        await asyncio.gather(*(self._end(e, outcome) for e in self._in_use))
+        self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
         outcome.wall_ns = time.monotonic_ns() - started
         return outcome
@@ -142,7 +144,7 @@ class Coordinator:
             wanted += [(f"decode{i}", "decode", cell.decode) for i in range(cell.num_decode_engines)]
         slots = {name: config.tp for name, _, config in wanted}
         await self.prepare(slots, cell.prefill.device, cell.gpus_per_worker)
-        self._in_use: list[EngineHandle] = [
+        self._in_use = [
             EngineHandle(name, role, self._epoch, config, self._slots[name].workers[: config.tp])
             for name, role, config in wanted
         ]
@@ -177,28 +179,26 @@ class Coordinator:
         engine.clock_offset_ns = 0 if before <= theirs <= after else offset
         engine.start()
 
-    async def _stop(self, engine: EngineHandle) -> None:
-        """Let the loops end, then let the workers forget the engine."""
-        engine.leader.stop.options(concurrency_group="control").remote()
-        await engine.guard(engine.stopped(), "stopping", CONTROL_S)
-        await engine.guard(engine.leader.check_integrity.remote(), "its blocks", CONTROL_S)
-        await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", CONTROL_S)
-        engine.is_dissolved = True
-
-    async def _clear(self, outcome: CellOutcome) -> None:
-        """Replace the workers of every engine that did not end cleanly."""
-        for engine in getattr(self, "_in_use", []):
-            if engine.is_dissolved:
-                continue
-            if engine.died.done() and (error := engine.died.exception()) is not None:
-                assert isinstance(error, RaykError)
-                if error not in outcome.errors:
-                    outcome.errors.append(error)
+    async def _end(self, engine: EngineHandle, outcome: CellOutcome) -> None:
+        """Free an engine's workers for the next one: by its leave if it lives, else by replacing them."""
+        try:
+            await self._stop(engine)
+        except RaykError as error:
+            known = {str(e) for e in outcome.errors}
+            if not any(str(error) in text for text in known):
+                outcome.errors.append(error)
             slot = self._slots[engine.name]
             for index, worker in enumerate(engine.workers):
                 launch.kill(worker)
                 slot.workers[index] = self._start(engine.name, slot.group, index, slot.resources)
-        self._in_use = []
+
+    async def _stop(self, engine: EngineHandle) -> None:
+        """Let the loops end, then let the workers forget the engine. Raises what the engine died of."""
+        engine.raise_if_dead()
+        engine.leader.stop.options(concurrency_group="control").remote()
+        await engine.guard(engine.stopped(), "stopping", STOP_S)
+        await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
+        await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
 
 
 class _CellRun:
@@ -261,7 +261,12 @@ class _CellRun:
         prefill = self._prefill[p]
         row.prefill_engine = prefill.name
         mode = "prefill" if self._decode else "whole"
-        ticket = await self._stream(prefill, row, request, mode=mode, capture=self._capture)
+        try:
+            ticket = await self._stream(prefill, row, request, mode=mode, capture=self._capture)
+        except EngineDied as error:
+            if mode == "prefill" and row.output_token_ids:  # on its way out already
+                raise TransferError(request.request_id, str(error), prefill.name) from error
+            raise
         if ticket is None:
             row.decode_engine = row.decode_engine or (None if self._decode else prefill.name)
             row.kv_path = "none" if self._decode else "local"
@@ -282,7 +287,12 @@ class _CellRun:
             )
         except KVMismatch as mismatch:
             raise await self._diagnose(prefill, decode, ticket, mismatch) from None
+        except EngineDied as error:
+            if "verify" in row.stage_ns:
+                raise  # the KV had arrived and was proven
+            raise TransferError(request.request_id, str(error), prefill.name, decode.name) from error
         finally:
+            # A lease that its readers have released is over already; any other ends here.
             prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
 
     async def _stream(
@@ -349,12 +359,12 @@ class _CellRun:
 
 
 def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:
-    """The faults this rank commits: those of its role (default prefill) that name it (default the last)."""
+    """The faults this rank commits: those of its role that name it (by default the last rank)."""
     role = "decode" if engine.role == "decode" else "prefill"
     return tuple(
         PlantedFault(kind=f.kind, point=f.point, step=f.step, layer=f.layer, request=f.request, seed=f.seed)
         for f in cell.faults
-        if (f.role or "prefill") == role and rank == (engine.config.tp - 1 if f.rank is None else f.rank)
+        if f.engine_role == role and rank == (engine.config.tp - 1 if f.rank is None else f.rank)
     )
 
 

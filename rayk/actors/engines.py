@@ -27,8 +27,6 @@ class EngineHandle:
     workers: list[Any]
     facts: dict[str, Any] = field(default_factory=dict)
     descriptions: tuple[Any, ...] = ()
-    is_dissolved: bool = False
-    """Whether its workers are free for another engine."""
     clock_offset_ns: int = 0
     """Coordinator's clock minus rank 0's."""
     died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -48,6 +46,11 @@ class EngineHandle:
     async def stopped(self) -> None:
         """Wait until every rank's loop has ended."""
         await asyncio.gather(*self._watchers)
+
+    def raise_if_dead(self) -> None:
+        """Raises what the engine died of."""
+        if self.died.done():
+            self.died.result()
 
     async def guard(self, awaitable: Awaitable[T], what: str, timeout_s: float) -> T:
         """Await a reply from this engine, but no longer than it lives, nor than `timeout_s`."""

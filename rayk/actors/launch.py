@@ -108,7 +108,7 @@ def start_worker(name: str, group: PlacementGroup, index: int, resources: Mappin
     from rayk.actors.worker import Worker
 
     return (
-        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)
+        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
         .options(
             name=name,
             num_cpus=resources["CPU"],

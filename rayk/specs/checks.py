@@ -150,7 +150,7 @@ def _check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
 
 
 def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
-    role = fault.role or ("decode" if fault.point == "decode" else "prefill")
+    role = fault.engine_role
     engine = cell.decode if role == "decode" and cell.decode else cell.prefill
     if fault.rank is not None and fault.rank >= engine.tp:
         raise SpecError(

@@ -39,6 +39,7 @@ Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
 Verdict = Literal[
     "KV_MISMATCH",
     "TRANSFER_ERROR",
+    "ENGINE_ERROR",
     "TIMEOUT",
     "TOKEN_MISMATCH",
     "NEAR_TIE",
@@ -160,6 +161,12 @@ class FaultSpec(StrictModel):
     step: Count | None = None
     seed: Count = 0
     expect: Verdict | None = None
+
+    @property
+    def engine_role(self) -> str:
+        """The side that commits the fault: the one named, else where its point happens."""
+        at_decode = self.point == "decode" or self.kind == "flip_bit"
+        return self.role or ("decode" if at_decode else "prefill")
 
 
 class ExperimentSpec(StrictModel):

@@ -246,6 +246,7 @@ def _explain(error: Any, key: str, where: str) -> SpecError:
         choices = [c.strip(" '") for c in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         close = difflib.get_close_matches(str(error["input"]), choices, n=1)
         mend = f"did you mean {close[0]!r}?" if close else ""
+        message = message.replace("must be", "must be one of")
     return SpecError(problem=f"{key} {message}, got {error['input']!r}", where=where, mend=mend)
 
 
@@ -264,9 +265,9 @@ def _keys_of(path: Sequence[str | int]) -> list[str]:
 def _unknown_key(
     key: str, valid: Sequence[str], where: str, *, section: str = "", what: str = "key"
 ) -> SpecError:
-    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    if not close:  # `tp` for `prefill.tp`, or a key put in the wrong section
-        close = [k for k in dotted_keys() if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    # First `tp` for `prefill.tp`, or a key put in the wrong section; then misspellings.
+    close = [k for k in dotted_keys() if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    close = close or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     mend = f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
     inside = f" in {section!r}" if section else ""
     return SpecError(problem=f"unknown {what} {key!r}{inside}", where=where, mend=mend)
