@@ -116,6 +116,32 @@ def test_whole_prefill_equals_transformers(checkpoint: Checkpoint) -> None:
         assert_right(checkpoint, token_ids, mine)
 
 
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("checkpoint", ["llama-llama3", "qwen2", "qwen3-biases-tied"], indirect=True)
+def test_cache_holds_what_transformers_caches(checkpoint: Checkpoint, tp_size: int) -> None:
+    """Keys after the rotation, at the right positions: logits alone see only their distances."""
+    ids = prompts()[1]
+
+    def body(comm):
+        paged = Paged(load(checkpoint, comm), 1)
+        paged.step([ids])
+        return {
+            (layer, head): attention.kv_cache[paged.block_table[0].long(), slot].flatten(0, 1)
+            for layer, attention in paged.decoder.attention_layers.items()
+            for slot, head in enumerate(attention.kv_head_ids)
+        }
+
+    exact, eager = (
+        model(torch.tensor([ids]), use_cache=True).past_key_values
+        for model in (checkpoint.exact, checkpoint.model)
+    )
+    for cached in run_ranks(tp_size, body):
+        for (layer, head), rows in cached.items():
+            for mine, name in zip(rows[: len(ids)].chunk(2, dim=1), ("keys", "values"), strict=True):
+                theirs = [getattr(c.layers[layer], name)[0, head].detach() for c in (exact, eager)]
+                assert_matches(mine, *theirs, what=f"{name} of layer {layer}, head {head}")
+
+
 def test_window_is_what_makes_the_difference(tmp_path: Path) -> None:
     """The mistral comparison above is no accident: with one key more it fails."""
     checkpoint = write_checkpoint(tmp_path, "mistral", sliding_window=21)

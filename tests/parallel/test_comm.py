@@ -11,6 +11,7 @@ import torch
 
 from rayk.parallel.factory import make_comm
 from rayk.parallel.local import LocalComm
+from rayk.parallel.reduce import sum_in_rank_order
 from rayk.parallel.shm import ShmComm
 from rayk.parallel.threads import ThreadComm
 from rayk.parallel.torch_group import TorchComm
@@ -192,3 +193,13 @@ def test_factory_refuses() -> None:
     with pytest.raises(DeviceError, match="CUDA device"):
         make_comm("nccl", 0, 2, "", "cpu")
     assert make_comm("auto", 0, 1, "", "cpu").comm.name == "local"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(500, generator=generator).to(dtype) for _ in range(6)]
+    exact = torch.stack(parts).double().sum(0)
+    total = sum_in_rank_order(parts, torch.empty(500, dtype=dtype))
+    assert torch.equal(total, exact.to(dtype))
+    assert not torch.equal(sum(parts[1:], parts[0]), total), "the inputs do not tell the difference"
