@@ -75,6 +75,7 @@ class Case:
 
 _FLOAT = full(head_k=2, head_v=1, dtype="float32")
 _HALF = full(kv_heads=4, dtype="float16")
+_NARROW = full(head_k=8, head_v=8)
 _WIDE = full(head_k=16, head_v=16)
 _ODD = full(kv_heads=1)
 _HYBRID = {0: full(), 1: full(), 2: sliding(3), 3: sliding(3), 4: sliding(3)}
@@ -86,9 +87,9 @@ CASES = [
     Case("uneven", {0: full(), 1: full()}, 3, 2),
     Case("position-padding", _HYBRID, 2, 2),
     Case("float32", {0: _FLOAT, 1: _FLOAT}, 1, 1),
-    Case("head-sizes-8-16", {0: full(head_k=8, head_v=8), 1: sliding(5, _WIDE)}, 2, 2),
+    Case("head-sizes-8-16", {0: _NARROW, 1: _NARROW, 2: sliding(5, _WIDE), 3: sliding(5, _WIDE)}, 2, 2),
     Case("unlike-heads", {0: _HALF, 1: sliding(5, full(kv_heads=1, dtype="float16"))}, 2, None),
-    Case("unlike-heads-tp4", {0: full(kv_heads=4), 1: full(kv_heads=2)}, 4, 2),
+    Case("unlike-heads-tp4", {0: full(kv_heads=4), 1: full(), 2: full(kv_heads=4), 3: full()}, 4, 2),
     # Pages of 20 and 16 bytes that must hold whole float32: 24.
     Case("unlike-dtypes", {0: _ODD, 1: full(2, 1, 1, 1, "float32")}, 1, 1),
 ]

@@ -1,0 +1,213 @@
+"""The rules that keep unverified KV out, each by its smallest case: order, counting, agreement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rayk.kv.geometry import plan_rank
+from rayk.kv.groups import group_layers
+from rayk.kv.layout import LAYOUTS
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.transfer.handshake import CacheDescription, check, check_engine
+from rayk.transfer.lease import LeaseTable, ReleaseMessage
+from rayk.transfer.session import (
+    Cancel,
+    ComputeDigests,
+    Drained,
+    Failed,
+    Fence,
+    FenceDone,
+    Finish,
+    Phase,
+    PostFence,
+    PostReads,
+    ReadDone,
+    ReadEnded,
+    Release,
+    Session,
+    Verified,
+)
+from rayk.types.errors import HandshakeMismatch, TransferError
+
+# Session
+
+
+def two_reads() -> Session:
+    fences = {0: Fence((5,), (1,)), 3: Fence((5,), (1,))}
+    return Session("r", num_reads=2, fences=fences, notify=[0, 3, 4], deadline_ns=100)
+
+
+def test_fence_after_all_data_digests_after_all_fences_release_after_the_verdict():
+    session = two_reads()
+    assert session.start() == [PostReads((0, 1))]
+    assert session.handle(ReadDone(1), 1) == []
+    assert session.handle(ReadDone(1), 1) == [], "the same read twice is one read"
+    assert session.handle(ReadDone(0), 2) == [PostFence(0), PostFence(3)]
+    assert session.handle(FenceDone(0, (1,)), 3) == []
+    assert session.handle(FenceDone(0, (1,)), 3) == []
+    assert session.handle(FenceDone(3, (1,)), 4) == [ComputeDigests()]
+    assert session.handle(Verified(None), 5) == [Release((0, 3, 4)), Finish(None, is_draining=False)]
+    assert session.is_drained
+    assert session.handle(Verified(None), 6) == session.handle(ReadDone(0), 6) == session.release() == []
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_any_other_generation_is_a_reused_block(found: int):
+    session = two_reads()
+    session.start()
+    session.handle(ReadDone(0), 1)
+    session.handle(ReadDone(1), 1)
+    *_, finish = session.handle(FenceDone(3, (found,)), 2)
+    assert isinstance(finish, Finish)
+    assert f"block 5 was reused while being read (generation 1 -> {found}) on producer rank 3" in str(
+        finish.error
+    )
+
+
+def test_blocks_are_taboo_until_the_last_read_has_ended():
+    session = two_reads()
+    session.start()
+    cancel, release, finish = session.handle(Failed("peer lost"), 1)
+    assert (cancel, release) == (Cancel((0, 1), ()), Release((0, 3, 4)))
+    assert finish == Finish(TransferError("r", "peer lost"), is_draining=True)
+    assert session.handle(ReadEnded(1, "cancelled"), 2) == []
+    assert not session.is_drained
+    assert session.handle(ReadDone(0), 3) == [Drained()]
+    assert session.is_drained
+    assert session.handle(ReadDone(0), 4) == []
+
+
+def test_a_read_that_ends_after_the_deadline_is_not_waited_for():
+    session = two_reads()
+    session.start()
+    session.handle(ReadDone(0), 1)
+    cancel_or_release, *rest = session.handle(ReadDone(1), 100)
+    assert cancel_or_release == Release((0, 3, 4))
+    assert rest == [Finish(TransferError("r", "deadline passed while reading"), is_draining=False)]
+    assert session.phase is Phase.OVER
+
+
+# Leases
+
+
+def release(consumer: str, num_expected: int = 2) -> ReleaseMessage:
+    sent = ReleaseMessage("lease", consumer, num_expected)
+    arrived = ReleaseMessage.decode(sent.encode())
+    assert arrived == sent
+    return sent
+
+
+def test_a_lease_ends_when_every_consumer_rank_has_told_not_when_one_told_twice():
+    table = LeaseTable()
+    table.open("lease", deadline_ns=100)
+    table.on_release(release("d.0"))
+    table.on_release(release("d.0"))
+    assert (table.take_released(), table.open_leases) == ([], ("lease",))
+    table.on_release(release("d.1"))
+    assert (table.take_released(), table.open_leases) == (["lease"], ())
+    assert table.take_released() == table.expire(10**9) == []
+
+
+def test_releases_may_come_before_the_lease_is_opened():
+    table = LeaseTable()
+    table.on_release(release("d.0"))
+    table.on_release(release("d.1"))
+    assert table.take_released() == []
+    table.open("lease", deadline_ns=100)
+    assert table.take_released() == ["lease"]
+
+
+def test_a_lease_nobody_releases_expires_once_at_its_deadline():
+    table = LeaseTable()
+    table.open("lease", deadline_ns=100)
+    table.on_release(release("d.0"))
+    assert table.expire(99) == []
+    assert table.expire(100) == ["lease"]
+    assert table.expire(101) == table.take_released() == []
+
+
+# Handshake
+
+FULL = FullAttentionSpec(4, 2, 3, 3, "int8", 8)
+SLIDING = SlidingWindowSpec(4, 2, 3, 3, "int8", 8, 6)
+SPECS: dict[int, KVCacheSpec] = {0: FULL, 1: SLIDING}
+
+
+def describe(
+    specs: dict[int, KVCacheSpec] | None = None, layout: str = "BHLNC", tp_size: int = 1
+) -> CacheDescription:
+    geometry = plan_rank(
+        group_layers(specs or SPECS), LAYOUTS[layout], tp_size=tp_size, tp_rank=0, num_blocks=8 * tp_size
+    )
+    return CacheDescription(
+        engine="p",
+        epoch=0,
+        geometry=geometry,
+        fingerprint={"weights": "w", "rope": "r"},
+        kv_dtype="int8",
+        device="cpu",
+        transport="local",
+        agent_name=f"p.{tp_size}",
+        agent_metadata=b"",
+        base_address=0,
+    )
+
+
+def test_what_the_plan_bridges_may_differ():
+    larger = {0: replace(FULL, block_size=8), 1: replace(SLIDING, block_size=8)}
+    for other in (describe(), describe(layout="LBNHC"), describe(tp_size=4), describe(larger)):
+        check(describe(), replace(other, engine="d", epoch=3, device="cuda:0", base_address=64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({"protocol_version": 2}, "protocol_version"),
+        ({"transport": "nixl"}, "transport"),
+        ({"fingerprint": {"weights": "other", "rope": "r"}}, "model.weights"),
+        ({"fingerprint": {"weights": "w", "rope": "other"}}, "model.rope"),
+        ({"fingerprint": {"weights": "w"}}, "model.rope"),
+        ({"fingerprint": {"weights": "w", "rope": "r", "norm": "n"}}, "model.norm"),
+        ({"kv_dtype": "float16"}, "kv_dtype"),
+        ({"digest_version": 2}, "digest_version"),
+        ({"rows_per_group": 128}, "rows_per_group"),
+    ],
+    ids=str,
+)
+def test_every_field_that_must_agree_is_compared(changes: dict[str, Any], differing: str):
+    for pair in ((describe(), replace(describe(), **changes)), (replace(describe(), **changes), describe())):
+        with pytest.raises(HandshakeMismatch) as caught:
+            check(*pair)
+        assert [name for name, _, _ in caught.value.fields] == [differing]
+
+
+@pytest.mark.parametrize(
+    ("specs", "differing"),
+    [
+        ({0: FULL, 1: replace(SLIDING, window=7)}, ["group 1.live_rows(1000000)"]),
+        ({0: FULL, 2: SLIDING}, ["group 1.layers"]),
+        ({0: FULL, 1: FULL}, ["num_groups", "group 0.layers"]),
+        ({0: replace(FULL, num_kv_heads=4), 1: SLIDING}, ["group 0.k", "group 0.v"]),
+        ({0: replace(FULL, head_size_k=2, head_size_v=4), 1: SLIDING}, ["group 0.k", "group 0.v"]),
+        ({0: SLIDING, 1: FULL}, ["group 0.kind", "group 0.live_rows(1000000)", "group 1.kind"]),
+    ],
+    ids=["window", "layers", "groups", "heads", "head sizes", "kinds"],
+)
+def test_every_group_is_compared_field_by_field(specs: dict[int, KVCacheSpec], differing: list[str]):
+    with pytest.raises(HandshakeMismatch) as caught:
+        check(describe(), describe(specs))
+    names = [name for name, _, _ in caught.value.fields]
+    assert names[: len(differing)] == differing
+    assert all(a != b for _, a, b in caught.value.fields)
+
+
+def test_an_engine_is_described_by_all_its_ranks_in_order():
+    first = replace(describe(tp_size=2), agent_name="p.0")
+    second = replace(first, agent_name="p.1", geometry=replace(first.geometry, tp_rank=1))
+    check_engine([first, second])
+    for ranks in ([first], [second, first], [first, first], [first, replace(second, epoch=1)]):
+        with pytest.raises(HandshakeMismatch):
+            check_engine(ranks)
