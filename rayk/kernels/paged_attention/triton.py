@@ -156,16 +156,18 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(*, decode_only: bool, group_size: int, row_elements: int, itemsize: int) -> Tiles:
-    """Tile sizes that keep a program inside shared memory (232,448 bytes on sm_90) without spills.
+    """Tile sizes that fit shared memory (232,448 bytes on sm_90) and do not spill, for rows to 256 elements.
 
-    row_elements: padded elements of the wider of a key and a value.
+    row_elements: padded elements of the wider of a key and a value. itemsize: of the dtype multiplied in.
     """
     padded_group = triton.next_power_of_2(group_size)
-    row_bytes = row_elements * itemsize
-    rows = 16 if decode_only else (64 if row_bytes <= 512 else 32)
-    tile_keys = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    tile_q = max(1, rows // padded_group)
-    return Tiles(tile_q, tile_keys, padded_group, 4, 2)
+    if itemsize == 4:
+        # Exact float32 products do not use tensor cores: larger tiles, or fewer warps, spill registers.
+        rows, tile_keys, num_warps = 16, 32, 8
+    else:
+        rows = 16 if decode_only else 64
+        tile_keys, num_warps = (64 if row_elements <= 128 else 32), 4
+    return Tiles(max(1, rows // padded_group), tile_keys, padded_group, num_warps, 2)
 
 
 def paged_attention_triton(
@@ -193,7 +195,7 @@ def paged_attention_triton(
         decode_only=num_tokens == num_requests,
         group_size=groups.group_size,
         row_elements=max(padded_k, padded_v),
-        itemsize=kv_cache.element_size(),
+        itemsize=max(q.element_size(), kv_cache.element_size()),
     )
     out_dtype = torch.float32 if INTERPRETED else q.dtype
     out = torch.empty(num_tokens, num_query_heads, head_size_v, dtype=out_dtype, device=q.device)
