@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayk.engine.plan import plan_engine
 from rayk.experiments.compare import NEAR_TIE_LOGITS, compare_tokens, compare_values
@@ -79,6 +79,7 @@ class CellJudge:
             expected_verdict=cell.expected_verdict,
             prefill_effective_block_sizes=facts.get("prefill0", {}).get("block_sizes"),
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
+            effective=_effective(facts),
             num_kv_bytes_checked=checked if cell.decode is not None else None,
             num_kv_bytes_mismatched=(
                 sum(m.num_bytes_mismatched for m in mismatches) if cell.decode is not None else None
@@ -122,3 +123,14 @@ class CellJudge:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
         if outcome.captured:
             counts.checks_done.append("kv_values")
+
+
+def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
+    """What the first engine of each side ran with."""
+    named = {"effective_layout": "layout", "attention_implementation": "backend", "comm": "comm"}
+    return {
+        f"{side}.{column}": facts[f"{side}0"].get(fact)
+        for side in ("prefill", "decode")
+        for column, fact in {**named, "comm_reason": "comm_reason"}.items()
+        if f"{side}0" in facts
+    }

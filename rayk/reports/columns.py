@@ -14,8 +14,15 @@ from rayk.types.rows import CellRow, RequestRow, TransferRow
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
-STAGES = ("queue", "prefill", "digest", "reserve", "read", "verify", "decode")
+STAGES = ("queue", "prefill", "digest", "reserve", "read", "fence", "verify", "decode")
 """Stages every request row has a column for; others are added where they were measured."""
+
+EFFECTIVE = tuple(
+    f"{side}.{fact}"
+    for side in ("prefill", "decode")
+    for fact in ("effective_layout", "attention_implementation", "comm", "comm_reason")
+)
+"""What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 
 _INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 _INTS = pa.list_(pa.int64())
@@ -32,6 +39,7 @@ CELL_FIELDS: dict[str, Any] = {
     "met": _BOOL,
     "prefill.effective_block_sizes": _INTS,
     "decode.effective_block_sizes": _INTS,
+    **dict.fromkeys(EFFECTIVE, _TEXT),
     "num_kv_bytes_checked": _INT,
     "num_kv_bytes_mismatched": _INT,
     "num_kv_values_checked": _INT,
@@ -132,6 +140,7 @@ def cell_record(
         "first_divergence": divergence and {"request": divergence[0], "token_index": divergence[1]},
         "prefill.effective_block_sizes": row.prefill_effective_block_sizes,
         "decode.effective_block_sizes": row.decode_effective_block_sizes,
+        **{name: row.effective.get(name) for name in EFFECTIVE},
         "num_requests": len(requests),
         "transfer_bytes": num_bytes if transfers else None,
         "num_descriptors": sum(t.num_descriptors for t in transfers) if transfers else None,

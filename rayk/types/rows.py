@@ -31,7 +31,7 @@ class RequestRow:
     """When each output token reached the coordinator (time.monotonic_ns)."""
     arrival_ns: int = 0
     stage_ns: dict[str, int] = field(default_factory=dict)
-    """Stage name -> duration: queue, prefill, digest, reserve, read, verify, decode."""
+    """Stage name -> duration: queue, prefill, digest, reserve, read, fence, verify, decode."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +74,8 @@ class CellRow:
     prefill_effective_block_sizes: list[int] | None = None
     """Per KV group, tokens."""
     decode_effective_block_sizes: list[int] | None = None
+    effective: dict[str, str | None] = field(default_factory=dict)
+    """What each side ran with, e.g. prefill.effective_layout; see reports.columns.EFFECTIVE."""
     num_kv_bytes_checked: int | None = None
     num_kv_bytes_mismatched: int | None = None
     num_kv_values_checked: int | None = None
