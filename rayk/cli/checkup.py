@@ -150,12 +150,14 @@ def _nixl() -> Finding:
     try:
         agent = importlib.import_module("rayk.transfer.nixl_agent")
         measure = getattr(agent, "measure", None)
-        found = f"{version}, {_speed(measure())}" if measure else f"{version}, not measured"
+        facts = measure() if measure else {"error": "not measured"}
     except Exception as error:  # noqa: BLE001 - whatever the library raises is the finding
         return Finding(
             what="NIXL", status="missing", found=f"{version or 'not installed'}: {error}", mend=mend
         )
-    return Finding(what="NIXL", status="ok", found=found)
+    if "error" in facts:
+        return Finding(what="NIXL", status="missing", found=f"{version}: {facts['error']}", mend=mend)
+    return Finding(what="NIXL", status="ok", found=f"{version}, {_speed(facts)}")
 
 
 def _speed(measured: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from rayk.reports.text import markdown_table
 from rayk.reports.verdicts import format_value, headline
 
 METRICS = (
-    ("GB/s", "transfer_gb_per_s", ".2f"),
+    ("GB/s", "transfer_gb_per_s", ".3g"),
     ("TTFT ms", "ttft_ms_p50", ".1f"),
     ("TPOT ms", "tpot_ms_p50", ".2f"),
     ("tokens/s", "output_tokens_per_s", ".1f"),

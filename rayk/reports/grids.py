@@ -15,6 +15,7 @@ SHORT = {
     "UNSUPPORTED": "n/a",
     "KV_MISMATCH": "KV wrong",
     "TRANSFER_ERROR": "transfer",
+    "ENGINE_ERROR": "engine",
     "TIMEOUT": "timeout",
     "TOKEN_MISMATCH": "tokens",
 }
@@ -81,7 +82,7 @@ def _make_grid(records: list[dict[Any, Any]], axes: list[str]) -> dict[str, Any]
 def _title(record: dict[Any, Any], axes: list[str], aggregated: bool) -> str:
     layouts = ("prefill.layout", "decode.layout")
     if aggregated:
-        parts = [f"aggregated, {record['prefill.layout']}"]
+        parts = [f"aggregated, layout {record['prefill.layout']}"]
     else:
         parts = [f"{record['prefill.layout']} → {record['decode.layout']}"]
     others = [a for a in axes if a not in layouts and _plain(record[a]) is not None]
@@ -95,9 +96,8 @@ def _number(value: Any) -> str:
 def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:
     if record is None:
         return None
-    rate = format_value(record["transfer_gb_per_s"], ".2f")
     ttft = format_value(record["ttft_ms_p50"], ".0f")
-    note = f"{rate} GB/s" if rate else f"{ttft} ms" if ttft else ""
+    note = _rate(record["transfer_gb_per_s"]) or (f"{ttft} ms" if ttft else "")
     verdict = str(record["verdict"])
     return {
         "verdict": verdict,
@@ -105,6 +105,13 @@ def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:
         "note": note,
         "tip": _tip(record),
     }
+
+
+def _rate(gb_per_s: float | None) -> str:
+    """Short: 1.2 GB/s, 14 MB/s; empty where nothing moved."""
+    if gb_per_s is None or gb_per_s != gb_per_s:
+        return ""
+    return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1000:.1f} MB/s"
 
 
 def _tip(record: dict[Any, Any]) -> str:
@@ -115,7 +122,7 @@ def _tip(record: dict[Any, Any]) -> str:
         ("KV bytes wrong", "num_kv_bytes_mismatched", ",d"),
         ("KV bytes moved", "transfer_bytes", ",d"),
         ("descriptors", "num_descriptors", ",d"),
-        ("GB/s", "transfer_gb_per_s", ".2f"),
+        ("GB/s", "transfer_gb_per_s", ".3g"),
         ("TTFT p50, ms", "ttft_ms_p50", ".1f"),
         ("TPOT p50, ms", "tpot_ms_p50", ".1f"),
     )

@@ -13,6 +13,7 @@ STYLES = {
     "UNSUPPORTED": "dim",
     "KV_MISMATCH": "bold red",
     "TRANSFER_ERROR": "bold red",
+    "ENGINE_ERROR": "bold red",
     "TIMEOUT": "bold red",
     "TOKEN_MISMATCH": "bold red",
 }
@@ -49,7 +50,7 @@ COLUMNS = (
     ("wrong tokens", "num_token_mismatches", "d"),
     ("KV bytes checked", "num_kv_bytes_checked", ",d"),
     ("wrong", "num_kv_bytes_mismatched", ",d"),
-    ("GB/s", "transfer_gb_per_s", ".2f"),
+    ("GB/s", "transfer_gb_per_s", ".3g"),
     ("TTFT ms", "ttft_ms_p50", ".1f"),
     ("TPOT ms", "tpot_ms_p50", ".1f"),
     ("wall s", "wall_s", ".1f"),

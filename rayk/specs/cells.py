@@ -213,7 +213,11 @@ def _expected_verdict(faults: list[FaultSpec]) -> str:
     """The gravest verdict the faults ask for; PASS without faults."""
     wanted = [
         f.expect
-        or ("TRANSFER_ERROR" if f.point == "transfer" and f.kind == "kill" else EXPECTED_VERDICT[f.kind])
+        or (
+            "TRANSFER_ERROR"
+            if f.point == "transfer" and f.kind == "kill"
+            else EXPECTED_VERDICT.get(f.kind, "PASS")
+        )
         for f in faults
     ]
     return min(wanted, key=VERDICTS.index, default="PASS")

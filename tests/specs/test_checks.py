@@ -1,0 +1,219 @@
+"""What is refused before anything starts, with its message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.kv.groups import group_layers
+from rayk.kv.manager import KVCacheManager
+from rayk.models.kv_specs import kv_cache_specs
+from rayk.specs import load_spec, plan_cells, resolve_prompts
+from rayk.specs.devices import check_device, resolve_device
+from rayk.specs.prompts import special_token_ids
+from rayk.types.errors import DeviceError, SpecError
+from tests.specs.models import decoder, spec
+
+
+def plan(config: Any = None, **changes: Any) -> Any:
+    return plan_cells(load_spec(spec(**changes)), config or decoder(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"transfer": {"mode": "push"}}, "transfer.mode: push"),
+        ({"transfer": {"staging": "always"}}, "transfer.staging: always"),
+        ({"kv_dtype": "fp8_e4m3"}, "kv_dtype: fp8_e4m3"),
+        ({"decode": {"kv_dtype": "nvfp4"}}, "kv_dtype: nvfp4"),
+        ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
+        ({"engine": {"fast_prefill": True}}, "fast_prefill: true"),
+        ({"failure_policy": "migrate"}, "failure_policy: migrate"),
+        ({"matrix": {"failure_policy": ["fail", "recompute"]}}, "failure_policy: recompute"),
+        ({"sampling": {"temperature": 0.5}, "checks": ["kv_bytes"]}, "temperature > 0"),
+        ({"arrival": {"rate": 2.0}}, "arrival.rate"),
+        ({"checks": ["logprobs"]}, "check logprobs"),
+        ({"dtype": "bfloat16"}, "check logprobs, the default for dtype bfloat16"),
+        ({"dtype": "bfloat16", "checks": ["tokens"]}, "check tokens outside float32"),
+        ({"dtype": "float16", "checks": ["kv_values"]}, "check kv_values outside float32"),
+        ({"faults": [{"kind": "lose_notification"}]}, "fault kind 'lose_notification'"),
+    ],
+)
+def test_what_comes_later_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        plan(**changes)
+    assert caught.value.problem.startswith("not supported yet: ")
+    assert problem in caught.value.problem
+
+
+def test_transfer_settings_do_not_matter_to_aggregated_cells() -> None:
+    assert len(plan(mode="aggregated", transfer={"mode": "push"})) == 1
+
+
+def test_kv_bytes_alone_is_fine_outside_float32() -> None:
+    assert len(plan(dtype="bfloat16", checks=["kv_bytes"])) == 1
+
+
+def test_kv_values_is_supported() -> None:
+    ((cell, _),) = plan(checks=["tokens", "kv_bytes", "kv_values"])
+    assert cell.checks == ("tokens", "kv_bytes", "kv_values")
+
+
+def test_tokens_need_temperature_zero() -> None:
+    with pytest.raises(SpecError, match="compares greedy tokens"):
+        plan(sampling={"temperature": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ({"kind": "kill"}, "needs a point"),
+        ({"kind": "kill", "point": "lunch"}, "cannot strike at 'lunch'"),
+        ({"kind": "flip_bit", "point": "decode"}, "cannot strike at 'decode'"),
+        ({"kind": "kill", "point": "prefill", "rank": 1}, "rank 1 of a prefill engine of TP 1"),
+        ({"kind": "kill", "point": "decode", "rank": 2}, "rank 2 of a decode engine of TP 2"),
+    ],
+)
+def test_faults_that_cannot_be_meant(fault: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        plan(faults=[fault], decode={"tp": 2})
+
+
+def test_aggregated_cells_have_no_transfer_to_strike() -> None:
+    with pytest.raises(SpecError, match="strikes a transfer"):
+        plan(mode="aggregated", faults=[{"kind": "early_reuse"}])
+
+
+def test_supported_faults_pass() -> None:
+    for fault in (
+        {"kind": "kill", "point": "transfer", "role": "decode", "rank": 0},
+        {"kind": "flip_bit", "request": 1, "layer": 0, "seed": 7},
+        {"kind": "early_reuse"},
+    ):
+        ((cell, _),) = plan(faults=[fault])
+        assert cell.faults[0].kind == fault["kind"]
+
+
+def test_prompt_over_the_models_positions_names_both_numbers() -> None:
+    assert plan(prompts={"random": {"input_tokens": [1000]}})
+    with pytest.raises(SpecError, match=r"1001 \+ max_tokens 24 = 1025 tokens, over the model's 1024"):
+        plan(prompts={"random": {"input_tokens": [5, 1001]}})
+
+
+def test_prompt_over_the_pool_names_both_numbers() -> None:
+    # 40 + 24 tokens are 4 blocks of 16; one of the pool's blocks is the null block.
+    prompts = {"random": {"input_tokens": [40]}}
+    assert plan(prompts=prompts, engine={"num_blocks": 5})
+    with pytest.raises(SpecError, match=r"40 \+ max_tokens 24 = 64 tokens need 4 KV blocks.* pool of 3 \(4"):
+        plan(prompts=prompts, engine={"num_blocks": 4})
+    with pytest.raises(SpecError, match="over the decode engine's pool of 1"):
+        plan(prompts=prompts, decode={"num_blocks": 2})
+    assert plan(prompts=prompts, mode="aggregated", decode={"num_blocks": 2})
+
+
+def test_the_pool_check_counts_every_group() -> None:
+    """The smallest pool it lets through is the smallest in which the manager can serve the request."""
+    config = decoder(windows=(None, 20, None, 20))
+    settings = {"max_batch_tokens": 32}
+
+    def passes(num_blocks: int) -> bool:
+        try:
+            plan(
+                config,
+                prompts={"random": {"input_tokens": [100]}},
+                engine={**settings, "num_blocks": num_blocks},
+            )
+        except SpecError:
+            return False
+        return True
+
+    smallest = next(n for n in range(2, 40) if passes(n))
+    groups = group_layers(kv_cache_specs(config, block_size=16, dtype="float32"))
+    assert len(groups) == 2
+    manager = KVCacheManager(groups, smallest)
+    computed = 0
+    while computed < 124:
+        # One chunk at a time, as prefill runs; what has left the window is given back.
+        computed = min(124, computed + 32)
+        assert manager.extend("r", computed) is not None
+        manager.trim("r", computed)
+
+
+def test_kernel_block_size_must_divide() -> None:
+    with pytest.raises(SpecError, match="kernel_block_size 6 does not divide block_size 16"):
+        plan(engine={"kernel_block_size": 6})
+
+
+def test_random_prompts_cycle_and_avoid_special_ids() -> None:
+    loaded = load_spec(spec(prompts={"random": {"count": 7, "input_tokens": [400, 3], "seed": 5}})).spec
+    config = decoder(vocab_size=10, max_positions=4096)
+    prompts = resolve_prompts(loaded, config)
+    assert [len(p) for p in prompts] == [400, 3] * 3 + [400]
+    assert {i for p in prompts for i in p} == set(range(10)) - {2}
+    assert prompts == resolve_prompts(loaded, config)
+    other = load_spec(spec(prompts={"random": {"count": 7, "input_tokens": [400, 3], "seed": 6}})).spec
+    assert prompts != resolve_prompts(other, config)
+
+
+def test_special_ids_come_from_tokenizer_and_config(tmp_path: Path) -> None:
+    tokens = [{"id": 7, "special": True}, {"id": 8, "special": False}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 2], "pad_token_id": None}))
+    assert special_token_ids(str(tmp_path)) == {1, 2, 7}
+
+
+def test_prompt_files_hold_texts_and_ids(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt_token_ids": [1, 499]}\n\n{"prompt": "ab"}\n')
+    loaded = load_spec(spec(prompts={"file": str(path)})).spec
+    prompts = resolve_prompts(loaded, decoder(), lambda model: lambda text: [ord(c) for c in text])
+    assert prompts == [[1, 499], [97, 98]]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt_token_ids": [1, 500]}', "token id 500 is outside the vocabulary of 500 tokens"),
+        ('{"prompt_token_ids": [-1]}', "token id -1"),
+        ('{"prompt_token_ids": []}', "empty"),
+        ('{"prompt_token_ids": [1.5]}', "list of integers"),
+        ('{"prompt_token_ids": [true]}', "list of integers"),
+        ('{"prompt": 3}', "must be a text"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "exactly one of"),
+        ('{"text": "a"}', "exactly one of"),
+        ("[1]", "exactly one of"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_bad_prompt_lines_are_named(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt_token_ids": [1]}\n' + line + "\n")
+    loaded = load_spec(spec(prompts={"file": str(path)})).spec
+    with pytest.raises(SpecError, match=problem) as caught:
+        resolve_prompts(loaded, decoder(), lambda model: lambda text: [1])
+    assert caught.value.where == f"{path}:2"
+
+
+def test_missing_and_empty_prompt_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot read the prompts file"):
+        resolve_prompts(load_spec(spec(prompts={"file": str(tmp_path / "no")})).spec, decoder())
+    (tmp_path / "e").write_text("\n")
+    with pytest.raises(SpecError, match="no prompt"):
+        resolve_prompts(load_spec(spec(prompts={"file": str(tmp_path / "e")})).spec, decoder())
+
+
+def test_out_of_vocabulary_stop_token_is_refused() -> None:
+    with pytest.raises(SpecError, match="token id 500"):
+        plan(sampling={"stop_token_ids": [500]})
+
+
+def test_cuda_needs_a_gpu() -> None:
+    with pytest.raises(DeviceError, match="no GPU was found"):
+        check_device("cuda", num_gpus=0)
+    check_device("cuda", num_gpus=1)
+    check_device("auto", num_gpus=0)
+    assert resolve_device("auto", "cpu") == "cpu"
+    assert resolve_device("cuda", "cpu") == "cuda"
