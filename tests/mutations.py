@@ -34,13 +34,6 @@ KV = (
         "tests/kv/test_layout.py::test_strides_are_numpys",
     ),
     Mutation(
-        "least preferred layout wins",
-        "rayk/kv/layout.py",
-        "LayoutResolution(accepted[0], ",
-        "LayoutResolution(accepted[-1], ",
-        "tests/kv/test_layout.py::test_vetoes_leave_the_most_preferred_of_the_rest",
-    ),
-    Mutation(
         "V laid over K",
         "rayk/kv/geometry.py",
         "        offset += f.row_bytes\n",
