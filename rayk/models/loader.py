@@ -123,7 +123,7 @@ class _Loader:
             embedding=VocabEmbedding(embedding, vocab_rows, self.comm),
             layers=tuple(self._layer(i, layer) for i, layer in enumerate(config.layers)),
             final_norm=self._norm(self.names.final_norm, config.hidden_size),
-            lm_head=LmHead(head, config.vocab_size, self.comm),
+            lm_head=LmHead(head, config.vocab_size, self.comm, tied=config.tie_embeddings),
             rotaries=tuple(Rotary(r, dtype=self.dtype, device=self.device) for r in ropes),
         )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayk.models.layers import linear
+from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
 from tests.models.tiny import (
     Checkpoint,
@@ -111,9 +113,22 @@ def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None
 def test_whole_prefill_equals_transformers(checkpoint: Checkpoint) -> None:
     ids = prompts()
     with torch.inference_mode():
-        logits = Paged(load(checkpoint, run_ranks(1, lambda c: c)[0]), len(ids)).step(ids)
+        logits = Paged(load(checkpoint, LocalComm()), len(ids)).step(ids)
     for token_ids, mine in zip(ids, logits, strict=True):
         assert_right(checkpoint, token_ids, mine)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("checkpoint", ["llama-biases", "llama-tied"], indirect=True)
+def test_packed_weights_give_the_same_logits(
+    checkpoint: Checkpoint, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large models have them on the CPU."""
+    monkeypatch.setattr(linear, "MIN_PACKED_ELEMENTS", 0)
+    decoder = load(checkpoint, LocalComm())
+    assert decoder.layers[0].mlp.gate_up.weight.is_mkldnn, "nothing was packed"
+    for token_ids, logits in zip(prompts(), every_logit(checkpoint, tp_size), strict=True):
+        assert_right(checkpoint, token_ids, logits)
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
@@ -202,7 +217,7 @@ def test_kv_head_ids_are_what_was_cut(tmp_path: Path, tp_size: int) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["qwen3"], indirect=True)
 def test_unbound_cache_is_an_error(checkpoint: Checkpoint) -> None:
-    decoder = load(checkpoint, run_ranks(1, lambda c: c)[0])
+    decoder = load(checkpoint, LocalComm())
     paged = Paged(decoder, 1)
     decoder.attention_layers[1].unbind_kv_cache()
     with pytest.raises(AssertionError, match="layer 1: no KV cache is bound"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from rayk.models.layers.linear import packed, product
 from rayk.parallel import shard
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ class VocabEmbedding:
 class LmHead:
     """The rank's vocabulary rows of the output matrix, weight [rows, hidden]."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, comm: Comm) -> None:
-        self.weight = weight
+    def __init__(self, weight: torch.Tensor, vocab_size: int, comm: Comm, *, tied: bool = False) -> None:
+        """`tied`: the embedding holds the same tensor, so a packed copy would be held besides."""
+        self.weight = weight if tied else packed(weight)
         self._comm = comm
         sizes = [len(shard.shard_range(vocab_size, comm.size, r)) for r in range(comm.size)]
         assert weight.shape[0] == sizes[comm.rank], (weight.shape, sizes)
@@ -44,7 +46,7 @@ class LmHead:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 logits [R, vocab] on every rank."""
-        local = F.linear(hidden, self.weight)
+        local = product(hidden, self.weight, None)
         if self._comm.size == 1:
             return local.float()
         # all_gather wants equal shapes: shares differ by one row at most.

@@ -10,30 +10,59 @@ import torch.nn.functional as F  # noqa: N812
 if TYPE_CHECKING:
     from rayk.parallel.comm import Comm
 
+MIN_PACKED_ELEMENTS = 1 << 20
+"""Below this the packed product's fixed cost (12 us a call) is more than it saves."""
+_TYPICAL_ROWS = 16
+"""Tokens of a step for which oneDNN chooses the packed order."""
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [out, in] in oneDNN's own order where that is quicker, else as it is.
+
+    On one CPU core, float32: 1.5 to 2.5 times as fast at 4 to 64 rows. Only `product` takes the result.
+    """
+    if weight.device.type != "cpu" or weight.numel() < MIN_PACKED_ELEMENTS:
+        return weight
+    if not torch._C._has_mkldnn:
+        return weight
+    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype != torch.float32 and not bfloat16:
+        return weight
+    reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+    return reordered
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, in] times weight^T plus bias, weight as `packed` returned it."""
+    if weight.is_mkldnn:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
+
 
 class Linear:
     """x W^T + b with the rank's rows of W: the output is the rank's share."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = weight
+        self.weight = packed(weight)
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out of this rank]."""
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class RowParallelLinear:
     """x W^T + b with the rank's columns of W: partial sums are added over the ranks, b once."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, comm: Comm) -> None:
-        self.weight = weight
+        self.weight = packed(weight)
         self.bias = bias
         self._comm = comm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in of this rank] -> [T, out], the same on every rank."""
         if self._comm.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = self._comm.all_reduce(F.linear(x, self.weight))
+            return product(x, self.weight, self.bias)
+        total = self._comm.all_reduce(product(x, self.weight, None))
         return total if self.bias is None else total + self.bias
