@@ -30,7 +30,22 @@ def get_backend(name: str, device: str) -> AttentionBackend:
         return _cpu_backend(why_no_native())
     if name == "cpu-torch":
         return PagedBackend(name, "cpu-torch", store="reference", attend="torch")
+    if name == "triton" and not on_cuda:
+        _require_interpreter(device)
     return PagedBackend(name, name, store=name, attend=name)
+
+
+def _require_interpreter(device: str) -> None:
+    try:
+        # Triton is an optional package on machines without a GPU.
+        from rayk.kernels.interpreter import INTERPRETED
+    except ImportError as error:
+        raise UserError("attention backend 'triton' needs the triton package", mend="cpu") from error
+    if not INTERPRETED:
+        raise UserError(
+            f"attention backend 'triton' cannot run on {device}",
+            mend="cpu, or TRITON_INTERPRET=1 for Triton's (very slow) interpreter",
+        )
 
 
 def _cpu_backend(why_not: str | None) -> PagedBackend:

@@ -1,0 +1,148 @@
+"""Backends store, then attend; they agree with dense attention, and say what they are."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from rayk.attention import AttentionParams, CommonAttentionMetadata, get_backend
+from rayk.attention import backends as backends_module
+from rayk.kernels.paged_attention import why_no_native
+from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
+from rayk.types.errors import UserError
+from tests.helpers import assert_matches
+from tests.kernels.cases import AXIS_ORDERS, Batch, count_marks, dense_attention, make_batch, num_seen
+from tests.markers import interpreted
+
+BACKENDS = ("cpu", "cpu-torch", "reference", pytest.param("triton", marks=interpreted))
+MIXED = ((1, 1), (1, 38), (7, 7), (9, 40))
+
+
+def new_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
+    """k and v of this step's tokens, packed."""
+    pairs = list(zip(batch.requests, batch.keys, batch.values, strict=True))
+    k = torch.cat([keys[total - n :] for (n, total), keys, _ in pairs])
+    v = torch.cat([values[total - n :] for (n, total), _, values in pairs])
+    return k, v
+
+
+def common_of(batch: Batch) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.from_host(
+        query_lens=[n for n, _ in batch.requests],
+        seq_lens=[total for _, total in batch.requests],
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
+    )
+
+
+def forward(name: str, batch: Batch, scale: float = 0.25) -> Tensor:
+    backend = get_backend(name, "cpu")
+    k, v = new_tokens(batch)
+    params = AttentionParams(
+        scale, batch.window, torch.tensor(batch.kv_index), batch.head_size_k, v.shape[-1]
+    )
+    metadata = backend.build(common_of(batch), batch.window)
+    return backend.forward(batch.q, k, v, batch.cache, metadata, params)
+
+
+@pytest.mark.parametrize("order", AXIS_ORDERS)
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_stores_then_attends(name: str, order: str, window: int | None) -> None:
+    """This step's keys and values reach the cache only through the backend; counted exactly."""
+    batch = make_batch(MIXED, order=order, block_size=8, window=window, marks=True, store_new=False)
+    out = forward(name, batch)
+    assert torch.equal(torch.round(out * num_seen(batch)).long(), count_marks(batch))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_numbers_match_float64(name: str) -> None:
+    batch = make_batch(MIXED, store_new=False, kv_index=(0, 1, 1, 1), window=20)
+    exact = dense_attention(batch, torch.float64, 0.25)
+    assert_matches(forward(name, batch), exact, dense_attention(batch, torch.float32, 0.25), what=name)
+
+
+def test_one_backend_serves_several_threads() -> None:
+    """Ranks may be threads that share a backend; its kept memory must not be shared."""
+    backend = get_backend("cpu-torch", "cpu")
+    batches = [make_batch(((1, 200 + i), (30, 90)), seed=i) for i in range(4)]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        batch = batches[i]
+        params = AttentionParams(0.25, None, torch.tensor(batch.kv_index), 16, 16)
+        metadata = backend.build(common_of(batch), None)
+        k, v = new_tokens(batch)
+        exact = dense_attention(batch, torch.float64, 0.25)
+        for _ in range(20):
+            out = backend.forward(batch.q, k, v, batch.cache, metadata, params)
+            if float((out - exact).abs().max()) > 1e-5:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+def test_metadata_of_another_window_is_refused() -> None:
+    batch = make_batch(MIXED)
+    backend = get_backend("reference", "cpu")
+    k, v = new_tokens(batch)
+    params = AttentionParams(0.25, 4, torch.tensor(batch.kv_index), 16, 16)
+    with pytest.raises(AssertionError, match="another attention group"):
+        backend.forward(batch.q, k, v, batch.cache, backend.build(common_of(batch), None), params)
+
+
+def test_auto_takes_the_devices_own() -> None:
+    assert get_backend("auto", "cpu").name == "cpu"
+    assert get_backend("auto", "cuda:1").name == "triton"
+
+
+@pytest.mark.skipif(why_no_native() is not None, reason="no compiler")
+def test_cpu_runs_native_code_where_it_can() -> None:
+    assert get_backend("cpu", "cpu").implementation == "cpu-native"
+
+
+def test_fallback_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends_module, "why_no_native", lambda: "no C++ compiler")
+    backend = get_backend("cpu", "cpu")
+    assert backend.implementation == "cpu-torch (no C++ compiler)"
+    assert backend.name == "cpu"
+
+
+def test_unknown_name_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="unknown attention backend 'flash'") as caught:
+        get_backend("flash", "cpu")
+    for name in ("auto", "cpu", "reference", "triton"):
+        assert name in caught.value.mend
+
+
+def test_cpu_backend_on_cuda_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="cannot run on cuda"):
+        get_backend("cpu", "cuda")
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayk.kernels import interpreter
+
+    monkeypatch.setattr(interpreter, "INTERPRETED", False)
+    with pytest.raises(UserError, match="cannot run on cpu"):
+        get_backend("triton", "cpu")
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference", pytest.param("triton", marks=interpreted)])
+def test_vetoes(name: str) -> None:
+    backend = get_backend(name, "cpu")
+    full = FullAttentionSpec(16, 2, 64, 64, "bfloat16", 8)
+    sliding = SlidingWindowSpec(16, 2, 64, 64, "float32", 8, window=50)
+    assert backend.veto("BHLNC", full) is None
+    assert backend.veto("LHBNC", sliding) is None
+    why = backend.veto("LBNHC", FullAttentionSpec(16, 2, 64, 64, "float8_e4m3fn", 8))
+    assert why is not None
+    assert "float8_e4m3fn" in why
