@@ -145,8 +145,11 @@ class Fence:
 
 
 class Session:
-    """See the module. After `Finish` with a KVMismatch the lease is kept, so that the producer's bytes can
-    be looked at; `release` gives it up (otherwise its deadline does)."""
+    """See the module. Actions are carried out in order; events they cause at once are handled after them.
+
+    After `Finish` with a KVMismatch the lease is kept, so that the producer's bytes can be looked at;
+    `release` gives it up (otherwise its deadline does).
+    """
 
     def __init__(
         self,
