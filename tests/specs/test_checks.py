@@ -115,7 +115,7 @@ def test_prompt_over_the_pool_names_both_numbers() -> None:
 
 
 def test_the_pool_check_counts_every_group() -> None:
-    """The smallest pool it lets through is the smallest in which the manager can serve the request."""
+    """The smallest pool it lets through is one in which the manager can serve the request."""
     config = decoder(windows=(None, 20, None, 20))
     settings = {"max_batch_tokens": 32}
 

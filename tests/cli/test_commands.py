@@ -1,0 +1,298 @@
+"""The other commands: help, explain, report, checkpoint, doctor, and what importing them costs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rayk
+from rayk.cli.main import app
+from rayk.engine.plan import plan_engine
+from rayk.models.families import load_config
+from rayk.specs.experiment import SideSpec
+from rayk.types.config import EngineConfig
+from tests.conftest import CheckpointFactory
+from tests.reports.synthetic import write_run
+
+COMMANDS = ("run", "checkpoint", "report", "doctor", "explain")
+
+
+def invoke(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: CheckpointFactory) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.mark.parametrize("command", [(), *((c,) for c in COMMANDS)], ids=lambda c: " ".join(c) or "rayk")
+def test_help_shows_an_example(command: tuple[str, ...]) -> None:
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Example: rayk " + " ".join(command) in result.stdout
+
+
+def test_unknown_commands_and_options_exit_2() -> None:
+    assert invoke("runn").exit_code == 2
+    assert invoke("run", "--ot", "x").exit_code == 2
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def explain(model: Path, *arguments: str) -> dict[str, Any]:
+    result = invoke("explain", "--model", model, "--format", "json", *arguments)
+    assert result.exit_code in (0, 1), result.output
+    answer = json.loads(result.stdout)
+    assert answer["supported"] == (result.exit_code == 0)
+    return dict(answer)
+
+
+def test_explain_has_an_option_for_every_axis_of_a_side() -> None:
+    text = invoke("explain", "--help").stdout
+    for side in ("prefill", "decode"):
+        for name in SideSpec.model_fields:
+            assert f"--{side}-{name.replace('_', '-')}" in text
+
+
+def test_explain_counts_every_byte_of_every_rank(model: Path) -> None:
+    """Independent of the plan: each decode rank receives all bytes of the heads it holds."""
+    config = load_config(model)
+    per_head = len(config.attention_layers) * 2 * config.head_size * 4
+    for prefill, decode in ((1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (1, 8)):
+        tokens = 160
+        answer = explain(
+            model, "--prefill-tp", str(prefill), "--decode-tp", str(decode), "--num-tokens", str(tokens)
+        )
+        heads_held = max(config.num_kv_heads, decode)
+        assert answer["bytes"] == heads_held * tokens * per_head
+        assert answer["bytes"] == sum(r["bytes"] for r in answer["reads"])
+        assert answer["num_descriptors"] == sum(r["num_descriptors"] for r in answer["reads"])
+        assert {r["consumer_rank"] for r in answer["reads"]} == set(range(decode))
+
+
+def test_explain_descriptors_follow_the_layout(model: Path) -> None:
+    """BHLNC keeps a head's slice of a block one run; LBHNC has one per layer and block."""
+    config = load_config(model)
+    both = ("--prefill-tp", "1", "--decode-tp", "2", "--num-tokens", "160")
+    dense = explain(model, *both, "--prefill-layout", "BHLNC", "--decode-layout", "BHLNC")
+    layered = explain(model, *both, "--prefill-layout", "LBHNC", "--decode-layout", "LBHNC")
+    assert dense["num_descriptors"] == 2 * 10
+    assert layered["num_descriptors"] == 2 * 10 * len(config.attention_layers)
+
+
+def test_explain_says_why_not_and_exits_1(model: Path) -> None:
+    answer = explain(model, "--decode-tp", "3")
+    assert answer == {**answer, "supported": False, "reads": [], "bytes": 0}
+    assert answer["reason"] == "decode: TP 3 does not divide the model's 8 query heads"
+    assert explain(model, "--decode-kv-dtype", "nvfp4")["reason"].startswith("not supported yet")
+    text = invoke("explain", "--model", model, "--decode-tp", "3")
+    assert text.stdout == "not supported: decode: TP 3 does not divide the model's 8 query heads\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill-tp", "0"), "prefill.tp must be greater"),
+        (("--prefill-layout", "LBHCN"), "prefill.layout must be one of"),
+        (("--num-tokens", "5000"), "5000 tokens: the model has 2048 positions"),
+        (("--byte", "0", "--rank", "1"), "rank 1 of a prefill engine of TP 1"),
+        (("--byte", "999999999999"), "past the buffer's"),
+        (("--byte", "0", "--side", "middle"), "no side 'middle'"),
+        (("--find", "layer=0"), "not a coordinate"),
+        (("--find", "layer=0,block=1,head=9,token=0"), "holds no such coordinate"),
+    ],
+)
+def test_explain_bad_input_exits_2(model: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = invoke("explain", "--model", model, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_explain_bad_model_exits_2(tmp_path: Path) -> None:
+    result = invoke("explain", "--model", tmp_path / "none")
+    assert result.exit_code == 2
+    assert "no such checkpoint folder" in result.stderr
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "LBNHC", "LHBNC"])
+def test_find_and_byte_are_inverse(model: Path, layout: str) -> None:
+    config = load_config(model)
+    engine = EngineConfig(model=str(model), tp=2, layout=layout, num_blocks=8)
+    buffer_bytes = plan_engine(engine, config).ranks[1].buffer_bytes
+    side = (
+        "--side",
+        "decode",
+        "--decode-tp",
+        "2",
+        "--rank",
+        "1",
+        "--num-blocks",
+        "8",
+        "--decode-layout",
+        layout,
+    )
+    seen = set()
+    for layer, block, token in ((0, 1, 0), (1, 7, 15), (3, 2, 9)):
+        find = f"layer={layer},block={block},head=1,token={token},field=v"
+        (found,) = json.loads(invoke("explain", "--model", model, *side, "--find", find).stdout)
+        last = found["byte"] + found["num_bytes"] - 1
+        assert 0 <= last < buffer_bytes
+        (named,) = json.loads(invoke("explain", "--model", model, *side, "--byte", str(last)).stdout)
+        assert named == {
+            "group": 0,
+            "layer": layer,
+            "field": "v",
+            "unit": 1,
+            "row": token,
+            "byte": found["num_bytes"] - 1,
+            "block": block,
+        }
+        seen.add(found["byte"])
+    assert len(seen) == 3
+
+
+def test_explain_prints_text_and_html(model: Path) -> None:
+    text = invoke("explain", "--model", model, "--prefill-tp", "2", "--decode-tp", "1").stdout
+    assert text.startswith("supported: ")
+    assert "prefill: TP 2, BHLNC" in text
+    page = invoke("explain", "--model", model, "--format", "html").stdout
+    assert page.startswith("<!DOCTYPE html>")
+    assert "src=" not in page
+    assert "href=" not in page
+
+
+def test_explain_is_quick_and_free_of_torch_and_ray(model: Path) -> None:
+    script = (
+        "import sys\n"
+        "from rayk.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    code = end.code\n"
+        "heavy = {'torch', 'ray', 'pandas', 'transformers', 'triton', 'nixl'} & set(sys.modules)\n"
+        "print(code, sorted(heavy), file=sys.stderr)\n"
+    )
+    arguments = [
+        "explain",
+        "--model",
+        str(model),
+        "--prefill-tp",
+        "4",
+        "--decode-tp",
+        "8",
+        "--format",
+        "json",
+    ]
+    times = []
+    for _ in range(2):  # the first may still compile bytecode
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
+        )
+        times.append(time.monotonic() - start)
+    assert done.stderr.strip() == "0 []"
+    assert json.loads(done.stdout)["supported"] is True
+    assert min(times) < 2
+
+
+# --- report, checkpoint, doctor -------------------------------------------------------------------
+
+
+def test_report_writes_each_format(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (write_run(folder)).unlink()
+    assert invoke("report", folder).stdout.strip() == str(folder / "report.html")
+    assert (folder / "report.html").is_file()
+    assert invoke("report", folder, "--format", "md").stdout.strip() == str(folder / "report.md")
+    assert invoke("report", folder, "--format", "md", "--out", "-").stdout.startswith("# 15 of 18 PASS")
+    paths = invoke("report", folder, "--format", "csv", "--out", tmp_path / "c").stdout.split()
+    assert [Path(p).name for p in paths] == ["cells.csv", "requests.csv", "transfers.csv"]
+
+
+def test_report_compares_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", failures=False)
+    for suffix in ("html", "md", "csv"):
+        result = invoke("report", tmp_path / "a", tmp_path / "b", "--format", suffix)
+        assert result.stdout.strip() == str(tmp_path / "a" / f"compare.{suffix}")
+        assert (tmp_path / "a" / f"compare.{suffix}").stat().st_size > 0
+
+
+def test_report_of_no_run_exits_2(tmp_path: Path) -> None:
+    assert invoke("report", tmp_path / "none").exit_code == 2
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 2
+    assert "not a run's folder" in result.stderr
+
+
+def test_checkpoint_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def write(family: str, directory: Path, **options: Any) -> Path:
+        calls.append((family, directory, options))
+        return directory
+
+    monkeypatch.setattr("rayk.oracle.checkpoint.write_checkpoint", write)
+    result = invoke(
+        *("checkpoint", "llama", tmp_path / "m", "--seed", "3", "--layers", "2", "--tie"),
+        *("--set", "hidden_size=96", "--max-shard-size", "100KB"),
+    )
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(tmp_path / "m")
+    ((family, directory, options),) = calls
+    assert (family, directory) == ("llama", tmp_path / "m")
+    assert options["overrides"] == {"hidden_size": 96, "num_hidden_layers": 2}
+    assert (options["seed"], options["tie"], options["max_shard_size"]) == (3, True, "100KB")
+
+
+def test_checkpoint_mistakes_exit_2(tmp_path: Path) -> None:
+    unknown = invoke("checkpoint", "gpt2", tmp_path / "m")
+    assert unknown.exit_code == 2
+    assert "qwen3" in unknown.stderr
+    assert invoke("checkpoint", "llama", tmp_path / "m", "--set", "hidden_size").exit_code == 2
+    assert not (tmp_path / "m").exists()
+
+
+def test_doctor_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"transport": "nixl/UCX", "device": "cpu", "gb_per_s": 4.2, "latency_us": 12.0}
+    monkeypatch.setattr("rayk.transfer.nixl_agent.measure", lambda: facts)
+    monkeypatch.setattr("rayk.cli.checkup.shutil.which", lambda name: None)
+    result = invoke("doctor", "--format", "json")
+    findings = {f["what"]: f for f in json.loads(result.stdout)}
+    assert result.exit_code == 0
+    assert {"Python", "CPU", "GPU", "torch", "Ray", "Ray cluster", "NIXL", "Triton"} <= set(findings)
+    assert "4.2 GB/s" in findings["NIXL"]["found"]
+    assert findings["C++ compiler"]["status"] == "note"
+    assert "apt-get install g++" in findings["C++ compiler"]["mend"]
+
+
+def test_doctor_exits_1_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayk.transfer.nixl_agent.measure", lambda: {"error": "no UCX"})
+    result = invoke("doctor", "--address", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "no UCX" in result.stdout
+    assert "127.0.0.1:1" in result.stdout
+
+
+# --- the package ----------------------------------------------------------------------------------
+
+
+def test_the_package_is_lazy_and_complete() -> None:
+    script = "import rayk, sys; print(sorted({'torch', 'ray', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+    assert rayk.EngineConfig is EngineConfig
+    assert set(rayk.__all__) <= set(dir(rayk))
+    assert rayk.load.__name__ == "load"
+    assert rayk.SamplingParams().temperature == 0
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = rayk.nothing

@@ -1,0 +1,185 @@
+"""Reports from a made-up run: self-contained, complete, safe."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from rayk.reports import ResultWriter, load, verdict_table
+from rayk.reports.compare import compare, compare_headline, compare_markdown, write_compare_html
+from rayk.reports.grids import SHORT, verdict_grids
+from rayk.reports.html import write_html
+from rayk.reports.text import markdown, write_csv
+from rayk.reports.verdicts import STYLES
+from rayk.specs.experiment import VERDICTS
+from tests.reports.synthetic import cell_row, write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    write_run(directory)
+    return directory
+
+
+class _Page(HTMLParser):
+    """Collects every attribute that loads something, and the text outside scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.tips: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [v or "" for k, v in attrs if k in ("src", "href", "data", "srcset", "action")]
+        self.tips += [v or "" for k, v in attrs if k == "data-tip"]
+
+    def handle_data(self, data: str) -> None:
+        if not self.tags or self.tags[-1] not in ("script", "style"):
+            self.texts.append(data)
+
+
+def test_the_page_loads_nothing(run: Path) -> None:
+    text = (run / "report.html").read_text()
+    page = _Page(text)
+    assert page.loads == []
+    assert {"link", "img", "iframe", "object"}.isdisjoint(page.tags)
+    styles = "".join(re.findall(r"<style>(.*?)</style>", text, re.DOTALL))
+    assert "url(" not in styles
+    assert "@import" not in styles
+    assert "prefers-color-scheme: dark" in styles
+
+
+def test_the_page_shows_every_cell_and_reason(run: Path) -> None:
+    page = _Page((run / "report.html").read_text())
+    text = " ".join(page.texts)
+    assert "15 of 18 PASS" in text
+    cells = load(run).cells
+    assert all(name in text for name in cells["cell_id"])
+    assert "layer 2, group 0, v, head 1, token 36" in text
+    assert len(page.tips) == 18
+    assert any("last block not written" in tip for tip in page.tips)
+    assert f"rayk run {run / 'spec.yaml'}" in text
+
+
+def test_the_plots_hold_the_runs_numbers(run: Path) -> None:
+    text = (run / "report.html").read_text()
+    match = re.search(r'id="plots">(.*?)</script>', text, re.DOTALL)
+    assert match is not None
+    plots = {p["id"]: p for p in json.loads(match.group(1))}
+    assert set(plots) == {"transfers", "ttft", "tpot"}
+    result = load(run)
+    assert sorted(plots["ttft"]["data"][0]["x"]) == sorted(result.requests["ttft_ms"])
+    assert sum(plots["transfers"]["data"][0]["x"]) == result.transfers["bytes"].sum()
+
+
+def test_text_from_the_run_cannot_leave_its_place(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x>"
+    writer = ResultWriter(tmp_path, spec_yaml=f"name: '{evil}'\nmodel: m\n", environment={"x": evil})
+    writer.write_cell(cell_row(1, 2, ("BHLNC", "BHLNC"), verdict="TIMEOUT", reason=evil), [], [])
+    page = _Page(writer.finish().read_text())
+    assert page.loads == []
+    assert page.tags.count("img") == 0
+    assert any(evil in tip for tip in page.tips)
+
+
+def test_a_run_without_cells_still_has_a_report(tmp_path: Path) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    assert "0 of 0 PASS" in writer.finish().read_text()
+
+
+def test_every_verdict_has_a_style() -> None:
+    css = (Path(write_html.__code__.co_filename).parent / "templates" / "report.css").read_text()
+    for verdict in VERDICTS:
+        assert verdict in STYLES
+        assert verdict in SHORT
+        assert re.search(rf"\.{verdict}\b", css), verdict
+
+
+def test_grids_are_one_per_layout_pair(run: Path) -> None:
+    grids = {g["title"]: g for g in verdict_grids(load(run).cells)}
+    assert list(grids) == [
+        "BHLNC → BHLNC",
+        "BHLNC → LBHNC",
+        "LBHNC → BHLNC",
+        "LBHNC → LBHNC",
+        "aggregated, layout BHLNC",
+    ]
+    full = grids["BHLNC → BHLNC"]
+    assert full["columns"] == ["D 1", "D 2", "D 4"]
+    verdicts = [[cell["verdict"] for cell in cells] for _, cells in full["rows"]]
+    assert verdicts == [
+        ["PASS", "PASS", "PASS"],
+        ["PASS", "PASS", "NEAR_TIE"],
+        ["TOKEN_MISMATCH", "KV_MISMATCH", "PASS"],
+    ]
+    holes = [[cell is None for cell in cells] for _, cells in grids["BHLNC → LBHNC"]["rows"]]
+    assert holes == [[True, False], [False, True]]
+
+
+def test_other_axes_that_vary_split_the_grids(tmp_path: Path) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    for size in (16, 32):
+        cell = cell_row(1, 2, ("BHLNC", "BHLNC"), cell_id=f"c{size}")
+        cell.axes["decode.block_size"] = size
+        writer.write_cell(cell, [], [])
+    titles = [g["title"] for g in verdict_grids(load(tmp_path).cells)]
+    assert titles == ["BHLNC → BHLNC, decode.block_size 16", "BHLNC → BHLNC, decode.block_size 32"]
+
+
+def test_markdown_has_the_matrices_and_the_cells(run: Path) -> None:
+    text = markdown(load(run))
+    assert text.startswith("# 15 of 18 PASS")
+    assert "| P 4 | TOKEN_MISMATCH | KV_MISMATCH | PASS |" in text
+    assert "| p4-d2-BHLNC-BHLNC | KV_MISMATCH | 6 | 0 | 2,408,448 | 512 |" in text
+
+
+def test_csv_holds_the_tables(run: Path, tmp_path: Path) -> None:
+    paths = write_csv(load(run), tmp_path)
+    assert [p.name for p in paths] == ["cells.csv", "requests.csv", "transfers.csv"]
+    cells, requests = pd.read_csv(paths[0]), pd.read_csv(paths[1])
+    assert cells["verdict"].tolist() == load(run).cells["verdict"].tolist()
+    assert json.loads(requests["output_token_ids"][0]) == list(range(24))
+    assert cells["first_divergence"].dropna().map(json.loads).tolist() == [{"request": 2, "token_index": 7}]
+
+
+def test_the_verdict_table_names_every_cell(run: Path) -> None:
+    cells = load(run).cells
+    table = verdict_table(cells)
+    assert table.row_count == 18
+    assert table.columns[-1].header == "reason"
+    assert verdict_table(cells[cells["verdict"] == "PASS"]).columns[-1].header == "wall s"
+
+
+def test_two_runs_are_compared_cell_by_cell(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "good"
+    write_run(other, failures=False, seed=1)
+    results = [load(run), load(other)]
+    table = compare(results)
+    assert len(table) == 18
+    assert compare_headline(results) == "3 of 18 cells differ in verdict"
+    base, changed = table[f"ttft_ms_p50/{run.name}"][0], table["ttft_ms_p50/good"][0]
+    text = compare_markdown(results)
+    assert f"{changed:.1f} ({100 * (changed / base - 1):+.0f}%)" in text
+    page = _Page(write_compare_html(results, tmp_path / "c.html").read_text())
+    assert page.loads == []
+    assert "3 of 18 cells differ in verdict" in " ".join(page.texts)
+
+
+def test_runs_of_one_name_and_absent_cells(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / run.name
+    writer = ResultWriter(other, spec_yaml="name: n\n", environment={})
+    writer.write_cell(cell_row(8, 8, ("BHLNC", "BHLNC")), [], [])
+    results = [load(run), load(other)]
+    assert len(compare(results)) == 19
+    assert f"verdict, {run.name} (2)" in compare_markdown(results)
+    assert "absent" in compare_markdown(results)
