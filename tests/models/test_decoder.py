@@ -72,7 +72,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp(request.param), family, **overrides)
 
 
-def every_logit(checkpoint: Checkpoint, tp_size: int, num_decoded: int = 12) -> list[torch.Tensor]:
+def every_logit(
+    checkpoint: Checkpoint, tp_size: int, num_decoded: int = 12, backend: str = "reference"
+) -> list[torch.Tensor]:
     """Logits of every position: mixed batches of chunks, then one token per step and request.
 
     What each rank returns must be the same bits.
@@ -80,7 +82,7 @@ def every_logit(checkpoint: Checkpoint, tp_size: int, num_decoded: int = 12) -> 
     ids = prompts()
 
     def body(comm):
-        paged = Paged(load(checkpoint, comm), len(ids))
+        paged = Paged(load(checkpoint, comm, backend=backend), len(ids))
         parts: list[list[torch.Tensor]] = [[] for _ in ids]
         # Request 0 whole; 1 and 2 in chunks, so that prefills and decodes share a step.
         heads = [len(p) - num_decoded if len(p) > num_decoded else 1 for p in ids]
@@ -116,6 +118,14 @@ def test_whole_prefill_equals_transformers(checkpoint: Checkpoint) -> None:
         logits = Paged(load(checkpoint, LocalComm()), len(ids)).step(ids)
     for token_ids, mine in zip(ids, logits, strict=True):
         assert_right(checkpoint, token_ids, mine)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("checkpoint", ["qwen3-layer-types", "mistral"], indirect=True)
+def test_logits_with_the_fast_backend(checkpoint: Checkpoint, tp_size: int) -> None:
+    mine = every_logit(checkpoint, tp_size, backend="cpu")
+    for token_ids, logits in zip(prompts(), mine, strict=True):
+        assert_right(checkpoint, token_ids, logits)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

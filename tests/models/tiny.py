@@ -105,7 +105,12 @@ def run_ranks(num_ranks: int, body: Callable[[Comm], Any]) -> list[Any]:
     return results
 
 
-def load(checkpoint: Checkpoint, comm: Comm, dtype: torch.dtype = torch.float32) -> Decoder:
+def load(
+    checkpoint: Checkpoint,
+    comm: Comm,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "reference",
+) -> Decoder:
     """One rank's decoder on the CPU."""
     return load_decoder(
         checkpoint.path,
@@ -113,7 +118,7 @@ def load(checkpoint: Checkpoint, comm: Comm, dtype: torch.dtype = torch.float32)
         comm=comm,
         dtype=dtype,
         device=torch.device("cpu"),
-        backend=get_backend("reference", "cpu"),
+        backend=get_backend(backend, "cpu"),
     )
 
 

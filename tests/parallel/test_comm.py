@@ -90,17 +90,20 @@ def test_threads_and_shm_give_the_same_bits(crew: Crew) -> None:
     assert one == two
 
 
-@pytest.mark.parametrize(("kind", "size"), [("shm", 2), ("shm", 3), ("gloo", 2)])
-def test_killed_peer_is_a_comm_error_and_leaves_nothing(kind: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "victim"), [("shm", 2, 1), ("shm", 3, 2), ("shm", 3, 0), ("gloo", 2, 1)]
+)
+def test_killed_peer_is_a_comm_error_and_leaves_nothing(kind: str, size: int, victim: int) -> None:
     crew = Crew(size)
     try:
         mapped = crew.run(RANKS, "form", size, kind, free_address())
         assert mapped == [[]] * size, "a name in /dev/shm would outlive a killed process"
-        for rank in range(size - 1):
+        survivors = [rank for rank in range(size) if rank != victim]
+        for rank in survivors:
             crew.pipes[rank].send((RANKS, "wait_in_vain", (rank, size)))
         time.sleep(0.3)
-        crew.kill(size - 1)
-        for rank in range(size - 1):
+        crew.kill(victim)
+        for rank in survivors:
             text, waited_s = crew.result(rank, 20)
             assert "all_reduce" in text
             assert kind != "shm" or "is gone" in text
