@@ -52,7 +52,12 @@ class RequestState:
 
 
 class Scheduler:
-    """Decides each step's batch. First come, first served; the latest arrival is preempted first."""
+    """Decides each step's batch. First come, first served; the latest arrival is preempted first.
+
+    Running requests are in order of arrival and came before all waiting ones. A waiting request may hold
+    blocks (its KV was prefilled elsewhere): short blocks are taken from such requests first, latest first,
+    so that none of them can wait for another for ever.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
         self.num_preemptions = 0
+        self.is_short_of_blocks = False
+        """Whether a request could not go on in the last `schedule` because blocks were short."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
@@ -118,6 +125,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch, or None when nothing can run now."""
         budget = self.max_batch_tokens
+        self.is_short_of_blocks = False
         scheduled: list[ScheduledRequest] = []
         index = 0
         while index < len(self._running) and budget > 0:
@@ -129,7 +137,9 @@ class Scheduler:
             scheduled.append(self._share(state, num_tokens, updates))
             budget -= num_tokens
             index += 1
-        budget = self._admit(scheduled, budget)
+        if not (self.is_short_of_blocks and scheduled):
+            # Else a preempted request would come back at once, only to be preempted again.
+            self._admit(scheduled, budget)
         if not scheduled:
             return None
         self._step += 1
@@ -163,34 +173,49 @@ class Scheduler:
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go."""
         while (updates := self.allocator.extend(state.request_id, num_tokens)) is None:
+            self.is_short_of_blocks = True
+            if self._take_from_waiting(keep=None):
+                continue
             victim = self._running.pop()
-            self._preempt(victim)
+            self._release_row(victim)
+            self._forget_kv(victim)
+            self._waiting.appendleft(victim)
             if victim is state:
                 return None
         return updates
 
-    def _preempt(self, state: RequestState) -> None:
-        self._release_row(state)
+    def _take_from_waiting(self, keep: RequestState | None) -> bool:
+        """Free the blocks of the latest waiting request that holds any, `keep` aside; False if none does."""
+        for state in reversed(self._waiting):
+            if state.num_computed > 0 and state is not keep:
+                self._forget_kv(state)
+                return True
+        return False
+
+    def _forget_kv(self, state: RequestState) -> None:
+        """The request computes its tokens again, from the first, when it runs next."""
         self.allocator.free(state.request_id)
         state.num_computed = 0
         state.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(state)
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> int:
+    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
         """Start waiting requests while rows, tokens and blocks last."""
         while self._waiting and self._rows and budget > 0:
             state = self._waiting[0]
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
             updates = self.allocator.extend(state.request_id, state.num_computed + num_tokens)
             if updates is None:
+                self.is_short_of_blocks = True
+                # Blocks come back when a running request ends; with none, later arrivals give theirs.
+                if not self._running and self._take_from_waiting(keep=state):
+                    continue
                 break
             self._waiting.popleft()
             state.row = self._rows.pop()
             self._running.append(state)
             scheduled.append(self._share(state, num_tokens, updates))
             budget -= num_tokens
-        return budget
 
     def _share(self, state: RequestState, num_tokens: int, updates: BlockUpdates) -> ScheduledRequest:
         if not state.tables_sent:
