@@ -16,7 +16,7 @@ from rayk.parallel.comm import Comm
 from rayk.parallel.threads import ThreadComm
 from rayk.sched.batching import Scheduler
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 from rayk.types.request import FinishReason, Request
 
 
@@ -31,7 +31,7 @@ def make_leader(rank: EngineRank, handover: Handover | None = None) -> Leader:
         max_positions=rank.model_config.max_positions,
         eos_token_ids=rank.model_config.eos_token_ids,
     )
-    return Leader(scheduler, manager, handover)
+    return Leader(scheduler, manager, handover, vocab_size=rank.model_config.vocab_size)
 
 
 @dataclass
@@ -80,6 +80,7 @@ class ThreadEngine:
         self._handover = handover
         self._poison = poison
         self._ready = threading.Barrier(config.tp + 1)
+        self._failing = threading.Lock()
         comms = ThreadComm.make_group(config.tp, timeout_s)
         self._threads = [
             threading.Thread(target=self._run, args=(comm,), name=f"{name}/r{comm.rank}", daemon=True)
@@ -121,12 +122,15 @@ class ThreadEngine:
                 return done
 
     def close(self) -> None:
-        """Stop the loops; raises the error that ended one early."""
+        """Stop the loops; raises the error that ended one early, DeadlineExceeded when one does not end."""
         self.leader.stop()
         for thread in self._threads:
             thread.join(self.timeout_s)
         if self.error is not None:
             raise self.error
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:
+            raise DeadlineExceeded(f"the end of {', '.join(stuck)}", self.timeout_s)
 
     def _run(self, comm: Comm) -> None:
         leader: Leader | None = None
@@ -139,12 +143,21 @@ class ThreadEngine:
             self.ranks[comm.rank], self.extensions[comm.rank], self.loops[comm.rank] = rank, extension, loop
             self._ready.wait(self.timeout_s)
             loop.run()
+            if leader is not None:
+                leader.fail(EngineDied(engine=self.name, cause="stopped"))
         except threading.BrokenBarrierError:
             return
         except Exception as error:  # noqa: BLE001 - a thread must hand every error to its owner
-            self.error = self.error or (
-                error if isinstance(error, RaykError) else dead_engine(self.name, error)
-            )
-            self._ready.abort()
-            if leader is not None:
-                leader.fail(dead_engine(self.name, error))
+            self._on_error(error, comm.rank, leader)
+        finally:
+            # Peers that wait for this rank must not wait out their timeout.
+            comm.close()
+
+    def _on_error(self, error: Exception, rank: int, leader: Leader | None) -> None:
+        with self._failing:
+            # The first error is the cause; those of peers that lost this rank follow from it.
+            if self.error is None:
+                self.error = error if isinstance(error, RaykError) else dead_engine(self.name, error, rank)
+        self._ready.abort()
+        if leader is not None:
+            leader.fail(dead_engine(self.name, self.error))

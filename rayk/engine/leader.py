@@ -8,6 +8,7 @@ another one) is a Handover's business.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +25,9 @@ HEARTBEAT_S = 0.05
 """An idle engine turns this often."""
 BUSY_POLL_S = 0.0003
 """How often an engine with transfers or leases, but no step to run, turns."""
+QUICK_S = 0.1
+"""After this long without news of them it turns only every `SLOW_POLL_S`."""
+SLOW_POLL_S = 0.003
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +61,7 @@ class Handover(Protocol):
         ...
 
     def takes(self, state: RequestState) -> bool:
-        """Whether this request, which just sampled a token and is not finished, leaves the engine now.
+        """Whether this request, which just sampled a token, leaves the engine now (no finished one does).
 
         If so the hand-over has already taken its blocks over."""
         ...
@@ -78,6 +82,10 @@ class Handover(Protocol):
         """Stop a hand-over in progress; False if there is none."""
         ...
 
+    def holds(self, request_id: str) -> bool:
+        """Whether anything of a request of this id is still here."""
+        ...
+
     def fail_all(self, error: RaykError) -> None:
         """The engine is going down."""
         ...
@@ -87,11 +95,18 @@ class Leader:
     """Implements loop.TurnSource over a Scheduler and a KVCacheManager."""
 
     def __init__(
-        self, scheduler: Scheduler, manager: KVCacheManager, handover: Handover | None = None
+        self,
+        scheduler: Scheduler,
+        manager: KVCacheManager,
+        handover: Handover | None = None,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size`: prompts with other ids are refused; None takes all."""
         self.scheduler = scheduler
         self.manager = manager
         self._handover = handover
+        self._vocab_size = vocab_size
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._calls: list[tuple[object, Future[list[object]]]] = []
@@ -100,14 +115,20 @@ class Leader:
         self._stopping = False
         self._stalled = False
         self._dead: RaykError | None = None
+        self._death = threading.Lock()
+        self._last_news_s = 0.0
         if handover is not None:
             handover.attach(self)
 
     # Any thread.
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the loop's thread at its next turn."""
-        self._inbox.put(action)
+        """Run `action` on the loop's thread at its next turn; once that has ended, here and now."""
+        with self._death:
+            if self._dead is None:
+                self._inbox.put(action)
+                return
+        action()
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run a request here from its first token. Problems reach the sink as an error event."""
@@ -120,7 +141,14 @@ class Leader:
     def call(self, command: object) -> Future[list[object]]:
         """Run a command on every rank; the future holds each rank's result (or raises its RaykError)."""
         future: Future[list[object]] = Future()
-        self.post(lambda: self._calls.append((command, future)))
+
+        def ask() -> None:
+            if self._dead is not None:
+                future.set_exception(self._dead)
+            else:
+                self._calls.append((command, future))
+
+        self.post(ask)
         return future
 
     def stop(self) -> None:
@@ -133,28 +161,31 @@ class Leader:
 
     def fail(self, error: RaykError) -> None:
         """The loop ended with `error`: tell every sink and every waiting call. From the loop's thread."""
-        self._dead = error
+        with self._death:
+            self._dead = error
         if self._handover is not None:
             self._handover.fail_all(error)
         for request_id in list(self._sinks):
             self.emit(RequestEvent(request_id=request_id, error=error))
         for _, future in self._calls + self._asked:
-            future.set_exception(error)
+            if not future.done():
+                future.set_exception(error)
         while not self._inbox.empty():
-            self._inbox.get_nowait()()  # late submits see _dead
+            self._inbox.get_nowait()()  # they see _dead
 
     # The loop's thread.
 
     def wait(self) -> None:
         """Run what was posted; when there is nothing to do, wait a heartbeat for it."""
-        timeout = 0.0 if self._busy() else (BUSY_POLL_S if self._watching() else HEARTBEAT_S)
+        timeout = self._patience()
         try:
             action = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
-            action()
-            while True:
-                self._inbox.get_nowait()()
         except queue.Empty:
-            pass
+            return
+        self._last_news_s = time.monotonic()
+        action()
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
 
     def plan(self) -> Turn:
         """The next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
@@ -163,7 +194,7 @@ class Leader:
         self._asked, self._calls = self._calls, []
         commands = (*own, *(command for command, _ in self._asked))
         batch = self.scheduler.schedule()
-        self._stalled = batch is None
+        self._stalled = batch is None and self.scheduler.has_work
         return Turn(
             batch=batch,
             commands=commands,
@@ -173,22 +204,15 @@ class Leader:
 
     def absorb(self, turn: Turn, result: TurnResult) -> None:
         """Hand tokens to sinks, finished requests out, results to whoever asked."""
+        if turn.gather:
+            # Before the step's tokens: its commands ran first, and a finished request's sink is closed.
+            self._absorb_gathered(result)
         if turn.batch is not None:
             for state in self.scheduler.update(turn.batch, result.sampled):
                 self._deliver(state)
-        if not turn.gather:
-            return
-        n = self._num_handover_commands
-        if self._handover is not None:
-            self._handover.absorb(tuple(r[:n] for r in result.results), result.polls)
-        for i, (_, future) in enumerate(self._asked):
-            answers = [per_rank[n + i] for per_rank in result.results]
-            error = next((a for a in answers if isinstance(a, RaykError)), None)
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(answers)
-        self._asked = []
+        if turn.batch is not None or any(news is not None for news in result.polls):
+            self._last_news_s = time.monotonic()
+            self._stalled = False
 
     def emit(self, event: RequestEvent) -> None:
         """Give an event to its request's sink; the last one closes it."""
@@ -199,13 +223,18 @@ class Leader:
             del self._sinks[event.request_id]
         sink(event)
 
-    def open(self, request: Request, sink: Sink) -> bool:
-        """Register a sink, or refuse: engine dead, id in use, or a request no pool could ever hold."""
+    def open(self, request: Request, sink: Sink, max_tokens: int | None = None) -> bool:
+        """Register a sink, or refuse: engine dead, id in use, or a request that can never run here.
+
+        `max_tokens`: how many are generated here, if not all that the request asks for.
+        """
         error: RaykError | None = self._dead
-        if error is None and request.request_id in self._sinks:
+        if error is None and self._is_in_use(request.request_id):
             error = UserError(f"request id {request.request_id} is in use")
         if error is None:
-            error = self._too_long(request)
+            error = self._bad_input(request)
+        if error is None:
+            error = self._too_long(request, max_tokens or request.sampling.max_tokens)
         if error is not None:
             sink(RequestEvent(request_id=request.request_id, error=error))
             return False
@@ -227,7 +256,7 @@ class Leader:
         self.emit(RequestEvent(request_id=request_id, finish_reason=FinishReason.ABORT))
 
     def _deliver(self, state: RequestState) -> None:
-        taken = state.finish_reason is None and self._handover is not None and self._handover.takes(state)
+        taken = self._handover is not None and self._handover.takes(state)
         info: dict[str, Any] = {}
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
@@ -240,15 +269,48 @@ class Leader:
             )
         )
 
-    def _too_long(self, request: Request) -> RaykError | None:
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+    def _absorb_gathered(self, result: TurnResult) -> None:
+        n = self._num_handover_commands
+        if self._handover is not None:
+            self._handover.absorb(tuple(r[:n] for r in result.results), result.polls)
+        for i, (_, future) in enumerate(self._asked):
+            answers = [per_rank[n + i] for per_rank in result.results]
+            error = next((a for a in answers if isinstance(a, RaykError)), None)
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(answers)
+        self._asked = []
+
+    def _is_in_use(self, request_id: str) -> bool:
+        # An aborted request's sink is gone before its blocks and reads are.
+        return request_id in self._sinks or (self._handover is not None and self._handover.holds(request_id))
+
+    def _bad_input(self, request: Request) -> UserError | None:
+        """What would otherwise end the engine, or be ignored."""
+        sampling = request.sampling
         if not request.prompt_token_ids:
             return UserError(f"request {request.request_id} has an empty prompt")
+        if sampling.max_tokens < 1:
+            return UserError(f"max_tokens {sampling.max_tokens}", mend="at least 1")
+        if sampling.temperature != 0:
+            return UserError(f"temperature {sampling.temperature}", mend="0: decoding is greedy")
+        if self._vocab_size is None:
+            return None
+        outside = [t for t in request.prompt_token_ids if not 0 <= t < self._vocab_size]
+        if outside:
+            return UserError(f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}")
+        return None
+
+    def _too_long(self, request: Request, max_tokens: int) -> UserError | None:
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
         if num_tokens > self.scheduler.max_positions:
             return UserError(
                 f"prompt of {len(request.prompt_token_ids)} + max_tokens {request.sampling.max_tokens} "
                 f"exceeds the model's {self.scheduler.max_positions} positions"
             )
+        # The last token is never fed back: it needs no place.
+        num_tokens = len(request.prompt_token_ids) + max_tokens - 1
         needed = self.manager.max_request_blocks(num_tokens, self.scheduler.max_batch_tokens)
         available = self.manager.pool.num_blocks - 1
         if needed > available:
@@ -262,12 +324,20 @@ class Leader:
         runnable = self.scheduler.has_work and not self._stalled
         return bool(runnable or self._calls or self._stopping)
 
+    def _patience(self) -> float:
+        """Seconds to wait for something to do."""
+        if self._busy():
+            return 0.0
+        if not self._watching():
+            return HEARTBEAT_S
+        return BUSY_POLL_S if time.monotonic() - self._last_news_s < QUICK_S else SLOW_POLL_S
+
     def _watching(self) -> bool:
         return self._handover is not None and self._handover.needs_gather()
 
 
-def dead_engine(engine: str, error: BaseException) -> EngineDied:
-    """What an exception that ended a loop looks like to clients."""
+def dead_engine(engine: str, error: BaseException, rank: int | None = None) -> EngineDied:
+    """What an exception that ended a loop looks like to clients; `rank`: where it was raised."""
     if isinstance(error, EngineDied):
         return error
-    return EngineDied(engine=engine, cause=f"{type(error).__name__}: {error}")
+    return EngineDied(engine=engine, cause=f"{type(error).__name__}: {error}", rank=rank)

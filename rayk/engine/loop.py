@@ -82,14 +82,17 @@ class TurnSource(Protocol):
 
 @dataclass(slots=True)
 class LoopTimes:
-    """Where a rank's time goes, in nanoseconds: the control plane is `turn` minus `model`."""
+    """Where a rank's time goes, in nanoseconds: the control plane is `turn` minus `model`.
+
+    Rank 0's turns count from the moment it decides one; a peer's include its wait for rank 0.
+    """
 
     num_turns: int = 0
     num_steps: int = 0
     turn_ns: int = 0
     """Turns that had a step."""
     model_ns: int = 0
-    """Their forward pass and sampling."""
+    """Of these, the decoder's forward pass up to the logits, its collectives included."""
 
 
 def encode_turn(turn: Turn) -> bytes:
@@ -142,7 +145,7 @@ class EngineLoop:
         started = time.monotonic_ns()
         turn = self._share(self._leader.plan() if self._leader is not None else None)
         results = tuple(self._execute(command) for command in turn.commands)
-        sampled, model_ns = self._step(turn.batch)
+        sampled = self._step(turn.batch)
         poll = self._extension.poll()
         gathered = self._gather(turn, results, poll)
         if self._leader is not None:
@@ -157,7 +160,7 @@ class EngineLoop:
         self.times.num_turns += 1
         if turn.batch is not None:
             self.times.num_steps += 1
-            self.times.model_ns += model_ns
+            self.times.model_ns += self._rank.forward_ns
             self.times.turn_ns += time.monotonic_ns() - started
         return not turn.stop
 
@@ -174,18 +177,16 @@ class EngineLoop:
         except RaykError as error:
             return error
 
-    def _step(self, batch: ScheduledBatch | None) -> tuple[dict[str, int], int]:
+    def _step(self, batch: ScheduledBatch | None) -> dict[str, int]:
         if batch is None:
-            return {}, 0
+            return {}
         if self._on_step is not None:
             self._on_step(batch.step)
         assigned = tuple(b for r in batch.requests for _, ids in r.new_block_ids for b in ids if b)
         if assigned:
             self._extension.blocks_assigned(assigned)
-        started = time.monotonic_ns()
         logits = self._rank.step(batch)
-        sampled = sample_greedy(batch, logits) if self._leader is not None else {}
-        return sampled, time.monotonic_ns() - started
+        return sample_greedy(batch, logits) if self._leader is not None else {}
 
     def _gather(
         self, turn: Turn, results: tuple[object, ...], poll: object

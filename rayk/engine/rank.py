@@ -5,6 +5,7 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -59,6 +60,8 @@ class EngineRank:
         )
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
+        self.forward_ns = 0
+        """What the last step's forward pass took, inputs and metadata aside."""
 
     def _plan(self) -> EnginePlan:
         specs = plan_engine(self.config, self.model_config).groups
@@ -89,8 +92,11 @@ class EngineRank:
         """Compute the batch's tokens, store their KV; float32 logits [requests that need logits, vocab]."""
         inputs = self._inputs.build(batch)
         metadata = self.attention_groups.build(inputs.metadata)
+        started = time.monotonic_ns()
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata)
-        return self.decoder.logits(hidden[inputs.logits_index])
+        logits = self.decoder.logits(hidden[inputs.logits_index])
+        self.forward_ns = time.monotonic_ns() - started
+        return logits
 
     def close(self) -> None:
         """Unbind the cache."""
