@@ -17,10 +17,12 @@ from rayk.actors.commands import (
     StartRead,
     TicketPart,
 )
+from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.engine.rank import EngineRank
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
+from rayk.transfer.faults import FaultyAgent, reuse_early
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
@@ -88,18 +90,22 @@ class TransferExtension:
         engine: str,
         epoch: int,
         lease_s: float,
+        faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
     ) -> None:
         """`on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
         self._views = layer_views(rank)
+        self._faults = FaultBox(faults)
+        self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
+        self._caches = rank.caches
         self._on_point = on_point
         self._lease_ns = int(lease_s * 1e9)
         self._num_handovers = 0
         self._refused: list[TransferOutcome] = []
         self._mismatched: set[str] = set()
         model = fingerprint(rank.config.model, rank.model_config)
-        description = describe_cache(agent, rank.caches, engine=engine, epoch=epoch, fingerprint=model)
-        self.transfer = TransferRank(agent, rank.caches, self._views, description)
+        description = describe_cache(self._agent, rank.caches, engine=engine, epoch=epoch, fingerprint=model)
+        self.transfer = TransferRank(self._agent, rank.caches, self._views, description)
 
     def execute(self, command: object) -> object:
         """Run one command; see actors.commands."""
@@ -117,6 +123,7 @@ class TransferExtension:
             case Diagnose():
                 return self._diagnose(command)
             case ReleaseMismatch():
+                self._mismatched.discard(command.request_id)
                 self.transfer.release_now(command.request_id)
             case _:
                 raise AssertionError(f"unknown command {command!r}")
@@ -148,15 +155,21 @@ class TransferExtension:
         self._num_handovers += 1
         self._on_point("transfer", self._num_handovers)
         self.transfer.lease(command.lease_id, time.monotonic_ns() + self._lease_ns)
-        return TicketPart(
+        part = TicketPart(
             self.transfer.digests(command.num_tokens, command.block_tables),
             self.transfer.generations(command.block_tables),
         )
+        if self._faults.take("early_reuse", command.request_id) is not None:
+            reuse_early(self._caches, [b for table in command.block_tables for b in table if b])
+        return part
 
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1
         self.transfer.bump_generations([b for table in command.block_tables for b in table if b])
         deadline = time.monotonic_ns() + int(command.deadline_s * 1e9)
+        flip = self._faults.take("flip_bit", command.ticket.request_id)
+        if flip is not None and isinstance(self._agent, FaultyAgent):
+            self._agent.plant(flip.flipped_bit())
         try:
             self.transfer.start(command.ticket, command.block_tables, deadline)
         except RaykError as error:

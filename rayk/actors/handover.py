@@ -8,6 +8,7 @@ scheduled when every rank's digests agree. Nothing is decoded from KV that was n
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from rayk.sched.batching import RequestState
     from rayk.transfer.consumer import TransferOutcome
     from rayk.types.request import Request
+
+
+HOLD_S = 60.0
+"""After a mismatch the blocks are kept this long for somebody to look into it."""
 
 
 @dataclass(slots=True)
@@ -56,11 +61,17 @@ class TransferHandover:
         self._capture: set[str] = set()
         self._commands: list[object] = []
         self._sent: list[object] = []
+        self._lease_numbers = itertools.count()
+        self._lease_ids: dict[str, str] = {}
+        """Request id -> its open lease."""
         self._leases: dict[str, set[int]] = {}
+        """Lease id -> ranks that were told it is over."""
         self._queued: deque[_Incoming] = deque()
         self._reading: dict[str, _Incoming] = {}
-        self._draining: dict[str, set[int]] = {}
-        self._held: set[str] = set()
+        self._draining: dict[str, _Incoming] = {}
+        """Failed, with reads still in flight."""
+        self._held: dict[str, int] = {}
+        """Mismatches to be looked into -> until when (ns)."""
         self.num_expired_leases = 0
 
     # Any thread.
@@ -70,7 +81,7 @@ class TransferHandover:
         copy of its KV rows as info["captured"] when prefill is done."""
 
         def start() -> None:
-            if not self.leader.open(request, sink):
+            if not self.leader.open(request, sink, max_tokens=1 if hand_over else None):
                 return
             if hand_over:
                 self._hand_over.add(request.request_id)
@@ -101,11 +112,8 @@ class TransferHandover:
         """A failed request was looked into: its blocks here and its lease there may go."""
 
         def free() -> None:
-            if request_id in self._held:
-                self._held.discard(request_id)
-                self._commands.append(ReleaseMismatch(request_id))
-                self._free(request_id)
-            self._end_lease(self._lease_id(request_id))
+            self._let_go(request_id)
+            self._end_lease(self._lease_ids.get(request_id))
 
         self.leader.post(free)
 
@@ -125,21 +133,27 @@ class TransferHandover:
     def takes(self, state: RequestState) -> bool:
         """Prefill-only requests leave with their first token; captures are asked for."""
         request_id = state.request_id
-        hand_over = request_id in self._hand_over
-        if request_id not in self._capture and not hand_over:
+        hand_over, capture = request_id in self._hand_over, request_id in self._capture
+        if not hand_over and not capture:
+            return False
+        self._hand_over.discard(request_id)
+        self._capture.discard(request_id)
+        if state.finish_reason is not None:
             return False
         tables = self.leader.manager.block_tables(request_id)
-        if request_id in self._capture:
-            self._capture.discard(request_id)
+        if capture:
             self._commands.append(Capture(request_id, state.num_computed, tables))
         if hand_over:
-            self._hand_over.discard(request_id)
             self._lend(request_id, state.num_computed, tables)
         return hand_over
 
     def commands(self) -> tuple[object, ...]:
         """Tickets to write, reads to start, rows to copy."""
-        self._reserve()
+        now = time.monotonic_ns()
+        for request_id in [r for r, until in self._held.items() if until <= now]:
+            self._let_go(request_id)
+        self._give_up_late(now)
+        self._reserve(now)
         self._sent, self._commands = self._commands, []
         return tuple(self._sent)
 
@@ -170,26 +184,34 @@ class TransferHandover:
             if queued.request.request_id == request_id:
                 self._queued.remove(queued)
                 return True
-        if self._lease_id(request_id) in self._leases:
+        if request_id in self._lease_ids:
             # Should a reader be at it now, the generations will tell it.
-            self._end_lease(self._lease_id(request_id))
+            self._end_lease(self._lease_ids[request_id])
             return True
         return False
+
+    def holds(self, request_id: str) -> bool:
+        """Whether blocks or reads of a request outlive its stream here."""
+        return any(
+            request_id in here for here in (self._lease_ids, self._reading, self._draining, self._held)
+        )
 
     def fail_all(self, error: RaykError) -> None:
         """The engine is going down: nothing here outlives it."""
         del error
         self._leases.clear()
+        self._lease_ids.clear()
         self._queued.clear()
         self._reading.clear()
+        self._draining.clear()
+        self._held.clear()
 
     # Producer.
 
-    def _lease_id(self, request_id: str) -> str:
-        return f"{self._engine}/{self._epoch}/{request_id}"
-
     def _lend(self, request_id: str, num_tokens: int, tables: BlockTables) -> None:
-        lease_id = self._lease_id(request_id)
+        # Numbered: a request that comes again gets another lease, whatever late news of the first.
+        lease_id = f"{self._engine}/{self._epoch}/{next(self._lease_numbers)}/{request_id}"
+        self._lease_ids[request_id] = lease_id
         self.leader.scheduler.remove(request_id, keep_blocks=True)
         self.leader.manager.lease(request_id, lease_id)
         self._leases[lease_id] = set()
@@ -210,25 +232,37 @@ class TransferHandover:
         )
         self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))
 
-    def _end_lease(self, lease_id: str) -> None:
-        if self._leases.pop(lease_id, None) is not None:
+    def _end_lease(self, lease_id: str | None) -> None:
+        if lease_id is not None and self._leases.pop(lease_id, None) is not None:
+            self._lease_ids = {r: i for r, i in self._lease_ids.items() if i != lease_id}
             self.leader.manager.release(lease_id)
 
     # Consumer.
 
-    def _reserve(self) -> None:
-        """Start the reads that blocks allow, first come first served."""
-        now = time.monotonic_ns()
-        while self._queued:
+    def _give_up_late(self, now: int) -> None:
+        late = [q for q in self._queued if now - q.submitted_ns > q.transfer_s * 1e9]
+        for incoming in late:
+            self._queued.remove(incoming)
+            request_id = incoming.request.request_id
+            error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.transfer_s)
+            self.leader.emit(RequestEvent(request_id=request_id, error=error))
+
+    def _reserve(self, now: int) -> None:
+        """Start the reads that blocks allow, first come first served.
+
+        Requests that are here already have come first: not while one of them lacks blocks, and each keeps
+        a block per group to go on with.
+        """
+        scheduler, manager = self.leader.scheduler, self.leader.manager
+        while self._queued and not scheduler.is_short_of_blocks:
             incoming = self._queued[0]
             request_id = incoming.request.request_id
-            if now - incoming.submitted_ns > incoming.transfer_s * 1e9:
-                self._queued.popleft()
-                error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.transfer_s)
-                self.leader.emit(RequestEvent(request_id=request_id, error=error))
-                continue
-            updates = self.leader.manager.reserve_live(request_id, incoming.ticket.num_tokens)
+            updates = manager.reserve_live(request_id, incoming.ticket.num_tokens)
             if updates is None:
+                return
+            num_here = scheduler.num_running + scheduler.num_waiting
+            if manager.pool.num_free_blocks < num_here * len(manager.groups):
+                manager.free(request_id)
                 return
             self._queued.popleft()
             incoming.started_ns = now
@@ -261,12 +295,10 @@ class TransferHandover:
         for outcome in news.outcomes:
             self._on_outcome(rank, outcome)
         for lease_id in news.drained:
-            request_id = lease_id.split("/", 2)[2]
-            if request_id in self._reading:
-                self._reading[request_id].drained.add(rank)
-            elif request_id in self._draining:
-                self._draining[request_id].discard(rank)
-                self._free(request_id)
+            for incoming in (*self._reading.values(), *self._draining.values()):
+                if incoming.ticket.lease_id == lease_id:
+                    incoming.drained.add(rank)
+                    self._free(incoming.request.request_id)
 
     def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
         incoming = self._reading.get(outcome.request_id)
@@ -290,20 +322,29 @@ class TransferHandover:
             self.leader.scheduler.add_prefilled(incoming.request, incoming.output_token_ids)
             self.leader.emit(RequestEvent(request_id=request_id, info=info))
             return
-        self._draining[request_id] = {
-            rank for rank, o in enumerate(outcomes) if o.is_draining and rank not in incoming.drained
-        }
-        if error is not None and any(isinstance(o.error, KVMismatch) for o in outcomes):
+        incoming.drained |= {rank for rank, o in enumerate(outcomes) if not o.is_draining}
+        self._draining[request_id] = incoming
+        mismatch = next((o.error for o in outcomes if isinstance(o.error, KVMismatch)), None)
+        if mismatch is not None:
             # The blocks stay as they are until somebody has looked into it (`settle`).
-            error = next(o.error for o in outcomes if isinstance(o.error, KVMismatch))
-            self._held.add(request_id)
+            self._held[request_id] = time.monotonic_ns() + int(HOLD_S * 1e9)
+            error = mismatch
+        if incoming.aborted:
+            self._let_go(request_id)
         self._free(request_id)
         self.leader.emit(RequestEvent(request_id=request_id, error=error, info=info))
 
+    def _let_go(self, request_id: str) -> None:
+        """Nobody looks into this mismatch (any more)."""
+        if self._held.pop(request_id, None) is not None:
+            self._commands.append(ReleaseMismatch(request_id))
+            self._free(request_id)
+
     def _free(self, request_id: str) -> None:
         """Give a failed request's blocks back, once nothing writes to them and nobody looks at them."""
-        if not self._draining.get(request_id) and request_id not in self._held:
-            self._draining.pop(request_id, None)
+        incoming = self._draining.get(request_id)
+        if incoming is not None and len(incoming.drained) == self._tp and request_id not in self._held:
+            del self._draining[request_id]
             self.leader.manager.free(request_id)
 
 

@@ -22,9 +22,10 @@ from rayk.transfer.diagnose import first_difference, merge_rows
 from rayk.transfer.handshake import CacheDescription, check, check_engine
 from rayk.transfer.lease import LeaseTable, ReleaseMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
+from rayk.transfer.plan import TransferPlan
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import LayerView, Rows, compute_digests, fetch_rows
-from rayk.types.errors import HandshakeMismatch, KVMismatch
+from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
 
 class TransferRank:
@@ -85,6 +86,10 @@ class TransferRank:
                 consumption.fail(f"producer engine {engine} is gone")
         for rank in sorted({*link.plan.producer_ranks, *link.num_releases}):
             self._agent.remove_peer(link.producers[rank].agent_name)
+
+    def plan(self, engine: str) -> TransferPlan:
+        """What this rank reads from a connected producer engine. KeyError when it is not connected."""
+        return self._links[engine].plan
 
     def close(self) -> None:
         """Forget everything."""
@@ -155,8 +160,11 @@ class TransferRank:
         """After a KVMismatch, before `release_now`: the exact first wrong byte of a layer and why.
 
         `fetched`: every producer rank's `fetch_rows` of the layer, by rank. None when the bytes are equal.
+        Raises TransferError when nothing is kept of the request (any more).
         """
-        consumption = next(c for c in self._over if c.ticket.request_id == request_id)
+        consumption = next((c for c in self._over if c.ticket.request_id == request_id), None)
+        if consumption is None:
+            raise TransferError(request_id, "nothing is kept of this transfer to look into")
         view = self._view(layer)
         sources = {
             unit: rank for (g, unit), rank in consumption.link.sources.items() if g == view.group.index
