@@ -15,7 +15,8 @@ from typing import Any
 from rayk.actors import launch
 from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose
 from rayk.actors.engines import EngineHandle
-from rayk.actors.worker import PlantedFault, RankSpec
+from rayk.actors.planted import PlantedFault
+from rayk.actors.worker import RankSpec
 from rayk.engine.leader import RequestEvent
 from rayk.sched.policies import get_policy
 from rayk.specs import Cell
@@ -362,7 +363,7 @@ def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFaul
     """The faults this rank commits: those of its role that name it (by default the last rank)."""
     role = "decode" if engine.role == "decode" else "prefill"
     return tuple(
-        PlantedFault(kind=f.kind, point=f.point, step=f.step, layer=f.layer, request=f.request, seed=f.seed)
+        PlantedFault(kind=f.kind, point=f.point, step=f.step, request=f.request, seed=f.seed)
         for f in cell.faults
         if f.engine_role == role and rank == (engine.config.tp - 1 if f.rank is None else f.rank)
     )

@@ -22,6 +22,7 @@ import torch
 
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
+from rayk.actors.planted import PlantedFault
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
@@ -34,18 +35,6 @@ from rayk.types.request import Request
 
 FLUSH_S = 0.004
 """After a request's first token, later ones are gathered this long before they leave."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlantedFault:
-    """One fault this rank commits. See specs.FaultSpec."""
-
-    kind: str
-    point: str | None
-    step: int | None
-    layer: int | None
-    request: int | None
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +256,7 @@ class Worker:
             engine=spec.engine,
             epoch=spec.epoch,
             lease_s=spec.lease_s,
+            faults=spec.faults,
             on_point=self._on_point,
         )
 
