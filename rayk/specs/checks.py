@@ -22,6 +22,13 @@ FAULT_POINTS: dict[str, tuple[str, ...]] = {
 }
 """Fault kinds and the points of a request's life where each can strike."""
 
+FAULT_FIELDS: dict[str, tuple[str, ...]] = {
+    "kill": ("step",),
+    "flip_bit": ("request", "seed"),
+    "early_reuse": ("request",),
+}
+"""What each kind heeds beside kind, point, role, rank and expect; anything else would be ignored."""
+
 
 def plan_cells(
     loaded: LoadedSpec,
@@ -138,6 +145,7 @@ def _check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
             where=where,
             mend=f"point: {', '.join(points)}",
         )
+    _check_fault_fields(fault, where)
     if fault.kind == "kill" and fault.point is None:
         raise SpecError(problem="fault kill needs a point", where=where, mend=f"point: {', '.join(points)}")
     if cell.decode is None and (fault.kind != "kill" or fault.point == "transfer"):
@@ -147,6 +155,18 @@ def _check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
             mend="mode: disaggregated",
         )
     _check_fault_rank(fault, cell, where)
+
+
+def _check_fault_fields(fault: FaultSpec, where: str) -> None:
+    heeded = FAULT_FIELDS[fault.kind]
+    given = fault.model_dump(exclude_defaults=True)
+    for name in ("request", "layer", "step", "seed"):
+        if name in given and name not in heeded:
+            raise SpecError(
+                problem=f"fault {fault.kind} does not heed `{name}`",
+                where=where,
+                mend=f"it heeds {', '.join(('point', 'role', 'rank', *heeded))}",
+            )
 
 
 def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:

@@ -90,11 +90,39 @@ def test_aggregated_cells_have_no_transfer_to_strike() -> None:
 def test_supported_faults_pass() -> None:
     for fault in (
         {"kind": "kill", "point": "transfer", "role": "decode", "rank": 0},
-        {"kind": "flip_bit", "request": 1, "layer": 0, "seed": 7},
+        {"kind": "flip_bit", "request": 1, "seed": 7},
         {"kind": "early_reuse"},
     ):
         ((cell, _),) = plan(faults=[fault])
         assert cell.faults[0].kind == fault["kind"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kind": "flip_bit", "layer": 0},
+        {"kind": "kill", "point": "decode", "request": 1},
+        {"kind": "early_reuse", "step": 2},
+    ],
+)
+def test_a_fault_field_that_would_be_ignored_is_refused(fault: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match="does not heed"):
+        plan(faults=[fault])
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict"),
+    [
+        ({"kind": "kill", "point": "prefill"}, "ENGINE_ERROR"),
+        ({"kind": "kill", "point": "transfer"}, "TRANSFER_ERROR"),
+        ({"kind": "flip_bit"}, "KV_MISMATCH"),
+        ({"kind": "early_reuse"}, "TRANSFER_ERROR"),
+        ({"kind": "early_reuse", "expect": "KV_MISMATCH"}, "KV_MISMATCH"),
+    ],
+)
+def test_the_verdict_a_fault_must_end_in(fault: dict[str, object], verdict: str) -> None:
+    ((cell, _),) = plan(faults=[fault])
+    assert cell.expected_verdict == verdict
 
 
 def test_prompt_over_the_models_positions_names_both_numbers() -> None:
