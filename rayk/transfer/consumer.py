@@ -77,20 +77,26 @@ class Consumption:
     outcome: TransferOutcome | None = None
     reads: list[BlockReads] = field(init=False)
     session: s.Session = field(init=False)
+    _expected: dict[int, s.Fence] = field(init=False)
     _data: dict[int, _InFlight] = field(default_factory=dict)
     _fences: dict[int, tuple[_InFlight, list[int]]] = field(default_factory=dict)
+    _waiting: set[int] = field(default_factory=set)
+    """Producer ranks whose fence found no room yet."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
     _stages: dict[str, int] = field(default_factory=dict)
     _stage_began_ns: int = 0
     _wrong: list[WrongWord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # Lowering the plan is part of the read's cost.
+        self._stage_began_ns = self.clock()
         ticket = self.ticket
         self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
+        self._expected = self._expected_generations()
         self.session = s.Session(
             ticket.request_id,
             num_reads=len(self.reads),
-            fences=self._expected_generations(),
+            fences=self._expected,
             notify=tuple(self.link.num_releases),
             deadline_ns=self.deadline_ns,
         )
@@ -102,7 +108,6 @@ class Consumption:
 
     def start(self) -> None:
         """Post the reads."""
-        self._stage_began_ns = self.clock()
         self._run(self.session.start())
 
     def step(self, now_ns: int) -> None:
@@ -111,6 +116,10 @@ class Consumption:
         for index in tuple(self._data):
             if index in self._data:
                 self._poll_read(index, self._data[index], now_ns)
+        for rank in tuple(self._waiting):
+            if rank in self._waiting:
+                for event in self._post_fence(rank):
+                    self._handle(event, now_ns)
         for rank in tuple(self._fences):
             if rank in self._fences:
                 self._poll_fence(rank, self._fences[rank][0], now_ns)
@@ -214,10 +223,14 @@ class Consumption:
             self._handle(s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed"), now_ns)
 
     def _post_fence(self, rank: int) -> list[s.Event]:
-        blocks = self._expected_generations()[rank].blocks
+        blocks = self._expected[rank].blocks
+        if len(blocks) >= self.landing.num_slots:
+            return [s.FenceEnded(rank, f"no room for the generations of {len(blocks)} blocks")]
         slots = self.landing.take(len(blocks))
         if slots is None:
-            return [s.FenceEnded(rank, "no memory left for generations")]
+            self._waiting.add(rank)
+            return []
+        self._waiting.discard(rank)
         began = self.clock()
         try:
             transfer = self.agent.read(
@@ -252,6 +265,7 @@ class Consumption:
                 self._data.pop(index, None)
                 events.append(s.ReadEnded(index, "cancelled"))
         for rank in fences:
+            self._waiting.discard(rank)
             pending = self._fences.get(rank)
             if pending is None or self.agent.release(pending[0].transfer):
                 if pending is not None:

@@ -19,12 +19,11 @@ from rayk.types.errors import OutOfBlocks
 class Landing:
     """Registered memory where generations read from peers land, in slots of 8 bytes."""
 
-    NUM_SLOTS = 1 << 16
-
-    def __init__(self, agent: TransferAgent, device: torch.device) -> None:
-        self._buffer = torch.full((self.NUM_SLOTS * GENERATION_BYTES,), -1, dtype=torch.int8, device=device)
+    def __init__(self, agent: TransferAgent, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._buffer = torch.full((num_slots * GENERATION_BYTES,), -1, dtype=torch.int8, device=device)
         self.base_address = agent.register(self._buffer)
-        self._slots = BlockPool(self.NUM_SLOTS)
+        self._slots = BlockPool(num_slots)
 
     def take(self, num_slots: int) -> list[int] | None:
         """Slots filled with -1 (no generation), consecutive if possible; None if there are too few."""
@@ -120,6 +119,6 @@ def _prepare_fence(agent: TransferAgent, landing: Landing, producer: CacheDescri
     size = np.array([GENERATION_BYTES], dtype=np.int64)
     table = np.array([producer.base_address + producer.geometry.generations_offset], dtype=np.int64)
     here = np.array([landing.base_address], dtype=np.int64)
-    local = DescriptorList(here, size, GENERATION_BYTES, Landing.NUM_SLOTS)
+    local = DescriptorList(here, size, GENERATION_BYTES, landing.num_slots)
     remote = DescriptorList(table, size, GENERATION_BYTES, producer.geometry.num_blocks)
     return agent.prepare(producer.agent_name, local, remote, producer.device)

@@ -45,7 +45,10 @@ class TransferRank:
         self._caches = caches
         self._views = tuple(sorted(layer_views, key=lambda v: v.layer))
         self._clock = clock
-        self._landing = Landing(agent, caches.buffer.device)
+        # Blocks of requests being read at once: no more than fit here, several times over where the
+        # producers' blocks are smaller or shared. Fences that find no room wait for others to end.
+        num_slots = max(1 << 12, 8 * caches.geometry.num_blocks)
+        self._landing = Landing(agent, num_slots, caches.buffer.device)
         self._links: dict[str, ProducerLink] = {}
         self._active: dict[str, Consumption] = {}
         self._over: list[Consumption] = []

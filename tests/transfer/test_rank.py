@@ -131,6 +131,26 @@ def test_generations_of_earlier_uses_are_no_obstacle():
     assert pair.finish(ticket)[0].ok
 
 
+def test_fences_wait_for_room_to_land_in():
+    shape = Shape(tp=(2, 1))
+    pair = local_pair(shape, delay_polls=2)
+    landing = pair.consumer.ranks[0]._landing
+    hoarded = landing.take(landing.num_slots - 5)
+    assert hoarded is not None
+    tickets = []
+    for i in range(3):
+        tables = [[1 + 3 * i, 2 + 3 * i, 3 + 3 * i]]
+        pair.producer.write(shape.values(10, seed=i), tables)
+        tickets.append(pair.producer.ticket(10, tables, f"r{i}"))
+        pair.start(tickets[-1], tables)
+    outcomes = []
+    for _ in range(30):
+        outcomes += pair.poll()
+    assert [o.error for _, o in outcomes] == [None] * 3
+    assert landing.take(5) is None, "one slot is never handed out"
+    assert landing.take(4) is not None, "every slot came back"
+
+
 def test_a_deadline_ends_a_slow_transfer_and_frees_the_producer():
     shape = Shape(tp=(2, 1))
     pair = local_pair(shape, delay_polls=10**9)

@@ -324,7 +324,7 @@ def test_replicas_are_judged_by_the_rank_that_was_read():
     pair.connect()
     values, tables = shape.values(TOKENS), pair.producer.tables(TOKENS)
     pair.producer.write(values, tables)
-    unread = ({0, 1} - set(pair.consumer.ranks[0]._links["p"].plan.producer_ranks)).pop()
+    unread = ({0, 1} - set(pair.consumer.ranks[0].plan("p").producer_ranks)).pop()
     pair.producer.caches[unread].view(1)[tables[0][0], 0, 1, 2] += 0.5
     ticket = pair.producer.ticket(TOKENS, tables)
     assert not np.array_equal(ticket.digests[0], ticket.digests[1])

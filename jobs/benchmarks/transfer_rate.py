@@ -1,0 +1,379 @@
+"""How fast rayk reads KV over NIXL, beside two ceilings of the same run.
+
+A producer process fills its pages through the views kernels use; this process reads them as a consumer
+engine does and checks every byte. In each round three things are timed in turn:
+
+  rayk     TransferRank: lower the plan, pick descriptors, read (and then fence and verify, shown apart)
+  same     raw NIXL, the very same descriptors prepared beforehand as one list per pair of ranks
+  1 MiB    raw NIXL, as many bytes in dense descriptors of 1 MiB
+
+Rates are GB/s (10^9 bytes) by wall clock, medians over rounds; ratios are medians of the rounds' ratios.
+
+    python jobs/benchmarks/transfer_rate.py --mib 64 --rounds 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayk.kv.caches import CanonicalKVCaches, allocate
+from rayk.kv.geometry import plan_rank
+from rayk.kv.groups import group_layers
+from rayk.kv.layout import get_layout
+from rayk.kv.specs import FullAttentionSpec, page_bytes
+from rayk.transfer.agent import DescriptorList, Handle, TransferState
+from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.nixl_agent import NixlAgent
+from rayk.transfer.plan import BlockReads
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import make_layer_view
+
+MIB = 1 << 20
+SPEC = FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)
+"""8 KV heads of 128 + 128 bfloat16, blocks of 16 tokens: 64 KiB per layer and block."""
+NUM_LAYERS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: (producer, consumer) layouts and TP sizes, and how block ids lie."""
+
+    layouts: tuple[str, str]
+    tp: tuple[int, int]
+    scattered: bool
+
+
+CASES = (
+    Case(("BHLNC", "BHLNC"), (1, 1), scattered=False),
+    Case(("BHLNC", "BHLNC"), (1, 1), scattered=True),
+    Case(("BHLNC", "BHLNC"), (1, 2), scattered=True),
+    Case(("BHLNC", "BHLNC"), (2, 1), scattered=True),
+    Case(("BHLNC", "BHLNC"), (4, 2), scattered=True),
+    Case(("BLHNC", "BLHNC"), (1, 1), scattered=True),
+    Case(("LBHNC", "LBHNC"), (1, 1), scattered=True),
+    Case(("LBHNC", "BLHNC"), (1, 1), scattered=True),
+    Case(("LBHNC", "LBHNC"), (1, 2), scattered=True),
+    Case(("BHLNC", "LBHNC"), (2, 1), scattered=True),
+    Case(("LBNHC", "LBNHC"), (1, 2), scattered=True),
+)
+
+
+@dataclass
+class Side:
+    """All ranks of one engine, in this process."""
+
+    agents: list[NixlAgent]
+    caches: list[CanonicalKVCaches]
+    ranks: list[TransferRank]
+    heads: list[tuple[int, ...]]
+
+    def close(self) -> None:
+        """Forget everything."""
+        for rank in self.ranks:
+            rank.close()
+
+
+def make_side(case: Case, side: int, num_blocks: int, life: int) -> Side:
+    """One engine: caches, agents, ranks."""
+    made = Side([], [], [], [])
+    groups = group_layers(dict.fromkeys(range(NUM_LAYERS), SPEC))
+    for tp_rank in range(case.tp[side]):
+        geometry = plan_rank(
+            groups,
+            get_layout(case.layouts[side]),
+            tp_size=case.tp[side],
+            tp_rank=tp_rank,
+            num_blocks=num_blocks,
+        )
+        caches = allocate(geometry, torch.device("cpu"))
+        agent = NixlAgent(f"{'pd'[side]}{tp_rank}-{life}-{os.getpid()}")
+        heads = geometry.groups[0].fields[0].units
+        views = [make_layer_view(layer, groups[0], caches.view(layer), heads) for layer in range(NUM_LAYERS)]
+        description = describe_cache(agent, caches, engine="pd"[side], fingerprint={})
+        made.agents.append(agent)
+        made.caches.append(caches)
+        made.heads.append(heads)
+        made.ranks.append(TransferRank(agent, caches, views, description))
+    return made
+
+
+def block_table(case: Case, side: int, num_tokens: int, num_blocks: int) -> list[int]:
+    """Consecutive ids, or a seeded shuffle of all."""
+    count = num_tokens // SPEC.block_size
+    ids = np.arange(1, num_blocks)
+    if case.scattered:
+        ids = np.random.default_rng(side).permutation(ids)
+    return [int(b) for b in ids[:count]]
+
+
+def layer_values(layer: int, num_tokens: int) -> torch.Tensor:
+    """Random bit patterns as bfloat16 [token, head, content]."""
+    generator = torch.Generator().manual_seed(layer)
+    shape = (num_tokens, SPEC.num_kv_heads, SPEC.head_size_k + SPEC.head_size_v)
+    bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
+    return bits.view(torch.bfloat16)
+
+
+def places(table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(block, slot) of every token."""
+    tokens = torch.arange(num_tokens)
+    return torch.tensor(table)[tokens // SPEC.block_size], tokens % SPEC.block_size
+
+
+def produce(pipe: Connection) -> None:
+    """The producer's process: build, fill, hand over, keep polling."""
+    torch.set_num_threads(1)
+    side: Side | None = None
+    while True:
+        for rank in side.ranks if side else ():
+            rank.poll(time.monotonic_ns())
+        if not pipe.poll(0.001):
+            continue
+        order = pipe.recv()
+        if side is not None:
+            side.close()
+        if order is None:
+            return
+        case, num_tokens, num_blocks, life = order
+        side = make_side(case, 0, num_blocks, life)
+        table = block_table(case, 0, num_tokens, num_blocks)
+        blocks, slots = places(table, num_tokens)
+        for layer in range(NUM_LAYERS):
+            values = layer_values(layer, num_tokens)
+            for caches, heads in zip(side.caches, side.heads, strict=True):
+                caches.view(layer)[blocks, :, slots] = values[:, list(heads)]
+        ticket = side.ranks[0].make_ticket(
+            request_id="warm",
+            lease_id="warm",
+            num_tokens=num_tokens,
+            block_tables=[table],
+            digests=[rank.digests(num_tokens, [table]) for rank in side.ranks],
+        )
+        pipe.send(([rank.description for rank in side.ranks], ticket))
+
+
+def check_bytes(side: Side, table: Sequence[int], num_tokens: int) -> None:
+    """Every byte of every rank. Raises RuntimeError."""
+    blocks, slots = places(table, num_tokens)
+    for layer in range(NUM_LAYERS):
+        values = layer_values(layer, num_tokens)
+        for caches, heads in zip(side.caches, side.heads, strict=True):
+            found = caches.view(layer)[blocks, :, slots].view(torch.int16)
+            if not torch.equal(found, values[:, list(heads)].view(torch.int16)):
+                raise RuntimeError(f"layer {layer}: the bytes read are not the bytes written")
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Reads prepared on bare NIXL: (agent, handle, number of descriptors)."""
+
+    reads: tuple[tuple[NixlAgent, Handle, int], ...]
+
+    def time_s(self) -> float:
+        """Wall clock of all reads, one rank pair after the other, as one process must."""
+        began = time.perf_counter()
+        for agent, handle, count in self.reads:
+            indices = np.arange(count, dtype=np.int32)
+            transfer = agent.read(handle, indices, indices)
+            while (state := agent.poll(transfer)) is TransferState.PENDING:
+                agent.notifications()
+            agent.release(transfer)
+            if state is not TransferState.DONE:
+                raise RuntimeError("a raw read failed")
+        return time.perf_counter() - began
+
+
+def same_descriptors(
+    side: Side, producers: Sequence[CacheDescription], ticket: TransferTicket, table: Sequence[int]
+) -> tuple[Raw, np.ndarray]:
+    """The descriptors rayk uses, flat; and the length of each."""
+    raw, lengths = [], []
+    for agent, rank in zip(side.agents, side.ranks, strict=True):
+        plan = rank.plan("p")
+        by_producer: dict[int, list[BlockReads]] = {}
+        for read in plan.lower(ticket.num_tokens, ticket.block_tables, [table]):
+            by_producer.setdefault(read.producer_rank, []).append(read)
+        for producer_rank, reads in by_producer.items():
+            producer = producers[producer_rank]
+            theirs = np.concatenate([_flat(r, producer.base_address, is_source=True) for r in reads])
+            ours = np.concatenate([_flat(r, rank.description.base_address, is_source=False) for r in reads])
+            sizes = np.concatenate([np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads])
+            local, remote = (DescriptorList(a, sizes, int(sizes.max()), 1) for a in (ours, theirs))
+            raw.append((agent, agent.prepare(producer.agent_name, local, remote), len(sizes)))
+            lengths.append(sizes)
+    return Raw(tuple(raw)), np.concatenate(lengths)
+
+
+def _flat(read: BlockReads, base: int, *, is_source: bool) -> np.ndarray:
+    pattern = read.pattern
+    runs = pattern.runs.source if is_source else pattern.runs.destination
+    blocks = read.source_blocks if is_source else read.destination_blocks
+    stride = pattern.source_stride if is_source else pattern.destination_stride
+    return (base + runs[:, None] + blocks[None, :] * stride).reshape(-1)
+
+
+def large_descriptors(
+    side: Side, producers: Sequence[CacheDescription], num_bytes: int
+) -> tuple[Raw, torch.Tensor]:
+    """As many bytes from producer rank 0 (over and over if it has fewer), 1 MiB at a time; and where to."""
+    agent, producer = side.agents[0], producers[0]
+    landing = torch.zeros(num_bytes, dtype=torch.int8)
+    here = agent.register(landing)
+    starts = np.arange(0, num_bytes, MIB)
+    sizes = np.minimum(num_bytes - starts, MIB)
+    theirs = producer.base_address + starts % (producer.geometry.pages_bytes // MIB * MIB)
+    agent.add_peer(producer.agent_name, producer.agent_metadata)
+    local, remote = (DescriptorList(a, sizes, MIB, 1) for a in (here + starts, theirs))
+    handle = agent.prepare(producer.agent_name, local, remote)
+    return Raw(((agent, handle, len(sizes)),)), landing
+
+
+def read_with_rayk(side: Side, ticket: TransferTicket, table: Sequence[int], name: str) -> dict[str, float]:
+    """One request on every consumer rank, one after the other. Seconds per stage, summed over ranks."""
+    stages: dict[str, float] = {"post": 0.0, "wall": -time.perf_counter()}
+    for rank in side.ranks:
+        mine = replace(ticket, request_id=name, lease_id=name)
+        rank.start(mine, [table], time.monotonic_ns() + 60 * 10**9)
+        outcomes = rank.poll(time.monotonic_ns())
+        while not outcomes:
+            outcomes = rank.poll(time.monotonic_ns())
+        if outcomes[0].error is not None:
+            raise outcomes[0].error
+        for stage, ns in outcomes[0].stage_ns.items():
+            stages[stage] = stages.get(stage, 0.0) + ns / 1e9
+        stages["post"] += sum(row.post_ns for row in outcomes[0].rows) / 1e9
+    stages["wall"] += time.perf_counter()
+    return stages
+
+
+def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> dict[str, Any]:
+    """One line of the table."""
+    num_tokens = mib * MIB // (page_bytes(SPEC) * NUM_LAYERS) * SPEC.block_size
+    num_blocks = num_tokens // SPEC.block_size + 2
+    pipe.send((case, num_tokens, num_blocks, life))
+    side = make_side(case, 1, num_blocks, life)
+    producers, ticket = pipe.recv()
+    table = block_table(case, 1, num_tokens, num_blocks)
+    for rank in side.ranks:
+        rank.connect(producers, [r.description for r in side.ranks])
+    read_with_rayk(side, ticket, table, "warm-up")
+    check_bytes(side, table, num_tokens)
+    same, lengths = same_descriptors(side, producers, ticket, table)
+    num_bytes = int(lengths.sum())
+    large, landing = large_descriptors(side, producers, num_bytes)
+    timed: dict[str, Callable[[], float]] = {"same": same.time_s, "large": large.time_s}
+    stages: list[dict[str, float]] = []
+
+    def rayk() -> float:
+        stages.append(read_with_rayk(side, ticket, table, f"r{len(stages)}"))
+        return stages[-1]["read"]
+
+    timed["rayk"] = rayk
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for i in range(rounds + 1):
+        # Another one begins each time, so that none is always the one with cold or warm caches.
+        names = [*timed][i % 3 :] + [*timed][: i % 3]
+        for name in names:
+            seconds[name].append(timed[name]())
+    check_bytes(side, table, num_tokens)
+    side.close()
+    del landing
+    return _row(case, num_bytes, lengths, {n: t[1:] for n, t in seconds.items()}, stages[1:])
+
+
+def _row(
+    case: Case,
+    num_bytes: int,
+    lengths: np.ndarray,
+    seconds: dict[str, list[float]],
+    stages: list[dict[str, float]],
+) -> dict[str, Any]:
+    def rate(times: Sequence[float]) -> float:
+        return num_bytes / statistics.median(times) / 1e9
+
+    def ratio(ceiling: str) -> float:
+        return statistics.median(c / r for c, r in zip(seconds[ceiling], seconds["rayk"], strict=True))
+
+    median_ms = {
+        f"{stage}_ms": statistics.median(s[stage] for s in stages) * 1e3
+        for stage in ("post", "read", "fence", "verify", "wall")
+    }
+    return {
+        **asdict(case),
+        "run_bytes": int(np.median(lengths)),
+        "num_descriptors": len(lengths),
+        "num_bytes": num_bytes,
+        "rayk_gb_per_s": rate(seconds["rayk"]),
+        "same_gb_per_s": rate(seconds["same"]),
+        "large_gb_per_s": rate(seconds["large"]),
+        "of_same": ratio("same"),
+        "of_large": ratio("large"),
+        "with_verify_gb_per_s": num_bytes / (median_ms["wall_ms"] / 1e3) / 1e9,
+        **median_ms,
+    }
+
+
+HEADER = (
+    f"{'layouts':<15}{'TP':<8}{'blocks':<10}{'run KiB':>8}{'descr':>8}"
+    f"{'rayk':>7}{'same':>7}{'1 MiB':>7}{'of same':>9}{'of 1 MiB':>9}"
+    f"{'post ms':>9}{'read ms':>9}{'fence ms':>9}{'verify ms':>10}{'verified':>9}"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row for people."""
+    return (
+        f"{'-'.join(row['layouts']):<15}{row['tp'][0]}->{row['tp'][1]:<5}"
+        f"{'scattered' if row['scattered'] else 'dense':<10}"
+        f"{row['run_bytes'] / 1024:>8.1f}{row['num_descriptors']:>8}"
+        f"{row['rayk_gb_per_s']:>7.2f}{row['same_gb_per_s']:>7.2f}{row['large_gb_per_s']:>7.2f}"
+        f"{row['of_same']:>9.0%}{row['of_large']:>9.0%}"
+        f"{row['post_ms']:>9.2f}{row['read_ms']:>9.2f}{row['fence_ms']:>9.2f}{row['verify_ms']:>10.2f}"
+        f"{row['with_verify_gb_per_s']:>9.2f}"
+    )
+
+
+def main() -> int:
+    """Exit status 1 when rayk is below 80% of raw NIXL for runs of 64 KiB or more."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--mib", type=int, default=64, help="KV bytes per request (TP 1)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--cases", type=int, nargs="*", help="indices of the cases to run (default all)")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=produce, args=(theirs,), daemon=True)
+    child.start()
+    rows = []
+    print(HEADER)
+    for i, case in enumerate(CASES):
+        if options.cases is None or i in options.cases:
+            rows.append(run_case(pipe, case, options.mib, options.rounds, i))
+            print(line(rows[-1]), flush=True)
+    pipe.send(None)
+    child.join()
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    short = [r for r in rows if r["run_bytes"] >= 64 << 10 and r["of_same"] < 0.8]
+    print(f"{len(short)} of {len(rows)} cases with runs of 64 KiB or more are below 80% of raw NIXL")
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
