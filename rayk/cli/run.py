@@ -66,7 +66,8 @@ def run_spec(
 
     with RunProgress() as progress:
         result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
-    stdout().print(verdict_table(result.cells))
+    console = stdout()
+    console.print(verdict_table(result.cells, width=console.width))
     stderr().print(f"report: {folder / 'report.html'}", markup=False)
     return exit_code(result.cells, strict=strict)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 from rich.table import Table
+from rich.text import Text
 
 STYLES = {
     "PASS": "green",
@@ -48,8 +49,8 @@ COLUMNS = (
     ("verdict", "verdict", ""),
     ("requests", "num_requests", "d"),
     ("wrong tokens", "num_token_mismatches", "d"),
-    ("KV bytes checked", "num_kv_bytes_checked", ",d"),
-    ("wrong", "num_kv_bytes_mismatched", ",d"),
+    ("KV bytes", "num_kv_bytes_checked", ",d"),
+    ("KV wrong", "num_kv_bytes_mismatched", ",d"),
     ("GB/s", "transfer_gb_per_s", ".3g"),
     ("TTFT ms", "ttft_ms_p50", ".1f"),
     ("TPOT ms", "tpot_ms_p50", ".1f"),
@@ -67,24 +68,48 @@ def table_rows(cells: pd.DataFrame) -> list[list[str]]:
     ]
 
 
-def verdict_table(cells: pd.DataFrame) -> Table:
-    """The verdict table for a terminal. The reason column is left out when nobody has one."""
-    shown = [i for i, (_, c, _) in enumerate(COLUMNS) if c != "reason" or cells["reason"].any()]
+DROPPED_FIRST = ("TPOT ms", "requests", "wall s", "GB/s", "TTFT ms", "KV bytes")
+"""Columns a narrow terminal does without, in this order."""
+MIN_REASON_WIDTH = 24
+
+
+def verdict_table(cells: pd.DataFrame, *, width: int | None = None) -> Table:
+    """The verdict table for a terminal of `width` columns (None: as wide as it gets).
+
+    The reason column is left out when nobody has one.
+    """
+    rows = table_rows(cells)
+    shown = _shown_columns(rows, width)
     table = Table(title=headline(cells), title_justify="left", title_style="bold")
     for i in shown:
         title, column, spec = COLUMNS[i]
-        fold = "fold" if column in ("reason", "cell_id") else "ellipsis"
         table.add_column(
             title,
             justify="right" if spec else "left",
-            overflow=fold,  # type: ignore[arg-type]
-            no_wrap=column in ("verdict", "cell_id"),
+            overflow="fold",
+            no_wrap=bool(spec) or column == "verdict",
         )
-    for row in table_rows(cells):
+    for row in rows:
         style = STYLES.get(row[1], "")
-        row[1] = f"[{style}]{row[1]}[/]" if style else row[1]
-        table.add_row(*(row[i] for i in shown))
+        texts = [Text(text, style=style if i == 1 else "") for i, text in enumerate(row)]
+        table.add_row(*(texts[i] for i in shown))
     return table
+
+
+def _shown_columns(rows: list[list[str]], width: int | None) -> list[int]:
+    """Indexes of the columns that fit, each as wide as its texts (the reason column folds)."""
+    widths: dict[str, int] = {}
+    for i, (title, column, _) in enumerate(COLUMNS):
+        longest = max((len(row[i]) for row in rows), default=0)
+        if column == "reason":
+            longest = min(longest, MIN_REASON_WIDTH)
+        if longest or column != "reason":
+            widths[title] = max(longest, len(title)) + 3  # padding and a border
+    for title in DROPPED_FIRST:
+        if width is None or sum(widths.values()) + 1 <= width:
+            break
+        widths.pop(title, None)
+    return [i for i, (title, _, _) in enumerate(COLUMNS) if title in widths]
 
 
 def format_value(value: Any, spec: str) -> str:

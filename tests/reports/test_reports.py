@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from rayk.reports import ResultWriter, load, verdict_table
 from rayk.reports.compare import compare, compare_headline, compare_markdown, write_compare_html
@@ -158,6 +160,19 @@ def test_the_verdict_table_names_every_cell(run: Path) -> None:
     assert table.row_count == 18
     assert table.columns[-1].header == "reason"
     assert verdict_table(cells[cells["verdict"] == "PASS"]).columns[-1].header == "wall s"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_the_verdict_table_never_cuts_a_number(run: Path, width: int) -> None:
+    """Narrow terminals see fewer columns, each whole; verdicts and wrong counts stay longest."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(verdict_table(load(run).cells, width=width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "TOKEN_MISMATCH" in text
+    assert "512" in text
+    assert ("2,408,448" in text) == (width == 160)
 
 
 def test_two_runs_are_compared_cell_by_cell(run: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def ids(**changes: Any) -> list[str]:
 
 def test_the_hetero_tp_job_is_the_issues_matrix() -> None:
     expected = {(p, d, "BHLNC", "BHLNC") for p in (1, 2, 4) for d in (1, 2, 4)}
-    layouts = [("BLHNC", "LBHNC"), ("LBNHC", "BLNHC"), ("BHLNC", "LBNHC"), ("LBHNC", "BHLNC")]
+    layouts = (("BLHNC", "LBHNC"), ("LBNHC", "BLNHC"), ("BHLNC", "LBNHC"), ("LBHNC", "BHLNC"))
     expected |= {(p, d, a, b) for p, d in ((1, 2), (2, 1)) for a, b in layouts}
     found = expand(load_spec(HETERO).spec, decoder(), device="cpu")
     pairs = [(c.prefill.tp, c.decode.tp, c.prefill.layout, c.decode.layout) for c in found if c.decode]
