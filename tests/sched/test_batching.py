@@ -1,0 +1,321 @@
+"""The scheduler over a real block manager: a random walk in a world that watches every key that is read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rayk.kv.groups import group_layers
+from rayk.kv.manager import KVCacheManager
+from rayk.sched.batching import RequestState, Scheduler
+from rayk.types.batch import ScheduledBatch
+from rayk.types.request import FinishReason, Request, SamplingParams
+from tests.kv.brute import full
+from tests.sched.world import BLOCK, EOS, GROUPS, STOP, World, expected_output, sampled_token
+
+MAX_POSITIONS = 40
+
+
+class SchedulerWalk(RuleBasedStateMachine):
+    """Requests come new, or prefilled after a read; leave by ending, by abort, or handed over to a lease."""
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        max_batch_tokens=st.sampled_from([1, 3, 7, 64]),
+        max_seqs=st.integers(1, 4),
+    )
+    def begin(self, num_blocks: int, max_batch_tokens: int, max_seqs: int) -> None:
+        self.manager = KVCacheManager(GROUPS, num_blocks)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_batch_tokens=max_batch_tokens,
+            max_seqs=max_seqs,
+            max_positions=MAX_POSITIONS,
+            eos_token_ids=[EOS],
+        )
+        self.max_seqs = max_seqs
+        self.world = World(self.manager)
+        self.states: dict[str, RequestState] = {}
+        """Requests in the scheduler, in order of arrival."""
+        self.reading: list[Request] = []
+        self.leases: list[str] = []
+        self.num_requests = 0
+        self.num_preemptions = 0
+
+    def make_request(self, prompt: int, max_tokens: int, *, ignore_eos: bool, stops: bool) -> Request | None:
+        """A request that the pool can hold when it is alone."""
+        num_tokens = min(prompt + max_tokens, MAX_POSITIONS)
+        needed = self.manager.max_request_blocks(num_tokens, self.scheduler.max_batch_tokens)
+        if needed > self.manager.pool.num_blocks - 1:
+            return None
+        self.num_requests += 1
+        return Request(
+            request_id=str(self.num_requests),
+            prompt_token_ids=tuple(range(100, 100 + prompt)),
+            sampling=SamplingParams(
+                max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=(STOP,) if stops else ()
+            ),
+        )
+
+    @rule(
+        prompt=st.integers(1, 30),
+        max_tokens=st.integers(1, 12),
+        ignore_eos=st.booleans(),
+        stops=st.booleans(),
+    )
+    def add(self, prompt: int, max_tokens: int, ignore_eos: bool, stops: bool) -> None:
+        request = self.make_request(prompt, max_tokens, ignore_eos=ignore_eos, stops=stops)
+        if request is not None:
+            self.states[request.request_id] = self.scheduler.add(request)
+
+    @rule(prompt=st.integers(1, 30), max_tokens=st.integers(2, 12))
+    def start_read(self, prompt: int, max_tokens: int) -> None:
+        request = self.make_request(prompt, max_tokens, ignore_eos=True, stops=False)
+        if request is not None and self.manager.reserve_live(request.request_id, prompt) is not None:
+            self.reading.append(request)
+
+    @precondition(lambda self: self.reading)
+    @rule(index=st.integers(0, 9), ok=st.booleans())
+    def end_read(self, index: int, ok: bool) -> None:
+        request = self.reading.pop(index % len(self.reading))
+        if not ok:
+            self.manager.free(request.request_id)
+            return
+        num_tokens = len(request.prompt_token_ids)
+        self.world.prefill(request, num_tokens)
+        first = sampled_token(request.request_id, num_tokens - 1)
+        self.states[request.request_id] = self.scheduler.add_prefilled(request, [first])
+
+    @precondition(lambda self: self.states)
+    @rule(index=st.integers(0, 9))
+    def abort(self, index: int) -> None:
+        request_id = list(self.states)[index % len(self.states)]
+        assert self.scheduler.remove(request_id) is self.states.pop(request_id)
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def end_lease(self) -> None:
+        self.manager.release(self.leases.pop())
+
+    @rule(hand_over=st.booleans())
+    def step(self, hand_over: bool = False) -> None:
+        held = {r for r in self.states if self.holds(r)}
+        batch = self.scheduler.schedule()
+        self.check_preempted(held)
+        if batch is None:
+            if self.states:
+                # Nothing runs: blocks must be lacking, and only others can hold them.
+                assert self.reading or self.leases, "requests wait and nothing holds the blocks"
+                assert self.scheduler.is_short_of_blocks
+            return
+        self.check_batch(batch)
+        sampled = self.world.run(batch)
+        got_token = self.scheduler.update(batch, sampled)
+        assert [s.request_id for s in got_token] == [r.request_id for r in batch.requests if r.needs_logits]
+        for state in got_token:
+            if state.finish_reason is not None:
+                assert self.states.pop(state.request_id) is state
+                expected = expected_output(state.request, MAX_POSITIONS)
+                assert (state.output_token_ids, state.finish_reason) == expected
+        if hand_over and got_token and got_token[0].finish_reason is None:
+            self.hand_over(got_token[0].request_id)
+
+    def hand_over(self, request_id: str) -> None:
+        del self.states[request_id]
+        self.scheduler.remove(request_id, keep_blocks=True)
+        self.manager.lease(request_id, request_id)
+        self.leases.append(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        try:
+            return any(any(table) for table in self.manager.block_tables(request_id))
+        except KeyError:
+            return False
+
+    def check_batch(self, batch: ScheduledBatch) -> None:
+        assert 0 < batch.num_tokens <= self.scheduler.max_batch_tokens
+        assert all(len(r.token_ids) > 0 for r in batch.requests)
+        rows = [r.row for r in batch.requests]
+        assert len(set(rows)) == len(rows)
+        assert set(rows) <= set(range(self.max_seqs))
+        # First come, first served: whoever runs, everybody before runs too.
+        ids = [r.request_id for r in batch.requests]
+        assert ids == list(self.states)[: len(ids)]
+        for share in batch.requests:
+            tokens = self.states[share.request_id].tokens
+            end = share.num_computed_tokens + len(share.token_ids)
+            assert list(share.token_ids) == tokens[share.num_computed_tokens : end]
+            assert share.needs_logits == (end == len(tokens))
+
+    def check_preempted(self, held: set[str]) -> None:
+        """Requests that lost their blocks are those that came last."""
+        lost = [r for r in self.states if r in held and not self.scheduler_holds(r)]
+        self.num_preemptions += len(lost)
+        for request_id in lost:
+            self.world.num_computed[request_id] = 0
+        if lost:
+            order = list(self.states)
+            first = order.index(lost[0])
+            assert all(r in lost or r not in held for r in order[first:])
+        assert self.scheduler.num_preemptions == self.num_preemptions
+
+    def scheduler_holds(self, request_id: str) -> bool:
+        """Whether the request kept its KV (one that was preempted and came back at once did not)."""
+        return self.states[request_id].num_computed > 0
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.states)
+        assert self.scheduler.num_running <= self.max_seqs
+
+    def teardown(self) -> None:
+        """Once others give their blocks back, every request ends, the oldest first if need be."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.reading:
+            self.end_read(0, True)
+        while self.leases:
+            self.end_lease()
+        # Each step computes a token at least; a preemption throws away what one request has.
+        for _ in range(200 * (len(self.states) + 1)):
+            if not self.states:
+                break
+            self.step()
+            self.adds_up()
+        assert not self.states, f"{list(self.states)} never end"
+        assert not self.scheduler.has_work
+        assert self.manager.pool.num_free_blocks == self.manager.pool.num_blocks - 1
+
+
+TestSchedulerWalk = SchedulerWalk.TestCase
+TestSchedulerWalk.settings = settings(
+    max_examples=250, stateful_step_count=40, deadline=None, derandomize=True
+)
+
+
+def small_scheduler(num_blocks: int, **changes: int) -> Scheduler:
+    """One full-attention group with blocks of 4 tokens; `num_blocks` usable ones."""
+    limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
+    return Scheduler(KVCacheManager(group_layers({0: full(BLOCK)}), num_blocks + 1), **limits)
+
+
+def request(request_id: str, num_prompt: int, max_tokens: int = 8) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(num_prompt)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def run(scheduler: Scheduler) -> list[str]:
+    """One step with token 5 for everybody; who was in it."""
+    batch = scheduler.schedule()
+    if batch is None:
+        return []
+    scheduler.update(batch, {r.request_id: 5 for r in batch.requests})
+    return [r.request_id for r in batch.requests]
+
+
+def test_chunks_fill_the_budget_and_decodes_come_first() -> None:
+    scheduler = small_scheduler(20, max_batch_tokens=10)
+    scheduler.add(request("a", 8))
+    scheduler.add(request("b", 15))
+    sizes = []
+    for _ in range(4):
+        batch = scheduler.schedule()
+        assert batch is not None
+        sizes.append([(r.request_id, len(r.token_ids), r.needs_logits) for r in batch.requests])
+        scheduler.update(batch, {r.request_id: 5 for r in batch.requests})
+    assert sizes == [
+        [("a", 8, True), ("b", 2, False)],
+        [("a", 1, True), ("b", 9, False)],
+        [("a", 1, True), ("b", 4, True)],
+        [("a", 1, True), ("b", 1, True)],
+    ]
+
+
+def test_the_latest_request_is_preempted_and_comes_back() -> None:
+    scheduler = small_scheduler(4)
+    scheduler.add(request("a", 7))
+    b = scheduler.add(request("b", 8))
+    assert run(scheduler) == ["a", "b"]
+    # b needs a third block for its first output token, a another one after that: four are there.
+    assert run(scheduler) == ["a"]
+    assert b.num_preemptions == 1
+    assert b.num_computed == 0
+    ran = [run(scheduler) for _ in range(20)]
+    assert ["b"] in ran, "b runs once a has ended"
+    assert b.finish_reason is FinishReason.LENGTH
+    assert b.output_token_ids == [5] * 8
+
+
+def test_a_preempted_request_does_not_return_in_the_same_step() -> None:
+    scheduler = small_scheduler(5, max_batch_tokens=9)
+    scheduler.add(request("a", 8))
+    scheduler.add(request("b", 8))
+    while scheduler.num_preemptions == 0:
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.update(batch, {r.request_id: 5 for r in batch.requests})
+    assert [r.request_id for r in batch.requests] == ["a"]
+
+
+@pytest.mark.parametrize("max_seqs", [1, 4])
+def test_prefilled_requests_that_wait_cannot_block_each_other(max_seqs: int) -> None:
+    """Nobody runs, every block is held by a request that waits for one more."""
+    scheduler = small_scheduler(4, max_seqs=max_seqs)
+    for name in ("a", "b"):
+        manager = scheduler.allocator
+        assert isinstance(manager, KVCacheManager)
+        assert manager.reserve_live(name, 8) is not None
+        scheduler.add_prefilled(request(name, 8), [5])
+    a, b = scheduler._waiting
+    for _ in range(40):
+        run(scheduler)
+        scheduler.check_integrity()
+    assert (a.finish_reason, b.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    assert (a.num_preemptions, b.num_preemptions) == (0, 1)
+
+
+def test_a_running_request_takes_blocks_of_a_later_one_that_waits() -> None:
+    scheduler = small_scheduler(4, max_seqs=1)
+    manager = scheduler.allocator
+    assert isinstance(manager, KVCacheManager)
+    a = scheduler.add(request("a", 8))
+    run(scheduler)
+    assert manager.reserve_live("b", 8) is not None
+    b = scheduler.add_prefilled(request("b", 8), [5])
+    for _ in range(40):
+        run(scheduler)
+    assert (a.num_preemptions, b.num_preemptions) == (0, 1)
+    assert b.output_token_ids == [5] * 8
+
+
+def test_a_request_aborted_while_its_step_runs_is_passed_over() -> None:
+    scheduler = small_scheduler(8)
+    scheduler.add(request("a", 4))
+    scheduler.add(request("b", 4))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert scheduler.remove("a") is not None
+    assert scheduler.remove("a") is None
+    got = scheduler.update(batch, {"a": 5, "b": 5})
+    assert [s.request_id for s in got] == ["b"]
+    scheduler.check_integrity()
+
+
+def test_a_row_is_told_whole_tables_when_its_owner_changes() -> None:
+    scheduler = small_scheduler(8, max_seqs=1)
+    scheduler.add(request("a", 9, max_tokens=1))
+    scheduler.add(request("b", 4, max_tokens=3))
+    run(scheduler)
+    batch = scheduler.schedule()
+    assert batch is not None
+    (share,) = batch.requests
+    assert (share.request_id, share.row) == ("b", 0)
+    assert share.new_block_ids == ((0, scheduler.allocator.block_tables("b")[0]),)

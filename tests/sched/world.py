@@ -1,0 +1,112 @@
+"""What a scheduler's batches would do to a cache: a memory that knows who wrote each slot.
+
+Tables are kept per row as an engine's ranks keep them, from the updates alone. Every query then reads all
+keys it may see: a wrong table, a block held twice or a position computed twice shows at once.
+"""
+
+from __future__ import annotations
+
+from rayk.kv.groups import group_layers
+from rayk.kv.manager import KVCacheManager
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.request import FinishReason, Request
+from tests.kv.brute import full, sliding
+
+BLOCK = 4
+WINDOW = 6
+WINDOWS = (None, WINDOW)
+GROUPS = group_layers({0: full(BLOCK), 1: sliding(WINDOW)})
+EOS = 0
+STOP = 1
+
+Slot = tuple[int, int, int]
+"""(group, block, slot in the block)"""
+
+
+def sampled_token(request_id: str, position: int) -> int:
+    """What the model says at a position: any function of both; now and then a stop token."""
+    return (int(request_id) * 7919 + position * 104729 + position**3) % 11
+
+
+def expected_output(request: Request, max_positions: int) -> tuple[list[int], FinishReason]:
+    """A request's whole output, from the definition of its sampling parameters."""
+    sampling, output = request.sampling, []
+    while True:
+        position = len(request.prompt_token_ids) + len(output) - 1
+        output.append(sampled_token(request.request_id, position))
+        is_eos = output[-1] == EOS and not sampling.ignore_eos
+        if is_eos or output[-1] in sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens or position + 2 == max_positions:
+            return output, FinishReason.LENGTH
+
+
+class World:
+    """The memory, the rows' tables, and what is known of every request's progress."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.memory: dict[Slot, tuple[str, int, int]] = {}
+        self.rows: dict[int, list[list[int]]] = {}
+        self.num_computed: dict[str, int] = {}
+        """Tokens of each request whose KV exists; absent or 0 after a preemption."""
+
+    def prefill(self, request: Request, num_tokens: int) -> None:
+        """Another engine's KV of the live rows arrives in the request's blocks."""
+        tables = self.manager.block_tables(request.request_id)
+        for group, window in enumerate(WINDOWS):
+            start = 0 if window is None else max(0, num_tokens + 1 - window)
+            for position in range(start, num_tokens):
+                block = tables[group][position // BLOCK]
+                assert block != 0, "a live row has a block"
+                written = (request.request_id, position, request.prompt_token_ids[position])
+                self.memory[group, block, position % BLOCK] = written
+        self.num_computed[request.request_id] = num_tokens
+
+    def run(self, batch: ScheduledBatch) -> dict[str, int]:
+        """Carry out a step: tables, writes, then reads; the sampled tokens."""
+        for share in batch.requests:
+            self._update_tables(share)
+            self._write(share)
+        for share in batch.requests:
+            for position in self._positions(share):
+                self._read(share, position)
+        return {
+            share.request_id: sampled_token(share.request_id, self._positions(share)[-1])
+            for share in batch.requests
+            if share.needs_logits
+        }
+
+    def _update_tables(self, share: ScheduledRequest) -> None:
+        tables = self.rows.setdefault(share.row, [[] for _ in GROUPS])
+        for table, (start, ids) in zip(tables, share.new_block_ids, strict=True):
+            assert start <= len(table), "a table has a hole"
+            table[start : start + len(ids)] = ids
+        for table, theirs in zip(tables, self.manager.block_tables(share.request_id), strict=True):
+            # Blocks out of the window may be null with the manager and stale on the ranks.
+            assert all(a == b for a, b in zip(table, theirs, strict=False) if b != 0)
+            assert len(table) >= len(theirs)
+
+    def _write(self, share: ScheduledRequest) -> None:
+        positions = self._positions(share)
+        known = self.num_computed.get(share.request_id, 0)
+        assert share.num_computed_tokens == known, "a position is computed twice or left out"
+        for group in range(len(GROUPS)):
+            for position, token in zip(positions, share.token_ids, strict=True):
+                block = self.rows[share.row][group][position // BLOCK]
+                assert block != 0, "tokens are written into blocks that exist"
+                self.memory[group, block, position % BLOCK] = (share.request_id, position, token)
+        self.num_computed[share.request_id] = positions[-1] + 1
+
+    def _read(self, share: ScheduledRequest, query: int) -> None:
+        for group, window in enumerate(WINDOWS):
+            start = 0 if window is None else max(0, query + 1 - window)
+            for key in range(start, query + 1):
+                block = self.rows[share.row][group][key // BLOCK]
+                found = self.memory.get((group, block, key % BLOCK))
+                assert found is not None, f"{share.request_id}: token {key} was never written"
+                assert found[:2] == (share.request_id, key), f"token {key} is overwritten: {found}"
+
+    @staticmethod
+    def _positions(share: ScheduledRequest) -> range:
+        return range(share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids))
