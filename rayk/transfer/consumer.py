@@ -107,8 +107,9 @@ class Consumption:
         return self.session.is_drained
 
     def start(self) -> None:
-        """Post the reads."""
+        """Post the reads and go as far as that gets (over CMA a read is done when it is posted)."""
         self._run(self.session.start())
+        self.step(self.clock())
 
     def step(self, now_ns: int) -> None:
         """Poll what is in flight and let time pass."""
@@ -134,19 +135,32 @@ class Consumption:
         self._run(self.session.release())
 
     def _expected_generations(self) -> dict[int, s.Fence]:
-        blocks: dict[int, dict[int, int]] = {}
+        """Per producer rank, every block read from it, with its generation and what it holds."""
+        blocks: dict[int, dict[int, tuple[int, str]]] = {}
         for read in self.reads:
-            known = dict(
-                zip(
-                    self.ticket.block_tables[read.group],
-                    self.ticket.generations[read.group],
-                    strict=True,
-                )
-            )
+            table = self.ticket.block_tables[read.group]
+            place = {block: i for i, block in enumerate(table)}
             mine = blocks.setdefault(read.producer_rank, {})
-            mine.update((b, known[b]) for b in read.source_blocks.tolist())
+            for block in read.source_blocks.tolist():
+                i = place[block]
+                mine[block] = (self.ticket.generations[read.group][i], self._contents(read, i))
         assert all(NULL_BLOCK not in b for b in blocks.values())
-        return {rank: s.Fence(tuple(sorted(b)), tuple(b[i] for i in sorted(b))) for rank, b in blocks.items()}
+        return {
+            rank: s.Fence(tuple(sorted(b)), *zip(*(b[i] for i in sorted(b)), strict=True))
+            for rank, b in blocks.items()
+        }
+
+    def _contents(self, read: BlockReads, index: int) -> str:
+        """What block `index` of a sequence holds of what this rank reads."""
+        group = self.link.producers[read.producer_rank].geometry.groups[read.group]
+        first, size = index * group.block_size, group.block_size
+        last = min(first + size, self.ticket.num_tokens) - 1
+        units = sorted(
+            u for (g, u), rank in self.link.sources.items() if (g, rank) == (read.group, read.producer_rank)
+        )
+        layers = ", ".join(map(str, group.group.layers))
+        heads = ", ".join(map(str, units))
+        return f"tokens {first} to {last} of layers {layers} (group {read.group}), heads {heads}"
 
     def _handle(self, event: s.Event, now_ns: int) -> None:
         self._run(self.session.handle(event, now_ns))

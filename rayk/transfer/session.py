@@ -142,6 +142,8 @@ class Fence:
 
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
+    contents: tuple[str, ...] = ()
+    """What each block holds, for people; may be left out."""
 
 
 class Session:
@@ -225,10 +227,13 @@ class Session:
         self._fences_left.discard(rank)
         fence = self._fences[rank]
         assert len(generations) == len(fence.generations)
-        for block, expected, found in zip(fence.blocks, fence.generations, generations, strict=True):
+        for i, (expected, found) in enumerate(zip(fence.generations, generations, strict=True)):
             if expected != found:
-                reason = f"block {block} was reused while being read (generation {expected} -> {found})"
-                return self._fail(f"{reason} on producer rank {rank}")
+                lost = f": {fence.contents[i]} are lost" if fence.contents else ""
+                return self._fail(
+                    f"block {fence.blocks[i]} was reused while being read "
+                    f"(generation {expected} -> {found}) on producer rank {rank}{lost}"
+                )
         return [] if self._fences_left else self._after_fences()
 
     def _after_fences(self) -> list[Action]:

@@ -96,6 +96,7 @@ def test_a_block_reused_while_being_read_is_named():
     for outcome in pair.finish(ticket).values():
         assert isinstance(outcome.error, TransferError)
         assert "block 7 was reused while being read" in str(outcome.error)
+        assert "tokens 4 to 7 of layers" in str(outcome.error)
         assert {r.verdict for r in outcome.rows} == {"TRANSFER_ERROR"}
         assert "verify" not in outcome.stage_ns
     assert pair.released() == [["lease-r"]]
@@ -108,8 +109,7 @@ def test_a_block_reused_after_the_data_but_before_the_fence_is_refused():
     pair.producer.write(shape.values(10), tables)
     ticket = pair.producer.ticket(10, tables)
     pair.start(ticket, [[1, 2, 3]])
-    # The second poll completes the data and posts the fence; the third answers it.
-    assert pair.poll() == []
+    # `start` polled once. This poll completes the data and posts the fence; the next one answers it.
     assert pair.poll() == []
     pair.consumer.check(shape.values(10), [[1, 2, 3]])
     pair.producer.ranks[0].bump_generations([5])
