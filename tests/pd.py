@@ -1,0 +1,209 @@
+"""A prefill and a decode engine in this process, without Ray: two ThreadEngines, agents, a hand-over.
+
+with Pair.open(model, tp=(1, 2), layouts=("BHLNC", "LBNHC")) as pair:
+    outputs = pair.generate(prompts, max_tokens=8)
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rayk.actors.commands import Connect, Describe
+from rayk.actors.extension import TransferExtension
+from rayk.actors.handover import TransferHandover
+from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.leader import RequestEvent
+from rayk.engine.rank import EngineRank
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request, SamplingParams
+
+MakeAgent = Callable[[str], TransferAgent]
+_PAIRS = itertools.count()
+
+POISON = 0x7F
+"""The byte caches are filled with: as float32 a huge number, so that reading it shows."""
+NAN_POISON = -1
+"""As float32 a NaN: also what is multiplied by zero shows."""
+
+
+def local_agents(delay_polls: int = 0) -> MakeAgent:
+    """Agents of one new network."""
+    network = LocalNetwork()
+    return lambda name: LocalAgent(name, network, delay_polls)
+
+
+def make_request(
+    request_id: str,
+    prompt: Iterable[int],
+    max_tokens: int = 24,
+    *,
+    ignore_eos: bool = True,
+    **sampling: object,
+) -> Request:
+    """A greedy request."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(eq=False)
+class Side:
+    """One engine with its hand-over."""
+
+    engine: ThreadEngine
+    handover: TransferHandover
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds now."""
+        return self.engine.leader.manager.pool.num_free_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out at all."""
+        return self.engine.leader.manager.pool.num_blocks - 1
+
+    @property
+    def extensions(self) -> list[TransferExtension]:
+        """Each rank's."""
+        return [e for e in self.engine.extensions if isinstance(e, TransferExtension)]
+
+    def call(self, command: object) -> list[object]:
+        """Run a command on every rank."""
+        return self.engine.leader.call(command).result(20)
+
+    def run(self, action: Callable[[], object]) -> object:
+        """Run something on the loop's thread and wait for it."""
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.engine.leader.post(lambda: answer.put(action()))
+        return answer.get(timeout=20)
+
+
+@dataclass(eq=False)
+class Pair:
+    """Two connected engines; `prefill` makes tickets, `decode` takes them."""
+
+    p: Side
+    d: Side
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        model: Path | tuple[Path, Path],
+        *,
+        tp: tuple[int, int] = (1, 1),
+        layouts: tuple[str, str] = ("auto", "auto"),
+        make_agent: MakeAgent | None = None,
+        lease_s: float = 20.0,
+        connect: bool = True,
+        changes: tuple[dict[str, object], dict[str, object]] = ({}, {}),
+        **common: object,
+    ) -> Iterator[Pair]:
+        """`common` and, per side, `changes` go to the EngineConfigs."""
+        make_agent = make_agent or local_agents()
+        models = model if isinstance(model, tuple) else (model, model)
+        number = next(_PAIRS)
+        with ExitStack() as stack:
+            sides = []
+            for i, name in enumerate(("p", "d")):
+                settings = {"num_blocks": 64, **common, **changes[i]}
+                config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
+                sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s))
+            pair = cls(*sides)
+            if connect:
+                pair.connect()
+            yield pair
+
+    def connect(self) -> None:
+        """The handshake, as the coordinator does it."""
+        producers, consumers = self.p.call(Describe()), self.d.call(Describe())
+        self.d.call(Connect(tuple(producers), tuple(consumers)))  # type: ignore[arg-type]
+
+    def prefill(self, request: Request, *, capture: bool = False) -> Completion:
+        """Run a request at P, to its ticket (`payload`)."""
+        return self.p.engine.collect(self.start_prefill(request, capture=capture))
+
+    def start_prefill(self, request: Request, *, capture: bool = False) -> queue.SimpleQueue[RequestEvent]:
+        """The same, without waiting."""
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self.p.handover.submit(request, events.put, hand_over=True, capture=capture)
+        return events
+
+    def start_decode(
+        self, request: Request, prefilled: Completion, transfer_s: float = 20.0
+    ) -> queue.SimpleQueue[RequestEvent]:
+        """Hand a prefilled request to D."""
+        ticket = prefilled.payload
+        assert isinstance(ticket, TransferTicket), prefilled
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self.d.handover.submit_decode(request, ticket, tuple(prefilled.token_ids), transfer_s, events.put)
+        return events
+
+    def decode(self, request: Request, prefilled: Completion, transfer_s: float = 20.0) -> Completion:
+        """Run the rest of a request at D."""
+        return self.d.engine.collect(self.start_decode(request, prefilled, transfer_s))
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 24) -> list[list[int]]:
+        """Output tokens of prompts that run together. Raises the first error."""
+        requests = [make_request(f"r{next(self._ids)}", prompt, max_tokens) for prompt in prompts]
+        streams = [self.start_prefill(r) for r in requests]
+        prefilled = [self.p.engine.collect(s) for s in streams]
+        for done in prefilled:
+            if done.error is not None:
+                raise done.error
+        streams = [self.start_decode(r, c) for r, c in zip(requests, prefilled, strict=True)]
+        decoded = [self.d.engine.collect(s) for s in streams]
+        for done in decoded:
+            if done.error is not None:
+                raise done.error
+        return [a.token_ids + b.token_ids for a, b in zip(prefilled, decoded, strict=True)]
+
+    def check_all_free(self, timeout_s: float = 5.0) -> None:
+        """Every block of both engines comes back, and nothing is left of any request."""
+        for side in (self.p, self.d):
+            wait_until(
+                lambda side=side: side.num_free_blocks == side.num_blocks,  # type: ignore[misc]
+                timeout_s,
+                lambda side=side: f"{side.num_free_blocks} of {side.num_blocks} free in {side.engine.name}",  # type: ignore[misc]
+            )
+            side.run(side.engine.leader.check_integrity)
+            assert side.engine.leader.manager.leases == ()
+            assert not side.handover.needs_gather(), "the hand-over still waits for something"
+
+
+def _make_side(
+    stack: ExitStack, name: str, config: EngineConfig, make_agent: MakeAgent, lease_s: float
+) -> Side:
+    handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
+
+    def extension(rank: EngineRank) -> TransferExtension:
+        agent = make_agent(f"{name}.{rank.comm.rank}")
+        made = TransferExtension(rank, agent, engine=name, epoch=1, lease_s=lease_s)
+        stack.callback(made.close)
+        return made
+
+    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=NAN_POISON)
+    return Side(stack.enter_context(engine), handover)
+
+
+def wait_until(
+    condition: Callable[[], bool], timeout_s: float = 5.0, what: Callable[[], str] = lambda: "a condition"
+) -> None:
+    """Poll until it holds. AssertionError after the timeout."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, f"not within {timeout_s} s: {what()}"
+        time.sleep(0.001)
