@@ -60,10 +60,15 @@ class _Slot:
 
 
 class Coordinator:
-    """Runs cells one after the other on a pool of workers."""
+    """Runs cells one after the other on a pool of workers.
 
-    def __init__(self, name: str) -> None:
+    `keep_workers`: engines' workers stay for later cells (the cluster holds those of all cells at once);
+    else every cell gives back what the next has no use for.
+    """
+
+    def __init__(self, name: str, keep_workers: bool = True) -> None:
         self.name = name
+        self._keep_workers = keep_workers
         self._slots: dict[str, _Slot] = {}
         self._epoch = 0
         self._in_use: list[EngineHandle] = []
@@ -78,12 +83,16 @@ class Coordinator:
         Raises DeadlineExceeded when the cluster cannot place them in time.
         """
         resources = launch.worker_resources(device, gpus_per_worker)
-        for name, num_ranks in slots.items():
-            have = self._slots.get(name)
-            if have is not None and len(have.workers) >= num_ranks and have.resources == resources:
-                continue
-            if have is not None:
+        for name, have in list(self._slots.items()):
+            wanted = slots.get(name, 0)
+            fits = have.resources == resources and len(have.workers) >= wanted
+            exact = fits and len(have.workers) == wanted
+            if not exact and (not self._keep_workers or (wanted and not fits)):
                 launch.free_group(have.group)
+                del self._slots[name]
+        for name, num_ranks in slots.items():
+            if name in self._slots:
+                continue
             group = launch.reserve_group(f"rayk/{self._run_id}/{name}", num_ranks, resources)
             try:
                 await asyncio.wait_for(_placed(group), FORM_S)
@@ -144,6 +153,7 @@ class Coordinator:
         if cell.decode is not None:
             wanted += [(f"decode{i}", "decode", cell.decode) for i in range(cell.num_decode_engines)]
         slots = {name: config.tp for name, _, config in wanted}
+        assert cell.gpus_per_worker != "auto", "resolved by the driver"
         await self.prepare(slots, cell.prefill.device, cell.gpus_per_worker)
         self._in_use = [
             EngineHandle(name, role, self._epoch, config, self._slots[name].workers[: config.tp])

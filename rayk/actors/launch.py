@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rayk.actors.environment import prepare_environment
 
@@ -72,17 +73,28 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
             shutil.rmtree(temp_dir, ignore_errors=True)
 
 
-def require_gpus(num_workers: int, gpus_per_worker: float) -> None:
-    """Raises DeviceError when the whole cluster has too few GPUs for a cell's workers."""
+def num_cluster_gpus() -> float:
+    """GPUs of the whole cluster, in use or not."""
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    available = resources.get("GPU", 0.0)
-    needed = num_workers * gpus_per_worker
+    return resources.get("GPU", 0.0)
+
+
+def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float) -> float:
+    """GPUs of each of `num_workers` workers that run at once.
+
+    `auto` is a whole GPU, or 1/k where k workers must share one. Raises DeviceError when there are too few.
+    """
+    if asked == "auto":
+        workers_per_gpu = math.ceil(num_workers / available) if available >= 1 else 1
+        asked = math.floor(1e4 / workers_per_gpu) / 1e4  # Ray counts resources in steps of 1e-4
+    needed = num_workers * asked
     if needed > available:
         raise DeviceError(
-            f"{num_workers} workers of {gpus_per_worker:g} GPU need {needed:g} GPUs; "
-            f"the cluster has {available:g}",
-            mend="lower gpus_per_worker or TP sizes, or add nodes",
+            f"{num_workers} workers of {asked:g} GPU need {needed:g} GPUs; the cluster has {available:g}",
+            where="gpus_per_worker",
+            mend="gpus_per_worker: auto lets workers share GPUs; or lower TP sizes, or add nodes",
         )
+    return asked
 
 
 def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:

@@ -6,10 +6,12 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rayk.experiments.judge import CellJudge
+from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.specs import Cell, ExperimentSpec, LoadedSpec, dump_spec, load_spec, plan_cells
@@ -17,6 +19,8 @@ from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
 
+Planned = Sequence[tuple[Cell, list[list[int]]]]
+"""Cells with their prompts."""
 GRACE_S = 60.0
 """What the coordinator may take beyond a cell's deadline to kill and replace workers."""
 
@@ -97,8 +101,8 @@ def run_experiment(
 
 
 def _run_cells(
-    planned: Sequence[tuple[Cell, list[list[int]]]],
-    config: Any,
+    planned: Planned,
+    config: DecoderConfig,
     writer: ResultWriter,
     environment: dict[str, Any],
     address: str | None,
@@ -107,12 +111,11 @@ def _run_cells(
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
 
-    cells = [cell for cell, _ in planned]
     with launch.connect(address) as joined:
-        for cell in cells:
-            if cell.prefill.device == "cuda":
-                launch.require_gpus(cell.num_workers, cell.gpus_per_worker)
-        runner = _Runner(cells)
+        available = launch.num_cluster_gpus()
+        planned = [(_with_gpus(cell, planned, available), prompts) for cell, prompts in planned]
+        cells = [cell for cell, _ in planned]
+        runner = _Runner(cells, keep_workers=_fit_at_once(cells, available))
         try:
             judge = CellJudge(cells[0].spec.model, config, writer.directory)
             for cell, prompts in planned:
@@ -133,11 +136,30 @@ def _run_cells(
             runner.close()
 
 
+def _with_gpus(cell: Cell, planned: Planned, available: float) -> Cell:
+    """The cell with its workers' share of a GPU decided. Raises DeviceError when it cannot fit."""
+    from rayk.actors import launch
+
+    if cell.prefill.device != "cuda":
+        return replace(cell, gpus_per_worker=0.0)
+    # One share for all cells: workers stay where they are from cell to cell.
+    largest = max(c.num_workers for c, _ in planned)
+    num_workers = largest if cell.gpus_per_worker == "auto" else cell.num_workers
+    return replace(cell, gpus_per_worker=launch.gpu_share(num_workers, cell.gpus_per_worker, available))
+
+
+def _fit_at_once(cells: Sequence[Cell], available: float) -> bool:
+    """Whether the cluster holds the largest engine of every name together (always, on CPU slots)."""
+    share = max(float(c.gpus_per_worker) for c in cells)
+    return sum(_slots(cells).values()) * share <= available or share == 0
+
+
 class _Runner:
     """The coordinator of a run, replaced if it ever stops answering."""
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
+    def __init__(self, cells: Sequence[Cell], *, keep_workers: bool) -> None:
         self._cells = cells
+        self._keep_workers = keep_workers
         self._start()
 
     def ready(self) -> dict[str, int]:
@@ -185,11 +207,12 @@ class _Runner:
     def _start(self) -> None:
         from rayk.actors import launch
 
-        self._coordinator = launch.start_coordinator(f"rayk/coordinator/{secrets.token_hex(3)}")
-        first = self._cells[0]
-        self._prepared = self._coordinator.prepare.remote(
-            _slots(self._cells), first.prefill.device, first.gpus_per_worker
+        self._coordinator = launch.start_coordinator(
+            f"rayk/coordinator/{secrets.token_hex(3)}", keep_workers=self._keep_workers
         )
+        first = self._cells[0]
+        slots = _slots(self._cells if self._keep_workers else [first])
+        self._prepared = self._coordinator.prepare.remote(slots, first.prefill.device, first.gpus_per_worker)
 
 
 def _slots(cells: Sequence[Cell]) -> dict[str, int]:

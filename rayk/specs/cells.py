@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
 from rayk.parallel.shard import why_unsupported
@@ -74,7 +74,8 @@ class Cell:
     repeat: int
     policy: str
     failure_policy: str
-    gpus_per_worker: float
+    gpus_per_worker: float | Literal["auto"]
+    """`auto` until the cluster is known."""
     spec: ExperimentSpec
 
     @property

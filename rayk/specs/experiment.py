@@ -186,7 +186,8 @@ class ExperimentSpec(StrictModel):
     engine: EngineSettings = EngineSettings()
     policy: Policy = "round_robin"
     arrival: ArrivalSpec = ArrivalSpec()
-    gpus_per_worker: Annotated[float, Field(gt=0)] = 1.0
+    gpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = 1.0
+    """GPUs of one worker; auto: a whole one, or the share at which the largest cell fits the cluster."""
     matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(_as_list)] = Field(default_factory=list)
     exclude: list[dict[str, Any]] = Field(default_factory=list)
     repeat: PositiveInt = 1
