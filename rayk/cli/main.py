@@ -56,3 +56,7 @@ app.command(
 def main() -> None:
     """Entry point of the installed command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Experiments on a real cluster: real workers, real transfers, real deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+
+from rayk import Experiment, load
+from rayk.reports import exit_code
+from rayk.types.errors import DeviceError
+from tests.experiments.conftest import has_cells, wait_until, worker_processes
+from tests.markers import nixl, ray
+
+pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+
+LAYERS, KV_HEADS, HEAD_SIZE = 4, 2, 16
+PROMPT_TOKENS = 5 + 37 + 300
+KV_BYTES = PROMPT_TOKENS * LAYERS * KV_HEADS * 2 * HEAD_SIZE * 4
+"""Float32 K and V of all prompts, each KV head once."""
+
+
+@pytest.fixture(scope="module")
+def matrix_run(ray_address, checkpoint, tmp_path_factory):
+    matrix = [
+        {"prefill.tp": 1, "decode.tp": 4, "prefill.layout": "LBNHC", "decode.layout": "BHLNC"},
+        {"prefill.tp": 2, "decode.tp": 1, "prefill.num_engines": 2, "decode.layout": "LHBNC"},
+        {"mode": "aggregated", "prefill.tp": 2},
+        {"prefill.tp": 3, "decode.tp": 1},
+    ]
+    out = tmp_path_factory.mktemp("matrix") / "run"
+    Experiment(
+        {
+            "name": "matrix",
+            "model": str(checkpoint("qwen3")),
+            "device": "cpu",
+            "prompts": {"random": {"count": 3, "input_tokens": [5, 37, 300], "seed": 0}},
+            "sampling": {"max_tokens": 12, "ignore_eos": True},
+            "matrix": matrix,
+            "checks": ["tokens", "kv_bytes", "kv_values"],
+        }
+    ).run(out, address=ray_address)
+    return load(out), out
+
+
+def test_every_cell_passes_and_the_impossible_one_is_unsupported(matrix_run):
+    result, _ = matrix_run
+    verdicts = dict(zip(result.cells["cell_id"], result.cells["verdict"], strict=True))
+    assert sorted(verdicts.values()) == ["PASS", "PASS", "PASS", "UNSUPPORTED"]
+    (reason,) = result.cells.loc[result.cells["verdict"] == "UNSUPPORTED", "reason"]
+    assert "TP 3" in reason
+    assert exit_code(result.cells) == 0
+    assert exit_code(result.cells, strict=True) == 1
+
+
+def test_every_byte_of_kv_was_compared_on_every_rank_that_holds_it(matrix_run):
+    cells = matrix_run[0].cells.set_index("cell_id")
+    checked = cells["num_kv_bytes_checked"]
+    (replicated,) = [i for i in checked.index if i.startswith("p1-d4")]
+    (single,) = [i for i in checked.index if i.startswith("p2-d1")]
+    # TP 4 holds each of two KV heads twice.
+    assert checked[replicated] == 2 * KV_BYTES
+    assert checked[single] == KV_BYTES
+    assert cells.loc[[replicated, single], "num_kv_bytes_mismatched"].tolist() == [0, 0]
+    assert set(cells.loc[single, "checks_done"]) == {"tokens", "kv_bytes", "kv_values"}
+    assert cells.loc[replicated, "num_kv_values_checked"] == KV_BYTES // 4
+
+
+def test_tokens_in_the_tables_are_the_references(matrix_run, reference, checkpoint):
+    requests = matrix_run[0].requests
+    prompts = [list(map(int, p)) for p in requests["prompt_token_ids"]]
+    expected = reference(checkpoint("qwen3")).generate(prompts, max_tokens=12, ignore_eos=True)
+    for found, answer in zip(requests["output_token_ids"], expected, strict=True):
+        assert list(found) == list(answer.token_ids)
+    assert len(requests) == 9
+    assert requests["error"].isna().all()
+    assert set(requests["finish_reason"]) == {"length"}
+    assert (requests["ttft_ms"] > 0).all()
+    assert (requests["e2e_ms"] >= requests["ttft_ms"]).all()
+
+
+def test_requests_take_turns_on_the_engines_of_a_side(matrix_run):
+    requests = matrix_run[0].requests
+    engines = requests[requests["cell_id"].str.startswith("p2-d1")].sort_values("prompt_index")
+    assert engines["prefill_engine"].tolist() == ["prefill0", "prefill1", "prefill0"]
+    assert set(engines["decode_engine"]) == {"decode0"}
+    assert set(engines["kv_path"]) == {"remote"}
+    whole = requests[requests["cell_id"].str.startswith("agg")]
+    assert set(whole["kv_path"]) == {"local"}
+
+
+def test_transfers_name_every_pair_of_ranks(matrix_run):
+    transfers = matrix_run[0].transfers
+    replicated = transfers[transfers["cell_id"].str.startswith("p1-d4")]
+    assert set(zip(replicated["producer_rank"], replicated["consumer_rank"], strict=True)) == {
+        (0, rank) for rank in range(4)
+    }
+    assert set(transfers["transport"]) == {"nixl/UCX"}
+    assert set(transfers["verdict"]) == {"OK"}
+    # Whole blocks move: at least the valid bytes, less than a block more per prompt and replica.
+    moved = replicated["bytes"].sum()
+    assert 2 * KV_BYTES <= moved <= 2 * KV_BYTES * (5 + 37 + 300 + 3 * 15) / PROMPT_TOKENS
+
+
+def test_the_results_say_what_ran(matrix_run):
+    result, out = matrix_run
+    cells = result.cells.set_index("cell_id")
+    (name,) = [i for i in cells.index if i.startswith("p1-d4")]
+    assert cells.loc[name, "prefill.effective_layout"] == "LBNHC"
+    assert cells.loc[name, "prefill.comm"] == "local"
+    assert cells.loc[name, "decode.comm"] in ("shm", "gloo")
+    environment = json.loads((out / "environment.json").read_text())
+    assert environment["packages"]["ray"]
+    assert len(environment["workers"]) == 2 + 2 + 4
+    assert (out / "report.html").stat().st_size > 100_000
+
+
+def test_no_worker_is_left_behind(matrix_run):
+    wait_until(lambda: not worker_processes(), "workers end with their run")
+
+
+def test_planted_faults_end_in_their_verdicts_and_other_cells_run(spec, ray_address, tmp_path):
+    faults = [
+        {"kind": "kill", "point": "prefill", "step": 1},
+        {"kind": "kill", "point": "transfer", "role": "prefill"},
+        {"kind": "kill", "point": "transfer", "role": "decode", "rank": 0},
+        {"kind": "kill", "point": "decode", "step": 3},
+        {"kind": "flip_bit", "request": 1, "seed": 77},
+        {"kind": "early_reuse", "request": 2},
+    ]
+    matrix = {"prefill.tp": 2, "decode.tp": 1, "faults": [*([f] for f in faults), []]}
+    result = Experiment(spec(matrix)).run(tmp_path / "run", address=ray_address)
+    cells = result.cells
+    found = cells[["verdict", "expected_verdict"]].to_numpy().tolist()
+    assert [v for v, _ in found] == [
+        "ENGINE_ERROR",
+        "TRANSFER_ERROR",
+        "TRANSFER_ERROR",
+        "ENGINE_ERROR",
+        "KV_MISMATCH",
+        "TRANSFER_ERROR",
+        "PASS",
+    ]
+    assert all(verdict == expected for verdict, expected in found)
+    assert exit_code(cells) == 0
+    assert cells["wall_s"].max() < 60
+    flipped = cells["reason"][4]
+    assert "layer 0, group 0, k, head 0, token 0: one flipped bit in byte 9" in flipped
+    assert cells["num_kv_bytes_mismatched"][4] == 1
+    assert "was reused while being read" in cells["reason"][5]
+    assert "tokens" in cells["reason"][5]
+    _check_undamaged_requests(result.requests, cells)
+    wait_until(lambda: not worker_processes(), "workers end with their run")
+
+
+def _check_undamaged_requests(requests: pd.DataFrame, cells: pd.DataFrame) -> None:
+    """One bad transfer harms one request; no token follows unproven KV."""
+    for cell, hit in ((4, 1), (5, 2)):
+        rows = requests[requests["cell_id"] == cells["cell_id"][cell]].sort_values("prompt_index")
+        lengths = [len(t) for t in rows["output_token_ids"]]
+        assert lengths[hit] == 1, "only the prefill engine's own token was delivered"
+        assert [n for i, n in enumerate(lengths) if i != hit] == [12, 12]
+        assert rows["error"].notna().tolist() == [i == hit for i in range(3)]
+
+
+def test_a_hung_worker_is_a_timeout_and_the_next_cell_runs(spec, ray_address, tmp_path):
+    out = tmp_path / "run"
+    slow = {
+        "deadlines": {"cell_s": 8.0, "request_s": 60.0, "transfer_s": 20.0},
+        "prompts": {"random": {"count": 8, "input_tokens": [300]}},
+        "sampling": {"max_tokens": 1500, "ignore_eos": True},
+        "checks": ["kv_bytes"],
+    }
+    matrix = {"prefill.tp": [1], "decode.tp": [1], "decode.layout": ["BHLNC", "LBHNC"]}
+    experiment = Experiment(spec(matrix, **slow))
+    done: list[object] = []
+    runner = threading.Thread(target=lambda: done.append(experiment.run(out, address=ray_address)))
+    runner.start()
+    wait_until(lambda: _decode_pid(out) is not None, "the workers are known", 60)
+    pid = _decode_pid(out)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    runner.join(150)
+    assert done, "the run ended"
+    cells = load(out).cells
+    assert cells["verdict"][0] == "TIMEOUT"
+    assert "deadline" in cells["reason"][0]
+    assert cells["wall_s"][0] < 8 + 25
+    # Whatever the second cell's verdict by its own short deadline, it ran on a fresh worker.
+    assert len(load(out).requests.query("cell_id == @cells.cell_id[1]")) == 8
+    wait_until(lambda: not worker_processes(), "even the stopped worker is gone")
+
+
+def _decode_pid(out: Path) -> int | None:
+    try:
+        workers = json.loads((out / "environment.json").read_text()).get("workers", {})
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return next((pid for name, pid in workers.items() if "decode0" in name), None)
+
+
+def test_too_few_gpus_is_bad_input_before_any_worker(spec, ray_address, tmp_path):
+    wanted = spec({"prefill.tp": 2, "decode.tp": 1}, device="cuda")
+    with pytest.raises(DeviceError, match=r"3 workers of 1 GPU need 3 GPUs; the cluster has 2"):
+        Experiment(wanted).run(tmp_path / "run", address=ray_address)
+    assert not worker_processes()
+
+
+def test_interrupted_runs_keep_finished_cells_and_resume(spec, ray_address, tmp_path):
+    path, out = tmp_path / "spec.yaml", tmp_path / "run"
+    layouts = ["BHLNC", "BLHNC", "LBHNC", "LBNHC"]
+    path.write_text(yaml.safe_dump(spec({"prefill.layout": layouts, "decode.layout": layouts})))
+    command = [sys.executable, "-m", "rayk.cli.main", "run", str(path), "--out", str(out)]
+    command += ["--address", ray_address]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_until(lambda: has_cells(out) or first.poll() is not None, "a first cell", 90)
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, output
+    before = load(out).cells
+    assert 1 <= len(before) < 16, output
+    wait_until(lambda: not worker_processes(), "an interrupted run leaves no worker")
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 2, "the folder holds tables"
+    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    after = load(out).cells
+    assert len(after) == 16
+    assert set(after["verdict"]) == {"PASS"}
+    kept = after.set_index("cell_id").loc[before["cell_id"], "wall_s"].tolist()
+    assert kept == before["wall_s"].tolist(), "finished cells were not run again"
