@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rayk.actors.commands import Connect, Describe
+from rayk.actors.commands import Capture, Connect, Describe, Diagnose
 from rayk.actors.extension import TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.engine.build import Completion, ThreadEngine
@@ -24,6 +24,7 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
+from rayk.types.errors import KVMismatch
 from rayk.types.request import Request, SamplingParams
 
 MakeAgent = Callable[[str], TransferAgent]
@@ -63,6 +64,8 @@ class Side:
 
     engine: ThreadEngine
     handover: TransferHandover
+    only: Sequence[TransferExtension] | None = None
+    """Some of the ranks; None for all."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -77,6 +80,8 @@ class Side:
     @property
     def extensions(self) -> list[TransferExtension]:
         """Each rank's."""
+        if self.only is not None:
+            return list(self.only)
         return [e for e in self.engine.extensions if isinstance(e, TransferExtension)]
 
     def call(self, command: object) -> list[object]:
@@ -109,6 +114,7 @@ class Pair:
         make_agent: MakeAgent | None = None,
         lease_s: float = 20.0,
         connect: bool = True,
+        poison: int = NAN_POISON,
         changes: tuple[dict[str, object], dict[str, object]] = ({}, {}),
         **common: object,
     ) -> Iterator[Pair]:
@@ -121,7 +127,7 @@ class Pair:
             for i, name in enumerate(("p", "d")):
                 settings = {"num_blocks": 64, **common, **changes[i]}
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
-                sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s))
+                sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, poison))
             pair = cls(*sides)
             if connect:
                 pair.connect()
@@ -171,6 +177,14 @@ class Pair:
                 raise done.error
         return [a.token_ids + b.token_ids for a, b in zip(prefilled, decoded, strict=True)]
 
+    def diagnose(self, request_id: str, ticket: TransferTicket) -> list[KVMismatch]:
+        """After a KVMismatch, what the coordinator asks: every wrong layer's first wrong byte, in order."""
+        capture = Capture(ticket.request_id, ticket.num_tokens, ticket.block_tables)
+        fetched = self.p.call(capture)
+        found = self.d.call(Diagnose(request_id, tuple(fetched)))  # type: ignore[arg-type]
+        exact = [mismatch for per_rank in found for mismatch in per_rank]  # type: ignore[attr-defined]
+        return sorted(exact, key=lambda m: (m.group, m.layer, m.head, m.token))
+
     def check_all_free(self, timeout_s: float = 5.0) -> None:
         """Every block of both engines comes back, and nothing is left of any request."""
         for side in (self.p, self.d):
@@ -185,7 +199,7 @@ class Pair:
 
 
 def _make_side(
-    stack: ExitStack, name: str, config: EngineConfig, make_agent: MakeAgent, lease_s: float
+    stack: ExitStack, name: str, config: EngineConfig, make_agent: MakeAgent, lease_s: float, poison: int
 ) -> Side:
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
 
@@ -195,7 +209,7 @@ def _make_side(
         stack.callback(made.close)
         return made
 
-    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=NAN_POISON)
+    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=poison)
     return Side(stack.enter_context(engine), handover)
 
 
