@@ -30,6 +30,8 @@ FORM_S = 120.0
 """Deadline for starting workers and forming an engine (imports, weights)."""
 CONTROL_S = 30.0
 """Deadline for a command."""
+MAX_STREAMS = 96
+"""Requests of one cell in flight at once: each holds a thread of its worker's io group while it streams."""
 STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
 
@@ -174,7 +176,8 @@ class Coordinator:
                     config=engine.config,
                     address=address,
                     comm_timeout_s=min(30.0, cell.deadlines.request_s),
-                    lease_s=cell.deadlines.transfer_s * 2,
+                    # A ticket may wait for the consumer's blocks as long as its request may last.
+                    lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
                     faults=_faults_of(cell, engine, rank),
                 )
             )
@@ -225,6 +228,7 @@ class _CellRun:
         self._prefill = [e for e in engines if e.role != "decode"]
         self._decode = [e for e in engines if e.role == "decode"]
         self._policy = get_policy(cell.policy)
+        self._streams = asyncio.Semaphore(MAX_STREAMS)
 
     async def connect(self) -> None:
         """Handshake every decode engine with every prefill engine."""
@@ -258,8 +262,10 @@ class _CellRun:
         self._outcome.requests.append(row)
         place = self._policy.place(request, len(self._prefill), max(1, len(self._decode)))
         try:
-            async with asyncio.timeout(self._cell.deadlines.request_s):
-                await self._place(request, row, *place)
+            async with self._streams:
+                row.stage_ns["queue"] = time.monotonic_ns() - row.arrival_ns
+                async with asyncio.timeout(self._cell.deadlines.request_s):
+                    await self._place(request, row, *place)
         except TimeoutError:
             self._fail(row, DeadlineExceeded(f"request {request.request_id}", self._cell.deadlines.request_s))
         except RaykError as error:
