@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayk.actors import launch
+from rayk.actors import placement
 from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose
 from rayk.actors.engines import EngineHandle
 from rayk.actors.planted import PlantedFault
@@ -84,22 +84,22 @@ class Coordinator:
 
         Raises DeadlineExceeded when the cluster cannot place them in time.
         """
-        resources = launch.worker_resources(device, gpus_per_worker)
+        resources = placement.worker_resources(device, gpus_per_worker)
         for name, have in list(self._slots.items()):
             wanted = slots.get(name, 0)
             fits = have.resources == resources and len(have.workers) >= wanted
             exact = fits and len(have.workers) == wanted
             if not exact and (not self._keep_workers or (wanted and not fits)):
-                launch.free_group(have.group)
+                placement.free_group(have.group)
                 del self._slots[name]
         for name, num_ranks in slots.items():
             if name in self._slots:
                 continue
-            group = launch.reserve_group(f"rayk/{self._run_id}/{name}", num_ranks, resources)
+            group = placement.reserve_group(f"rayk/{self._run_id}/{name}", num_ranks, resources)
             try:
                 await asyncio.wait_for(_placed(group), FORM_S)
             except TimeoutError:
-                launch.free_group(group)
+                placement.free_group(group)
                 raise DeadlineExceeded(
                     f"placing {num_ranks} workers of {name} on one node", FORM_S, {"each": str(resources)}
                 ) from None
@@ -134,7 +134,7 @@ class Coordinator:
     async def shutdown(self) -> None:
         """Give every placement group back; its workers end."""
         for slot in self._slots.values():
-            launch.free_group(slot.group)
+            placement.free_group(slot.group)
         self._slots.clear()
 
     async def worker_pids(self) -> dict[str, int]:
@@ -145,7 +145,7 @@ class Coordinator:
     def _start(self, slot: str, group: Any, index: int, resources: dict[str, float]) -> Any:
         # Ray frees a name only some time after its actor's death: the epoch keeps names unique.
         name = f"rayk/{self._run_id}/{slot}/r{index}" + (f"#{self._epoch}" if self._epoch else "")
-        return launch.start_worker(name, group, index, resources)
+        return placement.start_worker(name, group, index, resources)
 
     async def _form(self, cell: Cell) -> list[EngineHandle]:
         self._epoch += 1
@@ -203,7 +203,7 @@ class Coordinator:
                 outcome.errors.append(error)
             slot = self._slots[engine.name]
             for index, worker in enumerate(engine.workers):
-                launch.kill(worker)
+                placement.kill(worker)
                 slot.workers[index] = self._start(engine.name, slot.group, index, slot.resources)
 
     async def _stop(self, engine: EngineHandle) -> None:

@@ -1,4 +1,4 @@
-"""The edge to Ray: clusters joined or started, placement groups, plain classes made remote."""
+"""Clusters joined or started, GPU shares, and the coordinator of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,17 +16,13 @@ from rayk.actors.environment import prepare_environment
 prepare_environment()
 
 import ray  # noqa: E402 - reads its environment once, when imported
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
+from rayk.actors.coordinator import Coordinator  # noqa: E402
 from rayk.types.errors import DeviceError  # noqa: E402
 
 NAMESPACE = "rayk"
-CPU_SHARE = 0.01
-"""CPU slots are logical: a worker never waits for a core."""
 OBJECT_STORE_BYTES = 160 << 20
 """Results and captured rows only; KV never enters the object store."""
-CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
 
 
 @contextmanager
@@ -97,53 +93,8 @@ def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float
     return asked
 
 
-def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
-    """Ray resources of one worker."""
-    if device == "cuda":
-        return {"CPU": CPU_SHARE, "GPU": gpus_per_worker}
-    return {"CPU": CPU_SHARE}
-
-
-def reserve_group(name: str, bundles: int, resources: Mapping[str, float]) -> PlacementGroup:
-    """A placement group of one engine: all its workers on one node."""
-    group: PlacementGroup = placement_group([dict(resources)] * bundles, strategy="STRICT_PACK", name=name)
-    return group
-
-
-def free_group(group: PlacementGroup) -> None:
-    """Give a group back; its actors end."""
-    remove_placement_group(group)
-
-
-def start_worker(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
-    """A Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
-    from rayk.actors.worker import Worker
-
-    return (
-        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
-        .options(
-            name=name,
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            max_restarts=0,
-            max_task_retries=0,
-            enable_task_events=False,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}} if "GPU" not in resources else {},
-        )
-        .remote(name)
-    )
-
-
-def kill(worker: Any) -> None:
-    """End a worker's process at once."""
-    ray.kill(worker, no_restart=True)
-
-
 def start_coordinator(name: str, **arguments: Any) -> Any:
     """The Coordinator actor of one run."""
-    from rayk.actors.coordinator import Coordinator
-
     return (
         ray.remote(Coordinator)
         .options(name=name, num_cpus=0, max_concurrency=1000, max_restarts=0)

@@ -195,14 +195,14 @@ class _Runner:
         """Give the workers back."""
         import ray
 
-        from rayk.actors import launch
+        from rayk.actors import placement
 
         try:
             ray.get(self._coordinator.shutdown.remote(), timeout=10)
         except ray.exceptions.RayError:
             pass  # it is gone already, and its workers with it
         finally:
-            launch.kill(self._coordinator)
+            placement.kill(self._coordinator)
 
     def _start(self) -> None:
         from rayk.actors import launch

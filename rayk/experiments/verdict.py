@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rayk.specs.experiment import VERDICTS
 from rayk.types.errors import (
     DeadlineExceeded,
     HandshakeMismatch,
@@ -15,18 +16,6 @@ from rayk.types.errors import (
     Unsupported,
 )
 
-PRECEDENCE = (
-    "KV_MISMATCH",
-    "TRANSFER_ERROR",
-    "ENGINE_ERROR",
-    "TIMEOUT",
-    "TOKEN_MISMATCH",
-    "NEAR_TIE",
-    "PASS",
-    "UNSUPPORTED",
-)
-"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame."""
-
 
 @dataclass(slots=True)
 class Findings:
@@ -36,7 +25,7 @@ class Findings:
 
     def add(self, verdict: str, reason: str) -> None:
         """Note a finding."""
-        assert verdict in PRECEDENCE, verdict
+        assert verdict in VERDICTS, verdict
         self.items.append((verdict, reason))
 
     def add_errors(self, errors: Sequence[RaykError]) -> None:
@@ -48,7 +37,7 @@ class Findings:
         """The gravest verdict and its first reason; PASS when nothing was found."""
         if not self.items:
             return "PASS", ""
-        verdict = min((v for v, _ in self.items), key=PRECEDENCE.index)
+        verdict = min((v for v, _ in self.items), key=VERDICTS.index)
         reasons = list(dict.fromkeys(reason for v, reason in self.items if v == verdict))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return verdict, reasons[0] + more

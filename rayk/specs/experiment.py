@@ -47,7 +47,7 @@ Verdict = Literal[
     "UNSUPPORTED",
 ]
 VERDICTS: tuple[str, ...] = get_args(Verdict)
-"""Gravest first."""
+"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame."""
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
