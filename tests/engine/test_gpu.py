@@ -1,0 +1,58 @@
+"""Engines on one GPU: tokens against transformers, and KV handed over in device memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from rayk.engine.build import ThreadEngine
+from rayk.types.config import EngineConfig
+from tests.markers import gpu, nixl
+from tests.pd import MakeAgent, Pair, local_agents, make_request
+
+pytestmark = [gpu]
+_NAMES = itertools.count()
+
+
+def nixl_agents() -> MakeAgent:
+    """Agents of this process over UCX."""
+    from rayk.transfer.nixl_agent import NixlAgent
+
+    return lambda name: NixlAgent(f"gpu-test-{next(_NAMES)}-{name}")
+
+
+@pytest.fixture
+def expected(checkpoint, reference):
+    """Probe prompts of the tiny Qwen3 (their margins are known) and the reference's tokens."""
+    from rayk.oracle.checkpoint import read_marker
+
+    path = checkpoint("qwen3")
+    prompts = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
+    answers = reference(path).generate(prompts, max_tokens=24, ignore_eos=True)
+    return path, prompts, [list(a.token_ids) for a in answers]
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("layout", ["BHLNC", "LBNHC"])
+def test_tokens_equal_transformers(expected, backend: str, layout: str) -> None:
+    path, prompts, answers = expected
+    config = EngineConfig(
+        model=str(path), device="cuda", layout=layout, attention_backend=backend, max_batch_tokens=64
+    )
+    with ThreadEngine(config, poison=-1) as engine:
+        done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
+    assert [c.token_ids for c in done] == answers
+
+
+@pytest.mark.parametrize("make_agents", [local_agents, pytest.param(nixl_agents, marks=nixl)])
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
+def test_kv_moves_between_engines_on_one_gpu(
+    expected, make_agents: Callable[[], MakeAgent], tp: tuple[int, int]
+) -> None:
+    path, prompts, answers = expected
+    layouts = ("BHLNC", "LBNHC")
+    with Pair.open(path, tp=tp, layouts=layouts, make_agent=make_agents(), device="cuda") as pair:
+        assert pair.generate(prompts) == answers
+        pair.check_all_free()
