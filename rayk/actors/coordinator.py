@@ -34,6 +34,7 @@ MAX_STREAMS = 96
 """Requests of one cell in flight at once: each holds a thread of its worker's io group while it streams."""
 STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
+RELEASE_POLL_S = 0.02
 
 
 @dataclass(kw_only=True)
@@ -209,10 +210,20 @@ class Coordinator:
     async def _stop(self, engine: EngineHandle) -> None:
         """Let the loops end, then let the workers forget the engine. Raises what the engine died of."""
         engine.raise_if_dead()
+        await self._await_releases(engine)
         engine.leader.stop.options(concurrency_group="control").remote()
         await engine.guard(engine.stopped(), "stopping", STOP_S)
         await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
         await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
+
+    async def _await_releases(self, engine: EngineHandle) -> None:
+        """Every lease ends by its readers' notifications. Raises TransferError when some do not."""
+        for _ in range(int(STOP_S / RELEASE_POLL_S)):
+            status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
+            if not status["num_leases"]:
+                return
+            await asyncio.sleep(RELEASE_POLL_S)
+        raise TransferError("", f"{status['num_leases']} leases were never released", engine.name)
 
 
 class _CellRun:
@@ -301,16 +312,26 @@ class _CellRun:
                 ticket=ticket,
                 output_token_ids=tuple(row.output_token_ids),
                 transfer_s=self._cell.deadlines.transfer_s,
+                reserve_s=self._cell.deadlines.request_s,
             )
-        except KVMismatch as mismatch:
-            raise await self._diagnose(prefill, decode, ticket, mismatch) from None
-        except EngineDied as error:
-            if "verify" in row.stage_ns:
-                raise  # the KV had arrived and was proven
-            raise TransferError(request.request_id, str(error), prefill.name, decode.name) from error
-        finally:
-            # A lease that its readers have released is over already; any other ends here.
-            prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
+        except BaseException as error:
+            raise await self._after_failure(prefill, decode, row, ticket, error) from error
+
+    async def _after_failure(
+        self,
+        prefill: EngineHandle,
+        decode: EngineHandle,
+        row: RequestRow,
+        ticket: TransferTicket,
+        error: BaseException,
+    ) -> BaseException:
+        """What a failed hand-over is to be called. Ends its lease: nobody will release it."""
+        if isinstance(error, KVMismatch):
+            error = await self._diagnose(prefill, decode, ticket, error)
+        prefill.leader.settle.options(concurrency_group="control").remote(ticket.request_id)
+        if isinstance(error, EngineDied) and "verify" not in row.stage_ns:  # the KV had not arrived
+            return TransferError(ticket.request_id, str(error), prefill.name, decode.name)
+        return error
 
     async def _stream(
         self, engine: EngineHandle, row: RequestRow, request: Request, **arguments: Any

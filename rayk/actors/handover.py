@@ -41,6 +41,7 @@ class _Incoming:
     ticket: TransferTicket
     output_token_ids: tuple[int, ...]
     transfer_s: float
+    reserve_s: float
     submitted_ns: int
     started_ns: int | None = None
     outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
@@ -98,13 +99,19 @@ class TransferHandover:
         output_token_ids: tuple[int, ...],
         transfer_s: float,
         sink: Sink,
+        *,
+        reserve_s: float | None = None,
     ) -> None:
-        """Fetch a request's KV and go on decoding after `output_token_ids`."""
+        """Fetch a request's KV and go on decoding after `output_token_ids`.
+
+        It may wait `reserve_s` for blocks (by default as long as for the transfer itself).
+        """
         now = time.monotonic_ns()
 
         def start() -> None:
             if self.leader.open(request, sink):
-                self._queued.append(_Incoming(request, ticket, output_token_ids, transfer_s, now))
+                wait_s = transfer_s if reserve_s is None else reserve_s
+                self._queued.append(_Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now))
 
         self.leader.post(start)
 
@@ -240,11 +247,11 @@ class TransferHandover:
     # Consumer.
 
     def _give_up_late(self, now: int) -> None:
-        late = [q for q in self._queued if now - q.submitted_ns > q.transfer_s * 1e9]
+        late = [q for q in self._queued if now - q.submitted_ns > q.reserve_s * 1e9]
         for incoming in late:
             self._queued.remove(incoming)
             request_id = incoming.request.request_id
-            error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.transfer_s)
+            error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.reserve_s)
             self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
     def _reserve(self, now: int) -> None:

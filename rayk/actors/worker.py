@@ -164,6 +164,7 @@ class Worker:
         ticket: TransferTicket | None = None,
         output_token_ids: tuple[int, ...] = (),
         transfer_s: float = 30.0,
+        reserve_s: float | None = None,
         capture: bool = False,
     ) -> Iterator[list[RequestEvent]]:
         """Run a request and yield its events as they come, the first at once and later ones gathered.
@@ -175,7 +176,9 @@ class Worker:
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         if mode == "decode":
             assert ticket is not None
-            self._handover.submit_decode(request, ticket, output_token_ids, transfer_s, events.put)
+            self._handover.submit_decode(
+                request, ticket, output_token_ids, transfer_s, events.put, reserve_s=reserve_s
+            )
         else:
             self._handover.submit(request, events.put, hand_over=mode == "prefill", capture=capture)
         first = True
