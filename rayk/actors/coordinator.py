@@ -220,10 +220,10 @@ class Coordinator:
         """Every lease ends by its readers' notifications. Raises TransferError when some do not."""
         for _ in range(int(STOP_S / RELEASE_POLL_S)):
             status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
-            if not status["num_leases"]:
+            if not status["leases"]:
                 return
             await asyncio.sleep(RELEASE_POLL_S)
-        raise TransferError("", f"{status['num_leases']} leases were never released", engine.name)
+        raise TransferError(", ".join(status["leases"]), "leases that were never released", engine.name)
 
 
 class _CellRun:
@@ -278,6 +278,8 @@ class _CellRun:
                 async with asyncio.timeout(self._cell.deadlines.request_s):
                     await self._place(request, row, *place)
         except TimeoutError:
+            for engine in (self._prefill[place[0]], *self._decode[place[1] : place[1] + 1]):
+                engine.leader.abort.options(concurrency_group="control").remote(request.request_id)
             self._fail(row, DeadlineExceeded(f"request {request.request_id}", self._cell.deadlines.request_s))
         except RaykError as error:
             self._fail(row, error)

@@ -66,6 +66,7 @@ class Worker:
         self._handover: TransferHandover | None = None
         self._extension: RankExtension = NoExtension()
         self._lock = threading.Lock()
+        self._aborted: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Worker({self.name})"
@@ -181,6 +182,9 @@ class Worker:
             )
         else:
             self._handover.submit(request, events.put, hand_over=mode == "prefill", capture=capture)
+        if request.request_id in self._aborted:
+            # The abort ran on another thread and overtook this call.
+            self._leader.abort(request.request_id)
         first = True
         while True:
             batch = [events.get()]
@@ -194,7 +198,8 @@ class Worker:
                 return
 
     def abort(self, request_id: str) -> None:
-        """Stop a request."""
+        """Stop a request, also one whose `generate` is still on its way."""
+        self._aborted.add(request_id)
         if self._leader is not None:
             self._leader.abort(request_id)
 
@@ -218,7 +223,7 @@ class Worker:
             report |= {
                 "num_free_blocks": self._leader.manager.pool.num_free_blocks,
                 "num_blocks": self._leader.manager.pool.num_blocks,
-                "num_leases": len(self._leader.manager.leases),
+                "leases": self._leader.manager.leases,
                 "num_running": self._leader.scheduler.num_running,
                 "num_waiting": self._leader.scheduler.num_waiting,
                 "num_preemptions": self._leader.scheduler.num_preemptions,
@@ -241,6 +246,7 @@ class Worker:
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
             self._loop = self._leader = self._handover = None
+            self._aborted.clear()
             if isinstance(extension, TransferExtension | CaptureExtension):
                 extension.close()
             if rank is not None:

@@ -171,6 +171,19 @@ def _check_undamaged_requests(requests: pd.DataFrame, cells: pd.DataFrame) -> No
         assert rows["error"].notna().tolist() == [i == hit for i in range(3)]
 
 
+def test_requests_over_their_deadline_leave_nothing_behind(spec, ray_address, tmp_path):
+    matrix = {"prefill.tp": 1, "decode.tp": 1, "deadlines.request_s": [0.1, 60.0]}
+    many = {"random": {"count": 30, "input_tokens": [300, 304]}}
+    result = Experiment(spec(matrix, prompts=many, sampling={"max_tokens": 40})).run(
+        tmp_path / "run", address=ray_address
+    )
+    # A lease or a block that stayed behind would be a TRANSFER_ERROR or an ENGINE_ERROR.
+    assert result.cells["verdict"].tolist() == ["TIMEOUT", "PASS"]
+    late, whole = (result.requests[result.requests["cell_id"] == c] for c in result.cells["cell_id"])
+    assert (late["finish_reason"] == "error").any()
+    assert set(whole["finish_reason"]) <= {"length", "stop"}
+
+
 def test_a_hung_worker_is_a_timeout_and_the_next_cell_runs(spec, ray_address, tmp_path):
     out = tmp_path / "run"
     slow = {
