@@ -150,6 +150,23 @@ def test_blocks_reused_while_they_are_read(qwen3: Model) -> None:
         pair.check_all_free()
 
 
+def test_a_lease_lasts_until_every_consumer_rank_is_done(qwen3: Model) -> None:
+    make_agent, agents = stubborn_agents()
+    with Pair.open(qwen3.path, tp=(2, 2), make_agent=make_agent) as pair:
+        request = make_request("r", qwen3.prompts[2], 4)
+        stream = pair.start_decode(request, pair.prefill(request))
+        # Rank 0 of D reads from rank 0 of P alone, and is done.
+        quick = pair.d.extensions[0].transfer.description.agent_name
+        next(a for a in agents if a.name == quick).go = True
+        wait_until(lambda: pair.p.extensions[0].transfer._leases.open_leases == ())
+        time.sleep(0.03)
+        assert pair.p.num_blocks - pair.p.num_free_blocks == 19, "rank 1 of D still reads"
+        for agent in agents:
+            agent.go = True
+        assert last_event(stream, pair).error is None
+        pair.check_all_free()
+
+
 # Waiting for blocks
 
 
@@ -182,6 +199,42 @@ def test_handed_over_requests_that_are_preempted_recompute(qwen3: Model, num_blo
     with Pair.open(qwen3.path, changes=({}, {"num_blocks": num_blocks, "max_batch_tokens": 64})) as pair:
         prompts = [qwen3.prompts[n] for n in order]
         assert pair.generate(prompts) == [qwen3.expected[n] for n in order]
+        pair.check_all_free()
+
+
+def test_a_newcomer_leaves_running_requests_a_block_to_go_on_with(qwen3: Model) -> None:
+    """22 blocks: 19 hold the first request, which needs two more; the second one's three must wait."""
+    with Pair.open(qwen3.path, changes=({}, {"num_blocks": 23})) as pair:
+        requests = [make_request(name, qwen3.prompts[n], NUM_TOKENS) for name, n in (("a", 2), ("b", 1))]
+        prefilled = [pair.prefill(r) for r in requests]
+        first = pair.start_decode(requests[0], prefilled[0])
+        first.get(timeout=20)
+        second = pair.start_decode(requests[1], prefilled[1])
+        assert prefilled[0].token_ids + last_event(first, pair).token_ids == qwen3.expected[2]
+        assert prefilled[1].token_ids + last_event(second, pair).token_ids == qwen3.expected[1]
+        assert pair.d.engine.leader.scheduler.num_preemptions == 0
+        pair.check_all_free()
+
+
+def test_a_newcomer_waits_behind_a_request_that_lacks_blocks(qwen3: Model) -> None:
+    """The long one grows until the large one must go; then 18 blocks are free, but the large one is first."""
+    with Pair.open(qwen3.path, changes=({}, {"num_blocks": 25})) as pair:
+        scheduler = pair.d.engine.leader.scheduler
+        newcomer = make_request("newcomer", qwen3.prompts[1], NUM_TOKENS)
+        prefilled = pair.prefill(newcomer)
+        long = pair.d.engine.submit(make_request("long", qwen3.prompts[1], 240))
+        large = pair.d.engine.submit(make_request("large", qwen3.prompts[2], 70))
+        wait_until(lambda: scheduler.num_preemptions == 1)
+        came_back = pair.start_decode(newcomer, prefilled)
+        large_events = []
+        while not large_events or not large_events[-1].is_last:
+            large_events.append(large.get(timeout=20))
+        started = came_back.get(timeout=20)
+        gap = max(b.time_ns - a.time_ns for a, b in itertools.pairwise(large_events))
+        resumed = next(b for a, b in itertools.pairwise(large_events) if b.time_ns - a.time_ns == gap)
+        assert started.time_ns > resumed.time_ns
+        assert prefilled.token_ids + last_event(came_back, pair).token_ids == qwen3.expected[1]
+        assert last_event(long, pair).error is None
         pair.check_all_free()
 
 

@@ -99,10 +99,12 @@ class World:
         self.num_computed[share.request_id] = positions[-1] + 1
 
     def _read(self, share: ScheduledRequest, query: int) -> None:
+        tables = self.manager.block_tables(share.request_id)
         for group, window in enumerate(WINDOWS):
             start = 0 if window is None else max(0, query + 1 - window)
             for key in range(start, query + 1):
                 block = self.rows[share.row][group][key // BLOCK]
+                assert block == tables[group][key // BLOCK], f"token {key} lies in a block that was freed"
                 found = self.memory.get((group, block, key % BLOCK))
                 assert found is not None, f"{share.request_id}: token {key} was never written"
                 assert found[:2] == (share.request_id, key), f"token {key} is overwritten: {found}"
