@@ -169,7 +169,7 @@ def _check_axis(key: str, value: Any, where: str) -> None:
         raise SpecError(
             problem=f"matrix key {key!r} is a section, not an axis", where=where, mend=f"write {names}"
         )
-    raise _unknown_key(key, AXES, where, what="axis")
+    raise _unknown_axis(key, where)
 
 
 def _validate_axis_values(spec: ExperimentSpec, data: dict[str, Any], marks: Marks) -> None:
@@ -187,7 +187,7 @@ def _validate_exclude(spec: ExperimentSpec, data: dict[str, Any], marks: Marks) 
         for key, value in point.items():
             where = marks.where(("exclude", i, key))
             if key not in AXES:
-                raise _unknown_key(key, AXES, where, what="axis")
+                raise _unknown_axis(key, where)
             for item in value if isinstance(value, list) and key not in LIST_KEYS else [value]:
                 _validate_value(spec, key, item, where)
 
@@ -231,13 +231,18 @@ def _validate(data: dict[str, Any], marks: Marks) -> ExperimentSpec:
 def _explain(error: Any, key: str, where: str) -> SpecError:
     """One pydantic error as a sentence."""
     if error["type"] == "extra_forbidden":
-        section, _, name = key.rpartition(".")
-        return _unknown_key(name, _keys_of(error["loc"][:-1]), where, section=section)
+        *sections, name = map(str, error["loc"])
+        if not sections and name in AXES:
+            return SpecError(problem=f"dotted key {name!r} outside `matrix`", where=where, mend=_nested(name))
+        return _unknown_key(name, _keys_of(error["loc"][:-1]), where, section=".".join(sections))
+    # pydantic also names the member of a union ("constrained-float"): no key of ours.
+    key = ".".join(part for part in key.split(".") if part.isidentifier() or part.isdigit())
     if error["type"] == "missing":
         return SpecError(problem=f"{key} is missing", where=where, mend=f"add `{key}:`")
     if error["type"] == "value_error":
         return SpecError(problem=f"{key}: {error['ctx']['error']}", where=where)
     message = error["msg"].replace("Input should", "must").replace("List should", "must")
+    message = message.replace(" after validation, not 0", "")
     message = message.replace("String should", "must").replace(
         "valid dictionary or instance of", "section like"
     )
@@ -250,6 +255,11 @@ def _explain(error: Any, key: str, where: str) -> SpecError:
     return SpecError(problem=f"{key} {message}, got {error['input']!r}", where=where, mend=mend)
 
 
+def _nested(key: str) -> str:
+    section, _, leaf = key.rpartition(".")
+    return f"write `{section}: {{{leaf}: ...}}`, or put it in `matrix`"
+
+
 def _keys_of(path: Sequence[str | int]) -> list[str]:
     """Valid keys of the section at `path`."""
     model: Any = ExperimentSpec
@@ -260,6 +270,12 @@ def _keys_of(path: Sequence[str | int]) -> list[str]:
         model = section_model(annotation) or section_model(annotation.__args__[0])
         assert model is not None, path
     return list(model.model_fields)
+
+
+def _unknown_axis(key: str, where: str) -> SpecError:
+    if key in set(dotted_keys()):
+        return SpecError(problem=f"{key} cannot be an axis", where=where, mend=f"write `{key}:` at the top")
+    return _unknown_key(key, AXES, where, what="axis")
 
 
 def _unknown_key(

@@ -34,14 +34,11 @@ class Marks:
     overrides: dict[Path, str] = field(default_factory=dict)
 
     def where(self, path: Path) -> str:
-        """The place of the longest known prefix of `path`."""
-        for end in range(len(path), -1, -1):
-            prefix = path[:end]
-            if prefix in self.overrides:
-                return self.overrides[prefix]
-            if prefix in self.lines:
-                return f"{self.source}:{self.lines[prefix]}"
-        return self.source
+        """The place of the longest known prefix of `path`; an override replaces all below it."""
+        prefixes = [path[:end] for end in range(len(path), -1, -1)]
+        override = next((self.overrides[p] for p in prefixes if p in self.overrides), None)
+        line = next((f"{self.source}:{self.lines[p]}" for p in prefixes if p in self.lines), self.source)
+        return override or line
 
 
 def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], Marks]:

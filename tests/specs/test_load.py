@@ -64,7 +64,10 @@ def test_the_name_defaults_to_the_files(tmp_path: Path) -> None:
         ("num_blocks: 64", "num_blocks: true", 9, "engine.num_blocks must be a valid integer", ""),
         ("num_blocks: 64", "num_blocks: 64.5", 9, "engine.num_blocks must be a valid integer", ""),
         ("[kv_bytes]", "[kv_byte]", 10, "got 'kv_byte'", "'kv_bytes'"),
-        ("[kv_bytes]", "[]", 10, "checks", ""),
+        ("[kv_bytes]", "[]", 10, "checks must have at least 1 item, got []", ""),
+        ("decode.tp: 2", "repeat: [1, 2]", 7, "repeat cannot be an axis", "`repeat:`"),
+        ("name: t", "decode.tp: 1", 1, "dotted key 'decode.tp' outside `matrix`", "`decode: {tp: ...}`"),
+        ("name: t", "gpus_per_worker: 0", 1, "gpus_per_worker must be greater than 0", ""),
         ("count: 3", "count: 0", 4, "prompts.random.count", ""),
         ("random: {count: 3, input_tokens: [5, 37]}", "{}", 3, "exactly one of", ""),
         ("input_tokens: [5, 37]}", "input_tokens: [5, 37]", 5, "not valid YAML", ""),
@@ -145,6 +148,12 @@ def test_bad_overrides_name_themselves(text: str, problem: str) -> None:
         load_spec(spec(), [text])
     assert caught.value.where == f"--set {text}"
     assert problem in caught.value.problem
+
+
+def test_a_bad_override_of_a_files_axis_names_the_override(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec(write(tmp_path, GOOD), ["prefill.tp=0"])
+    assert caught.value.where == "--set prefill.tp=0"
 
 
 def test_overrides_do_not_change_the_callers_mapping() -> None:
