@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rayk.kv.groups import group_layers
@@ -43,6 +44,7 @@ def plan_cells(
     prompts_of: dict[str, list[list[int]]] = {}
     for cell in cells:
         check_cell(cell, loaded)
+        _check_fits_device(cell, loaded)
         key = cell.spec.prompts.model_dump_json()
         if key not in prompts_of:
             prompts_of[key] = resolve_prompts(cell.spec, config, tokenizer_loader)
@@ -116,6 +118,27 @@ def _checks_not_supported(cell: Cell) -> list[tuple[str, str, bool]]:
             for name in ("tokens", "kv_values")
         ),
     ]
+
+
+def _check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse a backend or comm that the cell's device cannot have."""
+    engines = [e for e in (cell.prefill, cell.decode) if e is not None]
+    on_cuda = engines[0].device == "cuda"
+    # Triton's interpreter, asked for by its own variable, runs the kernels on the CPU.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    backends = {"cpu"} if on_cuda else set() if interpreted else {"triton"}
+    comms = {"shm"} if on_cuda else {"nccl"}
+    for engine in engines:
+        for name, value, wrong in (
+            ("attention_backend", engine.attention_backend, backends),
+            ("comm", engine.comm, comms if engine.tp > 1 else set()),
+        ):
+            if value in wrong:
+                raise SpecError(
+                    problem=f"{name}: {value} cannot run on device {engine.device}",
+                    where=loaded.where(f"engine.{name}"),
+                    mend=f"{name}: auto",
+                )
 
 
 def _check_kernel_blocks(cell: Cell, loaded: LoadedSpec) -> None:

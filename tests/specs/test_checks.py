@@ -49,6 +49,19 @@ def test_what_comes_later_is_refused_by_name(changes: dict[str, Any], problem: s
     assert problem in caught.value.problem
 
 
+def test_backends_and_comms_must_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SpecError, match="attention_backend: triton cannot run on device cpu"):
+        plan(decode={"attention_backend": "triton"})
+    with pytest.raises(SpecError, match="comm: nccl cannot run on device cpu"):
+        plan(prefill={"tp": 2}, engine={"comm": "nccl"})
+    for engine in ({"attention_backend": "cpu"}, {"comm": "shm"}):
+        with pytest.raises(SpecError, match="cannot run on device cuda"):
+            plan(device="cuda", prefill={"tp": 2}, engine=engine)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert plan(engine={"attention_backend": "triton", "comm": "gloo"})
+
+
 def test_transfer_settings_do_not_matter_to_aggregated_cells() -> None:
     assert len(plan(mode="aggregated", transfer={"mode": "push"})) == 1
 
