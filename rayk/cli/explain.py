@@ -93,7 +93,13 @@ def _explain(
         values = {k.removeprefix(f"{name}_"): v for k, v in axes.items() if k.startswith(f"{name}_")}
         settings[name] = {k: v for k, v in values.items() if v is not None}
     if byte is not None or find is not None:
-        typer.echo(json.dumps(locate(str(model), settings, side=side, rank=rank, byte=byte, find=find)))
+        from rayk.cli.explanation_text import place_lines
+
+        found = locate(str(model), settings, side=side, rank=rank, byte=byte, find=find)
+        if output_format is Format.json:
+            typer.echo(json.dumps(found))
+        else:
+            typer.echo("\n".join(place_lines(found)))
         return
     explanation = explain_pair(str(model), settings, num_tokens=num_tokens)
     _print(explanation, output_format)

@@ -136,6 +136,8 @@ def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tup
     try:
         check_cell(cell, loaded)
     except SpecError as error:
+        if not error.problem.startswith("not supported yet"):
+            raise  # nonsense, which no version will do
         return cell, error.problem
     return cell, cell.unsupported or ""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -70,6 +71,25 @@ def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
         )
         for read in explanation.reads
     ]
+
+
+def place_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line per coordinate of a byte, or per run of bytes of a coordinate."""
+    if not found:
+        return ["no KV: padding, or block generations"]
+    return [_bytes_line(f) if "num_bytes" in f else _coordinate_line(f) for f in found]
+
+
+def _coordinate_line(found: Mapping[str, Any]) -> str:
+    return (
+        f"layer {found['layer']}, block {found['block']}, head {found['unit']}, token {found['row']} of the "
+        f"block, {found['field'].upper()}, byte {found['byte']} (KV group {found['group']})"
+    )
+
+
+def _bytes_line(found: Mapping[str, Any]) -> str:
+    first, last = found["byte"], found["byte"] + found["num_bytes"] - 1
+    return f"{found['field'].upper()}: bytes {first} to {last} (KV group {found['group']})"
 
 
 def numbers(values: Iterable[int]) -> str:

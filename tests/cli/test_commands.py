@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -108,6 +109,7 @@ def test_explain_says_why_not_and_exits_1(model: Path) -> None:
         (("--byte", "999999999999"), "past the buffer's"),
         (("--byte", "0", "--side", "middle"), "no side 'middle'"),
         (("--find", "layer=0"), "not a coordinate"),
+        (("--decode-kernel-block-size", "7"), "kernel_block_size 7 does not divide block_size 16"),
         (("--find", "layer=0,block=1,head=9,token=0"), "holds no such coordinate"),
     ],
 )
@@ -140,6 +142,8 @@ def test_find_and_byte_are_inverse(model: Path, layout: str) -> None:
         "8",
         "--decode-layout",
         layout,
+        "--format",
+        "json",
     )
     seen = set()
     for layer, block, token in ((0, 1, 0), (1, 7, 15), (3, 2, 9)):
@@ -159,6 +163,16 @@ def test_find_and_byte_are_inverse(model: Path, layout: str) -> None:
         }
         seen.add(found["byte"])
     assert len(seen) == 3
+
+
+def test_explain_names_places_in_words(model: Path) -> None:
+    tp2 = ("explain", "--model", model, "--prefill-tp", "2", "--rank", "1")
+    found = invoke(*tp2, "--find", "layer=2,block=3,head=1,token=5,field=v").stdout
+    assert (first := re.fullmatch(r"V: bytes (\d+) to \d+ \(KV group 0\)\n", found)), found
+    text = invoke(*tp2, "--byte", first[1]).stdout
+    assert text == "layer 2, block 3, head 1, token 5 of the block, V, byte 0 (KV group 0)\n"
+    last = plan_engine(EngineConfig(model=str(model), tp=2), load_config(model)).ranks[1].buffer_bytes - 1
+    assert invoke(*tp2, "--byte", str(last)).stdout.startswith("no KV")
 
 
 def test_explain_prints_text_and_html(model: Path) -> None:
