@@ -149,13 +149,18 @@ class Pair:
         return events
 
     def start_decode(
-        self, request: Request, prefilled: Completion, transfer_s: float = 20.0
+        self,
+        request: Request,
+        prefilled: Completion,
+        transfer_s: float = 20.0,
+        reserve_s: float = 20.0,
     ) -> queue.SimpleQueue[RequestEvent]:
-        """Hand a prefilled request to D."""
+        """Hand a prefilled request to D; it may wait `reserve_s` for blocks."""
         ticket = prefilled.payload
         assert isinstance(ticket, TransferTicket), prefilled
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self.d.handover.submit_decode(request, ticket, tuple(prefilled.token_ids), transfer_s, events.put)
+        tokens = tuple(prefilled.token_ids)
+        self.d.handover.submit_decode(request, ticket, tokens, transfer_s, events.put, reserve_s=reserve_s)
         return events
 
     def decode(self, request: Request, prefilled: Completion, transfer_s: float = 20.0) -> Completion:

@@ -21,6 +21,7 @@ Targets on a CPU: 1 ms at TP 1, 3 ms at TP 2.
 from __future__ import annotations
 
 import argparse
+import csv
 import multiprocessing
 import queue
 import socket
@@ -235,22 +236,14 @@ def table(results: dict[Case, dict[str, float]]) -> str:
 
 
 def write_results(results: dict[Case, dict[str, float]], out: Path) -> None:
-    """control_plane.md and control_plane.parquet."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
+    """control_plane.md, and control_plane.csv in microseconds."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "control_plane.md").write_text(table(results) + "\n", encoding="utf-8")
-    rows = [
-        {
-            "tp": c.tp,
-            "comm": c.comm,
-            "batch": c.batch,
-            **{f"{k.replace(' ', '_')}_us": row.get(k) for k in COLUMNS},
-        }
-        for c, row in results.items()
-    ]
-    parquet.write_table(pa.Table.from_pylist(rows), out / "control_plane.parquet")
+    with (out / "control_plane.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["tp", "comm", "batch", *(f"{c.replace(' ', '_')}_us" for c in COLUMNS)])
+        for case, row in results.items():
+            writer.writerow([case.tp, case.comm, case.batch, *(row.get(c, "") for c in COLUMNS)])
 
 
 def main() -> int:
@@ -261,7 +254,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a checkpoint folder (default: a tiny qwen3)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="also write Markdown and parquet here")
+    parser.add_argument("--out", type=Path, help="also write Markdown and CSV here")
     parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
     arguments = parser.parse_args()
     model = arguments.model or write_checkpoint("qwen3", "checkpoints/bench-qwen3")

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import itertools
 import queue
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rayk.actors import handover as handover_module
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
-from rayk.oracle.checkpoint import read_marker
-from rayk.transfer.agent import Transfer, TransferState
-from rayk.transfer.local_agent import LocalAgent, LocalNetwork
-from rayk.types.errors import DeadlineExceeded, HandshakeMismatch, KVMismatch, TransferError, UserError
+from rayk.types.errors import DeadlineExceeded, TransferError, UserError
 from rayk.types.request import FinishReason
+from tests.actors.cases import NUM_TOKENS, Model, stubborn_agents
 from tests.markers import nixl
-from tests.pd import Pair, Side, local_agents, make_request, wait_until
-
-NUM_TOKENS = 24
-
-
-class Model:
-    """A checkpoint, its probe prompts (5, 37 and 300 tokens) and their greedy output."""
-
-    def __init__(self, path: Path, reference: Any) -> None:
-        self.path = path
-        self.prompts: list[list[int]] = [probe["prompt"] for probe in read_marker(path)["probes"]]
-        outputs = reference.generate(self.prompts, NUM_TOKENS, ignore_eos=True)
-        self.expected = [list(o.token_ids) for o in outputs]
+from tests.pd import Pair, local_agents, make_request, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +30,6 @@ def qwen3(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Mod
 def mistral(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Model:
     path = checkpoint("mistral")
     return Model(path, reference(path))
-
-
-class StubbornAgent(LocalAgent):
-    """Reads in flight cannot be cancelled, as with a real transport; `go` lets them end."""
-
-    go = False
-
-    def poll(self, transfer: Transfer) -> Any:
-        if not self.go:
-            self._reads[transfer].polls_left = 1
-        return super().poll(transfer)
-
-    def release(self, transfer: Transfer) -> bool:
-        read = self._reads.get(transfer)
-        if read is not None and read.state.name == "PENDING":
-            return False
-        return super().release(transfer)
-
-
-def stubborn_agents() -> tuple[Callable[[str], LocalAgent], list[StubbornAgent]]:
-    network, made = LocalNetwork(), []
-
-    def make(name: str) -> LocalAgent:
-        made.append(StubbornAgent(name, network))
-        return made[-1]
-
-    return make, made
 
 
 def last_event(events: queue.SimpleQueue[RequestEvent], pair: Pair) -> Completion:
@@ -179,7 +135,7 @@ def test_a_full_decode_pool_makes_requests_wait(qwen3: Model) -> None:
         first = pair.start_decode(long, pair.prefill(long))
         second = pair.start_decode(requests[0], prefilled[0])
         third = pair.start_decode(requests[1], prefilled[1])
-        hasty = pair.start_decode(requests[2], prefilled[2], transfer_s=0.0)
+        hasty = pair.start_decode(requests[2], prefilled[2], reserve_s=0.0)
         error = last_event(hasty, pair).error
         assert isinstance(error, DeadlineExceeded)
         assert "waiting for KV blocks" in str(error)
@@ -344,233 +300,6 @@ def test_an_engine_that_dies_tells_every_hand_over(qwen3: Model, monkeypatch: py
         wait_until(lambda: pair.d.num_free_blocks < pair.d.num_blocks)
         pair.d.engine.leader.stop()
         assert last_event(stream, pair).error is not None
-
-
-# Handshake
-
-
-def changed_copy(model: Path, folder: Path, change: Callable[[Path], None]) -> Path:
-    copy = folder / "changed"
-    shutil.copytree(model, copy)
-    change(copy)
-    return copy
-
-
-def replace_in_config(old: str, new: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        text = (folder / "config.json").read_text()
-        assert text.count(old) == 1, text
-        (folder / "config.json").write_text(text.replace(old, new))
-
-    return change
-
-
-def flip_last_weight(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("tp", [(1, 2), (2, 1)], ids=lambda t: f"{t[0]}to{t[1]}")
-@pytest.mark.parametrize(
-    ("family", "change", "fields"),
-    [
-        ("qwen3", flip_last_weight, ["model.weights"]),
-        ("qwen3", replace_in_config('"rope_theta": 10000.0', '"rope_theta": 10001.0'), ["model.rope"]),
-        (
-            "mistral",
-            replace_in_config('"sliding_window": 50', '"sliding_window": 51'),
-            ["model.windows", "group 0.live_rows(1000000)"],
-        ),
-        (
-            "qwen3",
-            replace_in_config('"rms_norm_eps": 1e-06', '"rms_norm_eps": 2e-06'),
-            ["model.rms_norm_eps"],
-        ),
-    ],
-    ids=["weights", "rope", "window", "eps"],
-)
-def test_unlike_models_are_refused_field_by_field(
-    checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    family: str,
-    change: Callable[[Path], None],
-    fields: list[str],
-    tp: tuple[int, int],
-) -> None:
-    path = checkpoint(family)
-    other = changed_copy(path, tmp_path, change)
-    with Pair.open((path, other), tp=tp, connect=False) as pair:
-        with pytest.raises(HandshakeMismatch) as caught:
-            pair.connect()
-        assert [name for name, _, _ in caught.value.fields] == fields
-        for name, producer, consumer in caught.value.fields:
-            assert producer != consumer
-            assert name in str(caught.value)
-
-
-def test_caches_of_unlike_meaning_are_refused(qwen3: Model) -> None:
-    with Pair.open(qwen3.path, connect=False, changes=({}, {"kv_dtype": "bfloat16"})) as pair:
-        with pytest.raises(HandshakeMismatch) as caught:
-            pair.connect()
-        assert "kv_dtype" in [name for name, _, _ in caught.value.fields]
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_ticket_of_an_engine_that_is_not_connected(qwen3: Model, tp: int) -> None:
-    with Pair.open(qwen3.path, tp=(1, tp), connect=False) as pair:
-        request = make_request("r", qwen3.prompts[1])
-        prefilled = pair.prefill(request)
-        done = pair.decode(request, prefilled)
-        assert isinstance(done.error, HandshakeMismatch)
-        assert "not connected" in str(done.error)
-        pair.connect()
-        assert pair.decode(request, prefilled).token_ids == qwen3.expected[1][1:]
-        pair.check_all_free()
-
-
-# Wrong bytes
-
-
-class TamperingAgent(LocalAgent):
-    """`tamper` runs once, when the first read has landed."""
-
-    tamper: Callable[[], None] | None = None
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        state = super().poll(transfer)
-        if state is TransferState.DONE and self.tamper is not None:
-            tamper, self.tamper = self.tamper, None
-            tamper()
-        return state
-
-
-def flip_bit(side: Side, table: Sequence[int], layer: int, head: int, token: int) -> bool:
-    """Bit 30 of element 5 of V, through the bound view of each rank that holds the head; False if none."""
-    rows = [
-        view.view[table[token // 16], view.head_ids.index(head), token % 16]
-        for extension in side.extensions
-        for view in extension._views
-        if view.layer == layer and head in view.head_ids
-    ]
-    for row in rows:
-        # V comes after the 16 elements of K.
-        row[21:22].view(torch.int32).bitwise_xor_(1 << 30)
-    return bool(rows)
-
-
-BITS = pytest.mark.parametrize(
-    ("tp", "layer", "head", "token", "layouts"),
-    [
-        ((1, 1), 0, 0, 0, ("auto", "auto")),
-        ((1, 2), 3, 1, 36, ("LHBNC", "BLNHC")),
-        ((4, 2), 2, 0, 17, ("BHLNC", "LBNHC")),
-        ((2, 4), 1, 1, 32, ("BLHNC", "BHLNC")),
-    ],
-    ids=["1to1", "1to2", "4to2", "2to4"],
-)
-
-
-@BITS
-def test_a_bit_flipped_in_transit_is_named(
-    qwen3: Model, tp: tuple[int, int], layer: int, head: int, token: int, layouts: tuple[str, str]
-) -> None:
-    network, agents = LocalNetwork(), []
-
-    def make_agent(name: str) -> LocalAgent:
-        agents.append(TamperingAgent(name, network))
-        return agents[-1]
-
-    with Pair.open(qwen3.path, tp=tp, layouts=layouts, make_agent=make_agent) as pair:
-        manager = pair.d.engine.leader.manager
-        flipped = []
-        for extension in pair.d.extensions:
-            if head not in extension._views[0].head_ids:
-                continue
-            (agent,) = (a for a in agents if a.name == extension.transfer.description.agent_name)
-
-            def tamper(mine: Any = extension) -> None:
-                only = Side(pair.d.engine, pair.d.handover, only=[mine])
-                flipped.append(flip_bit(only, manager.block_tables("r")[0], layer, head, token))
-
-            agent.tamper = tamper
-        request = make_request("r", qwen3.prompts[1])
-        prefilled = pair.prefill(request)
-        done = pair.decode(request, prefilled)
-        assert all(flipped), "the bit was there to flip"
-        assert isinstance(done.error, KVMismatch)
-        assert done.token_ids == [], "nothing is decoded from wrong KV"
-        where = (layer, 0, "v", head)
-        assert (done.error.layer, done.error.group, done.error.field, done.error.head) == where
-        assert pair.d.num_free_blocks < pair.d.num_blocks, "kept to be looked into"
-        ticket: Any = prefilled.payload
-        found = pair.diagnose("r", ticket)
-        assert {(m.layer, m.group, m.field, m.head, m.token) for m in found} == {(*where, token)}
-        assert len(found) == len(flipped)
-        assert found[0].classification == f"one flipped bit in byte 23 of token {token}"
-        assert found[0].num_bytes_mismatched == 1
-        pair.d.handover.settle("r")
-        pair.check_all_free()
-        assert pair.p.handover.num_expired_leases == 0, "settling at D released the lease"
-        # And the pair works on.
-        assert pair.generate(qwen3.prompts[:2]) == qwen3.expected[:2]
-
-
-@BITS
-def test_a_bit_flipped_at_the_producer_after_its_digest_is_noticed(
-    qwen3: Model, tp: tuple[int, int], layer: int, head: int, token: int, layouts: tuple[str, str]
-) -> None:
-    """Both sides then hold the same wrong byte: the digests name layer and head, nobody knows the token."""
-    with Pair.open(qwen3.path, tp=tp, layouts=layouts) as pair:
-        request = make_request("r", qwen3.prompts[1])
-        prefilled = pair.prefill(request)
-        ticket: Any = prefilled.payload
-        assert flip_bit(pair.p, ticket.block_tables[0], layer, head, token)
-        done = pair.decode(request, prefilled)
-        assert isinstance(done.error, KVMismatch)
-        assert done.token_ids == []
-        where = (layer, 0, "v", head)
-        assert (done.error.layer, done.error.group, done.error.field, done.error.head) == where
-        assert pair.diagnose("r", ticket) == []
-        pair.d.handover.settle("r")
-        pair.check_all_free()
-
-
-def spoil(pair: Pair, ticket: Any) -> None:
-    """Make every byte of the ticket's first block wrong at P."""
-    for extension in pair.p.extensions:
-        for view in extension._views:
-            view.view[ticket.block_tables[0][0]] += 1
-
-
-def test_a_mismatch_nobody_looks_into_is_let_go(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover_module, "HOLD_S", 0.1)
-    with Pair.open(qwen3.path, tp=(1, 2)) as pair:
-        request = make_request("r", qwen3.prompts[1])
-        prefilled = pair.prefill(request)
-        ticket: Any = prefilled.payload
-        spoil(pair, ticket)
-        assert isinstance(pair.decode(request, prefilled).error, KVMismatch)
-        pair.check_all_free()
-        assert pair.p.handover.num_expired_leases == 0
-        assert pair.diagnose("r", ticket) == [], "too late"
-        assert pair.generate(qwen3.prompts[:1]) == qwen3.expected[:1], "and the engine lives"
-
-
-def test_an_aborted_transfer_with_a_mismatch_keeps_nothing(qwen3: Model) -> None:
-    make_agent, agents = stubborn_agents()
-    with Pair.open(qwen3.path, make_agent=make_agent) as pair:
-        request = make_request("r", qwen3.prompts[1])
-        prefilled = pair.prefill(request)
-        spoil(pair, prefilled.payload)
-        stream = pair.start_decode(request, prefilled)
-        wait_until(lambda: pair.d.num_free_blocks < pair.d.num_blocks)
-        pair.d.engine.leader.abort("r")
-        assert last_event(stream, pair).finish_reason is FinishReason.ABORT
-        for agent in agents:
-            agent.go = True
-        pair.check_all_free()
 
 
 # Windows, unlike blocks, and the real transport
