@@ -386,6 +386,9 @@ class _CellRun:
             decode.leader.settle.options(concurrency_group="control").remote(ticket.request_id)
         exact = [m for per_rank in found for m in per_rank]
         if not exact:
+            mismatch.classification += (
+                "; by now both sides are equal: the producer's bytes changed after its digest"
+            )
             return mismatch
         exact.sort(key=lambda m: (m.group, m.layer, m.head, m.token))
         first: KVMismatch = exact[0]

@@ -142,6 +142,9 @@ class Worker:
             died = dead_engine(f"{self._spec.engine} (rank {self._spec.rank})", error)
             if not isinstance(error, RaykError):
                 died.cause += "\n" + traceback.format_exc(limit=-4)
+            # Peers that wait for this rank learn of it now, not at their timeout.
+            assert self._rank is not None
+            self._rank.comm.close()
             if self._leader is not None:
                 self._leader.fail(died)
             raise died from None

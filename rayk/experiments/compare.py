@@ -140,6 +140,7 @@ def _explain(
         source = rows[inside] + shift
         if len(source) and bool(((found[rows[inside]] - truth[name][head, source]).abs() <= limit).all()):
             return f"token t holds token t{shift:+d}"
-    if bool((found[rows] == found[rows].flatten()[0]).all()):
+    held = found[rows].flatten()
+    if bool(held.isnan().all() or (held == held[0]).all()):
         return f"{len(rows)} tokens were never written"
     return f"{len(rows)} tokens hold other values"

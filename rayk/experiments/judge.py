@@ -121,7 +121,8 @@ class CellJudge:
             counts.max_value_error = max(counts.max_value_error or 0.0, compared.max_error)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
-        if outcome.captured:
+        # A request that ends with its first token leaves nothing to look at.
+        if outcome.captured and all(r.error or r.prompt_index in outcome.captured for r in outcome.requests):
             counts.checks_done.append("kv_values")
 
 
