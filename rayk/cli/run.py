@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rayk.cli.guard import guarded, stderr, stdout
-from rayk.types.errors import UserError
+from rayk.types.errors import DeviceError, UserError
 
 if TYPE_CHECKING:
     from rayk.specs import LoadedSpec
+
+CONNECT_S = 5.0
+"""How long a cluster's address may take to answer."""
 
 
 @guarded
@@ -64,8 +67,12 @@ def run_spec(
     from rayk.experiments.run import run_experiment
     from rayk.reports import exit_code, verdict_table
 
-    with RunProgress() as progress:
-        result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
+    try:
+        with RunProgress() as progress:
+            result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
+    except KeyboardInterrupt:
+        stderr().print(f"finished cells are in {folder}: --out {folder} --resume continues", markup=False)
+        raise
     console = stdout()
     console.print(verdict_table(result.cells, width=console.width))
     stderr().print(f"report: {folder / 'report.html'}", markup=False)
@@ -91,3 +98,25 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
         for cell, _ in planned:
             check_device(cell.spec.device, where=loaded.where("device"))
     check_directory(folder, dump_spec(loaded.spec), resume=resume)
+    if cluster:
+        check_address(cluster)
+
+
+def check_address(address: str) -> None:
+    """Refuse a HOST:PORT where nobody listens, which Ray would try for minutes. Raises DeviceError.
+
+    Other forms of address (auto, ray://...) are Ray's to judge.
+    """
+    import socket
+
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise DeviceError(
+            problem=f"no Ray cluster answers at {address!r}: {error}",
+            where="the address",
+            mend="start one with `ray start --head`, or leave the address out",
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def test_the_table_goes_to_stdout_and_the_rest_to_stderr(
     write_run(tmp_path / "good", failures=False)
     driver = stub_driver(monkeypatch, load(tmp_path / "good"))
     path = write_spec(tmp_path, model=str(model))
-    result = run(path, "--out", tmp_path / "out", "--address", "1.2.3.4:5", "--set", "decode.tp=2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        result = run(path, "--out", tmp_path / "out", "--address", address, "--set", "decode.tp=2")
     assert result.exit_code == 0, result.stderr
     assert "18 of 18 PASS" in result.stdout
     assert "agg-tp4" in result.stdout
@@ -152,7 +155,19 @@ def test_the_table_goes_to_stdout_and_the_rest_to_stderr(
     ((loaded, out, options),) = driver.calls
     assert loaded.spec.decode.tp == 2
     assert out == tmp_path / "out"
-    assert (options["address"], options["resume"]) == ("1.2.3.4:5", False)
+    assert (options["address"], options["resume"]) == (address, False)
+
+
+def test_an_address_where_nobody_listens(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    path = write_spec(tmp_path, model=str(model))
+    message = f"no Ray cluster answers at '{address}'"
+    assert message in refused(path, "--address", address)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert message in refused(path)
 
 
 def test_failed_cells_exit_1(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +185,7 @@ def test_ctrl_c_exits_130(tmp_path: Path, model: Path, monkeypatch: pytest.Monke
     result = run(write_spec(tmp_path, model=str(model)), "--out", tmp_path / "out")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
+    assert f"--out {tmp_path / 'out'} --resume continues" in result.stderr
 
 
 def test_errors_of_the_program_keep_their_traceback(
