@@ -210,6 +210,13 @@ def check_prompts(
     """Refuse prompts the model or an engine's KV pool cannot hold. Raises SpecError."""
     where = loaded.where("prompts")
     check_token_ids([0, *cell.sampling.stop_token_ids], config.vocab_size, f"{where} stop_token_ids")
+    for fault in cell.faults:
+        if fault.request is not None and fault.request >= len(prompts):
+            raise SpecError(
+                problem=f"fault {fault.kind}: request {fault.request} of {len(prompts)} prompts",
+                where=loaded.where("faults"),
+                mend=f"request: 0 to {len(prompts) - 1}",
+            )
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     length, max_tokens = len(prompts[longest]), cell.sampling.max_tokens
     total = length + max_tokens

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rayk.specs import expand, load_spec
+from rayk.specs import expand, load_spec, plan_cells
+from rayk.types.errors import SpecError
 from tests.specs.models import decoder, spec
 
 
@@ -24,3 +25,9 @@ from tests.specs.models import decoder, spec
 def test_the_gravest_expected_verdict_wins(faults: list[dict[str, Any]], expected: str) -> None:
     (cell,) = expand(load_spec(spec(faults=faults)).spec, decoder(), device="cpu")
     assert cell.expected_verdict == expected
+
+
+def test_a_fault_of_a_request_that_is_not_there_is_refused() -> None:
+    loaded = load_spec(spec(faults=[{"kind": "flip_bit", "request": 99}]))
+    with pytest.raises(SpecError, match=r"fault flip_bit: request 99 of \d+ prompts"):
+        plan_cells(loaded, decoder(), device="cpu")
