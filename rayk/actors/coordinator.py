@@ -35,6 +35,8 @@ MAX_STREAMS = 96
 STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
 RELEASE_POLL_S = 0.02
+COMM_S = 60.0
+"""How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +77,7 @@ class Coordinator:
         self._slots: dict[str, _Slot] = {}
         self._epoch = 0
         self._in_use: list[EngineHandle] = []
+        self._preparing = asyncio.Lock()
         self._run_id = name.rpartition("/")[2]
 
     def __repr__(self) -> str:
@@ -85,6 +88,10 @@ class Coordinator:
 
         Raises DeadlineExceeded when the cluster cannot place them in time.
         """
+        async with self._preparing:
+            await self._prepare(slots, device, gpus_per_worker)
+
+    async def _prepare(self, slots: dict[str, int], device: str, gpus_per_worker: float) -> None:
         resources = placement.worker_resources(device, gpus_per_worker)
         for name, have in list(self._slots.items()):
             wanted = slots.get(name, 0)
@@ -126,6 +133,8 @@ class Coordinator:
             outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))
         except RaykError as error:
             outcome.errors.append(error)
+        except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
+            outcome.errors.append(EngineDied("coordinator", f"{type(error).__name__}: {error}"))
         await asyncio.gather(*(self._end(e, outcome) for e in self._in_use))
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
@@ -176,7 +185,7 @@ class Coordinator:
                     rank=rank,
                     config=engine.config,
                     address=address,
-                    comm_timeout_s=min(30.0, cell.deadlines.request_s),
+                    comm_timeout_s=COMM_S,
                     # A ticket may wait for the consumer's blocks as long as its request may last.
                     lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
                     faults=_faults_of(cell, engine, rank),
@@ -197,15 +206,16 @@ class Coordinator:
     async def _end(self, engine: EngineHandle, outcome: CellOutcome) -> None:
         """Free an engine's workers for the next one: by its leave if it lives, else by replacing them."""
         try:
-            await self._stop(engine)
+            if engine.is_running:
+                await self._stop(engine)
+                return
         except RaykError as error:
-            known = {str(e) for e in outcome.errors}
-            if not any(str(error) in text for text in known):
+            if str(error) not in {str(e) for e in outcome.errors}:
                 outcome.errors.append(error)
-            slot = self._slots[engine.name]
-            for index, worker in enumerate(engine.workers):
-                placement.kill(worker)
-                slot.workers[index] = self._start(engine.name, slot.group, index, slot.resources)
+        slot = self._slots[engine.name]
+        for index, worker in enumerate(engine.workers):
+            placement.kill(worker)
+            slot.workers[index] = self._start(engine.name, slot.group, index, slot.resources)
 
     async def _stop(self, engine: EngineHandle) -> None:
         """Let the loops end, then let the workers forget the engine. Raises what the engine died of."""
@@ -220,7 +230,7 @@ class Coordinator:
         """Every lease ends by its readers' notifications. Raises TransferError when some do not."""
         for _ in range(int(STOP_S / RELEASE_POLL_S)):
             status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
-            if not status["leases"]:
+            if not status.get("leases"):
                 return
             await asyncio.sleep(RELEASE_POLL_S)
         raise TransferError(", ".join(status["leases"]), "leases that were never released", engine.name)
@@ -240,6 +250,10 @@ class _CellRun:
         self._decode = [e for e in engines if e.role == "decode"]
         self._policy = get_policy(cell.policy)
         self._streams = asyncio.Semaphore(MAX_STREAMS)
+        self._ticket_ns: dict[str, int] = {}
+        """When each request's ticket came here."""
+        self._ready_ns: dict[str, int] = {}
+        """When each request could decode: its KV was proven, or (aggregated) its first token was there."""
 
     async def connect(self) -> None:
         """Handshake every decode engine with every prefill engine."""
@@ -291,18 +305,13 @@ class _CellRun:
         prefill = self._prefill[p]
         row.prefill_engine = prefill.name
         mode = "prefill" if self._decode else "whole"
-        try:
-            ticket = await self._stream(prefill, row, request, mode=mode, capture=self._capture)
-        except EngineDied as error:
-            if mode == "prefill" and row.output_token_ids:  # on its way out already
-                raise TransferError(request.request_id, str(error), prefill.name) from error
-            raise
+        ticket = await self._stream(prefill, row, request, mode=mode, capture=self._capture)
         if ticket is None:
             row.decode_engine = row.decode_engine or (None if self._decode else prefill.name)
             row.kv_path = "none" if self._decode else "local"
             return
-        now = time.monotonic_ns()
-        row.stage_ns["digest"] = now - row.token_times_ns[-1]
+        self._ticket_ns[request.request_id] = time.monotonic_ns()
+        row.stage_ns["digest"] = self._ticket_ns[request.request_id] - row.token_times_ns[-1]
         decode = self._decode[d]
         row.decode_engine, row.kv_path = decode.name, "remote"
         try:
@@ -316,30 +325,16 @@ class _CellRun:
                 transfer_s=self._cell.deadlines.transfer_s,
                 reserve_s=self._cell.deadlines.request_s,
             )
-        except BaseException as error:
-            raise await self._after_failure(prefill, decode, row, ticket, error) from error
-
-    async def _after_failure(
-        self,
-        prefill: EngineHandle,
-        decode: EngineHandle,
-        row: RequestRow,
-        ticket: TransferTicket,
-        error: BaseException,
-    ) -> BaseException:
-        """What a failed hand-over is to be called. Ends its lease: nobody will release it."""
-        if isinstance(error, KVMismatch):
-            error = await self._diagnose(prefill, decode, ticket, error)
-        prefill.leader.settle.options(concurrency_group="control").remote(ticket.request_id)
-        if isinstance(error, EngineDied) and "verify" not in row.stage_ns:  # the KV had not arrived
-            return TransferError(ticket.request_id, str(error), prefill.name, decode.name)
-        return error
+        except KVMismatch as mismatch:
+            raise await self._diagnose(prefill, decode, ticket, mismatch) from None
+        finally:
+            if row.finish_reason is None:  # nobody will release the lease of a request that failed
+                prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
 
     async def _stream(
         self, engine: EngineHandle, row: RequestRow, request: Request, **arguments: Any
     ) -> TransferTicket | None:
         """Follow a request on one engine; its ticket if it leaves with one. Raises its error."""
-        first_seen = len(row.output_token_ids)
         async for events in engine.stream(self._cell.deadlines.request_s, request, **arguments):
             for event in events:
                 self._take(engine, row, event)
@@ -350,8 +345,8 @@ class _CellRun:
                     return event.payload
                 if event.finish_reason is not None:
                     row.finish_reason = str(event.finish_reason)
-                    if len(row.token_times_ns) > first_seen:
-                        row.stage_ns["decode"] = row.token_times_ns[-1] - row.token_times_ns[first_seen]
+                    if row.token_times_ns:
+                        row.stage_ns["decode"] = row.token_times_ns[-1] - self._ready_ns[row.request_id]
                     return None
         raise DeadlineExceeded(f"the end of {request.request_id} on {engine.name}", 0.0)
 
@@ -360,9 +355,14 @@ class _CellRun:
         row.output_token_ids += event.token_ids
         row.token_times_ns += [time_ns] * len(event.token_ids)
         if event.token_ids and "prefill" not in row.stage_ns:
-            row.stage_ns["prefill"] = time_ns - row.arrival_ns
+            row.stage_ns["prefill"] = time_ns - row.arrival_ns - row.stage_ns["queue"]
+            self._ready_ns[row.request_id] = time_ns
         info = event.info
-        row.stage_ns |= info.get("stage_ns", {})
+        if "stage_ns" in info:
+            stages: dict[str, int] = info["stage_ns"]
+            waited = time_ns - self._ticket_ns[row.request_id] - sum(stages.values())
+            row.stage_ns |= {**stages, "handover": max(0, waited)}
+            self._ready_ns[row.request_id] = time_ns
         self._outcome.num_kv_bytes_checked += info.get("num_kv_bytes_checked", 0)
         for transfer in info.get("transfers", ()):
             transfer.cell_id, transfer.repeat = row.cell_id, row.repeat

@@ -47,6 +47,11 @@ class EngineHandle:
         """Wait until every rank's loop has ended."""
         await asyncio.gather(*self._watchers)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its loops were started (they may have died since)."""
+        return bool(self._watchers)
+
     def raise_if_dead(self) -> None:
         """Raises what the engine died of."""
         if self.died.done():

@@ -1,8 +1,11 @@
-"""Ray settings that must stand in the environment before `import ray` (it reads them once)."""
+"""What can be said about Ray before `import ray`: settings it reads once, and where the cluster is."""
 
 from __future__ import annotations
 
 import os
+import socket
+
+from rayk.types.errors import DeviceError
 
 RAY_DEFAULTS = {
     # A local `ray.init` would else turn token authentication on for every later cluster of this user.
@@ -21,3 +24,30 @@ def prepare_environment() -> None:
     """Set the defaults. Call before the first `import ray`."""
     for name, value in RAY_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+CONNECT_S = 5.0
+"""How long a cluster's address may take to answer."""
+
+
+def wanted_address(address: str | None) -> str | None:
+    """The cluster to join: `address`, else $RAY_ADDRESS; None means one of our own."""
+    return address or os.environ.get("RAY_ADDRESS") or None
+
+
+def check_address(address: str) -> None:
+    """Refuse a HOST:PORT where nobody listens, which Ray would try for minutes. Raises DeviceError.
+
+    Other forms of address (auto, ray://...) are Ray's to judge.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise DeviceError(
+            problem=f"no Ray cluster answers at {address!r}: {error}",
+            where="the address",
+            mend="start one with `ray start --head`, or leave the address out",
+        ) from error

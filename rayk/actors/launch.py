@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from rayk.actors.environment import prepare_environment
+from rayk.actors.environment import check_address, prepare_environment, wanted_address
 
 prepare_environment()
 
@@ -31,7 +31,9 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
 
     Yields the cluster's address. Raises DeviceError when there is none at that address.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or None
+    address = wanted_address(address)
+    if address is not None:
+        check_address(address)
     temp_dir: str | None = None
     settings: dict[str, Any] = {
         "namespace": NAMESPACE,

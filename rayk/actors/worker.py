@@ -139,7 +139,7 @@ class Worker:
             self._loop.run()
         except Exception as error:  # noqa: BLE001 - whatever ended the loop must reach every client
             assert self._spec is not None
-            died = dead_engine(f"{self._spec.engine} (rank {self._spec.rank})", error)
+            died = dead_engine(self._spec.engine, error, self._spec.rank)
             if not isinstance(error, RaykError):
                 died.cause += "\n" + traceback.format_exc(limit=-4)
             # Peers that wait for this rank learn of it now, not at their timeout.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,13 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rayk.cli.guard import guarded, stderr, stdout
-from rayk.types.errors import DeviceError, UserError
+from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
     from rayk.specs import LoadedSpec
-
-CONNECT_S = 5.0
-"""How long a cluster's address may take to answer."""
 
 
 @guarded
@@ -68,7 +67,8 @@ def run_spec(
     from rayk.reports import exit_code, verdict_table
 
     try:
-        with RunProgress() as progress:
+        # Ray prints what befalls workers to stdout, which is for the table alone.
+        with contextlib.redirect_stdout(sys.stderr), RunProgress() as progress:
             result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
     except KeyboardInterrupt:
         stderr().print(f"finished cells are in {folder}: --out {folder} --resume continues", markup=False)
@@ -84,14 +84,13 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
 
     Raises UserError. Texts of a prompts file are not tokenised here: the driver checks them again.
     """
-    import os
-
+    from rayk.actors.environment import check_address, wanted_address
     from rayk.models.families import load_config
     from rayk.reports.writer import check_directory
     from rayk.specs import dump_spec, plan_cells
     from rayk.specs.devices import check_device
 
-    cluster = address or os.environ.get("RAY_ADDRESS")
+    cluster = wanted_address(address)
     config = load_config(loaded.spec.model)
     planned = plan_cells(loaded, config, tokenizer_loader=lambda _: lambda _text: [0])
     if not cluster:
@@ -100,23 +99,3 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     check_directory(folder, dump_spec(loaded.spec), resume=resume)
     if cluster:
         check_address(cluster)
-
-
-def check_address(address: str) -> None:
-    """Refuse a HOST:PORT where nobody listens, which Ray would try for minutes. Raises DeviceError.
-
-    Other forms of address (auto, ray://...) are Ray's to judge.
-    """
-    import socket
-
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise DeviceError(
-            problem=f"no Ray cluster answers at {address!r}: {error}",
-            where="the address",
-            mend="start one with `ray start --head`, or leave the address out",
-        ) from error

@@ -86,22 +86,26 @@ def run_experiment(
     writer = ResultWriter(out, spec_yaml=dump_spec(loaded.spec), environment=environment, resume=resume)
     progress.plan(len(planned), len(writer.finished))
     left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
-    for cell, _ in left:
-        if cell.unsupported:
-            row = CellRow(
-                cell_id=cell.cell_id, axes=cell.axes, verdict="UNSUPPORTED", reason=cell.unsupported
-            )
-            writer.write_cell(row, [], [])
-            progress.end(cell.cell_id, row.verdict, row.reason)
-    runnable = [(c, prompts) for c, prompts in left if not c.unsupported]
-    if runnable:
-        _run_cells(runnable, config, writer, environment, address, progress)
+    if any(not cell.unsupported for cell, _ in left):
+        _run_on_cluster(loaded, left, config, writer, environment, address, progress)
+    else:
+        for cell, _ in left:
+            _write_unsupported(cell, writer, progress)
     writer.finish()
     return load(out)
 
 
-def _run_cells(
-    planned: Planned,
+def _write_unsupported(cell: Cell, writer: ResultWriter, progress: Progress) -> None:
+    reason = cell.unsupported or ""
+    writer.write_cell(
+        CellRow(cell_id=cell.cell_id, axes=cell.axes, verdict="UNSUPPORTED", reason=reason), [], []
+    )
+    progress.end(cell.cell_id, "UNSUPPORTED", reason)
+
+
+def _run_on_cluster(
+    loaded: LoadedSpec,
+    left: Planned,
     config: DecoderConfig,
     writer: ResultWriter,
     environment: dict[str, Any],
@@ -113,37 +117,55 @@ def _run_cells(
 
     with launch.connect(address) as joined:
         available = launch.num_cluster_gpus()
-        planned = [(_with_gpus(cell, planned, available), prompts) for cell, prompts in planned]
-        cells = [cell for cell, _ in planned]
+        if any(cell.spec.device == "auto" for cell, _ in left):
+            # The cluster's devices count, not those of the machine that drives it.
+            device = "cuda" if available >= 1 else "cpu"
+            names = {cell.cell_id for cell, _ in left}
+            again = plan_cells(loaded, config, device=device, tokenizer_loader=_tokenizer)
+            left = [(cell, prompts) for cell, prompts in again if cell.cell_id in names]
+        cells = [cell for cell, _ in left if not cell.unsupported]
+        cells = [_with_gpus(cell, cells, available) for cell in cells]
         runner = _Runner(cells, keep_workers=_fit_at_once(cells, available))
         try:
-            judge = CellJudge(cells[0].spec.model, config, writer.directory)
-            for cell, prompts in planned:
-                judge.ask(cell, prompts)  # the workers start meanwhile
+            judge = CellJudge(loaded.spec.model, config, writer.directory)
+            for cell, prompts in left:
+                if not cell.unsupported:
+                    judge.ask(cell, prompts)  # the workers start meanwhile
             writer.write_environment(environment | {"ray_address": joined, "workers": runner.ready()})
-            for cell, prompts in planned:
-                progress.begin(cell.cell_id)
-                outcomes = [
-                    runner.run(cell, prompts, repeat, judge.needs_capture(cell))
-                    for repeat in range(cell.repeat)
-                ]
-                row = judge.judge(cell, prompts, outcomes)
-                requests = [r for o in outcomes for r in o.requests]
-                transfers = [t for o in outcomes for t in o.transfers]
-                writer.write_cell(row, requests, transfers)
-                progress.end(cell.cell_id, row.verdict, row.reason)
+            decided = {cell.cell_id: cell for cell in cells}
+            for cell, prompts in left:
+                if cell.unsupported:
+                    _write_unsupported(cell, writer, progress)
+                else:
+                    _run_cell(decided[cell.cell_id], prompts, runner, judge, writer, progress)
         finally:
             runner.close()
 
 
-def _with_gpus(cell: Cell, planned: Planned, available: float) -> Cell:
+def _run_cell(
+    cell: Cell,
+    prompts: list[list[int]],
+    runner: _Runner,
+    judge: CellJudge,
+    writer: ResultWriter,
+    progress: Progress,
+) -> None:
+    progress.begin(cell.cell_id)
+    outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
+    row = judge.judge(cell, prompts, outcomes)
+    requests = [r for o in outcomes for r in o.requests]
+    writer.write_cell(row, requests, [t for o in outcomes for t in o.transfers])
+    progress.end(cell.cell_id, row.verdict, row.reason)
+
+
+def _with_gpus(cell: Cell, cells: Sequence[Cell], available: float) -> Cell:
     """The cell with its workers' share of a GPU decided. Raises DeviceError when it cannot fit."""
     from rayk.actors import launch
 
     if cell.prefill.device != "cuda":
         return replace(cell, gpus_per_worker=0.0)
     # One share for all cells: workers stay where they are from cell to cell.
-    largest = max(c.num_workers for c, _ in planned)
+    largest = max(c.num_workers for c in cells)
     num_workers = largest if cell.gpus_per_worker == "auto" else cell.num_workers
     return replace(cell, gpus_per_worker=launch.gpu_share(num_workers, cell.gpus_per_worker, available))
 

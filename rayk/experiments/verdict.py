@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rayk.specs.experiment import VERDICTS
 from rayk.types.errors import (
     DeadlineExceeded,
+    EngineDied,
     HandshakeMismatch,
     KVMismatch,
     LayoutVetoed,
@@ -29,9 +30,13 @@ class Findings:
         self.items.append((verdict, reason))
 
     def add_errors(self, errors: Sequence[RaykError]) -> None:
-        """Note what ended requests and engines."""
+        """Note what ended requests and engines. A transfer that failed because one of its engines died is
+        that death's consequence, not a finding of its own."""
+        dead = {e.engine for e in errors if isinstance(e, EngineDied)}
         for error in errors:
-            self.add(verdict_of(error), str(error))
+            ends = {error.producer, *error.consumer.split("/")} if isinstance(error, TransferError) else set()
+            if not ends & dead:
+                self.add(verdict_of(error), str(error))
 
     def judge(self) -> tuple[str, str]:
         """The gravest verdict and its first reason; PASS when nothing was found."""

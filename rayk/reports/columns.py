@@ -14,8 +14,10 @@ from rayk.types.rows import CellRow, RequestRow, TransferRow
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
-STAGES = ("queue", "prefill", "digest", "reserve", "read", "fence", "verify", "decode")
-"""Stages every request row has a column for; others are added where they were measured."""
+STAGES = ("queue", "prefill", "digest", "handover", "reserve", "read", "fence", "verify", "decode")
+"""Stages every request row has a column for: they add up to the request's E2E. `digest` ends when the ticket
+reaches the coordinator, `handover` is its way to the decode engine and back, `decode` starts when the KV is
+proven."""
 
 EFFECTIVE = tuple(
     f"{side}.{fact}"

@@ -47,8 +47,8 @@ EXPECTED_VERDICT = {
     "flip_bit": "KV_MISMATCH",
     "early_reuse": "TRANSFER_ERROR",
 }
-"""What a planted fault must end in when it does not say so itself; a kill at point transfer is a
-TRANSFER_ERROR, and early reuse is refused by the block generations before any digest is compared."""
+"""What a planted fault must end in when it does not say so itself. Early reuse is refused by the block
+generations before any digest is compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,15 +212,7 @@ def _checks(spec: ExperimentSpec, config: DecoderConfig) -> tuple[str, ...]:
 
 def _expected_verdict(faults: list[FaultSpec]) -> str:
     """The gravest verdict the faults ask for; PASS without faults."""
-    wanted = [
-        f.expect
-        or (
-            "TRANSFER_ERROR"
-            if f.point == "transfer" and f.kind == "kill"
-            else EXPECTED_VERDICT.get(f.kind, "PASS")
-        )
-        for f in faults
-    ]
+    wanted = [f.expect or EXPECTED_VERDICT.get(f.kind, "PASS") for f in faults]  # unknown kinds: see checks
     return min(wanted, key=VERDICTS.index, default="PASS")
 
 

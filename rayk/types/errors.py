@@ -130,7 +130,8 @@ class TransferError(RaykError):
     consumer: str = ""
 
     def __str__(self) -> str:
-        route = f" {self.producer} -> {self.consumer}" if self.producer or self.consumer else ""
+        route = f" from {self.producer}" if self.producer else ""
+        route += f" to {self.consumer}" if self.consumer else ""
         return f"transfer of {self.request_id}{route}: {self.reason}"
 
 

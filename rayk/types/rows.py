@@ -31,7 +31,7 @@ class RequestRow:
     """When each output token reached the coordinator (time.monotonic_ns)."""
     arrival_ns: int = 0
     stage_ns: dict[str, int] = field(default_factory=dict)
-    """Stage name -> duration: queue, prefill, digest, reserve, read, fence, verify, decode."""
+    """Stage name -> duration; see reports.columns.STAGES."""
 
 
 @dataclass(kw_only=True, slots=True)

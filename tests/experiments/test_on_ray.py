@@ -142,8 +142,8 @@ def test_planted_faults_end_in_their_verdicts_and_other_cells_run(spec, ray_addr
     found = cells[["verdict", "expected_verdict"]].to_numpy().tolist()
     assert [v for v, _ in found] == [
         "ENGINE_ERROR",
-        "TRANSFER_ERROR",
-        "TRANSFER_ERROR",
+        "ENGINE_ERROR",
+        "ENGINE_ERROR",
         "ENGINE_ERROR",
         "KV_MISMATCH",
         "TRANSFER_ERROR",

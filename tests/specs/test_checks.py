@@ -127,7 +127,7 @@ def test_a_fault_field_that_would_be_ignored_is_refused(fault: dict[str, object]
     ("fault", "verdict"),
     [
         ({"kind": "kill", "point": "prefill"}, "ENGINE_ERROR"),
-        ({"kind": "kill", "point": "transfer"}, "TRANSFER_ERROR"),
+        ({"kind": "kill", "point": "transfer"}, "ENGINE_ERROR"),
         ({"kind": "flip_bit"}, "KV_MISMATCH"),
         ({"kind": "early_reuse"}, "TRANSFER_ERROR"),
         ({"kind": "early_reuse", "expect": "KV_MISMATCH"}, "KV_MISMATCH"),

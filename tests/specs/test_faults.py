@@ -16,7 +16,7 @@ from tests.specs.models import decoder, spec
     [
         ([], "PASS"),
         ([{"kind": "kill", "point": "prefill"}], "ENGINE_ERROR"),
-        ([{"kind": "kill", "point": "transfer"}], "TRANSFER_ERROR"),
+        ([{"kind": "kill", "point": "transfer"}], "ENGINE_ERROR"),
         ([{"kind": "early_reuse"}], "TRANSFER_ERROR"),
         ([{"kind": "kill", "point": "decode"}, {"kind": "flip_bit"}], "KV_MISMATCH"),
         ([{"kind": "flip_bit", "expect": "PASS"}], "PASS"),

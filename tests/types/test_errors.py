@@ -91,7 +91,7 @@ def test_can_be_raised_and_printed(cls: type[RaykError]):
         (HandshakeMismatch((("rope", "a", "b"), ("dtype", "c", "d"))),
          "handshake refused: rope: producer a, consumer b; dtype: producer c, consumer d"),
         (TransferError("r1", "late"), "transfer of r1: late"),
-        (TransferError("r1", "late", "P0", "D1"), "transfer of r1 P0 -> D1: late"),
+        (TransferError("r1", "late", "P0", "D1"), "transfer of r1 from P0 to D1: late"),
         (KVMismatch("r1", 2, 0, "k", 1, 37, "one flipped bit"),
          "KV of r1 differs: layer 2, group 0, k, head 1, token 37: one flipped bit"),
         (EngineDied("P", "killed"), "engine P died: killed"),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 from rayk.types.request import Request
 
 
 class RoundRobin:
-    """The n-th request takes prefill engine n mod num_prefill and decode engine n mod num_decode."""
+    """Prefill engines in turn; after each round of them the next decode engine comes first.
+
+    Engines of a side get equal shares, and every pair of engines gets requests.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -16,4 +21,5 @@ class RoundRobin:
         del request
         index = self._count
         self._count += 1
-        return index % num_prefill, index % num_decode
+        # Without the round, 2 x 2 engines would only ever meet on the diagonal.
+        return index % num_prefill, (index + index // lcm(num_prefill, num_decode)) % num_decode
