@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -135,32 +136,38 @@ class Consumption:
         self._run(self.session.release())
 
     def _expected_generations(self) -> dict[int, s.Fence]:
-        """Per producer rank, every block read from it, with its generation and what it holds."""
-        blocks: dict[int, dict[int, tuple[int, str]]] = {}
+        """Per producer rank, every block read from it, with its generation."""
+        blocks: dict[int, dict[int, int]] = {}
         for read in self.reads:
-            table = self.ticket.block_tables[read.group]
-            place = {block: i for i, block in enumerate(table)}
+            known = dict(
+                zip(
+                    self.ticket.block_tables[read.group],
+                    self.ticket.generations[read.group],
+                    strict=True,
+                )
+            )
             mine = blocks.setdefault(read.producer_rank, {})
-            for block in read.source_blocks.tolist():
-                i = place[block]
-                mine[block] = (self.ticket.generations[read.group][i], self._contents(read, i))
+            mine.update((b, known[b]) for b in read.source_blocks.tolist())
         assert all(NULL_BLOCK not in b for b in blocks.values())
         return {
-            rank: s.Fence(tuple(sorted(b)), *zip(*(b[i] for i in sorted(b)), strict=True))
+            rank: s.Fence(
+                tuple(sorted(b)), tuple(b[i] for i in sorted(b)), functools.partial(self._contents, rank)
+            )
             for rank, b in blocks.items()
         }
 
-    def _contents(self, read: BlockReads, index: int) -> str:
-        """What block `index` of a sequence holds of what this rank reads."""
-        group = self.link.producers[read.producer_rank].geometry.groups[read.group]
-        first, size = index * group.block_size, group.block_size
-        last = min(first + size, self.ticket.num_tokens) - 1
-        units = sorted(
-            u for (g, u), rank in self.link.sources.items() if (g, rank) == (read.group, read.producer_rank)
+    def _contents(self, producer_rank: int, block: int) -> str:
+        """What a producer rank's block holds of what this rank reads."""
+        group, index = next(
+            (g, table.index(block)) for g, table in enumerate(self.ticket.block_tables) if block in table
         )
-        layers = ", ".join(map(str, group.group.layers))
+        geometry = self.link.producers[producer_rank].geometry.groups[group]
+        first = index * geometry.block_size
+        last = min(first + geometry.block_size, self.ticket.num_tokens) - 1
+        units = sorted(u for (g, u), rank in self.link.sources.items() if (g, rank) == (group, producer_rank))
+        layers = ", ".join(map(str, geometry.group.layers))
         heads = ", ".join(map(str, units))
-        return f"tokens {first} to {last} of layers {layers} (group {read.group}), heads {heads}"
+        return f"tokens {first} to {last} of layers {layers} (group {group}), heads {heads}"
 
     def _handle(self, event: s.Event, now_ns: int) -> None:
         self._run(self.session.handle(event, now_ns))

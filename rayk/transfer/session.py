@@ -12,7 +12,7 @@ twice or for something unknown change nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rayk.types.errors import KVMismatch, RaykError, TransferError
@@ -142,8 +142,8 @@ class Fence:
 
     blocks: tuple[int, ...]
     generations: tuple[int, ...]
-    contents: tuple[str, ...] = ()
-    """What each block holds, for people; may be left out."""
+    describe: Callable[[int], str] | None = None
+    """What a block (by its id) holds, for people; asked only when it was lost."""
 
 
 class Session:
@@ -229,9 +229,10 @@ class Session:
         assert len(generations) == len(fence.generations)
         for i, (expected, found) in enumerate(zip(fence.generations, generations, strict=True)):
             if expected != found:
-                lost = f": {fence.contents[i]} are lost" if fence.contents else ""
+                block = fence.blocks[i]
+                lost = f": {fence.describe(block)} are lost" if fence.describe is not None else ""
                 return self._fail(
-                    f"block {fence.blocks[i]} was reused while being read "
+                    f"block {block} was reused while being read "
                     f"(generation {expected} -> {found}) on producer rank {rank}{lost}"
                 )
         return [] if self._fences_left else self._after_fences()
