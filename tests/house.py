@@ -78,6 +78,7 @@ TORCH_FREE = (
     "rayk.transfer.plan",
     "rayk.models.families",
     "rayk.models.config",
+    "rayk.models.headers",
     "rayk.models.kv_specs",
     "rayk.specs",
     "rayk.metrics",

@@ -86,12 +86,14 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     """
     from rayk.actors.environment import check_address, wanted_address
     from rayk.models.families import load_config
+    from rayk.models.headers import check_weights
     from rayk.reports.writer import check_directory
     from rayk.specs import dump_spec, plan_cells
     from rayk.specs.devices import check_device
 
     cluster = wanted_address(address)
     config = load_config(loaded.spec.model)
+    check_weights(Path(loaded.spec.model))
     planned = plan_cells(loaded, config, tokenizer_loader=lambda _: lambda _text: [0])
     if not cluster:
         for cell, _ in planned:

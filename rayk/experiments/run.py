@@ -13,6 +13,7 @@ from typing import Any
 from rayk.experiments.judge import CellJudge
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
+from rayk.models.headers import check_weights
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.specs import Cell, ExperimentSpec, LoadedSpec, dump_spec, load_spec, plan_cells
 from rayk.types.errors import DeadlineExceeded, RaykError
@@ -79,6 +80,7 @@ def run_experiment(
     """
     progress = progress or Quiet()
     config = load_config(loaded.spec.model)
+    check_weights(Path(loaded.spec.model))
     planned = plan_cells(loaded, config, tokenizer_loader=_tokenizer)
     environment = collect_environment(
         command=list(command or sys.argv), seeds=_seeds(loaded.spec), cells=len(planned)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rayk.types.errors import CheckpointError
+from rayk.models.headers import tensor_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,8 +23,6 @@ WHOLE_BYTES = 8 << 20
 """A tensor up to this size is hashed whole; of a larger one, `NUM_SAMPLES` pieces are."""
 NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
-
-_HEADER_LENGTH = struct.Struct("<Q")
 
 
 def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
@@ -68,7 +65,7 @@ def weights_digest(folder: Path) -> str:
     """Hash of every tensor's name, dtype, shape and bytes (sampled above `WHOLE_BYTES`)."""
     tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, start, entry in _entries(file):
+        for name, start, entry in tensor_entries(file):
             tensors[name] = (file, start, entry)
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
@@ -79,26 +76,6 @@ def weights_digest(folder: Path) -> str:
             for piece in _samples(handle, data_start + first, last - first):
                 digest.update(piece)
     return digest.hexdigest()
-
-
-def _entries(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(name, file offset of the data section, header entry) of each tensor.
-
-    The format: 8 bytes of header length (little-endian), a JSON header, the data.
-    """
-    try:
-        with file.open("rb") as handle:
-            (length,) = _HEADER_LENGTH.unpack(handle.read(_HEADER_LENGTH.size))
-            header = json.loads(handle.read(length))
-    except (OSError, struct.error, ValueError, MemoryError, OverflowError) as error:
-        raise CheckpointError(
-            f"not a readable safetensors file: {error}",
-            where=str(file),
-            mend="download or write the file again",
-        ) from error
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, _HEADER_LENGTH.size + length, entry
 
 
 def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:

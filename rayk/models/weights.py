@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from rayk.models.families.raw import read_json
+from rayk.models.headers import INDEX_FILE, indexed_files
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-INDEX_FILE = "model.safetensors.index.json"
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -27,17 +26,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """
     index = folder / INDEX_FILE
     if index.is_file():
-        names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise CheckpointError("`weight_map` is missing", where=str(index))
-        missing = sorted({f for f in names.values() if not (folder / f).is_file()})
-        if missing:
-            raise CheckpointError(
-                f"the index names files that are not there: {', '.join(missing)}",
-                where=str(index),
-                mend="download the missing files",
-            )
-        return {name: folder / file for name, file in names.items()}
+        return indexed_files(index)
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise CheckpointError(

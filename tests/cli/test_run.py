@@ -93,6 +93,14 @@ def test_bad_checkpoints(tmp_path: Path, model: Path) -> None:
     assert "Qwen3ForCausalLM" in message
     (empty / "config.json").write_text((model / "config.json").read_text())
     assert "no .safetensors weights" in refused(path)
+    weights = (model / "model.safetensors").read_bytes()
+    (empty / "model.safetensors").write_bytes(weights[:-1])
+    message = "model.safetensors: not a readable safetensors file"
+    assert f"{message}: {len(weights) - 1} of {len(weights)} bytes are there" in refused(path)
+    (empty / "model.safetensors").write_text("no weights")
+    assert message in refused(path)
+    (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    assert "the index names files that are not there: b.safetensors" in refused(path)
 
 
 def test_missing_spec_bad_yaml_and_bad_set(tmp_path: Path, model: Path) -> None:

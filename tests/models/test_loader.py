@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayk.models.decoder import Decoder
-from rayk.models.weights import INDEX_FILE, WeightReader
+from rayk.models.headers import INDEX_FILE
+from rayk.models.weights import WeightReader
 from rayk.parallel.threads import ThreadComm
 from rayk.types.errors import CheckpointError, Unsupported
 from tests.models.tiny import Checkpoint, Paged, assert_right, load, run_ranks, write_checkpoint
