@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Coordinator:
     async def prepare(self, slots: dict[str, int], device: str, gpus_per_worker: float) -> None:
         """Reserve a placement group per engine (name -> most ranks it will have) and start its workers.
 
-        Raises DeadlineExceeded when the cluster cannot place them in time.
+        Raises DeadlineExceeded when the cluster cannot place and start them in time.
         """
         async with self._preparing:
             await self._prepare(slots, device, gpus_per_worker)
@@ -105,15 +105,16 @@ class Coordinator:
                 continue
             group = placement.reserve_group(f"rayk/{self._run_id}/{name}", num_ranks, resources)
             try:
-                await asyncio.wait_for(_placed(group), FORM_S)
-            except TimeoutError:
+                await _in_time(
+                    _placed(group), f"placing {num_ranks} workers of {name} on one node, each {resources}"
+                )
+            except BaseException:  # also when the cell's deadline cancels this: nobody else knows the group
                 placement.free_group(group)
-                raise DeadlineExceeded(
-                    f"placing {num_ranks} workers of {name} on one node", FORM_S, {"each": str(resources)}
-                ) from None
+                raise
             workers = [self._start(name, group, i, resources) for i in range(num_ranks)]
             self._slots[name] = _Slot(group, resources, workers)
-        await asyncio.gather(*(w.describe.remote() for s in self._slots.values() for w in s.workers))
+        workers = [w for s in self._slots.values() for w in s.workers]
+        await _in_time(_all([w.describe.remote() for w in workers]), f"starting {len(workers)} workers")
 
     async def run_cell(
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
@@ -417,3 +418,11 @@ async def _all(refs: Sequence[Any]) -> list[Any]:
 
 async def _placed(group: Any) -> None:
     await group.ready()
+
+
+async def _in_time(awaitable: Awaitable[object], what: str) -> None:
+    """Wait, but no longer than FORM_S. Raises DeadlineExceeded."""
+    try:
+        await asyncio.wait_for(awaitable, FORM_S)
+    except TimeoutError:
+        raise DeadlineExceeded(what, FORM_S) from None

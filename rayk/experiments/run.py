@@ -16,7 +16,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.specs import Cell, ExperimentSpec, LoadedSpec, dump_spec, load_spec, plan_cells
-from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
 
@@ -187,11 +187,20 @@ class _Runner:
         self._start()
 
     def ready(self) -> dict[str, int]:
-        """Wait for all workers; worker name -> process id. Raises what kept them from starting."""
+        """Wait for all workers; worker name -> process id. Raises DeviceError when they do not start."""
         import ray
 
-        ray.get(self._prepared)
-        pids: dict[str, int] = ray.get(self._coordinator.worker_pids.remote())
+        from rayk.actors.engines import translate
+
+        try:
+            ray.get(self._prepared)
+            pids: dict[str, int] = ray.get(self._coordinator.worker_pids.remote())
+        except ray.exceptions.RayError as failure:
+            raise DeviceError(
+                f"the workers do not start: {translate(failure, 'coordinator')}",
+                where="the cluster",
+                mend="rayk on every node, and room for an engine's workers on one; see `rayk doctor`",
+            ) from failure
         return pids
 
     def run(self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool) -> Any:
