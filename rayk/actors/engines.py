@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
@@ -65,7 +65,7 @@ class EngineHandle:
         if task in done:
             try:
                 return task.result()
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 raise translate(error, self.name) from None
         task.cancel()
         if self.died in done:
@@ -88,10 +88,7 @@ class EngineHandle:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 raise DeadlineExceeded(f"a request on {self.name}", timeout_s)
-            try:
-                ref = await self.guard(_next(generator), "a request", left)
-            except StopAsyncIteration:
-                return
+            ref = await self.guard(_next(generator), "a request", left)
             if ref is None:
                 return
             yield await self.guard(_value(ref), "a request", left)
@@ -99,7 +96,7 @@ class EngineHandle:
     async def _watch(self, rank: int, ref: Any) -> None:
         try:
             await ref
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             if not self.died.done():
                 self.died.set_exception(translate(error, self.name, rank))
                 # Nobody may be waiting when the engine dies between requests.
