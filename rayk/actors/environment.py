@@ -14,8 +14,8 @@ RAY_DEFAULTS = {
     "RAY_metrics_report_interval_ms": "1000",
     # Under `uv run`, Ray would start workers through uv inside the uploaded working directory.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # GPU-less actors must not see every GPU, and today's default becomes tomorrow's warning.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # An actor without a GPU sees none; by default Ray leaves it all of the machine's.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
 """Applied where the user has not set them."""
 
