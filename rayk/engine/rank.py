@@ -20,6 +20,7 @@ from rayk.models.loader import load_decoder
 from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
 
 
 class EngineRank:
@@ -32,9 +33,12 @@ class EngineRank:
         """Load this rank's weights and allocate its cache.
 
         `poison` fills the cache with that byte instead of zeros. Raises CheckpointError,
-        UnsupportedArchitecture, Unsupported (TP size) or LayoutVetoed.
+        UnsupportedArchitecture, Unsupported (TP size), LayoutVetoed, or UserError for a setting.
         """
         assert comm.size == config.tp, (comm.size, config.tp)
+        for setting in ("prefix_caching", "fast_prefill"):
+            if getattr(config, setting):
+                raise UserError(f"{setting} is not supported yet", mend=f"{setting}: false")
         self.config = config
         self.comm = comm
         self.device = torch.device(config.device)
@@ -95,6 +99,9 @@ class EngineRank:
         started = time.monotonic_ns()
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata)
         logits = self.decoder.logits(hidden[inputs.logits_index])
+        if self.device.type == "cuda":
+            # Transfers do not wait for queued kernels: no block changes hands before they have run.
+            torch.cuda.current_stream(self.device).synchronize()
         self.forward_ns = time.monotonic_ns() - started
         return logits
 

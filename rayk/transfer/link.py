@@ -32,6 +32,9 @@ class Landing:
         except OutOfBlocks:
             return None
         self._words[slots] = -1
+        if self._buffer.is_cuda:
+            # A peer's bytes may land before a queued kernel runs, which would then wipe them out.
+            torch.cuda.current_stream(self._buffer.device).synchronize()
         return slots
 
     def give_back(self, slots: Sequence[int]) -> tuple[int, ...]:
