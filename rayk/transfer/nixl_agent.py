@@ -161,14 +161,17 @@ class NixlAgent:
     def prepare(
         self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
     ) -> Handle:
-        """See TransferAgent."""
+        """See TransferAgent. Raises TransferError when NIXL refuses the lists."""
         memory, device = self._memory_of(int(local.addresses[0]))
         remote_memory, remote_index = _memory(torch.device(remote_device))
-        prepared = _Prepared(
-            peer,
-            self._nixl.prep_xfer_dlist(_LOCAL_SIDE, local.strided(device), memory),
-            self._nixl.prep_xfer_dlist(peer, remote.strided(remote_index), remote_memory),
-        )
+        try:
+            prepared = _Prepared(
+                peer,
+                self._nixl.prep_xfer_dlist(_LOCAL_SIDE, local.strided(device), memory),
+                self._nixl.prep_xfer_dlist(peer, remote.strided(remote_index), remote_memory),
+            )
+        except _nixl_errors() as error:
+            raise TransferError("", f"reads from {peer} cannot be prepared: {error!r}") from error
         handle = Handle(next(self._ids))
         self._handles[handle] = prepared
         return handle

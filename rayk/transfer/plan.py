@@ -88,7 +88,9 @@ class BlockReads:
 
     def indices(self, num_source_blocks: int, num_destination_blocks: int) -> tuple[Ints32, Ints32]:
         """Descriptor indices (source, destination), int32, run-major so that dense runs can merge."""
-        runs = np.arange(len(self.pattern.runs), dtype=np.int64)[:, None]
+        num_runs = len(self.pattern.runs)
+        assert num_runs * max(num_source_blocks, num_destination_blocks) <= 2**31, "indices are int32"
+        runs = np.arange(num_runs, dtype=np.int64)[:, None]
         source = runs * num_source_blocks + self.source_blocks[None, :]
         destination = runs * num_destination_blocks + self.destination_blocks[None, :]
         return source.astype(np.int32).reshape(-1), destination.astype(np.int32).reshape(-1)
