@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -145,12 +143,10 @@ def _nixl() -> Finding:
     """A real READ between two agents of this process."""
     version = package_versions()["nixl-cu13"]
     mend = "pip install nixl-cu13 (Linux x86-64 or aarch64)"
-    if importlib.util.find_spec("rayk.transfer.nixl_agent") is None:
-        return Finding(what="NIXL", status="note", found=f"{version or 'not installed'}, not measured")
     try:
-        agent = importlib.import_module("rayk.transfer.nixl_agent")
-        measure = getattr(agent, "measure", None)
-        facts = measure() if measure else {"error": "not measured"}
+        from rayk.transfer.nixl_agent import measure
+
+        facts = measure()
     except Exception as error:  # noqa: BLE001 - whatever the library raises is the finding
         return Finding(
             what="NIXL", status="missing", found=f"{version or 'not installed'}: {error}", mend=mend

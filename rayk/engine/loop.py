@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayk.engine.rank import EngineRank
     from rayk.parallel.comm import Comm
 
-_PREFIX = struct.Struct("<BBi")  # flags, unused, bytes of the batch
+_PREFIX = struct.Struct("<Bi")  # flags, bytes of the batch
 
 
 class RankExtension(Protocol):
@@ -100,12 +100,12 @@ def encode_turn(turn: Turn) -> bytes:
     batch = encode_batch(turn.batch) if turn.batch is not None else b""
     flags = int(turn.gather) | int(turn.stop) << 1 | int(bool(turn.commands)) << 2
     commands = pickle.dumps(turn.commands) if turn.commands else b""
-    return _PREFIX.pack(flags, 0, len(batch)) + batch + commands
+    return _PREFIX.pack(flags, len(batch)) + batch + commands
 
 
 def decode_turn(payload: bytes) -> Turn:
     """The inverse of `encode_turn`, request ids aside."""
-    flags, _, size = _PREFIX.unpack_from(payload)
+    flags, size = _PREFIX.unpack_from(payload)
     body = payload[_PREFIX.size :]
     return Turn(
         batch=decode_batch(body[:size]) if size else None,
