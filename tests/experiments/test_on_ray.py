@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +121,9 @@ def test_the_results_say_what_ran(matrix_run):
     environment = json.loads((out / "environment.json").read_text())
     assert environment["packages"]["ray"]
     assert len(environment["workers"]) == 2 + 2 + 4
+    assert all(
+        re.fullmatch(r"rayk/[0-9a-f]{6}/(prefill[01]|decode0)/r[0-3]", n) for n in environment["workers"]
+    )
     assert (out / "report.html").stat().st_size > 100_000
 
 
@@ -187,12 +191,14 @@ def test_requests_over_their_deadline_leave_nothing_behind(spec, ray_address, tm
 def test_a_hung_worker_is_a_timeout_and_the_next_cell_runs(spec, ray_address, tmp_path):
     out = tmp_path / "run"
     slow = {
-        "deadlines": {"cell_s": 8.0, "request_s": 60.0, "transfer_s": 20.0},
         "prompts": {"random": {"count": 8, "input_tokens": [300]}},
         "sampling": {"max_tokens": 1500, "ignore_eos": True},
         "checks": ["kv_bytes"],
     }
-    matrix = {"prefill.tp": [1], "decode.tp": [1], "decode.layout": ["BHLNC", "LBHNC"]}
+    matrix = [
+        {"decode.layout": "BHLNC", "deadlines.cell_s": 8.0},
+        {"decode.layout": "LBHNC", "sampling.max_tokens": 12},
+    ]
     experiment = Experiment(spec(matrix, **slow))
     done: list[object] = []
     runner = threading.Thread(target=lambda: done.append(experiment.run(out, address=ray_address)))
@@ -207,7 +213,7 @@ def test_a_hung_worker_is_a_timeout_and_the_next_cell_runs(spec, ray_address, tm
     assert cells["verdict"][0] == "TIMEOUT"
     assert "deadline" in cells["reason"][0]
     assert cells["wall_s"][0] < 8 + 25
-    # Whatever the second cell's verdict by its own short deadline, it ran on a fresh worker.
+    assert cells["verdict"][1] == "PASS", "it ran on a fresh worker"
     assert len(load(out).requests.query("cell_id == @cells.cell_id[1]")) == 8
     wait_until(lambda: not worker_processes(), "even the stopped worker is gone")
 
@@ -225,6 +231,29 @@ def test_too_few_gpus_is_bad_input_before_any_worker(spec, ray_address, tmp_path
     with pytest.raises(DeviceError, match=r"3 workers of 1 GPU need 3 GPUs; the cluster has 2"):
         Experiment(wanted).run(tmp_path / "run", address=ray_address)
     assert not worker_processes()
+
+
+def test_workers_share_gpus_and_stay_for_smaller_engines(ray_address):
+    from rayk.actors import launch
+
+    with launch.connect(ray_address):
+        import ray
+
+        coordinator = launch.start_coordinator("rayk/coordinator/shares", keep_workers=True)
+        try:
+            ray.get(coordinator.prepare.remote({"prefill0": 1, "decode0": 3}, "cuda", 0.5))
+            pids = ray.get(coordinator.worker_pids.remote())
+            assert set(pids) == {
+                f"rayk/shares/{n}" for n in ("prefill0/r0", *(f"decode0/r{i}" for i in range(3)))
+            }
+            assert len(set(pids.values())) == 4, "a process each"
+            wait_until(lambda: not ray.available_resources().get("GPU"), "four halves of two GPUs")
+            ray.get(coordinator.prepare.remote({"prefill0": 1, "decode0": 2}, "cuda", 0.5))
+            assert ray.get(coordinator.worker_pids.remote()) == pids, "the same workers"
+            ray.get(coordinator.shutdown.remote())
+        finally:
+            ray.kill(coordinator)
+    wait_until(lambda: not worker_processes(), "workers end with their groups")
 
 
 def test_interrupted_runs_keep_finished_cells_and_resume(spec, ray_address, tmp_path):
