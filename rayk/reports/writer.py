@@ -118,7 +118,7 @@ def check_directory(directory: str | Path, spec_yaml: str, *, resume: bool) -> N
             mend="--resume to continue it, or another --out",
         )
     path = folder / "spec.yaml"
-    before = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    before = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
     now = yaml.safe_load(spec_yaml)
     changed = [k for k in {**before, **now} if before.get(k) != now.get(k)]
     if changed:

@@ -156,6 +156,8 @@ def test_planted_faults_end_in_their_verdicts_and_other_cells_run(spec, ray_addr
     assert all(verdict == expected for verdict, expected in found)
     assert exit_code(cells) == 0
     assert cells["wall_s"].max() < 60
+    assert "tokens" not in cells["checks_done"][0], "no request ended"
+    assert pd.isna(cells["num_token_mismatches"][0])
     flipped = cells["reason"][4]
     assert "layer 0, group 0, k, head 0, token 0: one flipped bit in byte 9" in flipped
     assert cells["num_kv_bytes_mismatched"][4] == 1
