@@ -95,7 +95,7 @@ def expand(spec: ExperimentSpec, config: DecoderConfig, *, device: str | None = 
     cells: dict[str, Cell] = {}
     for point in _points(spec):
         cell = _make_cell(apply_point(spec, point), names, config, device)
-        if not any(_matches(cell.axes, rule) for rule in spec.exclude):
+        if not any(_matches(cell, rule) for rule in spec.exclude):
             cells.setdefault(json.dumps(cell.axes, sort_keys=True), cell)
     if not cells:
         raise SpecError(problem="no cell is left: `exclude` removes all", where="exclude")
@@ -120,11 +120,13 @@ def _points(spec: ExperimentSpec) -> Iterator[dict[str, Any]]:
             yield dict(zip(matrix, values, strict=True))
 
 
-def _matches(axes: dict[str, Any], rule: dict[str, Any]) -> bool:
-    """Whether every axis of an exclude rule has (one of) the rule's values."""
+def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
+    """Whether every key of an exclude rule, an axis of the matrix or not, has (one of) the rule's values."""
     for key, wanted in rule.items():
         options = wanted if isinstance(wanted, list) and key not in LIST_KEYS else [wanted]
-        if axes.get(key) not in options:
+        absent = cell.decode is None and key.startswith(("decode.", "transfer."))
+        found = cell.axes[key] if key in cell.axes else None if absent else _axis_value(cell.spec, key)
+        if found not in options:
             return False
     return bool(rule)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.models.config import DecoderConfig
+from rayk.models.families.raw import read_json
 from rayk.specs.experiment import ExperimentSpec, RandomPrompts
 from rayk.types.errors import SpecError
 
@@ -40,15 +41,15 @@ def random_prompts(spec: RandomPrompts, vocab_size: int, special: Iterable[int])
 
 
 def special_token_ids(model: str) -> set[int]:
-    """Ids the tokenizer marks as special, read from its JSON; empty without a tokenizer."""
+    """Ids that the tokenizer's and the model's JSON call special. Raises CheckpointError for bad JSON."""
     ids: set[int] = set()
     path = Path(model) / "tokenizer.json"
     if path.is_file():
-        added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens", [])
+        added = read_json(path).get("added_tokens", [])
         ids |= {token["id"] for token in added if token.get("special")}
     path = Path(model) / "config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = config.get(key)
             ids |= set(value if isinstance(value, list) else [value]) - {None}

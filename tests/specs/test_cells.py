@@ -74,6 +74,9 @@ def test_exclude_takes_points_lists_and_defaults() -> None:
     )
     assert left == ["p1-d1", "p1-d2", "p1-d4", "p2-d1", "p2-d4", "p4-d2"]
     assert ids(matrix=matrix, exclude=[{"prefill.layout": "LBHNC"}])[0] == "p1-d1"
+    # A key that is no axis has the value of the base.
+    assert ids(matrix=matrix, exclude=[{"engine.comm": "auto", "prefill.tp": [2, 4]}])[-1] == "p1-d4"
+    assert len(ids(matrix=matrix, exclude=[{"engine.comm": "gloo"}])) == 9
     with pytest.raises(SpecError, match="no cell is left"):
         cells(matrix=matrix, exclude=[{"mode": "disaggregated"}])
 

@@ -14,7 +14,7 @@ from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs import load_spec, plan_cells, resolve_prompts
 from rayk.specs.devices import check_device, resolve_device
 from rayk.specs.prompts import special_token_ids
-from rayk.types.errors import DeviceError, SpecError
+from rayk.types.errors import CheckpointError, DeviceError, SpecError
 from tests.specs.models import decoder, spec
 
 
@@ -204,6 +204,9 @@ def test_special_ids_come_from_tokenizer_and_config(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 2], "pad_token_id": None}))
     assert special_token_ids(str(tmp_path)) == {1, 2, 7}
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not valid JSON"):
+        special_token_ids(str(tmp_path))
 
 
 def test_prompt_files_hold_texts_and_ids(tmp_path: Path) -> None:
