@@ -155,6 +155,7 @@ class Reference:
     def _model(self) -> Any:
         import torch
         import transformers
+        from safetensors import SafetensorError
 
         try:
             with no_progress_bars():
@@ -164,7 +165,8 @@ class Reference:
                     attn_implementation="eager",
                     local_files_only=True,
                 )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            # RuntimeError: weights that are not of config.json's shapes.
             raise CheckpointError(
                 f"transformers cannot load it: {error}", where=str(self.model_path)
             ) from error

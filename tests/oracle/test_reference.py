@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,11 @@ def test_bad_models(tmp_path: Path) -> None:
         Reference(tmp_path).generate([[1]], 1)
     with pytest.raises(UserError, match="float32"):
         Reference(tmp_path, "int8")
+
+
+def test_weights_that_do_not_fit_the_config(tmp_path: Path, checkpoint: CheckpointFactory) -> None:
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
+    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+        Reference(folder).generate([[1]], 1)
