@@ -188,7 +188,7 @@ class Pair:
         fetched = self.p.call(capture)
         found = self.d.call(Diagnose(request_id, tuple(fetched)))  # type: ignore[arg-type]
         exact = [mismatch for per_rank in found for mismatch in per_rank]  # type: ignore[attr-defined]
-        return sorted(exact, key=lambda m: (m.group, m.layer, m.head, m.token))
+        return sorted(exact, key=lambda m: (m.group, m.layer, m.field, m.head, m.token))
 
     def check_all_free(self, timeout_s: float = 5.0) -> None:
         """Every block of both engines comes back, and nothing is left of any request."""

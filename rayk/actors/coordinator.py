@@ -391,7 +391,7 @@ class _CellRun:
                 "; by now both sides are equal: the producer's bytes changed after its digest"
             )
             return mismatch
-        exact.sort(key=lambda m: (m.group, m.layer, m.head, m.token))
+        exact.sort(key=lambda m: (m.group, m.layer, m.field, m.head, m.token))
         first: KVMismatch = exact[0]
         first.num_bytes_mismatched = sum(m.num_bytes_mismatched for m in exact)
         return first

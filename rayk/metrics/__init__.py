@@ -1,7 +1,7 @@
 """Every metric once: name, unit, help and labels, and the sink that engines report to.
 
-An engine calls a `MetricsSink`; actors fill it with Ray's metrics, tests and plain engines use
-`NullSink`. Names end in their unit, as Prometheus likes them.
+`MetricsSink` is what a reporter is to call; nothing reports yet. Names end in their unit, as Prometheus
+likes them.
 """
 
 from rayk.metrics.registry import METRICS, Metric, MetricKind

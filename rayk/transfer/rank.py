@@ -7,6 +7,7 @@ blocks that are handed out, `lease` before a ticket leaves, `poll` (so that noti
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -139,7 +140,12 @@ class TransferRank:
         """Make progress in every role; transfers that ended since the last call, each once."""
         for peer, message in self._agent.notifications():
             release = ReleaseMessage.decode(message)
-            assert release is not None, f"unknown notification from {peer}: {message[:80]!r}"
+            if release is None:
+                # Anybody who knows the agent can send one: it must not end the engine.
+                logging.getLogger(__name__).warning(
+                    "notification of no meaning from %s: %r", peer, message[:80]
+                )
+                continue
             self._leases.on_release(release)
         outcomes = []
         for request_id, consumption in list(self._active.items()):

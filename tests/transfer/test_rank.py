@@ -273,3 +273,17 @@ def test_other_bytes_of_the_consumer_stay_untouched():
     for layer in range(3):
         assert torch.all(caches.view(layer)[others] == 0x5A)
     assert torch.all(caches.generations == 0)
+
+
+def test_a_notification_of_no_meaning_is_passed_over():
+    shape = Shape()
+    pair = local_pair(shape)
+    tables = [[3, 7, 5]]
+    pair.producer.write(shape.values(10), tables)
+    ticket = pair.producer.ticket(10, tables)
+    consumer, producer = (side.ranks[0] for side in (pair.consumer, pair.producer))
+    consumer._agent.notify(producer.description.agent_name, b"hello")
+    pair.start(ticket, [[1, 2, 3]])
+    (outcome,) = pair.finish(ticket).values()
+    assert outcome.ok
+    assert pair.released() == [["lease-r"]]
