@@ -126,7 +126,7 @@ def _check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
     on_cuda = engines[0].device == "cuda"
     # Triton's interpreter, asked for by its own variable, runs the kernels on the CPU.
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    backends = {"cpu"} if on_cuda else set() if interpreted else {"triton"}
+    backends = {"cpu", "cpu-torch"} if on_cuda else set() if interpreted else {"triton"}
     comms = {"shm"} if on_cuda else {"nccl"}
     for engine in engines:
         for name, value, wrong in (
