@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayk.kv.geometry import RankGeometry, layout_veto, plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
-from rayk.kv.layout import LayoutResolution, Veto, resolve_layout
+from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
+from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.config import EngineConfig
+
+SpecVeto = Callable[[str, KVCacheSpec], str | None]
+"""Why a party cannot serve layers of a spec in a layout (by name), or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +27,23 @@ class EnginePlan:
 
 
 def plan_engine(
-    config: EngineConfig, model: DecoderConfig, parties: Sequence[tuple[str, Veto]] = ()
+    config: EngineConfig, model: DecoderConfig, parties: Sequence[tuple[str, SpecVeto]] = ()
 ) -> EnginePlan:
     """Groups from canonical sizes, the layout nobody vetoes, and each rank's geometry.
 
-    `parties` are (name, veto) of the backend and the connector; the specs' own veto is added here.
+    `parties` are (name, veto) of the backend and the connector, asked about every group's spec; the groups'
+    own veto is added here.
     Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left.
     """
     dtype = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
     specs = kv_cache_specs(model, block_size=config.block_size, dtype=dtype, hybrid_kv=config.hybrid_kv)
     groups = group_layers(specs)
     resolution = resolve_layout(
-        config.layout, [("specs", lambda layout: layout_veto(groups, layout)), *parties]
+        config.layout,
+        [
+            ("specs", lambda layout: layout_veto(groups, layout)),
+            *((name, _for_every_spec(veto, groups)) for name, veto in parties),
+        ],
     )
     ranks = tuple(
         plan_rank(
@@ -48,3 +57,13 @@ def plan_engine(
         for rank in range(config.tp)
     )
     return EnginePlan(groups, resolution, ranks)
+
+
+def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:
+    """A veto on a layout: the first group's spec that the party cannot serve in it."""
+
+    def refuse(layout: KVCacheLayout) -> str | None:
+        reasons = (veto(layout.name, group.spec) for group in groups)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    return refuse

@@ -12,9 +12,8 @@ import torch
 
 from rayk.attention import AttentionGroups, AttentionLayer, get_backend
 from rayk.engine.inputs import InputBuilder
-from rayk.engine.plan import EnginePlan, plan_engine
+from rayk.engine.plan import plan_engine
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
-from rayk.kv.layout import KVCacheLayout
 from rayk.models.families import load_config
 from rayk.models.loader import load_decoder
 from rayk.parallel.comm import Comm
@@ -44,7 +43,8 @@ class EngineRank:
         self.device = torch.device(config.device)
         self.model_config = load_config(Path(config.model))
         self.backend = get_backend(config.attention_backend, config.device)
-        self.plan = self._plan()
+        vetoes = [(f"backend {self.backend.name}", self.backend.veto)]
+        self.plan = plan_engine(config, self.model_config, vetoes)
         geometry = self.plan.ranks[comm.rank]
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=0 if poison is None else poison)
         self.decoder = load_decoder(
@@ -66,15 +66,6 @@ class EngineRank:
         self.attention_groups.initialise(self._attention_layers())
         self.forward_ns = 0
         """What the last step's forward pass took, inputs and metadata aside."""
-
-    def _plan(self) -> EnginePlan:
-        specs = plan_engine(self.config, self.model_config).groups
-
-        def veto(layout: KVCacheLayout) -> str | None:
-            reasons = (self.backend.veto(layout.name, g.spec) for g in specs)
-            return next((reason for reason in reasons if reason is not None), None)
-
-        return plan_engine(self.config, self.model_config, [(f"backend {self.backend.name}", veto)])
 
     def _attention_layers(self) -> list[AttentionLayer]:
         layers = self.decoder.attention_layers
