@@ -12,7 +12,7 @@ from rayk.types.errors import LayoutVetoed
 
 
 def test_a_partys_veto_on_any_groups_spec_counts(checkpoint) -> None:
-    path = checkpoint("qwen3", overrides=HYBRID)
+    path = checkpoint("qwen3", overrides=dict(HYBRID))
     config, model = EngineConfig(model=str(path)), load_config(path)
 
     def no_sliding_heads_first(layout: str, spec) -> str | None:
