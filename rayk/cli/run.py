@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +58,7 @@ def run_spec(
     loaded = load_spec(path, overrides)
     if resume and out is None:
         raise UserError(problem="--resume needs --out DIR, the run to continue")
-    folder = out or Path("runs") / f"{loaded.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = out or loaded.default_folder()
     check_before_start(loaded, folder, address=address, resume=resume)
 
     from rayk.cli.progress import RunProgress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.specs import Cell, ExperimentSpec, LoadedSpec, dump_spec, load_spec, plan_cells
+from rayk.specs.devices import resolve_device
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
@@ -59,9 +59,8 @@ class Experiment:
         progress: Progress | None = None,
     ) -> Result:
         """Run every cell and return the tables; see `run_experiment`."""
-        if out is None:
-            out = Path("runs") / f"{self.loaded.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return run_experiment(self.loaded, out, address=address, resume=resume, progress=progress)
+        folder = out or self.loaded.default_folder()
+        return run_experiment(self.loaded, folder, address=address, resume=resume, progress=progress)
 
 
 def run_experiment(
@@ -119,9 +118,9 @@ def _run_on_cluster(
 
     with launch.connect(address) as joined:
         available = launch.num_cluster_gpus()
-        if any(cell.spec.device == "auto" for cell, _ in left):
-            # The cluster's devices count, not those of the machine that drives it.
-            device = "cuda" if available >= 1 else "cpu"
+        # The cluster's devices count, not those of the machine that drives it.
+        device = "cuda" if available >= 1 else "cpu"
+        if device != resolve_device("auto") and any(cell.spec.device == "auto" for cell, _ in left):
             names = {cell.cell_id for cell, _ in left}
             again = plan_cells(loaded, config, device=device, tokenizer_loader=_tokenizer)
             left = [(cell, prompts) for cell, prompts in again if cell.cell_id in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ class LoadedSpec:
 
     spec: ExperimentSpec
     marks: Marks
+
+    def default_folder(self) -> Path:
+        """Where results go when nobody says: runs/<name>-<time>."""
+        return Path("runs") / f"{self.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def where(self, key: str) -> str:
         """The place of a dotted key: its axis if it is one, else where the base says it."""
