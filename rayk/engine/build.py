@@ -17,7 +17,7 @@ from rayk.parallel.threads import ThreadComm
 from rayk.sched.batching import Scheduler
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
-from rayk.types.request import FinishReason, Request
+from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 
 def make_leader(rank: EngineRank, handover: Handover | None = None) -> Leader:
@@ -39,7 +39,11 @@ class Completion:
     """What one request left behind."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     error: RaykError | None = None
     payload: object = None
     info: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +51,10 @@ class Completion:
     def take(self, event: RequestEvent) -> None:
         """Add an event."""
         self.token_ids += event.token_ids
+        self.logprobs += event.logprobs or ()
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = event.finish_reason or self.finish_reason
+        self.stop_reason = event.stop_reason if event.stop_reason is not None else self.stop_reason
         self.error = event.error or self.error
         self.payload = event.payload or self.payload
         self.info |= event.info

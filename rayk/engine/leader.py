@@ -19,7 +19,7 @@ from rayk.engine.loop import Turn, TurnResult
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import RequestState, Scheduler
 from rayk.types.errors import EngineDied, RaykError, UserError
-from rayk.types.request import FinishReason, Request
+from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 HEARTBEAT_S = 0.05
 """An idle engine turns this often."""
@@ -36,7 +36,13 @@ class RequestEvent:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per token of `token_ids`, if the request asked for them."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Once, at the end of prefill, if asked for: one per prompt token; the first has none."""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token id behind finish_reason stop; None for the model's own EOS."""
     error: RaykError | None = None
     payload: object = None
     """What a hand-over gives on (a transfer ticket)."""

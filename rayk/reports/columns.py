@@ -27,7 +27,7 @@ EFFECTIVE = tuple(
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 
 _INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
-_INTS = pa.list_(pa.int64())
+_INTS, _FLOATS = pa.list_(pa.int64()), pa.list_(pa.float64())
 
 CELL_FIELDS: dict[str, Any] = {
     "verdict": _TEXT,
@@ -73,10 +73,14 @@ REQUEST_FIELDS: dict[str, Any] = {
     "kv_path": _TEXT,
     "ttft_ms": _FLOAT,
     "tpot_ms": _FLOAT,
-    "itl_ms": pa.list_(_FLOAT),
+    "itl_ms": _FLOATS,
     "e2e_ms": _FLOAT,
     **{f"stage_{stage}_ns": _INT for stage in STAGES},
     "finish_reason": _TEXT,
+    "stop_reason": _TEXT,
+    "seed": _INT,
+    "output_logprobs": _FLOATS,
+    "prompt_logprobs": _FLOATS,
 }
 
 TRANSFER_FIELDS: dict[str, Any] = {

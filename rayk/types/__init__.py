@@ -4,6 +4,6 @@ Standard library only. Nothing here computes; a type says what it means, who fil
 """
 
 from rayk.types.config import EngineConfig
-from rayk.types.request import FinishReason, Request, SamplingParams
+from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
 
-__all__ = ["EngineConfig", "FinishReason", "Request", "SamplingParams"]
+__all__ = ["EngineConfig", "FinishReason", "Request", "SamplingParams", "TokenLogprobs"]

@@ -5,15 +5,56 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+MAX_LOGPROBS = 20
+"""The most alternatives a request may ask for per token."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Temperature 0 is greedy (the lowest id wins a tie)."""
+    """How tokens are chosen, when to stop, and what to tell about them.
+
+    A token is chosen from the model's logits by, in this order: penalties, temperature, top-k, top-p, min-p,
+    and a draw. Temperature 0 takes the best token instead (the lowest id wins a tie), after penalties.
+    """
 
     max_tokens: int = 16
     temperature: float = 0.0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int | None = None
+    """Draw among the k best tokens, and those that tie with the last of them; None: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest best tokens whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Draw among tokens at least this fraction as likely as the best one."""
+    seed: int | None = None
+    """Equal seeds give equal tokens, whatever else the engine runs and wherever; None: a seed of its own."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the output with the token that completes one of them."""
+    logprobs: int | None = None
+    """Report each token's log probability and that many of the best tokens'; None: nothing. Of the model's
+    own logits: log_softmax in float32, before penalties and temperature."""
+    prompt_logprobs: int | None = None
+    """The same of each prompt token but the first."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that was generated."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for every time a token was generated."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found one token. Filled by the engine."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    rank: int
+    """1 for the most likely token; tokens that tie share the better rank."""
+    top: tuple[tuple[int, float], ...]
+    """(token id, log probability) of the best tokens, best first; as many as were asked for."""
 
 
 @enum.unique

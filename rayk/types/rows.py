@@ -27,6 +27,14 @@ class RequestRow:
     """remote, local, recomputed or none."""
     finish_reason: str | None = None
     """stop, length, abort or error."""
+    stop_reason: str | None = None
+    """The stop string, or the stop token id in decimal, that ended the output."""
+    seed: int | None = None
+    """What the tokens were drawn with; None where they were not drawn."""
+    output_logprobs: list[float] | None = None
+    """Of each output token, if asked for: natural logarithms, of the model's own logits."""
+    prompt_logprobs: list[float | None] | None = None
+    """Of each prompt token, if asked for; the first has none."""
     token_times_ns: list[int] = field(default_factory=list)
     """When each output token reached the coordinator (time.monotonic_ns)."""
     arrival_ns: int = 0
