@@ -27,6 +27,11 @@ class AttentionParams:
     """[Q] int64, on the layer's device: local KV head slot of each local query head."""
     head_size_k: int
     head_size_v: int
+    sinks: torch.Tensor | None = None
+    """[Q] float32, on the layer's device: a learned logit per local query head that joins the softmax's
+    denominator only, unscaled and not capped."""
+    soft_cap: float | None = None
+    """Scores become cap * tanh(scale * q . k / cap), before the mask; None = as they are."""
 
     @cached_property
     def groups(self) -> HeadGroups:

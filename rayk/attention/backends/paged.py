@@ -66,5 +66,7 @@ class PagedBackend:
             head_size_k=params.head_size_k,
             impl=self._attend,
             groups=params.groups,
+            sinks=params.sinks,
+            soft_cap=params.soft_cap,
             workspace=self._workspace,
         )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TypedDict
+
+import torch
 
 from rayk.kernels.paged_attention.heads import HeadGroups, head_groups
 from rayk.kernels.paged_attention.native import paged_attention_native, why_no_native
 from rayk.kernels.paged_attention.reference import paged_attention_reference
 from rayk.kernels.paged_attention.torch_cpu import Workspace, paged_attention_torch
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "HeadGroups",
@@ -22,6 +21,16 @@ __all__ = [
     "paged_attention_torch",
     "why_no_native",
 ]
+
+
+class _Constants(TypedDict):
+    """What does not change between the steps of a layer; every implementation takes it."""
+
+    scale: float
+    window: int | None
+    head_size_k: int
+    sinks: torch.Tensor | None
+    soft_cap: float | None
 
 
 def paged_attention(
@@ -38,6 +47,8 @@ def paged_attention(
     impl: str | None = None,
     groups: HeadGroups | None = None,
     workspace: Workspace | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Attend q [T, Q, Dk] to the cached keys of each token's own sequence. Returns [T, Q, Dv] in q's dtype.
 
@@ -47,49 +58,35 @@ def paged_attention(
     A token at position p sees keys 0 .. p, and with a `window` only keys > p - window; what it does not
     see is never read, so it may hold anything (block 0, NaN).
 
+    The score of a key is scale * q . k; `soft_cap` c > 0 turns it into c * tanh(score / c). `sinks` ([Q]
+    float32) adds exp(sinks[i]) to the softmax denominator of query head i, neither scaled nor capped, as if
+    there were one more key with a value of zeros (gpt-oss, arXiv:2309.17453); -inf adds nothing.
+
     `impl`: reference, torch, native or triton; None takes triton on CUDA, else torch. `groups` is
     head_groups(kv_index), and `workspace` memory of the torch form, where the caller keeps them.
     """
     assert kv_cache.stride(-1) == 1, "the content axis must be dense"
+    assert sinks is None or (sinks.shape == kv_index.shape and sinks.dtype == torch.float32)
+    assert soft_cap is None or soft_cap > 0
     if impl is None:
         impl = "triton" if kv_cache.is_cuda else "torch"
-    batch = (q, kv_cache, block_table, query_start_loc, seq_lens, kv_index)
+    constants: _Constants = {
+        "scale": scale,
+        "window": window,
+        "head_size_k": head_size_k,
+        "sinks": sinks,
+        "soft_cap": soft_cap,
+    }
+    batch = (q, kv_cache, block_table, query_start_loc, seq_lens)
     if impl == "reference":
-        return paged_attention_reference(*batch, scale=scale, window=window, head_size_k=head_size_k)
+        return paged_attention_reference(*batch, kv_index, **constants)
     groups = groups or head_groups(kv_index)
     if impl == "torch":
-        return paged_attention_torch(
-            *batch,
-            scale=scale,
-            window=window,
-            head_size_k=head_size_k,
-            groups=groups,
-            workspace=workspace,
-        )
+        return paged_attention_torch(*batch, kv_index, groups=groups, workspace=workspace, **constants)
     if impl == "native":
-        return paged_attention_native(
-            q,
-            kv_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            groups=groups,
-            scale=scale,
-            window=window,
-            head_size_k=head_size_k,
-        )
+        return paged_attention_native(*batch, groups=groups, **constants)
     if impl == "triton":
         from rayk.kernels.paged_attention.triton import paged_attention_triton
 
-        return paged_attention_triton(
-            q,
-            kv_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            groups=groups,
-            scale=scale,
-            window=window,
-            head_size_k=head_size_k,
-        )
+        return paged_attention_triton(*batch, groups=groups, **constants)
     raise AssertionError(f"unknown paged_attention implementation {impl!r}")

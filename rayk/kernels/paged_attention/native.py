@@ -54,10 +54,14 @@ def paged_attention_native(
     scale: float,
     window: int | None,
     head_size_k: int,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`; computes in float32 on torch's number of threads."""
     function, reason = _load()
     assert function is not None, reason
+    assert sinks is None, "the native kernel has no attention sinks"
+    assert soft_cap is None, "the native kernel has no soft cap"
     assert kv_cache.dtype in _KV_TYPES, f"no native kernel for a {kv_cache.dtype} cache"
     assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
     assert query_start_loc.is_contiguous()

@@ -16,6 +16,8 @@ def paged_attention_reference(
     scale: float,
     window: int | None,
     head_size_k: int,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`. Computes in q's dtype, float32 at least."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -30,7 +32,12 @@ def paged_attention_reference(
             content = content[kv_index]  # [Q, keys, C]
             keys, values = content[..., :head_size_k], content[..., head_size_k:]
             query = q[starts[r] + i].to(compute_dtype).unsqueeze(1)  # [Q, 1, Dk]
-            weights = torch.softmax(scale * (query @ keys.mT), dim=-1)
+            scores = scale * (query @ keys.mT)  # [Q, 1, keys]
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.to(compute_dtype).view(-1, 1, 1)], dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]]
             out[starts[r] + i] = (weights @ values).squeeze(1).to(q.dtype)
     return out
 

@@ -44,8 +44,12 @@ def paged_attention_torch(
     head_size_k: int,
     groups: HeadGroups | None = None,
     workspace: Workspace | None = None,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`; `workspace` is kept by the caller between calls."""
+    assert sinks is None, "the torch kernel has no attention sinks"
+    assert soft_cap is None, "the torch kernel has no soft cap"
     groups = groups or head_groups(kv_index)
     workspace = workspace or Workspace()
     num_slots = kv_cache.shape[2]

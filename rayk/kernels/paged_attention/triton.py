@@ -181,6 +181,8 @@ def paged_attention_triton(
     scale: float,
     window: int | None,
     head_size_k: int,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`. `tiles` is for tests."""
@@ -188,6 +190,8 @@ def paged_attention_triton(
     num_requests = len(seq_lens)
     head_size_v = kv_cache.shape[-1] - head_size_k
     assert q.shape[-1] == head_size_k
+    assert sinks is None, "the Triton kernel has no attention sinks"
+    assert soft_cap is None, "the Triton kernel has no soft cap"
     assert q.stride(-1) == kv_cache.stride(-1) == block_table.stride(-1) == 1
     padded_k = max(16, triton.next_power_of_2(head_size_k))
     padded_v = max(16, triton.next_power_of_2(head_size_v))
