@@ -98,6 +98,7 @@ class TransferExtension:
         self._faults = FaultBox(faults)
         self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
         self._caches = rank.caches
+        self._fence = rank.fence
         self._on_point = on_point
         self._lease_ns = int(lease_s * 1e9)
         self._num_handovers = 0
@@ -109,6 +110,8 @@ class TransferExtension:
 
     def execute(self, command: object) -> object:
         """Run one command; see actors.commands."""
+        # Others are about to read or overwrite pages: no kernel of an earlier step may still use them.
+        self._fence.wait()
         match command:
             case Describe():
                 return self.transfer.description

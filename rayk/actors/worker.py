@@ -130,6 +130,7 @@ class Worker:
             "backend": self._rank.backend.implementation,
             "comm": comm.name,
             "comm_reason": comm_reason,
+            "decode_graphs": self._rank.graphs_note,
             "layout": plan.resolution.layout.name,
             "vetoes": plan.resolution.vetoes,
             "block_sizes": [g.spec.block_size for g in plan.groups],

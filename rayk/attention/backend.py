@@ -60,6 +60,12 @@ class AttentionBackend(Protocol):
         """What runs in fact, for the results, e.g. `cpu-native`; a second choice says why."""
         ...
 
+    @property
+    def graph_safe(self) -> bool:
+        """Whether `forward` may be captured in a CUDA graph: it never waits for the device, and what it
+        launches depends on shapes and on the metadata's host-side maxima only."""
+        ...
+
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
         """Why this backend cannot serve layers of `spec` in this KV-cache layout, or None."""
         ...

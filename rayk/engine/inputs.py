@@ -44,6 +44,11 @@ class InputBuilder:
             for g in self._groups
         ]
 
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """Columns of each KV group's block table, in kernel blocks."""
+        return tuple(table.shape[1] for table in self._tables)
+
     def build(self, batch: ScheduledBatch) -> ModelInputs:
         """Apply the batch's table updates and return its tensors."""
         self._update_tables(batch)

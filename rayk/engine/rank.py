@@ -5,12 +5,14 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from rayk.attention import AttentionGroups, AttentionLayer, get_backend
+from rayk.attention import AttentionGroups, AttentionLayer, CommonAttentionMetadata, get_backend
+from rayk.engine.fence import make_fence
+from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from rayk.engine.inputs import InputBuilder
 from rayk.engine.plan import plan_engine
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
@@ -28,10 +30,18 @@ class EngineRank:
     Every rank runs the same batches in the same order; only rank 0's result is used.
     """
 
-    def __init__(self, config: EngineConfig, comm: Comm, *, poison: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        comm: Comm,
+        *,
+        poison: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         """Load this rank's weights and allocate its cache.
 
-        `poison` fills the cache with that byte instead of zeros. Raises CheckpointError,
+        `poison` fills the cache with that byte instead of zeros. `recorder` repeats decode steps in place of
+        CUDA graphs, on any device. Raises CheckpointError,
         UnsupportedArchitecture, Unsupported (TP size), LayoutVetoed, or UserError for a setting.
         """
         assert comm.size == config.tp, (comm.size, config.tp)
@@ -64,8 +74,11 @@ class EngineRank:
         )
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
-        self.forward_ns = 0
-        """What the last step's forward pass took, inputs and metadata aside."""
+        self.fence = make_fence(self.device)
+        """To be waited for before this rank's pages are shown to others or overwritten by them."""
+        self.why_no_graphs = None if recorder is not None else self._why_no_graphs()
+        """Why decode steps are launched kernel by kernel, or None where they are replayed."""
+        self._graphs = self._record_graphs(recorder) if self.why_no_graphs is None else None
 
     def _attention_layers(self) -> list[AttentionLayer]:
         layers = self.decoder.attention_layers
@@ -82,19 +95,71 @@ class EngineRank:
             for index in group.layers
         ]
 
+    @property
+    def forward_ns(self) -> int:
+        """What the last step's forward pass took, inputs and metadata aside; waits for it."""
+        return self.fence.step_ns()
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes whose decode step is replayed from a graph."""
+        return () if self._graphs is None else self._graphs.sizes
+
+    @property
+    def graphs_note(self) -> str:
+        """The recorded batch sizes, or why there are none, for the results."""
+        return ", ".join(map(str, self.graph_sizes)) or f"none: {self.why_no_graphs}"
+
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Compute the batch's tokens, store their KV; float32 logits [requests that need logits, vocab]."""
+        """Compute the batch's tokens, store their KV; float32 logits [requests that need logits, vocab].
+
+        The logits are valid until the next step. On a GPU this returns before the kernels have run.
+        """
         inputs = self._inputs.build(batch)
-        metadata = self.attention_groups.build(inputs.metadata)
-        started = time.monotonic_ns()
-        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata)
-        logits = self.decoder.logits(hidden[inputs.logits_index])
-        if self.device.type == "cuda":
-            # Transfers do not wait for queued kernels: no block changes hands before they have run.
-            torch.cuda.current_stream(self.device).synchronize()
-        self.forward_ns = time.monotonic_ns() - started
+        self.fence.begin()
+        if self._graphs is not None and self._graphs.fits(inputs):
+            logits = self._graphs.replay(inputs)
+        else:
+            hidden = self._forward(inputs.token_ids, inputs.positions, inputs.metadata)
+            logits = self.decoder.logits(hidden[inputs.logits_index])
+        self.fence.end()
         return logits
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        commons: Sequence[CommonAttentionMetadata],
+    ) -> torch.Tensor:
+        return self.decoder.forward(token_ids, positions, self.attention_groups.build(commons))
+
+    def _why_no_graphs(self) -> str | None:
+        if self.device.type != "cuda":
+            return f"device {self.device.type}"
+        if self.config.cuda_graphs == "never":
+            return "engine.cuda_graphs: never"
+        if not self.backend.graph_safe:
+            return f"attention backend {self.backend.name} works from the host"
+        if self.comm.size > 1 and self.comm.name != "nccl":
+            return f"comm {self.comm.name} goes through the host"
+        return None
+
+    @torch.inference_mode()
+    def _record_graphs(self, recorder: Recorder | None) -> DecodeGraphs:
+        def decode(
+            token_ids: torch.Tensor, positions: torch.Tensor, commons: Sequence[CommonAttentionMetadata]
+        ) -> torch.Tensor:
+            return self.decoder.logits(self._forward(token_ids, positions, commons))
+
+        return DecodeGraphs(
+            decode,
+            recorder or CudaRecorder(self.device),
+            table_widths=self._inputs.table_widths,
+            max_seqs=self.config.max_seqs,
+            max_positions=self.model_config.max_positions,
+            device=self.device,
+        )
 
     def close(self) -> None:
         """Unbind the cache."""

@@ -135,6 +135,6 @@ def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     return {
         f"{side}.{column}": facts[f"{side}0"].get(fact)
         for side in ("prefill", "decode")
-        for column, fact in {**named, "comm_reason": "comm_reason"}.items()
+        for column, fact in {**named, "comm_reason": "comm_reason", "decode_graphs": "decode_graphs"}.items()
         if f"{side}0" in facts
     }

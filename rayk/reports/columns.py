@@ -22,7 +22,7 @@ proven."""
 EFFECTIVE = tuple(
     f"{side}.{fact}"
     for side in ("prefill", "decode")
-    for fact in ("effective_layout", "attention_implementation", "comm", "comm_reason")
+    for fact in ("effective_layout", "attention_implementation", "comm", "comm_reason", "decode_graphs")
 )
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 

@@ -186,6 +186,7 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         fast_prefill=shared.fast_prefill,
         hybrid_kv=shared.hybrid_kv,
         comm=shared.comm,
+        cuda_graphs=shared.cuda_graphs,
     )
 
 

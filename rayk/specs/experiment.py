@@ -110,6 +110,8 @@ class EngineSettings(StrictModel):
     attention_backend: Backend = "auto"
     kernel_block_size: PositiveInt | None = None
     comm: CommKind = "auto"
+    cuda_graphs: Literal["auto", "never"] = "auto"
+    """auto: decode steps are replayed from CUDA graphs where device, backend and comm allow it."""
 
 
 class SideSpec(StrictModel):

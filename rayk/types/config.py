@@ -27,5 +27,7 @@ class EngineConfig:
     prefix_caching: bool = False
     fast_prefill: bool = False
     hybrid_kv: bool = True
+    cuda_graphs: str = "auto"
+    """Whether decode steps are replayed from CUDA graphs: auto (where they can be) or never."""
     comm: str = "auto"
     """How tensor-parallel ranks talk: auto, shm (CPU ranks of one host), gloo, nccl."""

@@ -26,6 +26,7 @@ class PagedBackend:
         self.implementation = implementation
         self._store = store
         self._attend = attend
+        self.graph_safe = attend == "triton"
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:

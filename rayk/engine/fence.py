@@ -1,0 +1,102 @@
+"""When a step's kernels have really run: what stands between a GPU's stream and KV transfers.
+
+A kernel launch returns before the kernel has run, and NIXL does not know CUDA streams. So a step ends with
+an event on the stream that its kernels were queued on, and whoever lets another process read this rank's
+pages, or lets pages be overwritten, waits for that event first:
+
+- P before a ticket leaves (its readers would else copy pages that are still being written);
+- D before it posts reads into blocks (queued kernels may still read what their last owner kept there).
+
+Nothing more is needed before D's first step: a read is reported done only when its bytes are in memory, and
+a kernel launched after that sees them, on any stream.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class StepFence(Protocol):
+    """One rank's steps on its device. Single-threaded."""
+
+    def begin(self) -> None:
+        """A step's kernels are queued from here on."""
+        ...
+
+    def end(self) -> None:
+        """All of the step's kernels are queued."""
+        ...
+
+    def wait(self) -> None:
+        """Return when every step so far has run. At once where nothing was queued since the last wait."""
+        ...
+
+    def step_ns(self) -> int:
+        """What the last step took on the device, `begin` to `end`; waits for it."""
+        ...
+
+
+class HostFence:
+    """A CPU computes before it returns."""
+
+    def __init__(self) -> None:
+        self._begun_ns = 0
+        self._step_ns = 0
+
+    def begin(self) -> None:
+        """See StepFence."""
+        self._begun_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        """See StepFence."""
+        self._step_ns = time.monotonic_ns() - self._begun_ns
+
+    def wait(self) -> None:
+        """Nothing is ever queued."""
+
+    def step_ns(self) -> int:
+        """See StepFence."""
+        return self._step_ns
+
+
+class CudaFence:
+    """Events on the stream that is current where `begin` and `end` are called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = torch.cuda.Event(enable_timing=True)
+        self._ended = torch.cuda.Event(enable_timing=True)
+        self._num_steps = 0
+        self._pending = False
+
+    def begin(self) -> None:
+        """See StepFence."""
+        self._begun.record(torch.cuda.current_stream(self._device))
+
+    def end(self) -> None:
+        """See StepFence."""
+        self._ended.record(torch.cuda.current_stream(self._device))
+        self._num_steps += 1
+        self._pending = True
+
+    def wait(self) -> None:
+        """See StepFence."""
+        if self._pending:
+            # Steps share a stream, so the last one's event covers all before it.
+            self._ended.synchronize()
+            self._pending = False
+
+    def step_ns(self) -> int:
+        """See StepFence."""
+        if self._num_steps == 0:
+            return 0
+        self.wait()
+        return int(self._begun.elapsed_time(self._ended) * 1e6)
+
+
+def make_fence(device: torch.device) -> StepFence:
+    """The fence of a device."""
+    return CudaFence(device) if device.type == "cuda" else HostFence()

@@ -1,0 +1,148 @@
+"""Decode steps replayed from CUDA graphs: one launch instead of hundreds.
+
+A graph is captured per batch size (1, 2, 4, ... max_seqs) over buffers that never move. A step copies its
+inputs into them, pads the batch to the next captured size and replays. Padding rows compute one token that
+sees only slot 0 of the null block and store nothing (slot -1), so no request can tell that they are there.
+
+Only a step where every request computes one token and wants its logits fits a graph; others run eagerly.
+
+Legend: R requests of a step, S rows of a graph (S >= R), G KV groups, W width of a block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rayk.attention.metadata import CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from rayk.engine.inputs import ModelInputs
+
+Forward = Callable[[torch.Tensor, torch.Tensor, Sequence[CommonAttentionMetadata]], torch.Tensor]
+"""(token_ids [S], positions [S], metadata per KV group) -> logits [S, vocab]."""
+Replay = Callable[[], torch.Tensor]
+"""Runs what was recorded on what the buffers hold now; the result stays valid until the next replay."""
+
+
+class Recorder(Protocol):
+    """Turns work on fixed buffers into something that can be repeated."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Replay:
+        """`work` reads and writes the same memory every time and never waits for the device."""
+        ...
+
+
+class CudaRecorder:
+    """Captures CUDA graphs that share one memory pool. All ranks of an engine must record alike."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Replay:
+        """See Recorder."""
+        # Compilation, workspaces and NCCL's set-up must not happen inside a capture.
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                work()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of this process may go on using CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def graph_sizes(max_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to record: powers of two, and the largest batch."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_seqs:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sorted({*sizes, max_seqs}))
+
+
+class DecodeGraphs:
+    """The recorded decode steps of one rank."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        recorder: Recorder,
+        *,
+        table_widths: Sequence[int],
+        max_seqs: int,
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        """Record every size. `table_widths`: W of each KV group's block table, in kernel blocks."""
+        self.sizes = graph_sizes(max_seqs)
+        self._token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._seq_lens = torch.ones(max_seqs, dtype=torch.int32, device=device)
+        self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+        self._tables = [torch.zeros(max_seqs, w, dtype=torch.int32, device=device) for w in table_widths]
+        self._slots = [torch.full((max_seqs,), -1, dtype=torch.int64, device=device) for _ in self._tables]
+        self._max_positions = max_positions
+        # Largest first: later captures then find room in the pool that the first one took.
+        self._replays = {
+            size: self._record(forward, recorder, size) for size in sorted(self.sizes, reverse=True)
+        }
+
+    def fits(self, inputs: ModelInputs) -> bool:
+        """Whether a recorded step computes just this."""
+        num_requests = inputs.metadata[0].num_requests
+        decodes = len(inputs.token_ids) == num_requests == len(inputs.logits_index)
+        return decodes and num_requests <= self.sizes[-1]
+
+    def replay(self, inputs: ModelInputs) -> torch.Tensor:
+        """Logits [R, vocab] of a step that fits; valid until the next replay."""
+        num_requests = inputs.metadata[0].num_requests
+        size = next(s for s in self.sizes if s >= num_requests)
+        self._fill(inputs, num_requests, size)
+        return self._replays[size]()[:num_requests]
+
+    def _fill(self, inputs: ModelInputs, num_requests: int, size: int) -> None:
+        """Copy a step in, and make the rows up to `size` padding."""
+        padding = slice(num_requests, size)
+        self._token_ids[:num_requests] = inputs.token_ids
+        self._positions[:num_requests] = inputs.positions
+        self._seq_lens[:num_requests] = inputs.metadata[0].seq_lens
+        self._token_ids[padding] = 0
+        self._positions[padding] = 0
+        self._seq_lens[padding] = 1
+        for common, table, slots in zip(inputs.metadata, self._tables, self._slots, strict=True):
+            width = common.block_table.shape[1]
+            # Columns beyond a row's sequence keep older ids: nothing reads them.
+            table[:num_requests, :width] = common.block_table
+            table[padding, :1] = 0
+            slots[:num_requests] = common.slot_mapping
+            slots[padding] = -1
+
+    def _record(self, forward: Forward, recorder: Recorder, size: int) -> Replay:
+        commons = [self._common(group, size) for group in range(len(self._tables))]
+        return recorder.record(lambda: forward(self._token_ids[:size], self._positions[:size], commons))
+
+    def _common(self, group: int, size: int) -> CommonAttentionMetadata:
+        """Metadata whose host-side numbers hold for every step: its lengths are the longest possible."""
+        return CommonAttentionMetadata(
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_table=self._tables[group][:size],
+            slot_mapping=self._slots[group][:size],
+            query_start_loc_cpu=tuple(range(size + 1)),
+            seq_lens_cpu=(self._max_positions,) * size,
+            num_tokens=size,
+            max_query_len=1,
+            max_seq_len=self._max_positions,
+        )

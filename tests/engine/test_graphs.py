@@ -1,0 +1,184 @@
+"""Decode steps repeated from fixed buffers, as a CUDA graph repeats them, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.engine.graphs import DecodeGraphs, Replay, graph_sizes
+from rayk.engine.inputs import ModelInputs
+from rayk.engine.rank import EngineRank
+from rayk.oracle.checkpoint import read_marker
+from rayk.parallel.local import LocalComm
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.config import EngineConfig
+
+
+class Again:
+    """Does the work again instead of replaying its kernels."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replays = 0
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Replay:
+        self.num_recorded += 1
+        work()  # as a capture does, before any input is there
+
+        def replay() -> torch.Tensor:
+            self.num_replays += 1
+            return work()
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    ("max_seqs", "sizes"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (1, 2, 4, 8, 16)), (5, (1, 2, 4, 5))]
+)
+def test_sizes_are_powers_of_two_and_the_largest_batch(max_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_seqs) == sizes
+
+
+def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def forward(
+        token_ids: torch.Tensor, positions: torch.Tensor, commons: Sequence[CommonAttentionMetadata]
+    ) -> torch.Tensor:
+        seen.append(
+            {
+                "token_ids": token_ids.tolist(),
+                "positions": positions.tolist(),
+                "seq_lens": commons[0].seq_lens.tolist(),
+                "starts": commons[0].query_start_loc.tolist(),
+                "slots": [c.slot_mapping.tolist() for c in commons],
+                "tables": [c.block_table.tolist() for c in commons],
+                "maxima": (commons[0].max_query_len, commons[0].max_seq_len),
+            }
+        )
+        return token_ids[:, None].float()
+
+    graphs = DecodeGraphs(
+        forward, Again(), table_widths=(4, 3), max_seqs=4, max_positions=64, device=torch.device("cpu")
+    )
+    full = _decode([11, 12, 13, 14], [9, 20, 3, 30], widths=(4, 3))
+    assert graphs.fits(full)
+    assert graphs.replay(full).flatten().tolist() == [11, 12, 13, 14]
+    short = _decode([21, 22, 23], [5, 6, 7], widths=(2, 1))
+    assert graphs.replay(short).flatten().tolist() == [21, 22, 23]
+    last = seen[-1]
+    assert last["token_ids"] == [21, 22, 23, 0]
+    assert last["positions"] == [4, 5, 6, 0]
+    assert last["seq_lens"] == [5, 6, 7, 1]
+    assert last["starts"] == [0, 1, 2, 3, 4]
+    assert [slots[3] for slots in last["slots"]] == [-1, -1]
+    assert [slots[:3] for slots in last["slots"]] == [c.slot_mapping.tolist() for c in short.metadata]
+    for common, table in zip(short.metadata, last["tables"], strict=True):
+        width = common.block_table.shape[1]
+        assert [row[:width] for row in table[:3]] == common.block_table.tolist()
+        assert table[3][0] == 0, "padding sees the null block"
+    assert last["maxima"] == (1, 64), "what is captured holds for every length"
+
+
+def test_only_whole_decode_steps_fit() -> None:
+    graphs = DecodeGraphs(
+        lambda ids, *_: ids[:, None].float(),
+        Again(),
+        table_widths=(4,),
+        max_seqs=2,
+        max_positions=64,
+        device=torch.device("cpu"),
+    )
+    assert graphs.fits(_decode([1, 2], [4, 5], widths=(4,)))
+    assert not graphs.fits(_decode([1, 2, 3], [4, 5, 6], widths=(4,))), "more rows than were recorded"
+    silent = _decode([1, 2], [4, 5], widths=(4,))
+    without = ModelInputs(silent.token_ids, silent.positions, silent.logits_index[:1], silent.metadata)
+    assert not graphs.fits(without), "a chunk of one token wants no logits"
+    chunk = CommonAttentionMetadata.from_host(
+        query_lens=[2], seq_lens=[2], block_table=torch.ones(1, 4), slot_mapping=torch.arange(2)
+    )
+    ids = torch.tensor([1, 2])
+    assert not graphs.fits(ModelInputs(ids, ids, torch.tensor([1]), (chunk,)))
+
+
+def _decode(token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...]) -> ModelInputs:
+    num = len(token_ids)
+    metadata = tuple(
+        CommonAttentionMetadata.from_host(
+            query_lens=[1] * num,
+            seq_lens=seq_lens,
+            block_table=torch.arange(1, num * w + 1).view(num, w) + 100 * g,
+            slot_mapping=torch.arange(num) + 1000 * (g + 1),
+        )
+        for g, w in enumerate(widths)
+    )
+    return ModelInputs(torch.tensor(token_ids), torch.tensor(seq_lens) - 1, torch.arange(num), metadata)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-hybrid"])
+def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, reference, model: str) -> None:
+    """Requests of unlike lengths that end one by one, so that batches shrink through every size."""
+    family, _, hybrid = model.partition("-")
+    overrides = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
+    path: Path = checkpoint(family, **({"overrides": overrides} if hybrid else {}))
+    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]]
+    lengths = [24, 10, 4]
+    expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]
+    recorder = Again()
+    config = EngineConfig(
+        model=str(path), attention_backend="reference", num_blocks=64, max_seqs=4, layout="BHLNC"
+    )
+    rank = EngineRank(config, LocalComm(), poison=-1, recorder=recorder)
+    assert rank.graph_sizes == (1, 2, 4)
+    assert recorder.num_recorded == 3
+    outputs = _run(rank, prompts, lengths)
+    assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
+    assert recorder.num_replays == 23, "every step but the prefill"
+
+
+def _run(rank: EngineRank, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """Greedy decoding with the blocks of each group handed out one after the other."""
+    groups = rank.plan.groups
+    tables: list[list[list[int]]] = []
+    next_block = 1
+    for prompt, length in zip(prompts, lengths, strict=True):
+        row = []
+        for group in groups:
+            count = -(-(len(prompt) + length) // group.spec.block_size)
+            row.append(list(range(next_block, next_block + count)))
+            next_block += count
+        tables.append(row)
+    tokens = [list(p) for p in prompts]
+    computed = [0] * len(prompts)
+    for step in range(1, max(lengths) + 1):
+        live = [i for i, n in enumerate(lengths) if len(tokens[i]) - len(prompts[i]) < n]
+        batch = ScheduledBatch(
+            step=step,
+            requests=tuple(
+                ScheduledRequest(
+                    request_id=str(i),
+                    row=i,
+                    num_computed_tokens=computed[i],
+                    token_ids=tuple(tokens[i][computed[i] :]),
+                    new_block_ids=tuple((0, tuple(ids)) if step == 1 else (0, ()) for ids in tables[i]),
+                    needs_logits=True,
+                )
+                for i in live
+            ),
+        )
+        chosen = rank.step(batch).argmax(-1).tolist()
+        for i, token in zip(live, chosen, strict=True):
+            computed[i] = len(tokens[i])
+            tokens[i].append(token)
+    return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]
+
+
+def test_a_cpu_engine_says_why_it_has_no_graphs(checkpoint) -> None:
+    rank = EngineRank(EngineConfig(model=str(checkpoint("llama")), num_blocks=8), LocalComm())
+    assert rank.graph_sizes == ()
+    assert rank.graphs_note == "none: device cpu"
