@@ -104,6 +104,20 @@ inline Floats exp2(Floats x) {
     return x < -126.0f ? splat(0.0f) : p * (Floats)power;
 }
 
+// Single precision tanh: a polynomial near zero (after Cephes' tanhf), exponentials elsewhere.
+inline Floats tanh(Floats x) {
+    Floats size = x < 0.0f ? -x : x;
+    Floats e = exp2(size * (-2.0f * kLog2E));
+    Floats far = (1.0f - e) / (1.0f + e);
+    Floats s = x * x;
+    Floats p = splat(-5.70498872745e-3f);
+    p = p * s + 2.06390887954e-2f;
+    p = p * s - 5.37397155531e-2f;
+    p = p * s + 1.33314422036e-1f;
+    p = p * s - 3.33332819422e-1f;
+    return size < 0.625f ? p * s * x + x : (x < 0.0f ? -far : far);
+}
+
 struct Batch {
     const float* q;
     int64_t q_stride_t, q_stride_h;
@@ -119,11 +133,13 @@ struct Batch {
     const int32_t* group_query_heads;
     int32_t group_size, num_blocks, num_slots, head_k, head_v;
     float scale;
-    int32_t window;  // 0: none
+    int32_t window;      // 0: none
+    const float* sinks;  // by query head; null: none
+    float soft_cap;      // 0: none
 };
 
 struct Item {
-    int32_t request, group, first_query, num_queries;
+    int32_t request, group, first_head, num_heads, first_query, num_queries;
 };
 
 // Buffers of one thread; sizes are padded to whole vectors.
@@ -273,6 +289,11 @@ void pack(Scratch& s, const T* const* rows, int num_rows, int head_k, int head_v
         for (int d = 0; d < head_v; ++d) s.values[j * ldv + d] = widen(rows[j][head_k + d]);
 }
 
+// Padding lanes are computed too: what they hold is not used.
+inline void cap_scores(float* scores, int num_rows, float cap) {
+    for (int j = 0; j < num_rows; j += kLanes) store(scores + j, tanh(load(scores + j) / cap) * cap);
+}
+
 // Turn a row of scores into weights (the maximum goes first, so that large scores lose nothing to the change
 // of base); returns the factor by which what was summed before shrinks.
 inline float soften(float* scores, int num_rows, float& row_max, float& row_sum) {
@@ -315,18 +336,29 @@ bool point_at(const T** rows, const Batch& b, const Item& item, int first_key, i
     return true;
 }
 
-// The heads of an item, and how many there are (groups are padded with -1).
-inline int heads_of(const Batch& b, const Item& item, const int32_t*& heads) {
-    heads = b.group_query_heads + item.group * b.group_size;
-    int n = 0;
-    while (n < b.group_size && heads[n] >= 0) ++n;
-    return n;
+// Cut a batch into items of at most kTileRows rows. Groups are padded with -1.
+std::vector<Item> cut(const Batch& b, int num_requests, int num_groups) {
+    const int piece = b.group_size < kTileRows ? b.group_size : kTileRows;
+    const int tile = kTileRows / piece;
+    std::vector<int> sizes(num_groups, 0);
+    for (int g = 0; g < num_groups; ++g)
+        while (sizes[g] < b.group_size && b.group_query_heads[g * b.group_size + sizes[g]] >= 0) ++sizes[g];
+    std::vector<Item> items;
+    for (int r = 0; r < num_requests; ++r) {
+        const int n = b.query_start_loc[r + 1] - b.query_start_loc[r];
+        for (int query = 0; query < n; query += tile)
+            for (int g = 0; g < num_groups; ++g)
+                for (int head = 0; head < sizes[g]; head += piece)
+                    items.push_back({r, g, head, sizes[g] - head < piece ? sizes[g] - head : piece, query,
+                                     n - query < tile ? n - query : tile});
+    }
+    return items;
 }
 
 template <class T>
 bool attend(const Batch& b, const Item& item, Scratch& s) {
-    const int32_t* heads;
-    const int num_heads = heads_of(b, item, heads);
+    const int32_t* heads = b.group_query_heads + item.group * b.group_size + item.first_head;
+    const int num_heads = item.num_heads;
     const int m = num_heads * item.num_queries;
     const int ldq = (b.head_k + kLanes - 1) / kLanes * kLanes;
     const int ldv = (b.head_v + kLanes - 1) / kLanes * kLanes;
@@ -344,8 +376,9 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
         const float* row = b.q + (first_token + item.first_query + i / num_heads) * b.q_stride_t +
                            heads[i % num_heads] * b.q_stride_h;
         for (int d = 0; d < b.head_k; ++d) s.q[i * ldq + d] = row[d] * b.scale;
-        s.row_max[i] = kNegInf;
-        s.row_sum[i] = 0.0f;
+        // A sink is a first key of weight one and value zero; at -inf the first real key wipes it out.
+        s.row_max[i] = b.sinks ? b.sinks[heads[i % num_heads]] : kNegInf;
+        s.row_sum[i] = b.sinks ? 1.0f : 0.0f;
     }
     const T* pointers[2][kTileKeys];
     const float *key_rows[kMaxHeadK], *value_rows[kTileKeys];
@@ -377,6 +410,7 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
         for (int i = 0; i < m; ++i) {
             float* row = s.scores.data() + i * kTileKeys;
             const int position = first_position + i / num_heads;
+            if (b.soft_cap > 0.0f) cap_scores(row, num_rows, b.soft_cap);
             for (int j = position + 1 - start; j < num_rows; ++j)
                 if (j >= 0) row[j] = kNegInf;
             if (b.window)
@@ -416,7 +450,7 @@ bool attend_all(const Batch& b, const std::vector<Item>& items, int num_threads)
 }  // namespace
 
 // kv_type: 0 float32, 1 bfloat16, 2 float16. Strides are in elements. Returns 0, or 1 when a block table
-// entry that is needed is out of range, or 2 when a size is not supported.
+// entry that is needed is out of range, or 2 when a key is too large. sinks may be null, soft_cap 0.
 extern "C" int rayk_paged_attention(
     const float* q, int64_t q_stride_t, int64_t q_stride_h, const void* kv, int32_t kv_type,
     int64_t stride_b, int64_t stride_h, int64_t stride_n, float* out, int64_t out_stride_t,
@@ -424,22 +458,16 @@ extern "C" int rayk_paged_attention(
     const int32_t* query_start_loc, const int32_t* seq_lens, int32_t num_requests,
     const int32_t* group_kv_heads, const int32_t* group_query_heads, int32_t num_groups,
     int32_t group_size, int32_t num_blocks, int32_t num_slots, int32_t head_k, int32_t head_v,
-    float scale, int32_t window, int32_t num_threads) {
-    if (head_k > kMaxHeadK || group_size > kTileRows) return 2;
+    float scale, int32_t window, const float* sinks, float soft_cap, int32_t num_threads) {
+    if (head_k > kMaxHeadK) return 2;
     const Batch batch{q,           q_stride_t,      q_stride_h, kv,
                       stride_b,    stride_h,        stride_n,   out,
                       out_stride_t, out_stride_h,   block_table, table_stride,
                       query_start_loc, seq_lens,    group_kv_heads, group_query_heads,
                       group_size,  num_blocks,      num_slots,  head_k,
-                      head_v,      scale,       window};
-    const int tile = kTileRows / group_size;
-    std::vector<Item> items;
-    for (int32_t r = 0; r < num_requests; ++r) {
-        const int32_t n = query_start_loc[r + 1] - query_start_loc[r];
-        for (int32_t first = 0; first < n; first += tile)
-            for (int32_t g = 0; g < num_groups; ++g)
-                items.push_back({r, g, first, n - first < tile ? n - first : tile});
-    }
+                      head_v,      scale,       window,     sinks,
+                      soft_cap};
+    const std::vector<Item> items = cut(batch, num_requests, num_groups);
     bool good;
     switch (kv_type) {
         case 0: good = attend_all<float>(batch, items, num_threads); break;

@@ -20,9 +20,12 @@ _ARGUMENTS = (
     + (_POINTER, _LONG, _LONG)  # out
     + (_POINTER, _LONG, _POINTER, _POINTER, _INT)  # block table, query starts, lengths, R
     + (_POINTER, _POINTER, _INT, _INT)  # head groups
-    + (_INT, _INT, _INT, _INT, _FLOAT, _INT, _INT)
+    + (_INT, _INT, _INT, _INT, _FLOAT, _INT, _POINTER, _FLOAT, _INT)
 )
-_FAILURES = {1: "a block table entry that is read is out of range", 2: "head or group too large"}
+_FAILURES = {
+    1: "a block table entry that is read is out of range",
+    2: "the head size of the keys is too large",
+}
 
 
 @functools.cache
@@ -60,8 +63,7 @@ def paged_attention_native(
     """Arguments and result as `paged_attention`; computes in float32 on torch's number of threads."""
     function, reason = _load()
     assert function is not None, reason
-    assert sinks is None, "the native kernel has no attention sinks"
-    assert soft_cap is None, "the native kernel has no soft cap"
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     assert kv_cache.dtype in _KV_TYPES, f"no native kernel for a {kv_cache.dtype} cache"
     assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
     assert query_start_loc.is_contiguous()
@@ -98,6 +100,8 @@ def paged_attention_native(
         content - head_size_k,
         scale,
         window or 0,
+        None if sinks is None else sinks.data_ptr(),
+        soft_cap or 0.0,
         torch.get_num_threads(),
     )
     assert status == 0, _FAILURES[status]

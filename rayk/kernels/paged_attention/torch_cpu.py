@@ -3,15 +3,21 @@
 A fresh gather of tens of MiB is mapped and page-faulted at every call; a kept workspace is about twice as
 fast. It is token-major ([tokens, H, C]) because then keys are a legal strided SDPA operand as they lie.
 Query heads that share a KV head become rows of one attention problem, so keys are never repeated.
+
+SDPA knows neither sinks nor a soft cap: with either, the softmax is written out, in float32 at least.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import torch
 
 from rayk.kernels.paged_attention.heads import HeadGroups, head_groups
+
+_SCORES_AT_ONCE = 1 << 22
+"""Scores that the written-out softmax holds at a time: 16 MiB in float32."""
 
 
 class Workspace(threading.local):
@@ -48,11 +54,12 @@ def paged_attention_torch(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`; `workspace` is kept by the caller between calls."""
-    assert sinks is None, "the torch kernel has no attention sinks"
-    assert soft_cap is None, "the torch kernel has no soft cap"
     groups = groups or head_groups(kv_index)
     workspace = workspace or Workspace()
     num_slots = kv_cache.shape[2]
+    compute_dtype = q.dtype
+    if sinks is not None or soft_cap is not None:
+        compute_dtype = torch.promote_types(q.dtype, torch.float32)
     by_token = kv_cache.transpose(1, 2)  # [B, N, H, C]
     out = q.new_empty(q.shape[0], q.shape[1], kv_cache.shape[-1] - head_size_k)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
@@ -68,9 +75,14 @@ def paged_attention_torch(
         gathered = workspace.take((len(block_ids), *by_token.shape[1:]), kv_cache.dtype)
         torch.index_select(by_token, 0, block_ids, out=gathered)
         skipped = first_block * num_slots
-        content = gathered.flatten(0, 1)[first - skipped : seq_len - skipped].to(q.dtype)
+        content = gathered.flatten(0, 1)[first - skipped : seq_len - skipped].to(compute_dtype)
+        problem = _fold(q[rows].to(compute_dtype), content, kv_index, groups, head_size_k)
         mask = _mask(oldest - first, num_queries, len(content), window)
-        out[rows] = _attend(q[rows], content, kv_index, groups, mask, scale, head_size_k)
+        if sinks is None and soft_cap is None:
+            attended = _attend_sdpa(problem, mask, scale)
+        else:
+            attended = _attend_written_out(problem, mask, scale, sinks, soft_cap)
+        out[rows, problem.order] = attended.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return out
 
 
@@ -84,33 +96,74 @@ def _mask(oldest: int, num_queries: int, num_keys: int, window: int | None) -> t
     return seen if window is None else seen & (keys > positions - window)
 
 
-def _attend(
-    q: torch.Tensor,
-    content: torch.Tensor,
-    kv_index: torch.Tensor,
-    groups: HeadGroups,
-    mask: torch.Tensor | None,
-    scale: float,
-    head_size_k: int,
-) -> torch.Tensor:
-    """One sequence: q [n, Q, Dk], content [keys, H, C], mask [n, keys] -> [n, Q, Dv]."""
-    num_queries, size = len(q), groups.group_size
+class _Problem(NamedTuple):
+    """One sequence: G groups of S query heads that share keys and values, n query tokens."""
+
+    order: torch.Tensor
+    """[G * S] the query head of each (group, member)."""
+    rows: torch.Tensor
+    """[G, S, n, Dk]"""
+    keys: torch.Tensor
+    """[G, keys, Dk]"""
+    values: torch.Tensor
+    """[G, keys, Dv]"""
+
+
+def _fold(
+    q: torch.Tensor, content: torch.Tensor, kv_index: torch.Tensor, groups: HeadGroups, head_size_k: int
+) -> _Problem:
+    """q [n, Q, Dk] and content [keys, H, C], by group. Uneven groups become groups of one, keys repeated."""
     if groups.uniform:
-        order = groups.query_heads_tensor.flatten().long()
+        order, size = groups.query_heads_tensor.flatten().long(), groups.group_size
         selected = content[:, groups.kv_heads] if len(groups.kv_heads) < content.shape[1] else content
     else:
-        order = torch.arange(q.shape[1])
-        selected, size = content[:, kv_index], 1
-    by_head = selected.transpose(0, 1).unsqueeze(0)  # [1, G, keys, C]
-    # Rows of a group are (query head, token), head-major.
-    rows = q[:, order].transpose(0, 1).reshape(1, -1, size * num_queries, q.shape[-1])
+        order, size = torch.arange(q.shape[1]), 1
+        selected = content[:, kv_index]
+    by_head = selected.transpose(0, 1)
+    rows = q[:, order].transpose(0, 1).unflatten(0, (-1, size))
+    return _Problem(order, rows, by_head[..., :head_size_k], by_head[..., head_size_k:])
+
+
+def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """[G, S, n, Dv] by torch's SDPA. mask [n, keys]."""
+    size, num_queries = problem.rows.shape[1:3]
     attended = torch.nn.functional.scaled_dot_product_attention(
-        rows,
-        by_head[..., :head_size_k],
-        by_head[..., head_size_k:],
+        problem.rows.flatten(1, 2).unsqueeze(0),
+        problem.keys.unsqueeze(0),
+        problem.values.unsqueeze(0),
         attn_mask=None if mask is None else mask.repeat(size, 1),
         scale=scale,
     )
-    result = q.new_empty(num_queries, q.shape[1], attended.shape[-1])
-    result[:, order] = attended.reshape(len(order), num_queries, -1).transpose(0, 1)
-    return result
+    return attended[0].unflatten(1, (size, num_queries))
+
+
+def _attend_written_out(
+    problem: _Problem,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """[G, S, n, Dv]; mask [n, keys], sinks [Q]. A few query tokens at a time, to bound the memory."""
+    rows, keys, values = problem.rows, problem.keys, problem.values
+    num_groups, size, num_queries, _ = rows.shape
+    out = rows.new_empty(*rows.shape[:3], values.shape[-1])
+    step = max(1, _SCORES_AT_ONCE // (num_groups * size * keys.shape[1]))
+    for begin in range(0, num_queries, step):
+        some = rows[:, :, begin : begin + step]
+        scores = (some.flatten(1, 2) @ keys.mT).unflatten(1, some.shape[1:3]).mul_(scale)
+        if soft_cap is not None:
+            scores.div_(soft_cap).tanh_().mul_(soft_cap)
+        if mask is not None:
+            scores.masked_fill_(~mask[begin : begin + step], float("-inf"))
+        top = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            sink = sinks[problem.order].to(rows.dtype).view(num_groups, size, 1, 1)
+            top = torch.maximum(top, sink)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += torch.exp(sink - top)
+        weighted = (weights.flatten(1, 2) @ values).unflatten(1, some.shape[1:3])
+        out[:, :, begin : begin + step] = weighted / total
+    return out
