@@ -45,7 +45,7 @@ class CudaRecorder:
     def record(self, work: Callable[[], torch.Tensor]) -> Replay:
         """See Recorder."""
         # Compilation, workspaces and NCCL's set-up must not happen inside a capture.
-        side = torch.cuda.Stream(self._device)
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(2):

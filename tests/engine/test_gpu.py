@@ -8,7 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from rayk.engine.build import ThreadEngine
+from rayk.engine.rank import EngineRank
+from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
+from tests.engine.test_graphs import run_greedy
 from tests.markers import gpu, nixl
 from tests.pd import MakeAgent, Pair, local_agents, make_request
 
@@ -54,5 +57,28 @@ def test_kv_moves_between_engines_on_one_gpu(
     path, prompts, answers = expected
     layouts = ("BHLNC", "LBNHC")
     with Pair.open(path, tp=tp, layouts=layouts, make_agent=make_agents(), device="cuda") as pair:
+        assert pair.generate(prompts) == answers
+        pair.check_all_free()
+
+
+@pytest.mark.parametrize("cuda_graphs", ["auto", "never"])
+def test_decode_graphs_give_the_same_tokens(expected, cuda_graphs: str) -> None:
+    path, prompts, answers = expected
+    config = EngineConfig(
+        model=str(path), device="cuda", num_blocks=64, max_seqs=4, cuda_graphs=cuda_graphs, layout="BHLNC"
+    )
+    rank = EngineRank(config, LocalComm(), poison=-1)
+    assert rank.graphs_note == ("1, 2, 4" if cuda_graphs == "auto" else "none: engine.cuda_graphs: never")
+    lengths = [24, 10, 4]
+    outputs = run_greedy(rank, prompts, lengths)
+    assert outputs == [a[:n] for a, n in zip(answers, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1)])
+def test_decode_graphs_continue_from_kv_that_was_read(expected, tp: tuple[int, int]) -> None:
+    """D replays graphs over blocks that NIXL or a copy filled; P's threads share no graph with it."""
+    path, prompts, answers = expected
+    with Pair.open(path, tp=tp, make_agent=local_agents(), device="cuda", max_seqs=4) as pair:
+        assert pair.d.engine.ranks[0].graph_sizes == (1, 2, 4)
         assert pair.generate(prompts) == answers
         pair.check_all_free()

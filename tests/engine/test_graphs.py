@@ -136,12 +136,12 @@ def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, r
     rank = EngineRank(config, LocalComm(), poison=-1, recorder=recorder)
     assert rank.graph_sizes == (1, 2, 4)
     assert recorder.num_recorded == 3
-    outputs = _run(rank, prompts, lengths)
+    outputs = run_greedy(rank, prompts, lengths)
     assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
     assert recorder.num_replays == 23, "every step but the prefill"
 
 
-def _run(rank: EngineRank, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+def run_greedy(rank: EngineRank, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
     """Greedy decoding with the blocks of each group handed out one after the other."""
     groups = rank.plan.groups
     tables: list[list[list[int]]] = []
