@@ -2,7 +2,8 @@
 
 checkpoint.py   write_checkpoint: a tiny random checkpoint of a real architecture, tokenizer included
 tiny.py         the families it writes and their debug dimensions
-draw.py         random weights, and the search for those whose greedy output is worth comparing
+gains.py        what every tensor is drawn from
+draw.py         the search for random weights whose greedy output is worth comparing
 tokenizer.py    the byte-level BPE tokenizer it puts beside the weights
 reference.py    Reference: greedy tokens, margins, teacher forcing and KV values of transformers
 cache.py        answers of the reference, kept on disk

@@ -40,12 +40,13 @@ def write_checkpoint(
 
     overrides:      values of the family's config class, by its names (see tiny.HYBRID).
     max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
-    tie:            whether lm_head shares the embeddings; None keeps the family's setting (untied).
+    tie:            whether lm_head shares the embeddings; None keeps the family's setting.
     dtype:          of the weights on disk; their greedy output is promised in float32.
 
-    The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits) and, under
-    `probes`, the prompts it was measured on and their greedy output. Deterministic for given
-    parameters; the folder appears whole or not at all. Returns its path.
+    The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits), the
+    smallest routing gap (over 0.001; null without experts) and, under `probes`, the prompts they
+    were measured on and their greedy output. Deterministic for given parameters; the folder appears
+    whole or not at all. Returns its path.
 
     Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
     without room for all bytes, a folder that is something else).
@@ -94,7 +95,7 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
     special = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     config = make_config(family, special | values)
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, config.max_position_embeddings)
     dtype = getattr(torch, parameters["dtype"])
@@ -109,6 +110,7 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
         "transformers": transformers.__version__,
         "trial": draw.trial,
         "margin": draw.margin,
+        "routing_gap": draw.routing_gap,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "probes": [asdict(probe) for probe in draw.probes],
     }

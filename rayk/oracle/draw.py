@@ -1,16 +1,13 @@
-"""Random weights, and the search for a draw whose greedy output is worth comparing.
+"""The search for a draw of random weights whose greedy output is worth comparing.
 
-Every tensor is drawn: no norm weight is 1 and no bias 0, so that forgetting one shows. The gains
-make attention peaked and its share of the residual stream large (dropping a cached token or mixing
-up a head changes the output) and give logits a standard deviation of about 4. A draw is taken when
-every greedy step leads by a margin far above float32 noise (1e-5 to 2e-4 between correct
-implementations), so that a different token is a bug.
+A draw is taken when every greedy step leads by a margin far above float32 noise (1e-5 to 2e-4
+between correct implementations) and no token of prompt or output is nearly sent to another expert,
+so that a different token is a bug. What the tensors are drawn from is in gains.py.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rayk.oracle.gains import Gains
 from rayk.types.errors import UserError
 
 NUM_OUTPUT_TOKENS = 24
@@ -30,13 +28,15 @@ PROBE_LENGTHS = (5, 37, 300)
 MIN_MARGIN = 0.03
 """Logits between the best and the second-best token, at every step."""
 
+MIN_ROUTING_GAP = 1e-3
+"""Router logits between the last expert chosen and the first one not, for every token and layer."""
+
 MIN_DISTINCT_TOKENS = 16
 """Of the 24 output tokens of a prompt: greedy decoding wanders instead of repeating itself."""
 
 MAX_TRIALS = 300
 """About 0.15 s each at the default size; one in five to ten is good enough."""
 
-_LOGIT_STD = 4.0
 _PROBE_SEED = 20260
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class Probe:
     """Smallest top-1 minus top-2 logit over the steps."""
     logit_std: float
     """Standard deviation over the vocabulary, mean over the steps."""
+    routing_gap: float | None
+    """Smallest over the layers with experts and the tokens read; None without experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,11 @@ class Draw:
     def margin(self) -> float:
         """Smallest margin over all probes."""
         return min((p.margin for p in self.probes), default=float("inf"))
+
+    @property
+    def routing_gap(self) -> float | None:
+        """Smallest gap over all probes; None without experts."""
+        return min((p.routing_gap for p in self.probes if p.routing_gap is not None), default=None)
 
 
 def probe_prompts(vocab_size: int, special_ids: Sequence[int], max_positions: int) -> list[tuple[int, ...]]:
@@ -106,41 +113,14 @@ def search(
 
 def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> None:
     """Fill every parameter of `model` in place; each tensor has a generator of its own."""
-    tied = bool(model.config.tie_word_embeddings)
+    gains = Gains.of(model.config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # crc32 is the same in every process, which hash() is not.
             tensor_seed = zlib.crc32(f"{seed}/{trial}/{name}".encode())
             generator = torch.Generator().manual_seed(tensor_seed)
-            values = _draw_tensor(name, tuple(parameter.shape), tied, generator)
+            values = gains.draw(name, tuple(parameter.shape), generator)
             parameter.copy_(values.to(dtype))
-
-
-def _draw_tensor(name: str, shape: tuple[int, ...], tied: bool, generator: torch.Generator) -> torch.Tensor:
-    if len(shape) == 1:
-        if "norm" in name:
-            uniform = 0.5 + torch.rand(shape, generator=generator)
-            return uniform * (1.8 if "q_norm" in name or "k_norm" in name else 1.0)
-        return 0.2 * torch.randn(shape, generator=generator)
-    return _matrix_std(name, shape[-1], tied) * torch.randn(shape, generator=generator)
-
-
-def _matrix_std(name: str, fan_in: int, tied: bool) -> float:
-    """Gains by what a matrix feeds; others keep the RMS of their input."""
-    base = 1.0 / math.sqrt(fan_in)
-    if "lm_head" in name or ("embed" in name and tied):
-        return _LOGIT_STD * base
-    if "embed" in name:
-        return 1.0
-    if "q_proj" in name or "k_proj" in name:
-        return 1.8 * base
-    # A tied model would repeat its input token, were the embedding not drowned by the layers.
-    share = 3.0 if tied else 1.0
-    if "o_proj" in name:
-        return 3.0 * share * base
-    if "down_proj" in name:
-        return 2.4 * share * base
-    return base
 
 
 def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> tuple[Probe, ...] | None:
@@ -151,6 +131,8 @@ def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> t
         probe = _probe(model, prompt)
         distinct = len(set(probe.output))
         if probe.margin <= MIN_MARGIN or distinct < MIN_DISTINCT_TOKENS or eos_id in probe.output:
+            return None
+        if probe.routing_gap is not None and probe.routing_gap <= MIN_ROUTING_GAP:
             return None
         probes.append(probe)
     return tuple(probes)
@@ -164,7 +146,7 @@ def _probe(model: Any, prompt: tuple[int, ...]) -> Probe:
     output: list[int] = []
     margins: list[float] = []
     stds: list[float] = []
-    with torch.inference_mode():
+    with torch.inference_mode(), _routing_gaps(model) as gaps:
         for _ in range(NUM_OUTPUT_TOKENS):
             step = model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             logits = step.logits[0, -1]
@@ -180,7 +162,26 @@ def _probe(model: Any, prompt: tuple[int, ...]) -> Probe:
         output=tuple(output),
         margin=min(margins),
         logit_std=sum(stds) / max(len(stds), 1),
+        routing_gap=min(gaps, default=None),
     )
+
+
+@contextmanager
+def _routing_gaps(model: Any) -> Iterator[list[float]]:
+    """A list that every forward pass extends by each router's smallest gap."""
+    gaps: list[float] = []
+
+    def record(router: Any, _inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+        ranked = output[0].sort(dim=-1, descending=True).values
+        gaps.append(float((ranked[:, router.top_k - 1] - ranked[:, router.top_k]).min()))
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(record) for router in routers]
+    try:
+        yield gaps
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -61,10 +61,22 @@ class ForcedStep:
     top_logits: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextScores:
+    """How likely the reference finds every token of somebody else's text, given those before it."""
+
+    prompt_logprobs: tuple[float, ...]
+    """Of the prompt's tokens from the second on."""
+    output_logprobs: tuple[float, ...]
+    output_gaps: tuple[float, ...]
+    """Best logit minus the output token's: 0 where the reference would have chosen it too."""
+
+
 class Reference:
     """One checkpoint under transformers. The model is loaded when a question needs it.
 
-    cache_dir: where answers of generate and teacher_force are kept between runs; None keeps none.
+    cache_dir:     where answers of generate, teacher_force and score are kept between runs; None keeps none.
+    weights_dtype: the weights are rounded to it first: the exact mathematics of a model in that dtype.
     Raises CheckpointError when there is no checkpoint, UserError for an unknown dtype.
     """
 
@@ -74,12 +86,15 @@ class Reference:
         dtype: str = "float32",
         device: str = "cpu",
         *,
+        weights_dtype: str | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise UserError(f"dtype {dtype!r}", mend=f"one of {', '.join(_DTYPES)}")
+        for name in (dtype, weights_dtype or dtype):
+            if name not in _DTYPES:
+                raise UserError(f"dtype {name!r}", mend=f"one of {', '.join(_DTYPES)}")
         self.model_path = Path(model_path)
         self.dtype = dtype
+        self.weights_dtype = weights_dtype or dtype
         self.device = device
         self._identity: dict[str, Any] = {
             "checkpoint": checkpoint_hash(self.model_path),
@@ -89,6 +104,8 @@ class Reference:
             "torch": importlib.metadata.version("torch"),
             "num_top": NUM_TOP,
         }
+        if self.weights_dtype != dtype:
+            self._identity["weights_dtype"] = self.weights_dtype
         self._cache = AnswerCache(None if cache_dir is None else Path(cache_dir))
 
     def generate(
@@ -141,6 +158,23 @@ class Reference:
             return steps
         return [_step(step) for step in answer["steps"]]
 
+    def score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
+        """The reference's log probability of every token of a prompt and its output, but the first.
+
+        Raises UserError as generate does.
+        """
+        question = self._identity | {
+            "ask": "score",
+            "prompt": [int(i) for i in prompt],
+            "output_ids": [int(i) for i in output_ids],
+        }
+        answer = self._cache.get(question)
+        if answer is None:
+            scores = self._score(question["prompt"], question["output_ids"])
+            self._cache.put(question, asdict(scores))
+            return scores
+        return TextScores(**{name: tuple(values) for name, values in answer.items()})
+
     def kv_cache(self, prompt_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer after the prompt: [H, T, D] each, keys after RoPE.
 
@@ -161,8 +195,10 @@ class Reference:
             with no_progress_bars():
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     self.model_path,
-                    dtype=getattr(torch, self.dtype),
+                    dtype=getattr(torch, self.weights_dtype),
                     attn_implementation="eager",
+                    # The default for experts has no float64.
+                    experts_implementation="eager",
                     local_files_only=True,
                 )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -170,7 +206,7 @@ class Reference:
             raise CheckpointError(
                 f"transformers cannot load it: {error}", where=str(self.model_path)
             ) from error
-        return model.to(self.device).eval()
+        return model.to(self.device, getattr(torch, self.dtype)).eval()
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
@@ -249,6 +285,26 @@ class Reference:
         fed = [*prompt, *output_ids[:-1]]
         logits, _ = self._forward(fed, logits_to_keep=len(output_ids))
         return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
+
+    def _score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
+        import torch
+
+        self._check(prompt, len(output_ids))
+        if output_ids:
+            self._check(output_ids, 0)
+        text = torch.tensor([*prompt, *output_ids], device=self.device)
+        if len(text) < 2:
+            return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=())
+        logits, _ = self._forward(text[:-1].tolist())
+        chosen = logits.gather(1, text[1:, None])[:, 0]
+        logprobs = (chosen - logits.logsumexp(-1)).tolist()
+        gaps = (logits.amax(-1) - chosen).tolist()
+        first = len(prompt) - 1
+        return TextScores(
+            prompt_logprobs=tuple(logprobs[:first]),
+            output_logprobs=tuple(logprobs[first:]),
+            output_gaps=tuple(gaps[first:]),
+        )
 
 
 def _describe(logits: Tensor, chosen_id: int | None) -> ForcedStep:

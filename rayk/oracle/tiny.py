@@ -1,4 +1,4 @@
-"""The families the checkpoint writer knows: config class by model_type, and debug dimensions.
+"""The families the checkpoint writer knows: their config classes and debug dimensions.
 
 Small enough for seconds on one CPU core, awkward enough to show mistakes: 2 KV heads (replicated at
 TP 4), MLP and vocabulary sizes that TP 4 splits unevenly, head sizes other than hidden / heads, a
@@ -44,19 +44,97 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Qwen2's config has no head_dim: hidden / heads = 16.
         "qwen2": _COMMON | {"hidden_size": 128},
         "qwen3": _COMMON | {"head_dim": 16},
+        # The root of the hidden size, which embeddings are multiplied by, is no bfloat16 number.
+        "gemma3": _COMMON
+        | {
+            "hidden_size": 96,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 20.0,
+            "sliding_window": 53,
+            "sliding_window_pattern": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0},
+            },
+        },
+        # 5 experts go unevenly to 2 and to 4 ranks. The limit is low enough to clamp.
+        "gpt_oss": _COMMON
+        | {
+            "intermediate_size": 56,
+            "head_dim": 16,
+            "sliding_window": 45,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 2.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        # hidden / heads = 24, of which 18 rotate.
+        "phi3": _COMMON
+        | {
+            "hidden_size": 192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.35, 1.5, 1.7, 1.9, 2.2, 2.5],
+                "long_factor": [1.0, 1.3, 1.8, 2.6, 3.8, 5.5, 8.0, 12.0, 18.0],
+            },
+        },
+        # hidden / heads = 16. Every third layer is full and has no positions.
+        "cohere2": _COMMON
+        | {
+            "hidden_size": 128,
+            "sliding_window": 43,
+            "sliding_window_pattern": 3,
+            "logit_scale": 0.25,
+            "tie_word_embeddings": True,
+        },
     }
 )
-"""family (transformers' model_type) -> values of its config class."""
+"""family -> values of its config class."""
+
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})
+"""Where transformers' model_type is not the family's name."""
 
 HYBRID: Mapping[str, Any] = MappingProxyType(
     {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
 )
 """Overrides that make qwen2 or qwen3 hybrid: full attention in layers 0 and 1, sliding above."""
 
-ADDS_BOS = frozenset({"llama", "mistral"})
+YARN: Mapping[str, Any] = MappingProxyType(
+    {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+        }
+    }
+)
+"""Overrides that scale positions as yarn does, for the families with one rope for all layers."""
+
+LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
+)
+"""Overrides that divide every position by 4."""
+
+ADDS_BOS = frozenset({"cohere2", "gemma3", "llama", "mistral"})
 """Families whose tokenizers put the BOS token before a text by default."""
 
-_OLD_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling"})
+_OLD_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"})
+_OTHER_OLD_KEYS = frozenset({"sliding_window_pattern"})
 
 
 def family_values(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,8 +161,8 @@ def make_config(family: str, values: Mapping[str, Any]) -> Any:
     """transformers' config object. Raises UserError for a key that its class does not have."""
     from transformers import CONFIG_MAPPING
 
-    config_class = CONFIG_MAPPING[family]
-    known = set(config_class().to_dict()) | _OLD_ROPE_KEYS
+    config_class = CONFIG_MAPPING[_MODEL_TYPES.get(family, family)]
+    known = set(config_class().to_dict()) | _OLD_ROPE_KEYS | _OTHER_OLD_KEYS
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)

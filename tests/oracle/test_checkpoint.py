@@ -18,7 +18,7 @@ from safetensors import safe_open
 from rayk.oracle.checkpoint import SUPPORTED, read_marker, write_checkpoint
 from rayk.oracle.files import checkpoint_hash, replaced_folder
 from rayk.oracle.reference import Reference
-from rayk.oracle.tiny import HYBRID
+from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.conftest import CheckpointFactory
 
@@ -28,6 +28,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in SUPPORTED),
     ("qwen3", {"overrides": dict(HYBRID)}),
     ("llama", {"tie": True}),
+    ("llama", {"overrides": dict(LINEAR_ROPE)}),
+    ("qwen3", {"overrides": dict(YARN)}),
 ]
 
 # About 30 kB of weights, for tests of files.
@@ -93,6 +95,8 @@ def test_every_tensor_is_drawn(checkpoint: CheckpointFactory, family: str) -> No
     for name, tensor in drawn.items():
         assert float(tensor.std()) > 0.05, name
         assert len(tensor.unique()) > 0.9 * tensor.numel() or tensor.numel() > 1000, name
+    tied = family in ("gemma3", "cohere2")
+    assert ("lm_head.weight" in drawn) == (not tied)
     if family == "qwen2":
         assert sum(name.endswith("_proj.bias") for name in drawn) == 12
 
@@ -135,13 +139,19 @@ def test_dimensions_are_awkward(checkpoint: CheckpointFactory) -> None:
         assert config["num_attention_heads"] == 8
         assert config["num_key_value_heads"] == 2
         assert config["vocab_size"] % 2 == 1
-        assert config["intermediate_size"] % 4 != 0
-    config = json.loads((checkpoint("qwen3") / "config.json").read_text())
-    assert config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
-    config = json.loads((checkpoint("mistral") / "config.json").read_text())
-    # Crossed during the decode that follows the prompt of 37 tokens.
-    assert 37 < config["sliding_window"] < 37 + 24
-    assert config["sliding_window"] % 16 != 0
+        # Experts are dealt out whole.
+        awkward = "num_local_experts" if family == "gpt_oss" else "intermediate_size"
+        assert config[awkward] % 4 != 0
+    for family in ("qwen3", "gemma3", "gpt_oss"):
+        config = json.loads((checkpoint(family) / "config.json").read_text())
+        assert config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
+    for family in ("mistral", "gemma3", "gpt_oss", "cohere2"):
+        config = json.loads((checkpoint(family) / "config.json").read_text())
+        # Crossed during the decode that follows the prompt of 37 tokens.
+        assert 37 < config["sliding_window"] < 37 + 24
+        assert config["sliding_window"] % 16 != 0
+        kinds = set(config.get("layer_types", ["sliding_attention"]))
+        assert kinds == {"sliding_attention"} | ({"full_attention"} if family != "mistral" else set())
 
 
 def test_hybrid_has_both_kinds_of_layers(checkpoint: CheckpointFactory) -> None:
@@ -166,7 +176,7 @@ def test_tokenizer_round_trips_text(checkpoint: CheckpointFactory, family: str) 
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(tokenizer("the prefill engine reads the prompt").input_ids) < 20, "no merges"
-    assert (ids[0] == tokenizer.bos_token_id) == (family in ("llama", "mistral"))
+    assert (ids[0] == tokenizer.bos_token_id) == (family in ("cohere2", "gemma3", "llama", "mistral"))
     for token in ("bos", "eos", "pad"):
         assert getattr(tokenizer, f"{token}_token_id") == config[f"{token}_token_id"]
 
@@ -260,7 +270,8 @@ def test_old_rope_keys_replace_the_family_rope(tmp_path: Path) -> None:
 def test_unknown_family_names_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedArchitecture, match="did you mean 'qwen3'") as caught:
         write_checkpoint("qwen33", tmp_path / "model")
-    assert caught.value.supported == ("llama", "mistral", "qwen2", "qwen3")
+    families = ("cohere2", "gemma3", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
+    assert caught.value.supported == families
     assert list(tmp_path.iterdir()) == []
 
 
