@@ -14,7 +14,12 @@ from rayk.types.errors import UserError
 
 @guarded
 def checkpoint(
-    family: Annotated[str, typer.Argument(help="cohere2, gemma3, gpt_oss, llama, mistral, phi3, qwen2 or qwen3.", show_default=False)],
+    family: Annotated[
+        str,
+        typer.Argument(
+            help="cohere2, gemma3, gpt_oss, llama, mistral, phi3, qwen2 or qwen3.", show_default=False
+        ),
+    ],
     directory: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
