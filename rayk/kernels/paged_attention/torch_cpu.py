@@ -57,11 +57,11 @@ def paged_attention_torch(
     groups = groups or head_groups(kv_index)
     workspace = workspace or Workspace()
     num_slots = kv_cache.shape[2]
-    compute_dtype = q.dtype
-    if sinks is not None or soft_cap is not None:
-        compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    plain = sinks is None and soft_cap is None
+    compute_dtype = q.dtype if plain else torch.promote_types(q.dtype, torch.float32)
     by_token = kv_cache.transpose(1, 2)  # [B, N, H, C]
     out = q.new_empty(q.shape[0], q.shape[1], kv_cache.shape[-1] - head_size_k)
+    order = groups.query_heads_tensor.flatten().long() if groups.uniform else torch.arange(q.shape[1])
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, seq_len in enumerate(lens):
         rows = slice(starts[r], starts[r + 1])
@@ -76,13 +76,14 @@ def paged_attention_torch(
         torch.index_select(by_token, 0, block_ids, out=gathered)
         skipped = first_block * num_slots
         content = gathered.flatten(0, 1)[first - skipped : seq_len - skipped].to(compute_dtype)
-        problem = _fold(q[rows].to(compute_dtype), content, kv_index, groups, head_size_k)
+        problem = _fold(q[rows].to(compute_dtype), content, order, kv_index, groups, head_size_k)
         mask = _mask(oldest - first, num_queries, len(content), window)
-        if sinks is None and soft_cap is None:
+        if plain:
             attended = _attend_sdpa(problem, mask, scale)
         else:
-            attended = _attend_written_out(problem, mask, scale, sinks, soft_cap)
-        out[rows, problem.order] = attended.flatten(0, 1).transpose(0, 1).to(q.dtype)
+            ordered = None if sinks is None else sinks[order].to(compute_dtype)
+            attended = _attend_written_out(problem, mask, scale, ordered, soft_cap)
+        out[rows, order] = attended.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return out
 
 
@@ -99,8 +100,6 @@ def _mask(oldest: int, num_queries: int, num_keys: int, window: int | None) -> t
 class _Problem(NamedTuple):
     """One sequence: G groups of S query heads that share keys and values, n query tokens."""
 
-    order: torch.Tensor
-    """[G * S] the query head of each (group, member)."""
     rows: torch.Tensor
     """[G, S, n, Dk]"""
     keys: torch.Tensor
@@ -110,18 +109,22 @@ class _Problem(NamedTuple):
 
 
 def _fold(
-    q: torch.Tensor, content: torch.Tensor, kv_index: torch.Tensor, groups: HeadGroups, head_size_k: int
+    q: torch.Tensor,
+    content: torch.Tensor,
+    order: torch.Tensor,
+    kv_index: torch.Tensor,
+    groups: HeadGroups,
+    head_size_k: int,
 ) -> _Problem:
     """q [n, Q, Dk] and content [keys, H, C], by group. Uneven groups become groups of one, keys repeated."""
     if groups.uniform:
-        order, size = groups.query_heads_tensor.flatten().long(), groups.group_size
+        size = groups.group_size
         selected = content[:, groups.kv_heads] if len(groups.kv_heads) < content.shape[1] else content
     else:
-        order, size = torch.arange(q.shape[1]), 1
-        selected = content[:, kv_index]
+        size, selected = 1, content[:, kv_index]
     by_head = selected.transpose(0, 1)
     rows = q[:, order].transpose(0, 1).unflatten(0, (-1, size))
-    return _Problem(order, rows, by_head[..., :head_size_k], by_head[..., head_size_k:])
+    return _Problem(rows, by_head[..., :head_size_k], by_head[..., head_size_k:])
 
 
 def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -144,7 +147,7 @@ def _attend_written_out(
     sinks: torch.Tensor | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """[G, S, n, Dv]; mask [n, keys], sinks [Q]. A few query tokens at a time, to bound the memory."""
+    """[G, S, n, Dv]; mask [n, keys], sinks [G * S]. A few query tokens at a time, to bound the memory."""
     rows, keys, values = problem.rows, problem.keys, problem.values
     num_groups, size, num_queries, _ = rows.shape
     out = rows.new_empty(*rows.shape[:3], values.shape[-1])
@@ -158,7 +161,7 @@ def _attend_written_out(
             scores.masked_fill_(~mask[begin : begin + step], float("-inf"))
         top = scores.amax(-1, keepdim=True)
         if sinks is not None:
-            sink = sinks[problem.order].to(rows.dtype).view(num_groups, size, 1, 1)
+            sink = sinks.view(num_groups, size, 1, 1)
             top = torch.maximum(top, sink)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
