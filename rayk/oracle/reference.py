@@ -206,7 +206,9 @@ class Reference:
             raise CheckpointError(
                 f"transformers cannot load it: {error}", where=str(self.model_path)
             ) from error
-        return model.to(self.device, getattr(torch, self.dtype)).eval()
+        if self.weights_dtype != self.dtype:  # else parts that stay in float32 would be rounded as well
+            model = model.to(getattr(torch, self.dtype))
+        return model.to(self.device).eval()
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
