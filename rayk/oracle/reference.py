@@ -231,10 +231,10 @@ class Reference:
             raise UserError(
                 f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}", where=where
             )
-        if len(prompt) + num_more > config.max_position_embeddings:
+        positions = _positions(config)
+        if len(prompt) + num_more > positions:
             raise UserError(
-                f"{len(prompt)} prompt tokens and {num_more} more exceed the model's "
-                f"{config.max_position_embeddings} positions",
+                f"{len(prompt)} prompt tokens and {num_more} more exceed the model's {positions} positions",
                 where=where,
             )
 
@@ -307,6 +307,16 @@ class Reference:
             output_logprobs=tuple(logprobs[first:]),
             output_gaps=tuple(gaps[first:]),
         )
+
+
+def _positions(config: Any) -> int:
+    """How long a text has one meaning: longrope takes other factors, also for what is cached, beyond
+    `original_max_position_embeddings`."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = int(config.max_position_embeddings)
+    if rope.get("rope_type") == "longrope":
+        return min(stated, int(rope["original_max_position_embeddings"]))
+    return stated
 
 
 def _describe(logits: Tensor, chosen_id: int | None) -> ForcedStep:

@@ -255,6 +255,21 @@ def test_dtype_on_disk(tmp_path: Path) -> None:
     assert list(Reference(path).generate([probe["prompt"]], 24)[0].token_ids) == probe["output"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "phi3", "cohere2"])
+def test_half_precision_weights_keep_the_promise(
+    checkpoint: CheckpointFactory, reference: MakeReference, family: str, dtype: str
+) -> None:
+    path = checkpoint(family, dtype=dtype)
+    drawn, marker = tensors(path), read_marker(path)
+    assert {t.dtype for t in drawn.values()} == {getattr(torch, dtype)}
+    assert all(bool(t.isfinite().all()) for t in drawn.values())
+    prompts = [probe["prompt"] for probe in marker["probes"]]
+    outputs = reference(path).generate(prompts, 24)
+    assert [list(o.token_ids) for o in outputs] == [probe["output"] for probe in marker["probes"]]
+    assert min(min(o.margins) for o in outputs) > 0.03
+
+
 def test_short_models_promise_what_fits(tmp_path: Path) -> None:
     path = write_small(tmp_path / "short", overrides={"max_position_embeddings": 64})
     assert [len(p["prompt"]) for p in read_marker(path)["probes"]] == [5, 37]
@@ -265,6 +280,19 @@ def test_old_rope_keys_replace_the_family_rope(tmp_path: Path) -> None:
     path = write_checkpoint("llama", tmp_path / "model", overrides=overrides)
     config = json.loads((path / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_theta": 5000.0, "rope_type": "default"}
+
+
+def test_old_gemma3_keys(tmp_path: Path) -> None:
+    """Of released checkpoints: one scaling, for full layers, and a base of their own for sliding ones."""
+    old = {"rope_theta": 50000.0, "rope_local_base_freq": 500.0, "sliding_window_pattern": 3}
+    overrides = SMALL | old | {"num_hidden_layers": 3, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    path = write_checkpoint("gemma3", tmp_path / "model", overrides=overrides)
+    config = json.loads((path / "config.json").read_text())
+    assert config["rope_parameters"] == {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    assert config["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
 
 
 def test_unknown_family_names_the_supported_ones(tmp_path: Path) -> None:

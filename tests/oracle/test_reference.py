@@ -196,6 +196,14 @@ def test_bad_prompts(qwen3: Reference) -> None:
         qwen3.generate([[5] * 2040], 9)
 
 
+def test_longrope_ends_where_its_factors_change(checkpoint: CheckpointFactory) -> None:
+    """Of 4096 positions the first 1024 mean one thing."""
+    phi3 = Reference(checkpoint("phi3"))
+    assert len(phi3.generate([[5] * 1021], 3, ignore_eos=True)[0].token_ids) == 3
+    with pytest.raises(UserError, match="1021 prompt tokens and 4 more exceed the model's 1024 positions"):
+        phi3.generate([[5] * 1021], 4)
+
+
 def test_bad_models(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         Reference(tmp_path / "nowhere")
