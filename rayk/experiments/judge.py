@@ -131,10 +131,11 @@ class CellJudge:
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     """What the first engine of each side ran with."""
-    named = {"effective_layout": "layout", "attention_implementation": "backend", "comm": "comm"}
+    named = {"effective_layout": "layout", "attention_implementation": "backend"}
+    named |= {fact: fact for fact in ("comm", "comm_reason", "decode_graphs", "node")}
     return {
         f"{side}.{column}": facts[f"{side}0"].get(fact)
         for side in ("prefill", "decode")
-        for column, fact in {**named, "comm_reason": "comm_reason", "decode_graphs": "decode_graphs"}.items()
+        for column, fact in named.items()
         if f"{side}0" in facts
     }

@@ -22,7 +22,14 @@ proven."""
 EFFECTIVE = tuple(
     f"{side}.{fact}"
     for side in ("prefill", "decode")
-    for fact in ("effective_layout", "attention_implementation", "comm", "comm_reason", "decode_graphs")
+    for fact in (
+        "effective_layout",
+        "attention_implementation",
+        "comm",
+        "comm_reason",
+        "decode_graphs",
+        "node",
+    )
 )
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 

@@ -127,6 +127,8 @@ class SideSpec(StrictModel):
     max_seqs: PositiveInt | None = None
     attention_backend: Backend | None = None
     kernel_block_size: PositiveInt | None = None
+    node_labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes its engines may be on, in the words of Ray's label selectors: v, !v, in(a, b)."""
 
 
 class TransferSpec(StrictModel):
@@ -187,6 +189,9 @@ class ExperimentSpec(StrictModel):
     transfer: TransferSpec = TransferSpec()
     engine: EngineSettings = EngineSettings()
     policy: Policy = "round_robin"
+    placement: Literal["auto", "pack", "spread"] = "auto"
+    """auto: nodes as Ray chooses. pack: one node for a cell's engines. spread: prefill and decode engines on
+    different nodes. An engine's own workers always share a node."""
     arrival: ArrivalSpec = ArrivalSpec()
     gpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = 1.0
     """GPUs of one worker; auto: a whole one, or the share at which the largest cell fits the cluster."""
