@@ -88,8 +88,9 @@ class TransferHandover:
                 self._hand_over.add(request.request_id)
             if capture:
                 self._capture.add(request.request_id)
-            self.leader.scheduler.add(request)
+            self.leader.start(request)
 
+        self.leader.prepare(request)
         self.leader.post(start)
 
     def submit_decode(
@@ -113,6 +114,7 @@ class TransferHandover:
                 wait_s = transfer_s if reserve_s is None else reserve_s
                 self._queued.append(_Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now))
 
+        self.leader.prepare(request)
         self.leader.post(start)
 
     def settle(self, request_id: str) -> None:
@@ -326,7 +328,7 @@ class TransferHandover:
             "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
         }
         if error is None and not incoming.aborted:
-            self.leader.scheduler.add_prefilled(incoming.request, incoming.output_token_ids)
+            self.leader.start(incoming.request, incoming.output_token_ids)
             self.leader.emit(RequestEvent(request_id=request_id, info=info))
             return
         incoming.drained |= {rank for rank, o in enumerate(outcomes) if not o.is_draining}

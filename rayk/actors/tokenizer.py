@@ -1,20 +1,41 @@
-"""Text to token ids with the checkpoint's own tokenizer."""
+"""Text to token ids and back with the checkpoint's own tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rayk.types.errors import CheckpointError
 
 
 def load_encoder(model: str) -> Callable[[str], list[int]]:
     """The tokenizer's default encoding. Raises CheckpointError when the folder has no usable tokenizer."""
+    tokenizer = _load(model, "give prompts as token ids")
+    return lambda text: [int(i) for i in tokenizer(text)["input_ids"]]
+
+
+def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """Token ids to text without special tokens; longer inputs only add to the text of shorter ones, where
+    these end with a character. Raises CheckpointError when the folder has no usable tokenizer.
+    """
+    tokenizer = _load(model, "give stop_token_ids instead of stop strings")
+
+    def decode(token_ids: Sequence[int]) -> str:
+        # Cleaning up would take back spaces that were text already.
+        text: str = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    return decode
+
+
+def _load(model: str, mend: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot load a tokenizer: {error}".splitlines()[0], where=model, mend="give prompts as token ids"
+            f"cannot load a tokenizer: {error}".splitlines()[0], where=model, mend=mend
         ) from error
-    return lambda text: [int(i) for i in tokenizer(text)["input_ids"]]

@@ -11,6 +11,7 @@ from typing import Any
 from rayk.engine.leader import Handover, Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
+from rayk.engine.stopping import Decode, LazyDecoder
 from rayk.kv.manager import KVCacheManager
 from rayk.parallel.comm import Comm
 from rayk.parallel.threads import ThreadComm
@@ -20,8 +21,10 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 
-def make_leader(rank: EngineRank, handover: Handover | None = None) -> Leader:
-    """Rank 0's scheduler, block manager and leader."""
+def make_leader(
+    rank: EngineRank, handover: Handover | None = None, load_decoder: Callable[[], Decode] | None = None
+) -> Leader:
+    """Rank 0's scheduler, block manager and leader. `load_decoder`: the model's tokenizer."""
     config = rank.config
     manager = KVCacheManager(rank.plan.groups, config.num_blocks)
     scheduler = Scheduler(
@@ -31,7 +34,8 @@ def make_leader(rank: EngineRank, handover: Handover | None = None) -> Leader:
         max_positions=rank.model_config.max_positions,
         eos_token_ids=rank.model_config.eos_token_ids,
     )
-    return Leader(scheduler, manager, handover, vocab_size=rank.model_config.vocab_size)
+    vocab_size = rank.model_config.vocab_size
+    return Leader(scheduler, manager, handover, vocab_size=vocab_size, decoder=LazyDecoder(load_decoder))
 
 
 @dataclass
@@ -73,6 +77,7 @@ class ThreadEngine:
         name: str = "engine",
         make_extension: Callable[[EngineRank], RankExtension] | None = None,
         handover: Handover | None = None,
+        load_decoder: Callable[[], Decode] | None = None,
         poison: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -85,6 +90,7 @@ class ThreadEngine:
         self._config = config
         self._make_extension = make_extension
         self._handover = handover
+        self._load_decoder = load_decoder
         self._poison = poison
         self._ready = threading.Barrier(config.tp + 1)
         self._failing = threading.Lock()
@@ -145,7 +151,7 @@ class ThreadEngine:
             rank = EngineRank(self._config, comm, poison=self._poison)
             extension = self._make_extension(rank) if self._make_extension else NoExtension()
             if comm.rank == 0:
-                leader = self.leader = make_leader(rank, self._handover)
+                leader = self.leader = make_leader(rank, self._handover, self._load_decoder)
             loop = EngineLoop(rank, extension, leader)
             self.ranks[comm.rank], self.extensions[comm.rank], self.loops[comm.rank] = rank, extension, loop
             self._ready.wait(self.timeout_s)

@@ -1,7 +1,8 @@
 """A scheduled batch as one int32 array: what rank 0 broadcasts each step.
 
 Layout: [step, num_requests, num_groups], then per request
-[row, num_computed_tokens, num_tokens, needs_logits], per group [start, num_ids, ids...], token ids.
+[row, num_computed_tokens, num_tokens, needs_logits, start and stop of prompt_logits],
+per group [start, num_ids, ids...], token ids.
 Request ids stay on rank 0: peers know rows only.
 """
 
@@ -17,7 +18,7 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
     num_groups = len(batch.requests[0].new_block_ids) if batch.requests else 0
     words = [batch.step, len(batch.requests), num_groups]
     for r in batch.requests:
-        words += (r.row, r.num_computed_tokens, len(r.token_ids), int(r.needs_logits))
+        words += (r.row, r.num_computed_tokens, len(r.token_ids), int(r.needs_logits), *r.prompt_logits)
         for start, ids in r.new_block_ids:
             words += (start, len(ids), *ids)
         words += r.token_ids
@@ -31,8 +32,9 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
     at = 3
     requests = []
     for _ in range(num_requests):
-        row, num_computed, num_tokens, needs_logits = words[at : at + 4]
-        at += 4
+        row, num_computed, num_tokens, needs_logits, start, stop = words[at : at + 6]
+        prompt_logits = (start, stop)
+        at += 6
         updates = []
         for _ in range(num_groups):
             start, count = words[at : at + 2]
@@ -48,6 +50,7 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
                 token_ids=token_ids,
                 new_block_ids=tuple(updates),
                 needs_logits=bool(needs_logits),
+                prompt_logits=prompt_logits,
             )
         )
     assert at == len(words), "header has trailing words"

@@ -27,6 +27,8 @@ class ModelInputs:
     """int64 [requests that need logits]: packed index of their last token"""
     metadata: tuple[CommonAttentionMetadata, ...]
     """Per KV group."""
+    prompt_index: torch.Tensor | None = None
+    """int64: packed index of every token of the batch's `prompt_logits`; None where there is none"""
 
 
 class InputBuilder:
@@ -69,8 +71,17 @@ class InputBuilder:
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
             logits_index=self._tensor((starts[1:] - 1)[wanted].astype(np.int64)),
+            prompt_index=self._prompt_index(batch, starts),
             metadata=metadata,
         )
+
+    def _prompt_index(self, batch: ScheduledBatch, starts: np.ndarray) -> torch.Tensor | None:
+        ranges = [
+            np.arange(begin + r.prompt_logits[0], begin + r.prompt_logits[1])
+            for r, begin in zip(batch.requests, starts.tolist(), strict=False)
+            if r.prompt_logits[1]
+        ]
+        return self._tensor(np.concatenate(ranges)) if ranges else None
 
     def _update_tables(self, batch: ScheduledBatch) -> None:
         for request in batch.requests:

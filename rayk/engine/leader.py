@@ -7,19 +7,27 @@ another one) is a Handover's business.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rayk.engine.admission import bad_sampling, seeded
 from rayk.engine.loop import Turn, TurnResult
+from rayk.engine.sampling import sample_step
+from rayk.engine.stopping import LazyDecoder, StopStrings
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import RequestState, Scheduler
+from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.errors import EngineDied, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    import torch
 
 HEARTBEAT_S = 0.05
 """An idle engine turns this often."""
@@ -107,12 +115,14 @@ class Leader:
         handover: Handover | None = None,
         *,
         vocab_size: int | None = None,
+        decoder: LazyDecoder | None = None,
     ) -> None:
-        """`vocab_size`: prompts with other ids are refused; None takes all."""
+        """`vocab_size`: prompts with other ids are refused; None takes all. `decoder`: for stop strings."""
         self.scheduler = scheduler
         self.manager = manager
         self._handover = handover
         self._vocab_size = vocab_size
+        self._decoder = decoder or LazyDecoder(None)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._calls: list[tuple[object, Future[list[object]]]] = []
@@ -138,7 +148,14 @@ class Leader:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run a request here from its first token. Problems reach the sink as an error event."""
+        self.prepare(request)
         self.post(lambda: self._admit(request, sink))
+
+    def prepare(self, request: Request) -> None:
+        """Do what takes long for a request that comes, on the caller's thread, not the loop's."""
+        if request.sampling.stop:
+            with contextlib.suppress(UserError):  # `open` says it to the sink
+                self._decoder.get()
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its sink gets finish_reason abort. Unknown ids are over already."""
@@ -208,14 +225,22 @@ class Leader:
             stop=self._stopping,
         )
 
+    def sample(
+        self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
+    ) -> StepTokens:
+        """Choose the step's tokens by each request's sampling parameters."""
+        return sample_step(batch, self.scheduler.scheduled(batch), logits, prompt_logits)
+
     def absorb(self, turn: Turn, result: TurnResult) -> None:
         """Hand tokens to sinks, finished requests out, results to whoever asked."""
         if turn.gather:
             # Before the step's tokens: its commands ran first, and a finished request's sink is closed.
             self._absorb_gathered(result)
         if turn.batch is not None:
-            for state in self.scheduler.update(turn.batch, result.sampled):
-                self._deliver(state)
+            tokens = result.tokens
+            assert tokens is not None
+            for state in self.scheduler.update(turn.batch, tokens.token_ids, tokens.prompt_logprobs):
+                self._deliver(state, tokens.logprobs.get(state.request_id))
         if turn.batch is not None or any(news is not None for news in result.polls):
             self._last_news_s = time.monotonic()
             self._stalled = False
@@ -247,13 +272,25 @@ class Leader:
         self._sinks[request.request_id] = sink
         return True
 
+    def start(self, request: Request, output_token_ids: Sequence[int] | None = None) -> None:
+        """Queue an opened request; with the tokens chosen elsewhere so far, when its KV is in its blocks."""
+        request = seeded(request)
+        if output_token_ids is None:
+            state = self.scheduler.add(request)
+        else:
+            state = self.scheduler.add_prefilled(request, output_token_ids)
+        if request.sampling.stop:
+            state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
+            for token in state.output_token_ids:
+                state.stop_text.feed(token)  # a stop string may have begun in them
+
     def check_integrity(self) -> None:
         """Blocks and rows add up. AssertionError otherwise."""
         self.scheduler.check_integrity()
 
     def _admit(self, request: Request, sink: Sink) -> None:
         if self.open(request, sink):
-            self.scheduler.add(request)
+            self.start(request)
 
     def _abort(self, request_id: str) -> None:
         handed = self._handover is not None and self._handover.abort(request_id)
@@ -261,16 +298,22 @@ class Leader:
             self.scheduler.remove(request_id)
         self.emit(RequestEvent(request_id=request_id, finish_reason=FinishReason.ABORT))
 
-    def _deliver(self, state: RequestState) -> None:
+    def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
         taken = self._handover is not None and self._handover.takes(state)
         info: dict[str, Any] = {}
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
+            if state.request.sampling.temperature:
+                info["seed"] = state.request.sampling.seed
+        prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
         self.emit(
             RequestEvent(
                 request_id=state.request_id,
                 token_ids=(state.tokens[-1],),
+                logprobs=None if logprobs is None else (logprobs,),
+                prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
                 finish_reason=state.finish_reason,
+                stop_reason=state.stop_reason,
                 info=info,
             )
         )
@@ -294,15 +337,16 @@ class Leader:
 
     def _bad_input(self, request: Request) -> UserError | None:
         """What would otherwise end the engine, or be ignored."""
-        sampling = request.sampling
         if not request.prompt_token_ids:
             return UserError(f"request {request.request_id} has an empty prompt")
-        if sampling.max_tokens < 1:
-            return UserError(f"max_tokens {sampling.max_tokens}", mend="at least 1")
-        if sampling.temperature != 0:
-            return UserError(f"temperature {sampling.temperature}", mend="0: decoding is greedy")
-        if self._vocab_size is None:
-            return None
+        error = bad_sampling(request.sampling)
+        if error is None and request.sampling.stop:
+            try:
+                self._decoder.get()
+            except UserError as missing:
+                error = missing
+        if error is not None or self._vocab_size is None:
+            return error
         outside = [t for t in request.prompt_token_ids if not 0 <= t < self._vocab_size]
         if outside:
             return UserError(f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}")

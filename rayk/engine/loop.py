@@ -10,16 +10,17 @@ from __future__ import annotations
 import pickle
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rayk.engine.header import decode_batch, encode_batch
-from rayk.engine.sampling import sample_greedy
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
+    import torch
+
     from rayk.engine.rank import EngineRank
     from rayk.parallel.comm import Comm
 
@@ -57,7 +58,8 @@ class Turn:
 class TurnResult:
     """What came of a turn, on rank 0."""
 
-    sampled: dict[str, int]
+    tokens: StepTokens | None
+    """None where there was no step."""
     results: tuple[tuple[object, ...], ...]
     """Per rank, per command; empty unless gathered."""
     polls: tuple[object, ...]
@@ -73,6 +75,12 @@ class TurnSource(Protocol):
 
     def plan(self) -> Turn:
         """The next turn, at once."""
+        ...
+
+    def sample(
+        self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
+    ) -> StepTokens:
+        """Choose the step's tokens; see engine.sampling.sample_step. `prompt_logits` is used up."""
         ...
 
     def absorb(self, turn: Turn, result: TurnResult) -> None:
@@ -145,14 +153,14 @@ class EngineLoop:
         started = time.monotonic_ns()
         turn = self._share(self._leader.plan() if self._leader is not None else None)
         results = tuple(self._execute(command) for command in turn.commands)
-        sampled = self._step(turn.batch)
+        tokens = self._step(turn.batch)
         poll = self._extension.poll()
         gathered = self._gather(turn, results, poll)
         if self._leader is not None:
             self._leader.absorb(
                 turn,
                 TurnResult(
-                    sampled=sampled,
+                    tokens=tokens,
                     results=tuple(r for r, _ in gathered),
                     polls=tuple(p for _, p in gathered),
                 ),
@@ -177,16 +185,21 @@ class EngineLoop:
         except RaykError as error:
             return error
 
-    def _step(self, batch: ScheduledBatch | None) -> dict[str, int]:
+    def _step(self, batch: ScheduledBatch | None) -> StepTokens | None:
         if batch is None:
-            return {}
+            return None
         if self._on_step is not None:
             self._on_step(batch.step)
         assigned = tuple(b for r in batch.requests for _, ids in r.new_block_ids for b in ids if b)
         if assigned:
             self._extension.blocks_assigned(assigned)
         logits = self._rank.step(batch)
-        return sample_greedy(batch, logits) if self._leader is not None else {}
+        prompt_logits = self._rank.prompt_logits()
+        if self._leader is not None:
+            return self._leader.sample(batch, logits, prompt_logits)
+        for _ in prompt_logits:  # a collective: every rank takes part
+            pass
+        return None
 
     def _gather(
         self, turn: Turn, results: tuple[object, ...], poll: object

@@ -5,7 +5,7 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,9 @@ from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
+
+PROMPT_LOGITS = 1 << 23
+"""Logits of prompt tokens that exist at once."""
 
 
 class EngineRank:
@@ -74,6 +77,7 @@ class EngineRank:
         )
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
+        self._prompt_hidden: torch.Tensor | None = None
         self.fence = make_fence(self.device)
         """To be waited for before this rank's pages are shown to others or overwritten by them."""
         self.why_no_graphs = None if recorder is not None else self._why_no_graphs()
@@ -117,14 +121,30 @@ class EngineRank:
         The logits are valid until the next step. On a GPU this returns before the kernels have run.
         """
         inputs = self._inputs.build(batch)
+        self._prompt_hidden = None
         self.fence.begin()
-        if self._graphs is not None and self._graphs.fits(inputs):
+        if self._graphs is not None and inputs.prompt_index is None and self._graphs.fits(inputs):
             logits = self._graphs.replay(inputs)
         else:
             hidden = self._forward(inputs.token_ids, inputs.positions, inputs.metadata)
             logits = self.decoder.logits(hidden[inputs.logits_index])
+            if inputs.prompt_index is not None:
+                self._prompt_hidden = hidden[inputs.prompt_index]
         self.fence.end()
         return logits
+
+    def prompt_logits(self) -> Iterator[torch.Tensor]:
+        """Float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the memory.
+
+        A collective: every rank takes them all before the next step.
+        """
+        if self._prompt_hidden is None:
+            return
+        rows = max(1, PROMPT_LOGITS // self.model_config.vocab_size)
+        for hidden in torch.split(self._prompt_hidden, rows):
+            with torch.inference_mode():
+                logits = self.decoder.logits(hidden)
+            yield logits
 
     def _forward(
         self,

@@ -1,14 +1,144 @@
-"""From logits to tokens."""
+"""From logits to tokens, and to what is told about them.
+
+A drawn token is argmax(filtered scores + Gumbel noise), and the noise is a function of (seed, index of the
+output token, token id) alone: see engine.noise. So equal seeds give equal tokens in any batch, after a
+preemption, at any TP and on either side of a hand-over, as long as the logits are equal. Logits computed
+another way differ by rounding; then tokens differ where two candidates are that close, as when decoding
+greedily. R rows, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
-from rayk.types.batch import ScheduledBatch
+from rayk.engine.filters import Row, candidates, penalise
+from rayk.engine.noise import draw_key, gumbel
+from rayk.types.batch import StepTokens
+from rayk.types.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from rayk.sched.batching import RequestState
+    from rayk.types.batch import ScheduledBatch
+
+NARROW_TOP_K = 1024
+"""Up to this top_k only the best tokens are looked at, not the whole vocabulary."""
+MAX_ELEMENTS = 1 << 22
+"""Scores worked on at once: each takes some 50 bytes on the way to a token."""
 
 
-def sample_greedy(batch: ScheduledBatch, logits: torch.Tensor) -> dict[str, int]:
-    """The most likely token per request that needs one; `logits` is [those requests, vocab]."""
-    wanted = [r.request_id for r in batch.requests if r.needs_logits]
-    assert logits.shape[0] == len(wanted), (logits.shape, len(wanted))
-    return dict(zip(wanted, logits.argmax(dim=-1).tolist(), strict=True))
+def sample(rows: Sequence[Row], logits: torch.Tensor) -> list[int]:
+    """One token per row of float32 logits [R, V]; the lowest id wins a tie of greedy rows."""
+    chosen = logits.argmax(dim=-1)
+    others = [i for i, row in enumerate(rows) if not row.params.is_plain]
+    step = max(1, MAX_ELEMENTS // logits.shape[1])
+    for start in range(0, len(others), step):
+        part = others[start : start + step]
+        chosen[part] = _choose([rows[i] for i in part], logits[part])
+    return chosen.tolist()
+
+
+def _choose(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
+    """int64 [R]."""
+    scores = logits.double()
+    penalise(scores, rows)
+    chosen = scores.argmax(-1)
+    for narrow in (True, False):
+        drawn = [
+            i for i, r in enumerate(rows) if r.params.temperature > 0 and is_narrow(r, NARROW_TOP_K) == narrow
+        ]
+        if drawn:
+            chosen[drawn] = draw([rows[i] for i in drawn], scores[drawn], narrow=narrow)
+    return chosen
+
+
+def is_narrow(row: Row, limit: int) -> bool:
+    """Whether only the row's best tokens need to be looked at: says the request, whatever its batch."""
+    return row.params.top_k is not None and row.params.top_k <= limit
+
+
+def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Tensor:
+    """int64 [R]: one token per row, given penalised float64 scores [R, V]."""
+    left, ids = candidates(scores, [row.params for row in rows], narrow=narrow)
+    keys = []
+    for row in rows:
+        assert row.params.seed is not None, "the leader gives every drawn request a seed"
+        keys.append(draw_key(row.params.seed, len(row.output_token_ids)))
+    best = left.add_(gumbel(keys, ids)).argmax(-1)
+    return ids.expand_as(left).gather(1, best[:, None])[:, 0]
+
+
+def score_tokens(
+    logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """How likely each row of float32 logits [R, V] makes its token, and its `num_top` best tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(-1) + 1
+    top = logprobs.topk(min(max(num_top, default=0), logits.shape[1]))
+    columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
+    return [
+        TokenLogprobs(
+            token_id=token,
+            logprob=logprob,
+            rank=rank,
+            # Equal ones by id: topk leaves their order open.
+            top=tuple(sorted(zip(ids[:k], values[:k], strict=True), key=lambda t: (-t[1], t[0]))),
+        )
+        for token, k, logprob, rank, ids, values in zip(token_ids, num_top, *columns, strict=True)
+    ]
+
+
+def sample_step(
+    batch: ScheduledBatch,
+    states: Sequence[RequestState],
+    logits: torch.Tensor,
+    prompt_logits: Iterable[torch.Tensor],
+) -> StepTokens:
+    """What a step came to.
+
+    states: of the batch's requests, in its order. logits: float32, a row per request that needs logits.
+    prompt_logits: the rows of the batch's `prompt_logits`, in any number of pieces.
+    """
+    prompt_logprobs = _score_prompts(batch, states, prompt_logits)
+    sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
+    assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
+    names = [s.request_id for s in sampling]
+    if all(s.request.sampling.is_plain for s in sampling):
+        tokens: list[int] = logits.argmax(dim=-1).tolist()
+    else:
+        rows = [Row(s.request.sampling, s.request.prompt_token_ids, s.output_token_ids) for s in sampling]
+        tokens = sample(rows, logits)
+    told = [i for i, s in enumerate(sampling) if s.request.sampling.logprobs is not None]
+    logprobs: dict[str, TokenLogprobs] = {}
+    if told:
+        num_top = [sampling[i].request.sampling.logprobs or 0 for i in told]
+        scored = score_tokens(logits[told], [tokens[i] for i in told], num_top)
+        logprobs = {names[i]: s for i, s in zip(told, scored, strict=True)}
+    return StepTokens(
+        token_ids=dict(zip(names, tokens, strict=True)), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
+
+
+def _score_prompts(
+    batch: ScheduledBatch, states: Sequence[RequestState], prompt_logits: Iterable[torch.Tensor]
+) -> dict[str, list[TokenLogprobs]]:
+    wanted: list[tuple[str, int, int]] = []
+    for share, state in zip(batch.requests, states, strict=True):
+        start, stop = share.prompt_logits
+        num_top = state.request.sampling.prompt_logprobs or 0
+        # The logits of one token are about the next.
+        first = share.num_computed_tokens + 1
+        wanted += [(state.request_id, t, num_top) for t in state.tokens[first + start : first + stop]]
+    scored: dict[str, list[TokenLogprobs]] = {}
+    at = 0
+    for logits in prompt_logits:
+        part = wanted[at : at + len(logits)]
+        logprobs = score_tokens(logits, [target for _, target, _ in part], [n for _, _, n in part])
+        for (name, _, _), logprob in zip(part, logprobs, strict=True):
+            scored.setdefault(name, []).append(logprob)
+        at += len(logits)
+    assert at == len(wanted), (at, len(wanted))
+    return scored

@@ -8,12 +8,21 @@ tokens samples one more. Prefill chunks, decode steps and recomputation after a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rayk.types.allocator import BlockAllocator, BlockUpdates
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
-from rayk.types.request import FinishReason, Request
+from rayk.types.request import FinishReason, Request, TokenLogprobs
+
+
+class StopText(Protocol):
+    """Watches one request's output for its stop strings."""
+
+    def feed(self, token_id: int) -> str | None:
+        """Take the next output token; the stop string that it completes, or None."""
+        ...
 
 
 @dataclass(slots=True)
@@ -27,6 +36,11 @@ class RequestState:
     row: int | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it."""
+    stop_text: StopText | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere."""
     tables_sent: bool = False
     """Whether the ranks hold this request's block tables (in its row)."""
 
@@ -44,11 +58,25 @@ class RequestState:
         """Take a sampled token and decide whether the request is finished."""
         self.tokens.append(token)
         sampling = self.request.sampling
-        stops = self.eos_token_ids if not sampling.ignore_eos else frozenset()
-        if token in stops or token in sampling.stop_token_ids:
+        num_output = len(self.tokens) - len(self.request.prompt_token_ids)
+        stop_string = self.stop_text.feed(token) if self.stop_text is not None else None
+        if token in self.eos_token_ids and not sampling.ignore_eos:
             self.finish_reason = FinishReason.STOP
-        elif len(self.output_token_ids) >= sampling.max_tokens or len(self.tokens) >= max_positions:
+        elif token in sampling.stop_token_ids:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, token
+        elif stop_string is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
+        elif num_output >= sampling.max_tokens or len(self.tokens) >= max_positions:
             self.finish_reason = FinishReason.LENGTH
+
+    def prompt_logits(self, num_tokens: int) -> tuple[int, int]:
+        """Of the next `num_tokens`, those whose logits tell of a prompt token nobody was told of yet."""
+        if self.prompt_logprobs is None:
+            return (0, 0)
+        # Logits of position i are about token i + 1; after a preemption some are known already.
+        start = max(0, len(self.prompt_logprobs) - 1 - self.num_computed)
+        stop = min(num_tokens, len(self.request.prompt_token_ids) - 1 - self.num_computed)
+        return (start, stop) if start < stop else (0, 0)
 
 
 class Scheduler:
@@ -100,6 +128,8 @@ class Scheduler:
     def add(self, request: Request) -> RequestState:
         """Queue a new request."""
         state = RequestState(request, self._eos_token_ids, list(request.prompt_token_ids))
+        if request.sampling.prompt_logprobs is not None:
+            state.prompt_logprobs = [None]
         self._waiting.append(state)
         return state
 
@@ -107,6 +137,7 @@ class Scheduler:
         """Queue a request whose prompt's KV is already in its blocks, with the tokens sampled so far."""
         state = self.add(request)
         state.tokens += output_token_ids
+        state.prompt_logprobs = None  # told where the prompt was computed
         state.num_computed = len(request.prompt_token_ids)
         return state
 
@@ -145,7 +176,17 @@ class Scheduler:
         self._step += 1
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
 
-    def update(self, batch: ScheduledBatch, sampled: Mapping[str, int]) -> list[RequestState]:
+    def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
+        """The requests of a batch that was not accounted for yet, in its order."""
+        by_id = {state.request_id: state for state in self._running}
+        return [by_id[share.request_id] for share in batch.requests]
+
+    def update(
+        self,
+        batch: ScheduledBatch,
+        sampled: Mapping[str, int],
+        prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] | None = None,
+    ) -> list[RequestState]:
         """Account for a finished step. Returns the requests that got a token; finished ones have left."""
         got_token: list[RequestState] = []
         by_id = {state.request_id: state for state in self._running}
@@ -154,6 +195,8 @@ class Scheduler:
             if state is None:
                 continue  # aborted while the step ran
             state.num_computed = share.num_computed_tokens + len(share.token_ids)
+            if prompt_logprobs and state.prompt_logprobs is not None:
+                state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
                 state.append(sampled[share.request_id], self.max_positions)
                 got_token.append(state)
@@ -230,6 +273,7 @@ class Scheduler:
             token_ids=tuple(state.tokens[state.num_computed : end]),
             new_block_ids=updates,
             needs_logits=end == len(state.tokens),
+            prompt_logits=state.prompt_logits(num_tokens),
         )
 
     def _release_row(self, state: RequestState) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rayk.types.request import TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +23,8 @@ class ScheduledRequest:
     """Per KV group: (index in the block table where the new ids go, new block ids)."""
     needs_logits: bool
     """Whether the last token's logits are sampled (false inside a chunked prefill)."""
+    prompt_logits: tuple[int, int] = (0, 0)
+    """[start, stop) in `token_ids`: tokens whose logits tell how likely the prompt's next token was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,3 +38,15 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens computed in this step over all requests."""
         return sum(len(r.token_ids) for r in self.requests)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTokens:
+    """What a step came to, by request id. Filled by the sampler."""
+
+    token_ids: Mapping[str, int]
+    """Of the requests that needed logits."""
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    """Of these tokens, where asked for."""
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """Of the prompt tokens that `prompt_logits` was about, in order."""

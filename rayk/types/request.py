@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 MAX_LOGPROBS = 20
 """The most alternatives a request may ask for per token."""
+MAX_PENALTY = 2.0
+"""Presence and frequency penalties lie between its negative and this, as in OpenAI's API."""
+MAX_SEED = 2**63 - 1
+"""Seeds are signed 64-bit integers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,16 @@ class SamplingParams:
     """Subtracted once for every time a token was generated."""
     repetition_penalty: float = 1.0
     """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the best token of the model's logits is the one to take."""
+        return not self.temperature and not self.has_penalty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -140,7 +140,7 @@ def test_an_abort_frees_the_blocks_and_spares_the_others(qwen3: Model) -> None:
         ({"prompt": [5, 515]}, "token id 515 is outside the vocabulary of 515"),
         ({"prompt": [5, -1]}, "token id -1"),
         ({"prompt": [5], "max_tokens": 0}, "max_tokens 0"),
-        ({"prompt": [5], "temperature": 0.7}, "greedy"),
+        ({"prompt": [5], "temperature": -0.1}, "temperature: at least 0"),
     ],
     ids=["positions", "blocks", "empty", "vocabulary", "negative", "no-tokens", "temperature"],
 )

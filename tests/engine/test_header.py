@@ -30,6 +30,7 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
                 token_ids=draw(st.lists(INT32, min_size=1, max_size=9).map(tuple)),
                 new_block_ids=tuple((draw(INT32), draw(ids)) for _ in range(num_groups)),
                 needs_logits=draw(st.booleans()),
+                prompt_logits=(draw(INT32), draw(INT32)),
             )
             for row in rows
         ),
@@ -47,7 +48,7 @@ def test_a_batch_survives_the_header(batch: ScheduledBatch) -> None:
     payload = encode_batch(batch)
     assert decode_batch(payload) == without_ids(batch)
     num_ids = sum(2 + len(ids) for r in batch.requests for _, ids in r.new_block_ids)
-    assert len(np.frombuffer(payload, np.int32)) == 3 + 4 * len(batch.requests) + num_ids + batch.num_tokens
+    assert len(np.frombuffer(payload, np.int32)) == 3 + 6 * len(batch.requests) + num_ids + batch.num_tokens
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,0 +1,66 @@
+"""What a request must satisfy before it may run: parameters in their ranges, a seed where it draws tokens."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import replace
+
+from rayk.types.errors import UserError
+from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, Request, SamplingParams
+
+
+def bad_sampling(sampling: SamplingParams) -> UserError | None:
+    """The first parameter that is out of its range, with the range; None when all are well."""
+    s = sampling
+    logprobs, penalty = f"0 to {MAX_LOGPROBS}", f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+    for name, fits, allowed in (
+        ("max_tokens", _is_int(s.max_tokens, 1), "at least 1"),
+        ("temperature", _is_number(s.temperature) and s.temperature >= 0, "at least 0"),
+        ("top_k", s.top_k is None or _is_int(s.top_k, 1), "at least 1, or none"),
+        ("top_p", _is_number(s.top_p) and 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("min_p", _is_number(s.min_p) and 0 <= s.min_p <= 1, "0 to 1"),
+        ("seed", s.seed is None or _is_int(s.seed, -MAX_SEED - 1, MAX_SEED), "a signed 64-bit integer"),
+        (
+            "stop",
+            _are_texts(s.stop),
+            "texts, none of them empty",
+        ),
+        ("stop_token_ids", all(_is_int(t, 0) for t in s.stop_token_ids), "token ids"),
+        ("logprobs", s.logprobs is None or _is_int(s.logprobs, 0, MAX_LOGPROBS), logprobs),
+        (
+            "prompt_logprobs",
+            s.prompt_logprobs is None or _is_int(s.prompt_logprobs, 0, MAX_LOGPROBS),
+            logprobs,
+        ),
+        ("presence_penalty", _is_penalty(s.presence_penalty), penalty),
+        ("frequency_penalty", _is_penalty(s.frequency_penalty), penalty),
+        ("repetition_penalty", _is_number(s.repetition_penalty) and s.repetition_penalty > 0, "above 0"),
+    ):
+        if not fits:
+            return UserError(f"{name} {getattr(s, name)!r}", mend=f"{name}: {allowed}")
+    return None
+
+
+def seeded(request: Request) -> Request:
+    """The request with a seed of its own if it draws tokens and was given none."""
+    sampling = request.sampling
+    if not sampling.temperature or sampling.seed is not None:
+        return request
+    return replace(request, sampling=replace(sampling, seed=secrets.randbits(63)))
+
+
+def _is_int(value: object, least: int, most: int | None = None) -> bool:
+    return type(value) is int and least <= value and (most is None or value <= most)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_penalty(value: float) -> bool:
+    return _is_number(value) and abs(value) <= MAX_PENALTY
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, tuple | list) and all(isinstance(v, str) and v for v in values)

@@ -1,0 +1,56 @@
+"""Random numbers that are functions of their place: no state, no order, no device.
+
+The number of (seed, index, token) is output `token` of a splitmix64 generator that starts at a key mixed from
+the seed and the index of the output token. A request therefore draws the same numbers in any batch, after a
+preemption, and on whichever engine it goes on.
+
+All integer arithmetic is modulo 2^64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number
+generators" (OOPSLA 2014), with the constants of Vigna's splitmix64.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rayk.kernels.digest.reference import MASK64, mix64, mix64_tensor, signed
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_START = 0x7261796B64726177
+_BITS = 52
+"""Of each uniform: (2^52 - 1/2) / 2^52 is the largest float64 of this form that is below 1."""
+
+
+def draw_key(seed: int, index: int) -> int:
+    """The splitmix64 state from which output token `index` of a request with this seed is drawn; int64."""
+    key = _START
+    for part in (seed, index):
+        key = mix64(((key + _GOLDEN) & MASK64) ^ (part & MASK64))
+    return signed(key)
+
+
+def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64 [R, C]: output `token_ids` ([C] or [R, C]) of the generators in states `keys` [R]."""
+    return mix64_tensor(keys[:, None] + (token_ids + 1) * signed(_GOLDEN))
+
+
+def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """float64 [R, C], in the open interval (0, 1)."""
+    # int64 shifts copies of the sign in; clear them.
+    bits = (random_bits(keys, token_ids) >> (64 - _BITS)) & ((1 << _BITS) - 1)
+    return (bits.double() + 0.5) * 2.0**-_BITS
+
+
+def gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+    """float64 [R, C], Gumbel(0, 1): argmax(log p + noise) has the distribution p. Between -3.6 and 36.8."""
+    states = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)
+    return uniform(states, token_ids).log_().neg_().log_().neg_()
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed in [0, 2^63) that depends on all of `parts`, for requests that were given none."""
+    key = _START
+    for part in parts:
+        key = mix64(((key + _GOLDEN) & MASK64) ^ (part & MASK64))
+    return key >> 1
