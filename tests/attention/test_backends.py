@@ -18,6 +18,7 @@ from tests.kernels.cases import AXIS_ORDERS, Batch, count_marks, dense_attention
 from tests.markers import interpreted
 
 BACKENDS = ("cpu", "cpu-torch", "reference", pytest.param("triton", marks=interpreted))
+needs_native = pytest.mark.skipif(why_no_native() is not None, reason="no compiler")
 MIXED = ((1, 1), (1, 38), (7, 7), (9, 40))
 
 
@@ -38,11 +39,17 @@ def common_of(batch: Batch) -> CommonAttentionMetadata:
     )
 
 
-def forward(name: str, batch: Batch, scale: float = 0.25) -> Tensor:
+def forward(
+    name: str,
+    batch: Batch,
+    scale: float = 0.25,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     backend = get_backend(name, "cpu")
     k, v = new_tokens(batch)
     params = AttentionParams(
-        scale, batch.window, torch.tensor(batch.kv_index), batch.head_size_k, v.shape[-1]
+        scale, batch.window, torch.tensor(batch.kv_index), batch.head_size_k, v.shape[-1], sinks, soft_cap
     )
     metadata = backend.build(common_of(batch), batch.window)
     return backend.forward(batch.q, k, v, batch.cache, metadata, params)
@@ -63,6 +70,21 @@ def test_numbers_match_float64(name: str) -> None:
     batch = make_batch(MIXED, store_new=False, kv_index=(0, 1, 1, 1), window=20)
     exact = dense_attention(batch, torch.float64, 0.25)
     assert_matches(forward(name, batch), exact, dense_attention(batch, torch.float32, 0.25), what=name)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("sinks", "soft_cap"),
+    [(torch.tensor([1.0, -1.0, 0.5, 3.0]), None), (None, 0.8), (torch.tensor([1.0, -1.0, 0.5, 3.0]), 0.8)],
+    ids=["sinks", "cap", "both"],
+)
+def test_a_layers_sinks_and_soft_cap_reach_the_kernel(
+    name: str, sinks: Tensor | None, soft_cap: float | None
+) -> None:
+    batch = make_batch(MIXED, store_new=False, kv_index=(0, 1, 1, 1), window=20)
+    exact = dense_attention(batch, torch.float64, 0.25, sinks=sinks, soft_cap=soft_cap)
+    eager = dense_attention(batch, torch.float32, 0.25, sinks=sinks, soft_cap=soft_cap)
+    assert_matches(forward(name, batch, 0.25, sinks, soft_cap), exact, eager, what=name)
 
 
 def test_one_backend_serves_several_threads() -> None:
@@ -104,7 +126,7 @@ def test_auto_takes_the_devices_own() -> None:
     assert get_backend("auto", "cuda:1").name == "triton"
 
 
-@pytest.mark.skipif(why_no_native() is not None, reason="no compiler")
+@needs_native
 def test_cpu_runs_native_code_where_it_can() -> None:
     assert get_backend("cpu", "cpu").implementation == "cpu-native"
 
@@ -146,3 +168,16 @@ def test_vetoes(name: str) -> None:
     why = backend.veto("LBNHC", FullAttentionSpec(16, 2, 64, 64, "float8_e4m3fn", 8))
     assert why is not None
     assert "float8_e4m3fn" in why
+
+
+@needs_native
+def test_native_vetoes_keys_it_has_no_room_for() -> None:
+    """And what it lets through, it computes."""
+    backend = get_backend("cpu", "cpu")
+    assert backend.veto("LBNHC", FullAttentionSpec(16, 2, 1024, 16, "float32", 8)) is None
+    batch = make_batch(((3, 5),), head_size_k=1024, store_new=False)
+    exact = dense_attention(batch, torch.float64, 0.03)
+    assert_matches(forward("cpu", batch, 0.03), exact, dense_attention(batch, torch.float32, 0.03))
+    why = backend.veto("LBNHC", FullAttentionSpec(16, 2, 1025, 16, "float32", 8))
+    assert why is not None
+    assert "1025" in why

@@ -164,8 +164,18 @@ def make_batch(
     return batch
 
 
-def dense_attention(batch: Batch, dtype: torch.dtype, scale: float) -> Tensor:
-    """[T, Q, Dv] by plain eager torch in `dtype`, from the dense keys and values."""
+def dense_attention(
+    batch: Batch,
+    dtype: torch.dtype,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """[T, Q, Dv] by plain eager torch in `dtype`, from the dense keys and values.
+
+    A sink is one more column of scores, whose weight is dropped.
+    """
     rows = []
     start = 0
     for r, (num_queries, total) in enumerate(batch.requests):
@@ -176,8 +186,15 @@ def dense_attention(batch: Batch, dtype: torch.dtype, scale: float) -> Tensor:
             seen = batch.seen(r, i)
             hidden[i, seen.start : seen.stop] = False
         q = batch.q[start : start + num_queries].to(dtype).transpose(0, 1)
-        scores = (q @ keys.mT * scale).masked_fill(hidden, float("-inf"))
-        rows.append((scores.softmax(-1) @ values).transpose(0, 1))
+        scores = q @ keys.mT * scale
+        if soft_cap is not None:
+            scores = (scores / soft_cap).tanh() * soft_cap
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(dtype).view(-1, 1, 1).expand(-1, num_queries, 1)
+            scores = torch.cat([scores, column], -1)
+        weights = scores.softmax(-1)[..., :total]
+        rows.append((weights @ values).transpose(0, 1))
         start += num_queries
     return torch.cat(rows)
 

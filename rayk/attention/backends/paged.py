@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from rayk.attention.backend import AttentionParams, PagedAttentionMetadata
 from rayk.kernels.paged_attention import Workspace, paged_attention
+from rayk.kernels.paged_attention.native import MAX_HEAD_SIZE_K as NATIVE_MAX_HEAD_SIZE_K
 from rayk.kernels.store_kv import store_kv
+from rayk.kv.fields import ITEMSIZE
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Cache dtypes that every implementation reads and writes."""
+
+MAX_HEAD_SIZE_K = {"native": NATIVE_MAX_HEAD_SIZE_K}
+"""Implementation -> the largest key it has room for, where there is a limit."""
 
 
 class PagedBackend:
@@ -36,6 +41,10 @@ class PagedBackend:
             return f"pages hold {names}, not keys and values"
         if spec.dtype not in DTYPES:
             return f"KV dtype {spec.dtype} is not one of {', '.join(DTYPES)}"
+        limit = MAX_HEAD_SIZE_K.get(self._attend)
+        size = spec.fields()[0].row_bytes // ITEMSIZE[spec.dtype]
+        if limit is not None and size > limit:
+            return f"keys of {size} elements are more than the {limit} of {self.implementation}"
         return None
 
     def build(self, common: CommonAttentionMetadata, window: int | None) -> PagedAttentionMetadata:

@@ -66,8 +66,10 @@ def paged_attention(
     head_groups(kv_index), and `workspace` memory of the torch form, where the caller keeps them.
     """
     assert kv_cache.stride(-1) == 1, "the content axis must be dense"
-    assert sinks is None or (sinks.shape == kv_index.shape and sinks.dtype == torch.float32)
-    assert soft_cap is None or soft_cap > 0
+    if sinks is not None:
+        assert sinks.shape == kv_index.shape, "not one of the sinks per query head"
+        assert sinks.dtype == torch.float32, f"sinks are {sinks.dtype}, not float32"
+    assert soft_cap is None or soft_cap > 0, f"a soft cap of {soft_cap}"
     if impl is None:
         impl = "triton" if kv_cache.is_cuda else "torch"
     constants: _Constants = {
@@ -86,7 +88,7 @@ def paged_attention(
     if impl == "native":
         return paged_attention_native(*batch, groups=groups, **constants)
     if impl == "triton":
-        from rayk.kernels.paged_attention.triton import paged_attention_triton
+        from rayk.kernels.paged_attention.launch import paged_attention_triton
 
         return paged_attention_triton(*batch, groups=groups, **constants)
     raise AssertionError(f"unknown paged_attention implementation {impl!r}")

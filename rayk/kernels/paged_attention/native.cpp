@@ -108,7 +108,7 @@ inline Floats exp2(Floats x) {
 inline Floats tanh(Floats x) {
     Floats size = x < 0.0f ? -x : x;
     Floats e = exp2(size * (-2.0f * kLog2E));
-    Floats far = (1.0f - e) / (1.0f + e);
+    Floats far = 1.0f - 2.0f * e / (1.0f + e);  // not (1 - e) / (1 + e), which rounds twice more
     Floats s = x * x;
     Floats p = splat(-5.70498872745e-3f);
     p = p * s + 2.06390887954e-2f;

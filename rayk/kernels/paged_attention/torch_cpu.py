@@ -123,13 +123,13 @@ def _fold(
     else:
         size, selected = 1, content[:, kv_index]
     by_head = selected.transpose(0, 1)
-    rows = q[:, order].transpose(0, 1).unflatten(0, (-1, size))
+    rows = q[:, order].transpose(0, 1).view(-1, size, len(q), q.shape[-1])
     return _Problem(rows, by_head[..., :head_size_k], by_head[..., head_size_k:])
 
 
 def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """[G, S, n, Dv] by torch's SDPA. mask [n, keys]."""
-    size, num_queries = problem.rows.shape[1:3]
+    num_groups, size, num_queries, _ = problem.rows.shape
     attended = torch.nn.functional.scaled_dot_product_attention(
         problem.rows.flatten(1, 2).unsqueeze(0),
         problem.keys.unsqueeze(0),
@@ -137,7 +137,7 @@ def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> 
         attn_mask=None if mask is None else mask.repeat(size, 1),
         scale=scale,
     )
-    return attended[0].unflatten(1, (size, num_queries))
+    return attended.view(num_groups, size, num_queries, -1)
 
 
 def _attend_written_out(
@@ -154,7 +154,7 @@ def _attend_written_out(
     step = max(1, _SCORES_AT_ONCE // (num_groups * size * keys.shape[1]))
     for begin in range(0, num_queries, step):
         some = rows[:, :, begin : begin + step]
-        scores = (some.flatten(1, 2) @ keys.mT).unflatten(1, some.shape[1:3]).mul_(scale)
+        scores = (some.flatten(1, 2) @ keys.mT).view(*some.shape[:3], -1).mul_(scale)
         if soft_cap is not None:
             scores.div_(soft_cap).tanh_().mul_(soft_cap)
         if mask is not None:
@@ -167,6 +167,6 @@ def _attend_written_out(
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
             total += torch.exp(sink - top)
-        weighted = (weights.flatten(1, 2) @ values).unflatten(1, some.shape[1:3])
+        weighted = (weights.flatten(1, 2) @ values).view(*some.shape[:3], -1)
         out[:, :, begin : begin + step] = weighted / total
     return out
