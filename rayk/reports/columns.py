@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +38,7 @@ _INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 _INTS, _FLOATS = pa.list_(pa.int64()), pa.list_(pa.float64())
 
 CELL_FIELDS: dict[str, Any] = {
+    "cell_id": _TEXT,
     "verdict": _TEXT,
     "reason": _TEXT,
     "num_requests": _INT,
@@ -63,7 +65,7 @@ CELL_FIELDS: dict[str, Any] = {
     "output_tokens_per_s": _FLOAT,
     "wall_s": _FLOAT,
 }
-"""Columns of cells.parquet after `cell_id` and the axes."""
+"""Columns of cells.parquet beside the axes."""
 
 REQUEST_FIELDS: dict[str, Any] = {
     "cell_id": _TEXT,
@@ -207,7 +209,18 @@ def make_table(records: Sequence[dict[str, Any]], fields: dict[str, Any]) -> pa.
     extra = {n: _infer([r.get(n) for r in records]) for n in names if n not in fields}
     order = [*(n for n in names), *(n for n in fields if n not in names)]
     schema = pa.schema([(n, fields[n] if n in fields else extra[n]) for n in order])
-    return pa.Table.from_pylist([dict(r) for r in records], schema=schema)
+    texts = [n for n, kind in extra.items() if kind == _TEXT]
+    rows = [r | {n: _as_text(r[n]) for n in texts if n in r} for r in records]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def typed(table: pa.Table, fields: dict[str, Any]) -> pa.Table:
+    """The table with the types that make_table gives. Raises pyarrow.ArrowInvalid if a value does not fit."""
+    for index, name in enumerate(table.column_names):
+        if name in fields and table.schema.field(name).type != fields[name]:
+            column = table.column(name).cast(fields[name])
+            table = table.set_column(index, pa.field(name, fields[name]), column)
+    return table
 
 
 def _infer(values: list[Any]) -> Any:
@@ -216,3 +229,20 @@ def _infer(values: list[Any]) -> Any:
         if present and all(isinstance(v, types) for v in present):
             return kind
     return _TEXT
+
+
+def _as_text(value: Any) -> str | None:
+    """A value of a column that also holds texts, e.g. the axis gpus_per_worker: [auto, 0.5]."""
+    return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+# --- what may differ between two runs of one spec -------------------------------------------------
+
+_TIME = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$")
+
+
+def time_columns(table: str, columns: Iterable[str]) -> list[str]:
+    """The columns of a table (cells, requests, transfers) that hold times, or rates made of them."""
+    fields = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}[table]
+    # An axis such as deadlines.cell_s is a setting, not a measurement.
+    return [c for c in columns if _TIME.search(c) and (c in fields or c.startswith("stage_"))]

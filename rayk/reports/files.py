@@ -1,22 +1,34 @@
-"""Names of a run's files, and writing them so that a reader never sees half of one."""
+"""Names of a run's files; writing them so that nobody ever reads half of one; one writer at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rayk.types.errors import UserError
+
 TABLES = ("cells", "requests", "transfers")
+LOCK = ".lock"
+_TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends without an error."""
+    """A temporary path beside `path` that takes its place when the block ends without an error.
+
+    By then its bytes and its name are on the device: neither a kill nor a power cut leaves half a file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        _sync(temporary)
         temporary.replace(path)
+        _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -25,3 +37,77 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole file atomically, UTF-8."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed. Call with the folder locked."""
+    for path in folder.glob(".*.tmp"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and not _is_alive_elsewhere(int(match.group(1))):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder. The kernel frees the lock with the process, however that ends.
+
+    Raises UserError naming the run that holds it.
+    """
+    handle = _open_lock(folder)
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        # Unlinked while held: who opens the old file now finds that it is no longer the folder's.
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _open_lock(folder: Path) -> int:
+    path = folder / LOCK
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(handle, 200, 0).decode(errors="replace")
+            os.close(handle)
+            raise UserError(
+                problem=f"another run is writing here ({holder or 'just started'})",
+                where=str(folder),
+                mend="wait for it, or another --out",
+            ) from error
+        except OSError:
+            return handle  # a file system without locks: nobody can be kept out
+        if _is_same_file(handle, path):
+            return handle
+        os.close(handle)
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_alive_elsewhere(pid: int) -> bool:
+    """Whether another process of this machine has the id."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.files import TABLES
+from rayk.reports.folder import read_environment
 from rayk.types.errors import UserError
 
 
@@ -26,27 +26,36 @@ class Result:
 
 
 def load(directory: str | Path) -> Result:
-    """Read a run's tables. Raises UserError when the folder has none."""
+    """Read a run's tables, as far as its cells are finished. Raises UserError when the folder has none."""
     folder = Path(directory)
     if not folder.is_dir():
         raise UserError(problem="no such run folder", where=str(folder))
     missing = [f"{name}.parquet" for name in TABLES if not (folder / f"{name}.parquet").is_file()]
+    spec = folder / "spec.yaml"
     if missing:
+        started = spec.is_file() and "cells.parquet" in missing
         raise UserError(
             problem=f"not a run's folder: no {', '.join(missing)}",
             where=str(folder),
-            mend="a folder that `rayk run --out` wrote",
+            mend="no cell of this run is finished: `rayk run ... --resume`"
+            if started
+            else "a folder that `rayk run --out` wrote",
         )
+    # Cells first: while a run writes, the other tables hold at least the rows of the cells just read.
     cells, requests, transfers = (_read(folder / f"{name}.parquet") for name in TABLES)
-    environment, spec = folder / "environment.json", folder / "spec.yaml"
     return Result(
         cells=cells,
-        requests=requests,
-        transfers=transfers,
-        environment=json.loads(environment.read_text()) if environment.is_file() else {},
+        requests=_of(cells, requests),
+        transfers=_of(cells, transfers),
+        environment=read_environment(folder),
         spec_yaml=spec.read_text(encoding="utf-8") if spec.is_file() else "",
         directory=folder,
     )
+
+
+def _of(cells: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Without the rows of a cell that was in flight when its driver was killed."""
+    return rows[rows["cell_id"].isin(cells["cell_id"])].reset_index(drop=True)
 
 
 def _read(path: Path) -> pd.DataFrame:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
 
 from rayk.reports.columns import (
     CELL_FIELDS,
@@ -18,17 +20,25 @@ from rayk.reports.columns import (
     make_table,
     request_record,
     transfer_record,
+    typed,
 )
-from rayk.reports.files import TABLES, atomic_path, write_text
+from rayk.reports.files import atomic_path, remove_leftovers, write_text
+from rayk.reports.folder import FACTS, changed_facts, check_directory, read_environment
+from rayk.reports.journal import Journal
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
+
+_ROW_FIELDS = {"transfers": TRANSFER_FIELDS, "requests": REQUEST_FIELDS}
+"""Tables with several rows per cell, in the order they are written."""
 
 
 class ResultWriter:
     """Writes cells.parquet, requests.parquet, transfers.parquet, environment.json and spec.yaml.
 
-    Every file is replaced atomically, cells.parquet last: a cell it names has all its rows on disk.
-    Raises UserError for a folder that holds another run's tables.
+    Every file is replaced atomically and durably, cells.parquet last: that is the moment a cell is finished.
+    A writer killed before it leaves rows that no cell names, which `load` and a resumed run pass over.
+    Raises UserError for a folder that holds another run's tables. See `folder.check_directory` for `renew`;
+    `inputs` are those of the environment.
     """
 
     def __init__(
@@ -38,23 +48,37 @@ class ResultWriter:
         spec_yaml: str,
         environment: Mapping[str, Any],
         resume: bool = False,
+        renew: Callable[[str], str] = str,
     ) -> None:
         self.directory = Path(directory)
-        self._records: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
-        check_directory(self.directory, spec_yaml, resume=resume)
+        inputs = environment.get("inputs")
+        check_directory(self.directory, spec_yaml, resume=resume, inputs=inputs, renew=renew)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(problem=f"cannot create {self.directory}: {error.strerror}") from error
+        remove_leftovers(self.directory)
+        self._cells: list[dict[str, Any]] = []
+        self._rows = {name: make_table([], fields) for name, fields in _ROW_FIELDS.items()}
+        self._sessions: list[dict[str, Any]] = []
+        self.changed_facts: list[str] = []
+        """What differs from the machine, versions or commit of the session before."""
         if resume:
             self._read_finished()
+            self._remember_sessions(environment)
         write_text(self.directory / "spec.yaml", spec_yaml)
         self.write_environment(environment)
+        self._journal = Journal(self.directory)
+        self._journal.note("open", finished=len(self._cells))
 
     @property
     def finished(self) -> dict[str, str]:
         """Cell id -> verdict of the cells on disk."""
-        return {r["cell_id"]: r["verdict"] for r in self._records["cells"]}
+        return {r["cell_id"]: r["verdict"] for r in self._cells}
+
+    def begin_cell(self, cell_id: str) -> None:
+        """Note in the journal that a cell starts."""
+        self._journal.note("begin", cell_id=cell_id)
 
     def write_cell(
         self,
@@ -64,26 +88,24 @@ class ResultWriter:
     ) -> None:
         """Add a cell and put all three tables on disk."""
         assert row.cell_id not in self.finished, f"cell {row.cell_id} is written already"
-        self._records["requests"] += [request_record(r) for r in requests]
-        self._records["transfers"] += [transfer_record(t) for t in transfers]
-        self._records["cells"].append(cell_record(row, requests, transfers))
+        order = {r.request_id: i for i, r in enumerate(requests)}
+        transfers = sorted(transfers, key=lambda t: _place(t, order))
+        self._add("requests", [request_record(r) for r in requests])
+        self._add("transfers", [transfer_record(t) for t in transfers])
+        self._cells.append(cell_record(row, requests, transfers))
         self.write_tables()
+        self._journal.note("commit", cell_id=row.cell_id, verdict=row.verdict)
 
     def write_tables(self) -> None:
-        """Put the tables on disk as they are (empty ones too)."""
-        fields = {
-            "transfers": TRANSFER_FIELDS,
-            "requests": REQUEST_FIELDS,
-            "cells": CELL_FIELDS,
-        }
-        for name, columns in fields.items():
-            table = make_table(self._records[name], columns)
-            with atomic_path(self.directory / f"{name}.parquet") as path:
-                pq.write_table(table, path)
+        """Put the tables on disk as they are (empty ones too), cells last."""
+        for name, table in self._rows.items():
+            self._write(name, table)
+        self._write("cells", make_table(self._cells, CELL_FIELDS))
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Replace environment.json, e.g. when the cluster is known."""
-        text = json.dumps(environment, indent=2, sort_keys=False, default=str)
+        """Replace environment.json, e.g. when the cluster is known; earlier sessions stay in it."""
+        facts = dict(environment) | ({"sessions": self._sessions} if self._sessions else {})
+        text = json.dumps(facts, indent=2, sort_keys=False, default=str)
         write_text(self.directory / "environment.json", text + "\n")
 
     def finish(self) -> Path:
@@ -91,39 +113,81 @@ class ResultWriter:
         from rayk.reports.html import write_html
 
         self.write_tables()
-        return write_html(self.directory)
+        path = write_html(self.directory)
+        self._journal.note("close", finished=len(self._cells))
+        return path
+
+    def close(self) -> None:
+        """Give files back. What was written stays."""
+        self._journal.close()
+
+    def _add(self, name: str, records: Sequence[dict[str, Any]]) -> None:
+        rows = make_table(records, _ROW_FIELDS[name])
+        # Columns that only some cells have are null elsewhere.
+        joined = pa.concat_tables([self._rows[name], rows], promote_options="default")
+        self._rows[name] = joined.combine_chunks()
+
+    def _write(self, name: str, table: pa.Table) -> None:
+        with atomic_path(self.directory / f"{name}.parquet") as path:
+            pq.write_table(table, path)
 
     def _read_finished(self) -> None:
-        for name in TABLES:
-            path = self.directory / f"{name}.parquet"
-            if path.is_file():
-                self._records[name] = pq.read_table(path).to_pylist()
-        # Rows of a cell that was in flight when the run was cut off are measured again.
-        finished = self.finished
-        for name in ("requests", "transfers"):
-            self._records[name] = [r for r in self._records[name] if r["cell_id"] in finished]
+        """Take over the cells that are whole, and their rows alone."""
+        cells = _read(self.directory / "cells.parquet", CELL_FIELDS).to_pylist()
+        for name, fields in _ROW_FIELDS.items():
+            self._rows[name] = _read(self.directory / f"{name}.parquet", fields)
+        counts = _Counts(self._rows)
+        self._cells = [cell for cell in cells if counts.has_all_of(cell)]
+        if len(self._cells) < len(cells):
+            # Said at once: rows written again must not pass for those of the old cell.
+            self._write("cells", make_table(self._cells, CELL_FIELDS))
+        wanted = pa.array(list(self.finished), pa.string())
+        for name, table in self._rows.items():
+            self._rows[name] = table.filter(pc.is_in(table["cell_id"], value_set=wanted))
+
+    def _remember_sessions(self, environment: Mapping[str, Any]) -> None:
+        """Keep of the session before when it ran, what it finished, and what it ran on if that differs."""
+        before = read_environment(self.directory)
+        if not before:
+            return
+        self.changed_facts = changed_facts(before, environment)
+        last = {k: before[k] for k in ("started", "command") if k in before}
+        last["finished_cells"] = len(self._cells)
+        if self.changed_facts:
+            last |= {k: before[k] for k in FACTS if k in before}
+        self._sessions = [*before.get("sessions", []), last]
 
 
-def check_directory(directory: str | Path, spec_yaml: str, *, resume: bool) -> None:
-    """Refuse a folder that holds tables, unless resuming the same spec. Raises UserError."""
-    folder = Path(directory)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(problem="is a file, not a folder", where=str(folder))
-    if not any((folder / f"{name}.parquet").exists() for name in TABLES):
-        return
-    if not resume:
+class _Counts:
+    """Rows and descriptors per cell, to see whether the tables hold all that a cell says it has."""
+
+    def __init__(self, rows: Mapping[str, pa.Table]) -> None:
+        self._requests: Counter[str] = Counter(rows["requests"]["cell_id"].to_pylist())
+        self._descriptors: Counter[str] = Counter()
+        moved = rows["transfers"].select(["cell_id", "num_descriptors"]).to_pylist()
+        for row in moved:
+            self._descriptors[row["cell_id"]] += row["num_descriptors"]
+
+    def has_all_of(self, cell: Mapping[str, Any]) -> bool:
+        """Whether every row of the cell is there."""
+        name = cell["cell_id"]
+        same = self._requests[name] == cell["num_requests"]
+        return same and self._descriptors[name] == (cell["num_descriptors"] or 0)
+
+
+def _place(row: TransferRow, order: Mapping[str, int]) -> tuple[int, ...]:
+    """Where a transfer stands in its table: transfers end in any order."""
+    request = order.get(row.request_id, len(order))
+    return (row.repeat, request, row.group, row.consumer_rank, row.producer_rank)
+
+
+def _read(path: Path, fields: dict[str, Any]) -> pa.Table:
+    """A table of an earlier session; empty if it did not get that far. Raises UserError."""
+    if not path.is_file():
+        return make_table([], fields)
+    try:
+        return typed(pq.read_table(path), fields)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise UserError(
-            problem="already holds a run's tables",
-            where=str(folder),
-            mend="--resume to continue it, or another --out",
-        )
-    path = folder / "spec.yaml"
-    before = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None) or {}
-    now = yaml.safe_load(spec_yaml)
-    changed = [k for k in {**before, **now} if before.get(k) != now.get(k)]
-    if changed:
-        raise UserError(
-            problem=f"cannot resume: the spec differs from the run's in {', '.join(changed)}",
-            where=str(path),
-            mend="the same spec and --set options, or another --out",
-        )
+            problem=f"cannot resume: cannot read the table: {error}", where=str(path), mend="another --out"
+        ) from error

@@ -167,7 +167,9 @@ def test_a_folder_with_tables_needs_resume_and_the_same_spec(tmp_path: Path) -> 
     with pytest.raises(UserError, match="already holds a run's tables") as caught:
         writer(tmp_path)
     assert "--resume" in caught.value.mend
-    with pytest.raises(UserError, match="the spec differs from the run's in model, repeat"):
+    with pytest.raises(
+        UserError, match=r"in model \('checkpoints/qwen3-tiny', now 'other'\), repeat \(None, now 2\)"
+    ):
         writer(tmp_path, resume=True, spec="name: synthetic\nmodel: other\nrepeat: 2\n")
     assert len(writer(tmp_path, resume=True).finished) == 18
 

@@ -1,0 +1,105 @@
+"""Whether a folder may take a run: empty of tables, or the same run's to continue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayk.reports.files import TABLES
+from rayk.types.errors import UserError
+
+FACTS = ("git_commit", "python", "platform", "packages", "devices")
+"""Parts of environment.json that say what measured a cell."""
+_SHOWN = 40
+
+
+def check_directory(
+    directory: str | Path,
+    spec_yaml: str,
+    *,
+    resume: bool,
+    inputs: Mapping[str, str] | None = None,
+    renew: Callable[[str], str] = str,
+) -> None:
+    """Refuse a folder that holds tables, unless resuming the same run. Raises UserError.
+
+    inputs: name -> hash of the files a run reads (model, prompts), which must not have changed.
+    renew:  brings an older spec.yaml up to date, so that keys added since do not count as changes.
+    """
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(problem="is a file, not a folder", where=str(folder))
+    if not any((folder / f"{name}.parquet").exists() for name in TABLES):
+        return
+    if not resume:
+        raise UserError(
+            problem="already holds a run's tables",
+            where=str(folder),
+            mend="--resume to continue it, or another --out",
+        )
+    path = folder / "spec.yaml"
+    changed = differences(_read_spec(path, renew), yaml.safe_load(spec_yaml))
+    if changed:
+        raise UserError(
+            problem=f"cannot resume: the spec differs from the run's in {', '.join(changed)}",
+            where=str(path),
+            mend="the same spec and --set options, or another --out",
+        )
+    before = read_environment(folder).get("inputs", {})
+    replaced = [name for name, digest in (inputs or {}).items() if before.get(name, digest) != digest]
+    if replaced:
+        raise UserError(
+            problem=f"cannot resume: changed since the run began: {', '.join(replaced)}",
+            where=str(folder),
+            mend="the same files as before, or another --out",
+        )
+
+
+def differences(before: Any, now: Any) -> list[str]:
+    """Dotted keys with unlike values, e.g. `sampling.max_tokens (24, now 8)`."""
+    old, new = dict(_flatten(before)), dict(_flatten(now))
+    found = []
+    for key in {**old, **new}:
+        values = [repr(side.get(key)) for side in (old, new)]
+        if old.get(key) != new.get(key):
+            short = all(len(v) <= _SHOWN for v in values)
+            found.append(f"{key} ({values[0]}, now {values[1]})" if short else key)
+    return found
+
+
+def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What measures differs from what measured: versions, commit, devices; only facts both sides know."""
+    known = [k for k in FACTS if before.get(k) is not None and now.get(k) is not None]
+    return differences({k: before[k] for k in known}, {k: now[k] for k in known})
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """environment.json; empty if there is none that can be read."""
+    try:
+        found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_spec(path: Path, renew: Callable[[str], str]) -> Any:
+    try:
+        return yaml.safe_load(renew(path.read_text(encoding="utf-8"))) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            problem=f"cannot resume: the run's spec cannot be read: {error}",
+            where=str(path),
+            mend="another --out",
+        ) from error
+
+
+def _flatten(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
