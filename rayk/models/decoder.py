@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
     from rayk.models.config import DecoderConfig, RopeConfig
     from rayk.models.layers.embedding import LmHead, VocabEmbedding
-    from rayk.models.layers.norm import RMSNorm
+    from rayk.models.layers.norm import Norm
     from rayk.models.layers.rope import Rotary, Rotation
+    from rayk.parallel.comm import Comm
 
 
 class Mixer(Protocol):
     """What mixes tokens in a layer: attention, or a state-space mixer."""
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], the same on every rank."""
+        """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
         ...
 
 
@@ -30,24 +31,45 @@ class Mlp(Protocol):
     """The feed-forward half of a layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], the same on every rank."""
+        """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); each half normed once more where there are such norms."""
 
-    input_norm: RMSNorm
+    input_norm: Norm
     mixer: Mixer
-    mlp_norm: RMSNorm
+    post_mixer_norm: Norm | None
+    mlp_norm: Norm
     mlp: Mlp
+    post_mlp_norm: Norm | None
     rope: RopeConfig | None
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
-        x = x + self.mixer.forward(self.input_norm.forward(x), rotation, metadata)
-        return x + self.mlp.forward(self.mlp_norm.forward(x))
+        mixed = self.mixer.forward(self.input_norm.forward(x), rotation, metadata)
+        x = x + (mixed if self.post_mixer_norm is None else self.post_mixer_norm.forward(mixed))
+        out = self.mlp.forward(self.mlp_norm.forward(x))
+        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm.forward(out))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayer:
+    """x + mixer(n) + mlp(n), where n = norm(x); the halves' partial sums are added in one go."""
+
+    input_norm: Norm
+    mixer: Mixer
+    mlp: Mlp
+    rope: RopeConfig | None
+    comm: Comm
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        normed = self.input_norm.forward(x)
+        out = self.mixer.forward(normed, rotation, metadata) + self.mlp.forward(normed)
+        return x + (self.comm.all_reduce(out) if self.comm.size > 1 else out)
 
 
 class Decoder:
@@ -58,8 +80,8 @@ class Decoder:
         *,
         config: DecoderConfig,
         embedding: VocabEmbedding,
-        layers: tuple[Layer, ...],
-        final_norm: RMSNorm,
+        layers: tuple[Layer | ParallelLayer, ...],
+        final_norm: Norm,
         lm_head: LmHead,
         rotaries: tuple[Rotary, ...],
     ) -> None:

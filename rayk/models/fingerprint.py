@@ -40,11 +40,15 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
         "head_sizes": f"k {config.head_size_k}, v {config.head_size_v}",
         "windows": _per_layer([layer.window for layer in config.layers]),
         "rope": _per_layer(ropes),
-        "rms_norm_eps": repr(config.rms_norm_eps),
+        "norm": json.dumps(asdict(config.norm)),
         "attention_settings": (
             f"qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, qk_norm {config.qk_norm}, "
-            f"scale {config.attention_scale!r}"
+            f"scale {config.attention_scale!r}, sinks {config.sinks}, "
+            f"soft_cap {config.attention_soft_cap!r}"
         ),
+        # Keys and values of a layer are made of all that the layers below it computed.
+        "block": f"{config.block}, embedding scale {config.embedding_scale!r}",
+        "mlps": _per_layer([asdict(layer.mlp) for layer in config.layers]),
         "vocab_size": str(config.vocab_size),
         "weights": weights_digest(Path(path)),
     }

@@ -12,6 +12,7 @@ from rayk.models.headers import INDEX_FILE, indexed_files
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     import torch
@@ -52,8 +53,10 @@ def _open(file: Path) -> Any:
 class WeightReader:
     """Pieces of a checkpoint's tensors; only what is asked for is read from the files."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self._files = weight_files(Path(folder))
+    def __init__(self, folder: str | Path, plain: Callable[[str], str] = str) -> None:
+        """`plain`: a tensor's name on disk -> the name it is asked for by."""
+        files = weight_files(Path(folder))
+        self._files = {plain(name): (file, name) for name, file in files.items()}
         self._folder = Path(folder)
         self._open = contextlib.ExitStack()
         self._handles: dict[Path, Any] = {}
@@ -88,17 +91,18 @@ class WeightReader:
     ) -> torch.Tensor:
         """`rows` (and `columns`) of the tensor `name`, whose whole shape must be `shape`.
 
-        In the checkpoint's dtype, on the CPU. Raises CheckpointError naming tensor and file.
+        Rows are of the first axis, columns of the second. In the checkpoint's dtype, on the CPU.
+        Raises CheckpointError naming tensor and file.
         """
-        file = self._files.get(name)
-        if file is None:
+        if name not in self._files:
             raise CheckpointError(
                 f"tensor {name} is missing",
                 where=str(self._folder),
                 mend="the weights do not belong to this config.json, or files are missing",
             )
+        file, stored_name = self._files[name]
         try:
-            stored = self._handle(file).get_slice(name)
+            stored = self._handle(file).get_slice(stored_name)
             found = tuple(stored.get_shape())
         except SafetensorError as error:
             raise CheckpointError(f"tensor {name}: {error}", where=str(file)) from error

@@ -57,7 +57,7 @@ def flip_last_weight(folder: Path) -> None:
         (
             "qwen3",
             replace_in_config('"rms_norm_eps": 1e-06', '"rms_norm_eps": 2e-06'),
-            ["model.rms_norm_eps"],
+            ["model.norm"],
         ),
     ],
     ids=["weights", "rope", "window", "eps"],

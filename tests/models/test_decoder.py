@@ -13,6 +13,8 @@ from rayk.models.layers import linear
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
 from tests.models.tiny import (
+    LONGROPE,
+    YARN,
     Checkpoint,
     Paged,
     assert_right,
@@ -58,6 +60,17 @@ VARIANTS = {
     ),
     "mistral": ("mistral", {"sliding_window": 21, "head_dim": 24}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "phi3": ("phi3", {"sliding_window": 21}),
+    "phi3-longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+    ),
+    "gemma3": ("gemma3", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 0.5}),
+    "gemma3-tied-biases": ("gemma3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "cohere2": ("cohere2", {"tie_word_embeddings": True}),
+    "cohere2-biases": ("cohere2", {"attention_bias": True}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 
 

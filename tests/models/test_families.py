@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,59 +10,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rayk.models.config import ExpertsConfig, NormConfig, RopeConfig
 from rayk.models.families import FAMILIES, SUPPORTED, load_config, parse_config
-from rayk.models.layers.rope import inverse_frequencies
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
+from tests.models import released
+from tests.models.released import small
 from tests.models.tiny import CLASSES
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
 
-
-def values(family: str, **changes: Any) -> dict[str, Any]:
-    """The family's debug config.json, in the old form of released checkpoints."""
-    made = {
-        **FAMILIES[family].tiny,
-        "architectures": [FAMILIES[family].architecture],
-        "vocab_size": 300,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": [2, 7],
-        **changes,
-    }
-    return {key: value for key, value in made.items() if value != "absent"}
+def config_class(raw: dict[str, Any]) -> Any:
+    """transformers' config of a config.json, or of its text model."""
+    name = raw["architectures"][0].replace("ForConditionalGeneration", "ForCausalLM")
+    (family,) = (family for family, (_, model) in CLASSES.items() if model == name)
+    values = raw.get("text_config", raw)
+    return getattr(transformers, CLASSES[family][0])(**copy.deepcopy(values))
 
 
 def test_supported_lists_every_family() -> None:
     assert set(FAMILIES) == set(CLASSES)
     assert SUPPORTED == (
-        "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+        "Cohere2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM",
+        "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", list(released.SMALL))
 @pytest.mark.parametrize("form", ["old", "new"])
 def test_both_forms_of_config_json(family: str, form: str) -> None:
     """What save_pretrained of this transformers writes, and what released checkpoints hold."""
-    raw = values(family)
+    raw = small(family)
     if form == "new":
-        raw = getattr(transformers, CLASSES[family][0])(**raw).to_dict()
-        assert "rope_parameters" in raw
-        assert "rope_theta" not in raw
-        raw |= {"architectures": [FAMILIES[family].architecture]}
+        raw = in_new_form(raw)
     config = parse_config(raw)
-    tiny = FAMILIES[family].tiny
     assert config.family == family
     assert config.num_layers == len(config.layers) == 4
-    assert config.head_size == tiny.get("head_dim", 16)
+    assert config.head_size == (24 if family == "mistral" else 16)
     assert config.dtype == "bfloat16"
     assert config.eos_token_ids == (2, 7)
     rope = config.layers[0].rope
@@ -71,6 +56,106 @@ def test_both_forms_of_config_json(family: str, form: str) -> None:
     assert {layer.window for layer in config.layers} == {50 if family == "mistral" else None}
     assert config.qkv_bias == (family == "qwen2")
     assert config.qk_norm == (family == "qwen3")
+
+
+def in_new_form(raw: dict[str, Any]) -> dict[str, Any]:
+    """As this transformers writes the same model."""
+    made = config_class(raw).to_dict()
+    assert "rope_parameters" in made
+    assert not {"rope_theta", "rope_scaling", "torch_dtype"} & made.keys()
+    return dict(made) | {"architectures": raw["architectures"]}
+
+
+RELEASED = {
+    "gemma-3-1b": released.GEMMA_3_1B,
+    "phi-3-mini-4k": released.PHI_3_MINI_4K,
+    "phi-4-mini": released.PHI_4_MINI,
+    "command-r7b": released.COMMAND_R7B,
+    "gpt-oss-20b": {k: v for k, v in released.GPT_OSS_20B.items() if k != "quantization_config"},
+}
+
+
+@pytest.mark.parametrize("raw", RELEASED.values(), ids=RELEASED)
+def test_released_checkpoints_in_both_forms(raw: dict[str, Any]) -> None:
+    config = parse_config(raw)
+    assert parse_config(in_new_form(raw)) == config
+    theirs = config_class(raw)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+    assert [layer.window for layer in config.layers] == [
+        theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds
+    ]
+    assert config.tie_embeddings == theirs.tie_word_embeddings
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.vocab_size == theirs.vocab_size
+
+
+def test_gemma_3_1b() -> None:
+    config = parse_config(released.GEMMA_3_1B)
+    assert [i for i, layer in enumerate(config.layers) if layer.window is None] == [5, 11, 17, 23]
+    assert config.layers[5].rope == RopeConfig(kind="default", theta=1e6, rotary_size=256)
+    assert config.layers[4].rope == RopeConfig(kind="default", theta=1e4, rotary_size=256)
+    assert config.layers[4].window == 512
+    assert config.norm == NormConfig(eps=1e-6, wide=True, offset=1.0)
+    assert config.attention_scale == 1 / 16
+    assert config.embedding_scale == 1152**0.5
+    assert config.attention_soft_cap is None
+    assert config.final_soft_cap is None
+    assert (config.block, config.qk_norm, config.tie_embeddings) == ("post_norms", True, True)
+
+
+def test_gemma_3_4b_is_its_text_model() -> None:
+    """What text_config leaves out is what transformers' class says."""
+    config = parse_config(released.GEMMA_3_4B)
+    theirs = config_class(released.GEMMA_3_4B)
+    assert (config.num_query_heads, config.num_kv_heads, config.head_size) == (8, 4, 256)
+    assert config.vocab_size == theirs.vocab_size == 262208
+    assert config.max_positions == theirs.max_position_embeddings == 131072
+    assert config.layers[5].rope == RopeConfig(kind="linear", theta=1e6, rotary_size=256, factor=8.0)
+    assert config.layers[0].rope == RopeConfig(kind="default", theta=1e4, rotary_size=256)
+    assert config.layers[0].window == 1024
+    assert (config.dtype, config.eos_token_ids, config.bos_token_id) == ("bfloat16", (1, 106), 2)
+    assert config.tie_embeddings
+
+
+def test_phi_4_mini_serves_what_the_short_factors_reach() -> None:
+    config = parse_config(released.PHI_4_MINI)
+    rope = config.layers[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.rotary_size, rope.short_factors) == ("longrope", 96, (1.0,) * 48)
+    assert config.head_size == 128
+    assert (config.max_positions, config.stated_positions) == (4096, 131072)
+    assert all(text in config.positions_text for text in ("4096 positions", "131072", "longrope"))
+    plain = parse_config(released.PHI_3_MINI_4K)
+    assert plain.positions_text == "the model's 4096 positions"
+    assert plain.layers[0].window == 2047
+    for name in ("su", "yarn"):
+        old = released.PHI_4_MINI["rope_scaling"] | {"type": name}
+        assert parse_config(released.PHI_4_MINI | {"rope_scaling": old}) == config
+
+
+def test_command_r7b() -> None:
+    config = parse_config(released.COMMAND_R7B)
+    rope = RopeConfig(kind="default", theta=5e4, rotary_size=128, pairing="interleaved")
+    assert [layer.rope for layer in config.layers] == [rope, rope, rope, None] * 8
+    assert [layer.window for layer in config.layers] == [4096, 4096, 4096, None] * 8
+    assert config.norm == NormConfig(kind="layer", eps=1e-5, wide=True)
+    assert (config.block, config.logit_scale, config.tie_embeddings) == ("parallel", 0.25, True)
+
+
+def test_gpt_oss_20b() -> None:
+    with pytest.raises(UnsupportedArchitecture, match="mxfp4: quantized weights") as caught:
+        parse_config(released.GPT_OSS_20B)
+    assert "Mxfp4Config(dequantize=True)" in str(caught.value)
+    config = parse_config(RELEASED["gpt-oss-20b"])
+    assert [layer.window for layer in config.layers] == [128, None] * 12
+    assert config.layers[0].mlp == ExpertsConfig(
+        num_experts=32, num_chosen=4, intermediate_size=2880, alpha=1.702, limit=7.0
+    )
+    rope = config.layers[0].rope
+    assert rope is not None
+    assert (rope.kind, rope.theta, rope.truncate) == ("yarn", 150000.0, False)
+    assert (config.sinks, config.qkv_bias, config.o_bias) == (True, True, True)
+    assert config.norm == NormConfig(eps=1e-5, wide=True)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +177,7 @@ def test_both_forms_of_config_json(family: str, form: str) -> None:
 )
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_windows_by_layer(family: str, changes: dict[str, Any], windows: list[int | None]) -> None:
-    raw = values(family, **changes)
+    raw = small(family, **changes)
     assert [layer.window for layer in parse_config(raw).layers] == windows
     theirs = getattr(transformers, CLASSES[family][0])(**raw)
     assert windows == [
@@ -101,37 +186,15 @@ def test_windows_by_layer(family: str, changes: dict[str, Any], windows: list[in
 
 
 def test_defaults_where_config_json_is_silent() -> None:
-    assert parse_config(values("qwen3", head_dim="absent")).head_size == 128
-    assert parse_config(values("llama", head_dim="absent")).head_size == 8
-    assert parse_config(values("llama", head_dim=None)).head_size == 8
-    assert parse_config(values("llama", num_key_value_heads="absent")).num_kv_heads == 8
-    assert parse_config(values("llama", rms_norm_eps="absent")).rms_norm_eps == 1e-6
-    assert parse_config(values("llama", torch_dtype="absent")).dtype == "float32"
-    assert parse_config(values("llama", torch_dtype="absent", dtype="float16")).dtype == "float16"
-    assert parse_config(values("llama", eos_token_id="absent")).eos_token_ids == ()
-    assert parse_config(values("mistral", sliding_window=None)).layers[0].window is None
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 3.0},
-        LLAMA3,
-        {**LLAMA3, "low_freq_factor": 2.0, "factor": 32.0},
-    ],
-)
-def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
-    raw = values("llama", rope_scaling=rope, head_dim=64)
-    config = parse_config(raw).layers[0].rope
-    assert config is not None
-    theirs = transformers.LlamaConfig(**raw)
-    if rope["rope_type"] == "default":
-        module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
-        expected = module.inv_freq
-    else:
-        expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs)
-    assert torch.equal(inverse_frequencies(config), expected)
+    assert parse_config(small("qwen3", head_dim="absent")).head_size == 128
+    assert parse_config(small("llama", head_dim="absent")).head_size == 8
+    assert parse_config(small("llama", head_dim=None)).head_size == 8
+    assert parse_config(small("llama", num_key_value_heads="absent")).num_kv_heads == 8
+    assert parse_config(small("llama", rms_norm_eps="absent")).norm.eps == 1e-6
+    assert parse_config(small("llama", torch_dtype="absent")).dtype == "float32"
+    assert parse_config(small("llama", torch_dtype="absent", dtype="float16")).dtype == "float16"
+    assert parse_config(small("llama", eos_token_id="absent")).eos_token_ids == ()
+    assert parse_config(small("mistral", sliding_window=None)).layers[0].window is None
 
 
 @pytest.mark.parametrize(
@@ -143,16 +206,23 @@ def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
         ({"hidden_size": "64"}, CheckpointError, "`hidden_size` must be a positive integer"),
         ({"num_hidden_layers": 0}, CheckpointError, "`num_hidden_layers` must be a positive"),
         ({"num_key_value_heads": 3}, CheckpointError, "3 does not divide"),
-        ({"head_dim": 15}, CheckpointError, "15 is odd"),
+        ({"head_dim": 15}, CheckpointError, "15 of `head_dim` 15 cannot rotate"),
         ({"rms_norm_eps": -1.0}, CheckpointError, "`rms_norm_eps` must be a positive number"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "true or false"),
         ({"eos_token_id": "</s>"}, CheckpointError, "`eos_token_id` must be token ids"),
         ({"hidden_act": "gelu"}, UnsupportedArchitecture, "`hidden_act` 'gelu'"),
         ({"torch_dtype": "int8"}, UnsupportedArchitecture, "`dtype` 'int8'"),
         ({"quantization_config": {"bits": 4}}, UnsupportedArchitecture, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, UnsupportedArchitecture, "'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, CheckpointError, "rope: `factor` is missing"),
+        ({"rope_scaling": {"type": "su"}}, UnsupportedArchitecture, "'su'"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, UnsupportedArchitecture, "'dynamic'"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, UnsupportedArchitecture, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, UnsupportedArchitecture, "'proportional'"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, CheckpointError, "`short_factor` must list 8 numbers"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0]}},
+            CheckpointError,
+            "`short_factor` must list positive numbers",
+        ),
         ({"rope_scaling": {"type": "linear"}}, CheckpointError, "rope: `factor` is missing"),
         ({"rope_scaling": [1]}, CheckpointError, "must be an object"),
         (
@@ -168,8 +238,39 @@ def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
 )
 def test_refusals(changes: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match) as caught:
-        parse_config(values("qwen3", **changes), where="/models/x/config.json")
+        parse_config(small("qwen3", **changes), where="/models/x/config.json")
     assert str(caught.value).startswith("/models/x/config.json")
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "error", "match"),
+    [
+        (
+            released.GEMMA_3_1B,
+            {"use_bidirectional_attention": True},
+            UnsupportedArchitecture,
+            "bidirectional",
+        ),
+        (released.GEMMA_3_1B, {"hidden_activation": "relu"}, UnsupportedArchitecture, "`hidden_activation`"),
+        (released.GEMMA_3_1B, {"text_config": 3}, CheckpointError, "`text_config` must be an object"),
+        (released.GEMMA_3_1B, {"rope_scaling": {"type": "dynamic"}}, UnsupportedArchitecture, "'dynamic'"),
+        (
+            released.GEMMA_3_1B,
+            {"rope_parameters": {"rope_type": "default"}},
+            CheckpointError,
+            "an object per layer type",
+        ),
+        (RELEASED["gpt-oss-20b"], {"num_experts_per_tok": 33}, UnsupportedArchitecture, "33 is more than"),
+        (released.PHI_4_MINI, {"partial_rotary_factor": 0.5}, CheckpointError, "must list 32 numbers"),
+        (released.PHI_3_MINI_4K, {"rope_scaling": "no"}, CheckpointError, "must be an object"),
+        (released.COMMAND_R7B, {"logit_scale": 0}, CheckpointError, "`logit_scale` must be a positive"),
+    ],
+)
+def test_refusals_of_one_family(
+    raw: dict[str, Any], changes: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        parse_config(raw | changes)
 
 
 def test_unsupported_architecture_lists_what_is() -> None:
@@ -210,13 +311,13 @@ def test_unreadable_config(tmp_path: Path, text: str, match: str) -> None:
 
 
 def test_folder_without_weights(tmp_path: Path) -> None:
-    folder(tmp_path, json.dumps(values("llama")), "pytorch_model.bin")
+    folder(tmp_path, json.dumps(small("llama")), "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"no .safetensors weights \(only pytorch_model.bin\)"):
         load_config(tmp_path)
 
 
 def test_generation_config_decides_the_end_of_sequence(tmp_path: Path) -> None:
-    folder(tmp_path, json.dumps(values("llama", eos_token_id=2)), "model.safetensors")
+    folder(tmp_path, json.dumps(small("llama", eos_token_id=2)), "model.safetensors")
     assert load_config(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert load_config(tmp_path).eos_token_ids == (5, 6)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from rayk.models.families import load_config, parse_config
 from rayk.models.fingerprint import fingerprint, weights_digest
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.errors import CheckpointError
-from tests.models.test_families import values
+from tests.models import released
+from tests.models.released import small
 from tests.models.tiny import Checkpoint, write_checkpoint
 
 
@@ -88,25 +90,78 @@ def test_large_tensors_are_sampled_over_their_whole_length(
         ({"sliding_window": 51}, {"windows"}),
         ({"sliding_window": None}, {"windows"}),
         ({"num_hidden_layers": 5}, {"num_layers"}),
-        ({"rms_norm_eps": 1e-6}, {"rms_norm_eps"}),
+        ({"rms_norm_eps": 1e-6}, {"norm"}),
         ({"num_key_value_heads": 4}, {"num_kv_heads"}),
         ({"head_dim": 32}, {"head_sizes", "rope", "attention_settings"}),
         ({"vocab_size": 301}, {"vocab_size"}),
+        ({"intermediate_size": 140}, {"mlps"}),
         ({"max_position_embeddings": 4096, "torch_dtype": "float16"}, set()),
     ],
 )
 def test_each_setting_shows_in_its_field(
     saved: Checkpoint, changes: dict[str, object], fields: set[str]
 ) -> None:
-    before = fingerprint(saved.path, parse_config(values("mistral")))
-    after = fingerprint(saved.path, parse_config(values("mistral", **changes)))
+    before = fingerprint(saved.path, parse_config(small("mistral")))
+    after = fingerprint(saved.path, parse_config(small("mistral", **changes)))
     assert differing(before, after) == fields
+
+
+ROPE = released.PHI_4_MINI["rope_scaling"]
+YARN = released.GPT_OSS_20B["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "fields"),
+    [
+        (released.GEMMA_3_1B, {"rope_local_base_freq": 10001}, {"rope"}),
+        (released.GEMMA_3_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope"}),
+        (released.GEMMA_3_1B, {"sliding_window_pattern": 5}, {"windows", "rope"}),
+        (released.GEMMA_3_1B, {"query_pre_attn_scalar": 255}, {"attention_settings"}),
+        (released.GEMMA_3_1B, {"hidden_size": 1148}, {"block"}),
+        (released.GEMMA_3_1B, {"hidden_activation": "silu"}, {"mlps"}),
+        (released.GEMMA_3_1B, {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}, set()),
+        (released.PHI_4_MINI, {"rope_scaling": ROPE | {"short_factor": [1.0] * 47 + [2.0]}}, {"rope"}),
+        (released.PHI_4_MINI, {"rope_scaling": ROPE | {"long_factor": [2.0] * 48}}, set()),
+        (released.PHI_4_MINI, {"max_position_embeddings": 65536}, {"rope"}),
+        (released.GPT_OSS_20B, {"rope_scaling": YARN | {"truncate": True}}, {"rope"}),
+        (released.GPT_OSS_20B, {"rope_scaling": YARN | {"beta_fast": 31.0}}, {"rope"}),
+        (released.GPT_OSS_20B, {"rope_scaling": YARN | {"attention_factor": 1.0}}, {"rope"}),
+        (released.GPT_OSS_20B, {"num_experts_per_tok": 2}, {"mlps"}),
+        (released.GPT_OSS_20B, {"swiglu_limit": 6.0}, {"mlps"}),
+        (released.COMMAND_R7B, {"layer_norm_eps": 1e-6}, {"norm"}),
+        (released.COMMAND_R7B, {"logit_scale": 0.5}, set()),
+    ],
+)
+def test_each_setting_of_one_family(
+    saved: Checkpoint, raw: dict[str, Any], changes: dict[str, Any], fields: set[str]
+) -> None:
+    raw = {k: v for k, v in raw.items() if k != "quantization_config"}
+    before, after = (fingerprint(saved.path, parse_config(values)) for values in (raw, raw | changes))
+    assert differing(before, after) == fields
+
+
+def test_what_families_differ_in_shows(saved: Checkpoint) -> None:
+    config = parse_config(released.COMMAND_R7B)
+    before = fingerprint(saved.path, config)
+    rope = config.layers[0].rope
+    assert rope is not None
+    turned = dataclasses.replace(config.layers[0], rope=dataclasses.replace(rope, pairing="half"))
+    for changes, field in (
+        ({"layers": (turned, *config.layers[1:])}, "rope"),
+        ({"block": "sequential"}, "block"),
+        ({"sinks": True}, "attention_settings"),
+        ({"attention_soft_cap": 50.0}, "attention_settings"),
+        ({"norm": dataclasses.replace(config.norm, kind="rms")}, "norm"),
+        ({"norm": dataclasses.replace(config.norm, offset=1.0)}, "norm"),
+    ):
+        after = fingerprint(saved.path, dataclasses.replace(config, **changes))
+        assert differing(before, after) == {field}
 
 
 def test_layers_that_differ_are_told_apart(saved: Checkpoint) -> None:
     settings = {"use_sliding_window": True, "sliding_window": 40}
     prints = [
-        fingerprint(saved.path, parse_config(values("qwen3", **settings, max_window_layers=n)))
+        fingerprint(saved.path, parse_config(small("qwen3", **settings, max_window_layers=n)))
         for n in (0, 1, 2)
     ]
     assert [p["windows"] for p in prints] == ["40", "[[1, null], [3, 40]]", "[[2, null], [2, 40]]"]
@@ -119,7 +174,7 @@ def test_unreadable_weights(tmp_path: Path) -> None:
 
 
 def test_kv_specs_follow_the_layers() -> None:
-    raw = values("qwen3", use_sliding_window=True, sliding_window=40, max_window_layers=3)
+    raw = small("qwen3", use_sliding_window=True, sliding_window=40, max_window_layers=3)
     config = parse_config(raw)
     full = FullAttentionSpec(16, 2, 16, 16, "float32", 8)
     sliding = SlidingWindowSpec(16, 2, 16, 16, "float32", 8, 40)

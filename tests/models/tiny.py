@@ -40,25 +40,87 @@ CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
 }
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+    "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.75,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILY_DIMS: dict[str, dict[str, Any]] = {
+    "phi3": {"head_dim": "absent", "hidden_size": 128, "pad_token_id": 0},
+    "gemma3": {
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "query_pre_attn_scalar": 24,
+    },
+    "cohere2": {
+        "head_dim": "absent",
+        "hidden_size": 128,
+        "rms_norm_eps": "absent",
+        "layer_norm_eps": 1e-3,
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "logit_scale": 0.4,
+    },
+    "gpt_oss": {
+        "sliding_window": 21,
+        "rope_parameters": YARN,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,  # small, so that it cuts
+    },
+}
+"""Family -> what it has beyond, or instead of, DIMS."""
 
 
 def reference_model(family: str, **overrides: Any) -> Any:
     """A transformers model in float32 with every parameter drawn: norms not 1, biases not 0."""
     config_class, model_class = CLASSES[family]
-    values = {key: v for key, v in (DIMS | overrides).items() if v != "absent"}
-    config = getattr(transformers, config_class)(**values, attn_implementation="eager")
-    torch.manual_seed(7)
+    chosen = copy.deepcopy(DIMS | FAMILY_DIMS.get(family, {}) | overrides)
+    values = {key: v for key, v in chosen.items() if v != "absent"}
+    config = getattr(transformers, config_class)(
+        **values, attn_implementation="eager", experts_implementation="eager"
+    )
     model = getattr(transformers, model_class)(config).eval().float()
+    draw(model)
+    return model
+
+
+def draw(model: Any) -> None:
+    """Every parameter anew, in place."""
+    torch.manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or name.endswith("sinks"):
                 parameter.normal_(0, 1.0)
             else:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
-    return model
+                # x @ W layouts (experts) have their inputs on the axis before the last.
+                fan_in = parameter.shape[-2 if parameter.dim() == 3 else -1]
+                parameter.normal_(0, 1.5 / fan_in**0.5)
 
 
 @dataclass

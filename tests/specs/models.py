@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rayk.models.config import DecoderConfig, LayerConfig, MlpConfig
+from rayk.models.config import DecoderConfig, LayerConfig, MlpConfig, NormConfig
 
 
 def decoder(windows: tuple[int | None, ...] = (None, None), **changes: Any) -> DecoderConfig:
@@ -20,8 +20,7 @@ def decoder(windows: tuple[int | None, ...] = (None, None), **changes: Any) -> D
         "head_size": 16,
         "vocab_size": 500,
         "max_positions": 1024,
-        "rms_norm_eps": 1e-6,
-        "intermediate_size": 128,
+        "norm": NormConfig(eps=1e-6),
         "tie_embeddings": False,
         "dtype": "bfloat16",
         "layers": tuple(LayerConfig(window=w, rope=None, mlp=mlp) for w in windows),

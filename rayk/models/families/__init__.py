@@ -1,7 +1,7 @@
 """The model families: each maps its config.json and its weight names. Free of torch.
 
-A new family is one module here (config mapping, weight names, a tiny debug config) and one entry in
-`_MODULES`; the decoder knows only `DecoderConfig`.
+A new family is one module here (config mapping and weight names) and one entry in `_MODULES`; the
+decoder knows only `DecoderConfig`.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from rayk.models.config import DecoderConfig
-from rayk.models.families import llama, mistral, qwen2, qwen3
+from rayk.models.families import cohere2, gemma3, gpt_oss, llama, mistral, phi3, qwen2, qwen3
 from rayk.models.families.common import Family, WeightNames
 from rayk.models.families.raw import RawConfig, read_json
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 __all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
 
-_MODULES = (llama, mistral, qwen2, qwen3)
+_MODULES = (llama, mistral, qwen2, qwen3, phi3, gemma3, cohere2, gpt_oss)
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
-SUPPORTED: tuple[str, ...] = tuple(sorted(family.architecture for family in FAMILIES.values()))
-"""Architectures, as config.json names them."""
+_BY_ARCHITECTURE = {name: family for family in FAMILIES.values() for name in family.architectures}
 
-_BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
+SUPPORTED: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
+"""Architectures, as config.json names them."""
 
 
 def load_config(model_path: str | Path) -> DecoderConfig:
@@ -66,7 +66,7 @@ def parse_config(values: dict[str, object], where: str = "config.json") -> Decod
             architecture=str(names[0]),
             supported=SUPPORTED,
         )
-    return family.parse(RawConfig(values, where, family.architecture))
+    return family.parse(RawConfig(values, where, str(names[0])))
 
 
 def _generation_eos(folder: Path) -> dict[str, object]:

@@ -1,27 +1,34 @@
-"""The parts that llama-like families share: rope, windows, weight names, and the config itself."""
+"""The parts that families share: windows, activations, weight names, and the config itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rayk.models.config import DecoderConfig, LayerConfig, MlpConfig, RopeConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig, NormConfig
+from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rayk.models.config import RopeConfig
     from rayk.models.families.raw import RawConfig
 
-ROPE_KINDS = ("default", "linear", "llama3")
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS: Mapping[str, str] = MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
+"""config.json's name -> MlpConfig's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightNames:
-    """Names on disk of the decoder's parameters. `{i}` in a layer's name is the layer index."""
+    """Names on disk of the decoder's parameters. `{i}` in a layer's name is the layer index.
+
+    Parameters that share a name on disk are rows of one tensor, in the order in which the decoder
+    stacks them (q, k, v; gate, up).
+    """
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
@@ -30,31 +37,41 @@ class WeightNames:
     """The decoder's own name of a layer's parameter -> name on disk."""
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Tensors that old checkpoints carry and nothing reads."""
+    ignored_prefixes: tuple[str, ...] = ()
+    """Tensors of parts that are not text, which nothing reads."""
+    nested: tuple[tuple[str, str], ...] = ()
+    """How names may begin where the text model is part of a larger one -> how the names above begin."""
 
     def in_layer(self, index: int, parameter: str) -> str:
         """Name on disk of `parameter` of layer `index`."""
         return self.layer[parameter].format(i=index)
 
+    def plain(self, stored: str) -> str:
+        """`stored` as the names above have it."""
+        for prefix, ours in self.nested:
+            if stored.startswith(prefix):
+                return ours + stored.removeprefix(prefix)
+        return stored
 
-LLAMA_WEIGHTS = WeightNames(
-    layer=MappingProxyType(
-        {
-            "input_norm.weight": "model.layers.{i}.input_layernorm.weight",
-            "mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-            "q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-            "k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-            **{
-                f"{name}.{part}": f"model.layers.{{i}}.{module}.{name}_proj.{part}"
-                for module, names in (
-                    ("self_attn", ("q", "k", "v", "o")),
-                    ("mlp", ("gate", "up", "down")),
-                )
-                for name in names
-                for part in ("weight", "bias")
-            },
-        }
-    )
+
+LLAMA_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "input_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+        "k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+        **{
+            f"{name}.{part}": f"model.layers.{{i}}.{module}.{name}_proj.{part}"
+            for module, names in (
+                ("self_attn", ("q", "k", "v", "o")),
+                ("mlp", ("gate", "up", "down")),
+            )
+            for name in names
+            for part in ("weight", "bias")
+        },
+    }
 )
+LLAMA_WEIGHTS = WeightNames(layer=LLAMA_LAYER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,27 +79,11 @@ class Family:
     """All that rayk knows of one model family."""
 
     name: str
-    architecture: str
+    architectures: tuple[str, ...]
+    """As config.json names them."""
     parse: Callable[[RawConfig], DecoderConfig]
     """config.json -> DecoderConfig. Raises CheckpointError and UnsupportedArchitecture."""
     weights: WeightNames
-    tiny: Mapping[str, Any]
-    """config.json values of a small debug model of the real architecture."""
-
-
-TINY_COMMON: Mapping[str, Any] = MappingProxyType(
-    {
-        "hidden_size": 64,
-        "intermediate_size": 136,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-    }
-)
 
 
 def parse_llama_like(
@@ -92,17 +93,18 @@ def parse_llama_like(
     windows: tuple[int | None, ...],
     head_size: int | None = None,
     num_kv_heads: int | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
+    ropes: tuple[RopeConfig | None, ...] | None = None,
+    norm: NormConfig | None = None,
+    mlp: MlpConfig | ExpertsConfig | None = None,
+    tied: bool = False,
 ) -> DecoderConfig:
-    """The config of a pre-norm decoder with GQA attention and a gated MLP in every layer.
+    """The config of a decoder with GQA attention and one kind of feed-forward half.
 
-    `windows` has one entry per layer. `head_size` and `num_kv_heads` are the family's defaults
-    where config.json has none (hidden / heads; required).
+    `windows` has one entry per layer, as has `ropes` (else all have the same). `head_size`,
+    `num_kv_heads` and `tied` are the family's defaults where config.json has none (hidden / heads;
+    required). What else a family differs in, it replaces in the result.
     """
-    _refuse_unknown_settings(raw)
+    _refuse_quantized(raw)
     hidden_size = raw.count("hidden_size")
     num_query_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.count("num_key_value_heads", num_kv_heads)
@@ -111,9 +113,11 @@ def parse_llama_like(
             f"`num_key_value_heads` {num_kv_heads} does not divide `num_attention_heads` {num_query_heads}",
             where=raw.where,
         )
-    head_size = raw.count("head_dim", head_size or max(1, hidden_size // num_query_heads))
-    rope = parse_rope(raw, head_size)
-    mlp = MlpConfig(intermediate_size=raw.count("intermediate_size"), bias=mlp_bias)
+    head_size = raw.count("head_dim", head_size or default_head_size(raw))
+    ropes = ropes or (parse_rope(raw, head_size),) * len(windows)
+    mlp = mlp or parse_mlp(raw)
+    stated = raw.count("max_position_embeddings")
+    served = min((r.original_max_positions for r in ropes if r and r.kind == "longrope"), default=stated)
     return DecoderConfig(
         architecture=raw.architecture,
         family=family,
@@ -123,31 +127,49 @@ def parse_llama_like(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         vocab_size=raw.count("vocab_size"),
-        max_positions=raw.count("max_position_embeddings"),
-        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
-        intermediate_size=mlp.intermediate_size,
-        tie_embeddings=raw.flag("tie_word_embeddings"),
+        max_positions=min(stated, served),
+        stated_positions=stated if served < stated else None,
+        norm=norm or NormConfig(eps=raw.number("rms_norm_eps", 1e-6)),
+        tie_embeddings=raw.flag("tie_word_embeddings", default=tied),
         dtype=parse_dtype(raw),
-        layers=tuple(LayerConfig(window=window, rope=rope, mlp=mlp) for window in windows),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        qk_norm=qk_norm,
+        layers=tuple(
+            LayerConfig(window=window, rope=rope, mlp=mlp)
+            for window, rope in zip(windows, ropes, strict=True)
+        ),
         bos_token_id=raw.token_id("bos_token_id"),
         eos_token_ids=raw.token_ids("eos_token_id"),
         pad_token_id=raw.token_id("pad_token_id"),
     )
 
 
-def _refuse_unknown_settings(raw: RawConfig) -> None:
-    """Raise UnsupportedArchitecture for settings that would change the mathematics."""
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise raw.refuse(f"`hidden_act` {activation!r} is not supported", "silu is")
-    if raw.get("quantization_config") is not None:
-        raise raw.refuse(
-            "`quantization_config`: quantized weights are not supported",
-            "use a checkpoint in float32, bfloat16 or float16",
+def default_head_size(raw: RawConfig) -> int:
+    """hidden / heads, for configs without `head_dim`."""
+    return max(1, raw.count("hidden_size") // raw.count("num_attention_heads"))
+
+
+def parse_mlp(raw: RawConfig, *, bias: bool = False, key: str = "hidden_act") -> MlpConfig:
+    """A gated MLP whose activation stands under `key`."""
+    activation = raw.get(key, "silu")
+    if activation not in ACTIVATIONS:
+        raise raw.refuse(f"`{key}` {activation!r} is not supported", "one of " + ", ".join(ACTIVATIONS))
+    return MlpConfig(
+        activation=ACTIVATIONS[activation], intermediate_size=raw.count("intermediate_size"), bias=bias
+    )
+
+
+def _refuse_quantized(raw: RawConfig) -> None:
+    """Raise UnsupportedArchitecture for quantized weights."""
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
+    mend = "use a checkpoint in float32, bfloat16 or float16"
+    if method == "mxfp4":
+        mend += (
+            ", or write one: transformers' from_pretrained(..., "
+            "quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained"
         )
+    raise raw.refuse(f"`quantization_config` {method}: quantized weights are not supported", mend)
 
 
 def parse_dtype(raw: RawConfig) -> str:
@@ -156,40 +178,6 @@ def parse_dtype(raw: RawConfig) -> str:
     if value not in DTYPES:
         raise raw.refuse(f"`dtype` {value!r} is not supported", "one of " + ", ".join(DTYPES))
     return value
-
-
-def parse_rope(raw: RawConfig, head_size: int) -> RopeConfig:
-    """`rope_parameters`, or the older `rope_theta` beside `rope_scaling`."""
-    values = raw.get("rope_parameters", raw.get("rope_scaling", {}))
-    if not isinstance(values, dict):
-        raise CheckpointError(f"rope settings must be an object: {values!r}", where=raw.where)
-    rope = type(raw)(values, f"{raw.where}: rope", raw.architecture)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise raw.refuse(f"rope type {kind!r} is not supported", "one of " + ", ".join(ROPE_KINDS))
-    if any(isinstance(value, dict) for value in values.values()):
-        raise raw.refuse("rope settings per layer type are not supported in this family")
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise raw.refuse("`partial_rotary_factor` other than 1 is not supported in this family")
-    if head_size % 2:
-        raise CheckpointError(f"`head_dim` {head_size} is odd and cannot rotate", where=raw.where)
-    theta = rope.number("rope_theta", raw.number("rope_theta", 10000.0))
-    if kind == "default":
-        return RopeConfig(kind=kind, theta=theta, rotary_size=head_size)
-    factor = rope.number("factor")
-    if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, rotary_size=head_size, factor=factor)
-    return RopeConfig(
-        kind=kind,
-        theta=theta,
-        rotary_size=head_size,
-        factor=factor,
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_positions=rope.count(
-            "original_max_position_embeddings", raw.count("max_position_embeddings")
-        ),
-    )
 
 
 def no_windows(raw: RawConfig) -> tuple[int | None, ...]:
@@ -203,18 +191,30 @@ def same_window(raw: RawConfig) -> tuple[int | None, ...]:
     return (window,) * raw.count("num_hidden_layers")
 
 
-def windows_by_layer(raw: RawConfig) -> tuple[int | None, ...]:
+def upper_windows(raw: RawConfig) -> tuple[int | None, ...]:
     """`layer_types`, or else layers >= `max_window_layers` slide when `use_sliding_window`."""
-    num_layers = raw.count("num_hidden_layers")
     window = None
     if raw.flag("use_sliding_window") and raw.get("sliding_window") is not None:
         window = raw.count("sliding_window")
+    first = raw.get("max_window_layers", 28)
+    return _windows_by_layer(raw, window, lambda i: window is not None and i >= first)
+
+
+def periodic_windows(raw: RawConfig, *, period: int) -> tuple[int | None, ...]:
+    """`layer_types`, or else all layers slide but every `sliding_window_pattern`-th (or `period`-th)."""
+    window = None if raw.get("sliding_window") is None else raw.count("sliding_window")
+    pattern = raw.count("sliding_window_pattern", period)
+    return _windows_by_layer(raw, window, lambda i: bool((i + 1) % pattern))
+
+
+def _windows_by_layer(
+    raw: RawConfig, window: int | None, slides: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """By `layer_types` where config.json has them, else by `slides`."""
+    num_layers = raw.count("num_hidden_layers")
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = raw.get("max_window_layers", 28)
-        kinds = [
-            "sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)
-        ]
+        kinds = ["sliding_attention" if slides(i) else "full_attention" for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise CheckpointError(
             f"`layer_types` must list {num_layers} layers (`num_hidden_layers`)", where=raw.where

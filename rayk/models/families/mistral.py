@@ -16,13 +16,9 @@ def parse(raw: RawConfig) -> DecoderConfig:
     return common.parse_llama_like(raw, family="mistral", windows=common.same_window(raw))
 
 
-# The window is no multiple of a block, so that its border falls inside one.
-TINY = {**common.TINY_COMMON, "head_dim": 24, "sliding_window": 50}
-
 FAMILY = common.Family(
     name="mistral",
-    architecture="MistralForCausalLM",
+    architectures=("MistralForCausalLM",),
     parse=parse,
     weights=common.LLAMA_WEIGHTS,
-    tiny=TINY,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.models.families import common
@@ -13,15 +14,13 @@ if TYPE_CHECKING:
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """The biases are not optional in this family, and o has none."""
-    return common.parse_llama_like(raw, family="qwen2", windows=common.windows_by_layer(raw), qkv_bias=True)
+    config = common.parse_llama_like(raw, family="qwen2", windows=common.upper_windows(raw))
+    return replace(config, qkv_bias=True)
 
-
-TINY = {key: value for key, value in common.TINY_COMMON.items() if key != "head_dim"} | {"hidden_size": 128}
 
 FAMILY = common.Family(
     name="qwen2",
-    architecture="Qwen2ForCausalLM",
+    architectures=("Qwen2ForCausalLM",),
     parse=parse,
     weights=common.LLAMA_WEIGHTS,
-    tiny=TINY,
 )

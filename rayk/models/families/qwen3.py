@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.models.families import common
@@ -14,23 +15,13 @@ if TYPE_CHECKING:
 def parse(raw: RawConfig) -> DecoderConfig:
     """`attention_bias` puts a bias on q, k, v and o; head_dim is 128 where it is not written."""
     bias = raw.flag("attention_bias")
-    return common.parse_llama_like(
-        raw,
-        family="qwen3",
-        windows=common.windows_by_layer(raw),
-        head_size=128,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-    )
+    config = common.parse_llama_like(raw, family="qwen3", windows=common.upper_windows(raw), head_size=128)
+    return replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
-
-TINY = {**common.TINY_COMMON}
 
 FAMILY = common.Family(
     name="qwen3",
-    architecture="Qwen3ForCausalLM",
+    architectures=("Qwen3ForCausalLM",),
     parse=parse,
     weights=common.LLAMA_WEIGHTS,
-    tiny=TINY,
 )

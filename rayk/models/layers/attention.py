@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rayk.attention.backend import AttentionBackend, AttentionParams
     from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.models.layers.norm import RMSNorm
+    from rayk.models.layers.norm import Norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class AttentionWeights:
     qkv: Linear
     """Rows of the rank's query heads, then its key heads, then its value heads."""
     out: RowParallelLinear
-    qk_norm: RMSNorm | None
+    qk_norm: Norm | None
     """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head."""
 
 
@@ -47,6 +47,12 @@ class Attention:
         self.backend = backend
         self.kv_cache: torch.Tensor | None = None
         self._weights = weights
+
+    @property
+    def key_norm_weight(self) -> torch.Tensor | None:
+        """The head norm's weight of this rank's keys [H, D], a view; None where keys are not normed."""
+        norm = self._weights.qk_norm
+        return None if norm is None else norm.weight[self.num_query_heads :]
 
     def bind_kv_cache(self, view: torch.Tensor) -> None:
         """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token."""

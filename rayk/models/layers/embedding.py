@@ -17,14 +17,21 @@ if TYPE_CHECKING:
 class VocabEmbedding:
     """Rows of the embedding that this rank holds: `rows` of the vocabulary, weight [rows, hidden]."""
 
-    def __init__(self, weight: torch.Tensor, rows: range, comm: Comm) -> None:
+    def __init__(self, weight: torch.Tensor, rows: range, comm: Comm, *, scale: float = 1.0) -> None:
+        """What is looked up is multiplied by `scale`, rounded to the weight's dtype."""
         assert weight.shape[0] == len(rows), (weight.shape, rows)
         self.weight = weight
         self.rows = rows
         self._comm = comm
+        # gemma3/modeling_gemma3.py:116: sqrt(3072) = 55.4256 becomes 55.5 in bfloat16.
+        self._scale = float(torch.tensor(scale, dtype=torch.float32).to(weight.dtype))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden], the same on every rank: each id is one rank's row plus zeros."""
+        found = self._look_up(token_ids)
+        return found if self._scale == 1.0 else found * self._scale
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._comm.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.rows.start
@@ -36,21 +43,42 @@ class VocabEmbedding:
 class LmHead:
     """The rank's vocabulary rows of the output matrix, weight [rows, hidden]."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, comm: Comm, *, tied: bool = False) -> None:
-        """`tied`: the embedding holds the same tensor, so a packed copy would be held besides."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        vocab_size: int,
+        comm: Comm,
+        *,
+        tied: bool = False,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        """Logits are multiplied by `scale`, then become soft_cap * tanh(logit / soft_cap).
+
+        `tied`: the embedding holds the same tensor, so a packed copy would be held besides.
+        """
         self.weight = weight if tied else packed(weight)
         self._comm = comm
         sizes = [len(shard.shard_range(vocab_size, comm.size, r)) for r in range(comm.size)]
         assert weight.shape[0] == sizes[comm.rank], (weight.shape, sizes)
         self._sizes = sizes
+        self._scale = scale
+        self._soft_cap = soft_cap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 logits [R, vocab] on every rank."""
-        local = product(hidden, self.weight, None)
+        logits = self._gathered(product(hidden, self.weight, None)).float()
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return logits
+
+    def _gathered(self, local: torch.Tensor) -> torch.Tensor:
         if self._comm.size == 1:
-            return local.float()
+            return local
         # all_gather wants equal shapes: shares differ by one row at most.
         padded = F.pad(local, (0, max(self._sizes) - local.shape[1]))
         shares = self._comm.all_gather(padded)
         kept = [share[:, :size] for share, size in zip(shares, self._sizes, strict=True)]
-        return torch.cat(kept, dim=1).float()
+        return torch.cat(kept, dim=1)

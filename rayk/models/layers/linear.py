@@ -55,14 +55,18 @@ class Linear:
 class RowParallelLinear:
     """x W^T + b with the rank's columns of W: partial sums are added over the ranks, b once."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, comm: Comm) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, comm: Comm, *, reduce: bool = True
+    ) -> None:
+        """Without `reduce` the sums stay partial, and only rank 0 adds b: the caller adds them up."""
         self.weight = packed(weight)
-        self.bias = bias
+        self.bias = bias if reduce or comm.rank == 0 else None
         self._comm = comm
+        self._reduce = reduce and comm.size > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in of this rank] -> [T, out], the same on every rank."""
-        if self._comm.size == 1:
+        """[T, in of this rank] -> [T, out], the same on every rank, or the rank's partial sums."""
+        if not self._reduce:
             return product(x, self.weight, self.bias)
         total = self._comm.all_reduce(product(x, self.weight, None))
         return total if self.bias is None else total + self.bias

@@ -1,4 +1,4 @@
-"""Rotary position embedding, "half" pairing: dimension i turns with i + rotary_size / 2."""
+"""Rotary position embedding: pairs of dimensions of q and k turn with the token's position."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rayk.models.config import RopeConfig
 
 
@@ -16,12 +18,15 @@ class Rotation(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    interleaved: bool = False
+    """Dimension 2i turns with 2i + 1; else i with i + rotary_size / 2."""
 
 
 class Rotary:
     """The angles of one RopeConfig. Layers with equal configs share one."""
 
     def __init__(self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        assert config.pairing in ("half", "interleaved"), config
         self.config = config
         self._dtype = dtype
         self._inverse_frequencies = inverse_frequencies(config).to(device)
@@ -29,24 +34,32 @@ class Rotary:
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of tokens at `positions` [T]. Angles are float32 products, as everywhere."""
         angles = positions.float()[:, None, None] * self._inverse_frequencies
-        return Rotation(angles.cos().to(self._dtype), angles.sin().to(self._dtype))
+        factor = self.config.attention_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype), self.config.pairing == "interleaved")
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Radians per position of each pair, float32 [rotary_size / 2].
+    """Radians per position of each pair, float32 [rotary_size / 2]."""
+    steps = torch.arange(0, config.rotary_size, 2, dtype=torch.float32) / config.rotary_size
+    return _SCALED[config.kind](config, config.theta**steps)
 
-    llama3 scaling as in the Llama 3.1 release: wavelengths above
-    original_max_positions / low_freq_factor are stretched by `factor`, those below
+
+def _default(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    return 1.0 / periods
+
+
+def _linear(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    return (1.0 / periods) / config.factor
+
+
+def _llama3(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    """As in the Llama 3.1 release.
+
+    Wavelengths above original_max_positions / low_freq_factor are stretched by `factor`, those below
     original_max_positions / high_freq_factor are kept, and between them the two are blended.
     """
-    size = config.rotary_size
-    steps = torch.arange(0, size, 2, dtype=torch.float32) / size
-    frequencies = 1.0 / (config.theta**steps)
-    if config.kind == "default":
-        return frequencies
-    if config.kind == "linear":
-        return frequencies / config.factor
-    assert config.kind == "llama3", config.kind
+    frequencies = 1.0 / periods
     wavelengths = 2 * math.pi / frequencies
     low, high = config.low_freq_factor, config.high_freq_factor
     blend = (config.original_max_positions / wavelengths - low) / (high - low)
@@ -57,12 +70,58 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
     return torch.where(wavelengths < config.original_max_positions / high, frequencies, scaled)
 
 
+def _yarn(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    """Frequencies that turn often are kept, those that turn seldom are divided by `factor`, linearly
+    blended over the pairs between `beta_fast` and `beta_slow` turns (arXiv 2309.00071, section 3.2)."""
+    size = config.rotary_size
+
+    def pair_with(turns: float) -> float:
+        """The (fractional) pair that turns so often over the original positions."""
+        positions = config.original_max_positions / (turns * 2 * math.pi)
+        return size * math.log(positions) / (2 * math.log(config.theta))
+
+    first, last = pair_with(config.beta_fast), pair_with(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    if first == last:
+        last += 0.001  # no division by zero; the border falls between two pairs all the same
+    pairs = torch.arange(size // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+    return (1.0 / (config.factor * periods)) * (1 - kept) + (1.0 / periods) * kept
+
+
+def _longrope(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (torch.tensor(config.short_factors, dtype=torch.float32) * periods)
+
+
+_SCALED: dict[str, Callable[[RopeConfig, torch.Tensor], torch.Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """x [T, heads, D] with its first 2 * (angles) dimensions turned; the rest pass through."""
+    if rotation.interleaved:
+        return _rotate_interleaved(x, rotation)
     half = rotation.cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
-    cos, sin = rotation
+    cos, sin, _ = rotation
     parts = [first * cos - second * sin, second * cos + first * sin]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])
     return torch.cat(parts, dim=-1)
+
+
+def _rotate_interleaved(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """In float32 and rounded once (cohere2/modeling_cohere2.py:155), which the half pairing is not."""
+    size = 2 * rotation.cos.shape[-1]
+    even, odd = x[..., 0:size:2].float(), x[..., 1:size:2].float()
+    cos, sin = rotation.cos.float(), rotation.sin.float()
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    turned = turned.flatten(-2).to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)

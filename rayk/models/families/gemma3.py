@@ -1,0 +1,118 @@
+"""Gemma 3: full and sliding layers with a rope each, four norms of 1 + weight, heads of q and k normed.
+
+`attn_logit_softcapping` is not applied: transformers stores it and never uses it
+(gemma3/modeling_gemma3.py:323).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from rayk.models.config import NormConfig
+from rayk.models.families import common
+from rayk.models.families.raw import RawConfig
+from rayk.models.families.rope import parse_rope
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig, RopeConfig
+
+# What released checkpoints leave out (configuration_gemma3.py, Gemma3TextConfig).
+DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+FULL_THETA, SLIDING_THETA = 1e6, 1e4
+
+
+def parse(raw: RawConfig) -> DecoderConfig:
+    """Of a model with vision, the text model: its settings stand in `text_config`."""
+    raw = _text_config(raw)
+    if raw.flag("use_bidirectional_attention"):
+        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
+    windows = common.periodic_windows(raw, period=6)
+    full, sliding = _ropes(raw, raw.count("head_dim"))
+    bias = raw.flag("attention_bias")
+    config = common.parse_llama_like(
+        raw,
+        family="gemma3",
+        windows=windows,
+        ropes=tuple(full if window is None else sliding for window in windows),
+        norm=NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0),
+        mlp=common.parse_mlp(raw, key="hidden_activation"),
+        tied=True,
+    )
+    cap = raw.get("final_logit_softcapping")
+    return replace(
+        config,
+        block="post_norms",
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        query_scalar=raw.number("query_pre_attn_scalar"),
+        embedding_scale=config.hidden_size**0.5,
+        final_soft_cap=None if cap is None else raw.number("final_logit_softcapping"),
+    )
+
+
+def _text_config(raw: RawConfig) -> RawConfig:
+    """All settings in one place: the text model's, the whole model's, and what both leave out."""
+    text = raw.get("text_config", {})
+    if not isinstance(text, dict):
+        raise CheckpointError(f"`text_config` must be an object, not {text!r}", where=raw.where)
+    given = [{k: v for k, v in values.items() if v is not None} for values in (text, raw.values)]
+    return RawConfig(DEFAULTS | given[0] | given[1], raw.where, raw.architecture)
+
+
+def _ropes(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
+    """Of full layers and of sliding ones. In the older form only the former are scaled."""
+    new = raw.get("rope_parameters")
+    if new is None:
+        old = raw.get("rope_scaling", {})
+        full: Any = {"rope_theta": raw.number("rope_theta", FULL_THETA)}
+        full = full | old if isinstance(old, dict) else old
+        sliding: Any = {"rope_theta": raw.number("rope_local_base_freq", SLIDING_THETA)}
+    else:
+        kinds = ("full_attention", "sliding_attention")
+        if not isinstance(new, dict) or not set(new) <= set(kinds):
+            raise CheckpointError("`rope_parameters` must have an object per layer type", where=raw.where)
+        full, sliding = (new.get(kind) or {} for kind in kinds)
+    return (
+        parse_rope(raw, head_size, values=full, theta=FULL_THETA),
+        parse_rope(raw, head_size, values=sliding, theta=SLIDING_THETA),
+    )
+
+
+_NORMS = {
+    "post_mixer_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
+    "post_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+}
+
+FAMILY = common.Family(
+    name="gemma3",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    parse=parse,
+    weights=common.WeightNames(
+        layer=MappingProxyType({**common.LLAMA_LAYER, **_NORMS}),
+        ignored_prefixes=tuple(
+            f"{root}{part}." for root in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+        ),
+        nested=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+    ),
+)
