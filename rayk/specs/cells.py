@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rayk.models.config import DecoderConfig
 from rayk.parallel.shard import why_unsupported
 from rayk.specs.devices import resolve_device
-from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SideSpec
+from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError
@@ -152,12 +152,7 @@ def _make_cell(
         checks=_checks(spec, config),
         faults=tuple(spec.faults),
         expected_verdict=_expected_verdict(spec.faults),
-        sampling=SamplingParams(
-            max_tokens=spec.sampling.max_tokens,
-            temperature=spec.sampling.temperature,
-            ignore_eos=spec.sampling.ignore_eos,
-            stop_token_ids=tuple(spec.sampling.stop_token_ids),
-        ),
+        sampling=_sampling(spec.sampling),
         deadlines=spec.deadlines,
         repeat=spec.repeat,
         policy=spec.policy,
@@ -165,6 +160,12 @@ def _make_cell(
         gpus_per_worker=spec.gpus_per_worker,
         spec=spec,
     )
+
+
+def _sampling(spec: SamplingSpec) -> SamplingParams:
+    """The same fields under the same names."""
+    values = {name: getattr(spec, name) for name in SamplingSpec.model_fields}
+    return SamplingParams(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
 
 def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:
@@ -263,7 +264,10 @@ def cell_id(axes: dict[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, list):
-        return "+".join(_text(v) for v in value) or "none"
+        text = "+".join(_text(v) for v in value) or "none"
+        # Texts, such as stop strings, may differ in what a name cannot say.
+        loses = any(isinstance(v, str) and re.search(r"[^A-Za-z0-9._=-]", v) for v in value)
+        return f"{text}.{hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]}" if loses else text
     if isinstance(value, dict):
         return ".".join(_text(v) for k, v in value.items() if (k, v) != ("seed", 0))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -14,7 +14,7 @@ from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
 from rayk.types.config import EngineConfig
-from rayk.types.errors import SpecError
+from rayk.types.errors import CheckpointError, SpecError
 
 FAULT_POINTS: dict[str, tuple[str, ...]] = {
     "kill": ("prefill", "transfer", "decode"),
@@ -42,6 +42,8 @@ def plan_cells(
     cells = expand(loaded.spec, config, device=device)
     planned = []
     prompts_of: dict[str, list[list[int]]] = {}
+    if tokenizer_loader is not None:
+        _check_stop_strings(cells, loaded, tokenizer_loader)
     for cell in cells:
         check_cell(cell, loaded)
         _check_fits_device(cell, loaded)
@@ -55,18 +57,47 @@ def plan_cells(
 
 def check_cell(cell: Cell, loaded: LoadedSpec) -> None:
     """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
-    if cell.sampling.temperature > 0 and "tokens" in cell.checks:
-        raise SpecError(
-            problem="check `tokens` compares greedy tokens: temperature must be 0, got "
-            f"{cell.sampling.temperature:g}",
-            where=loaded.where("sampling.temperature"),
-            mend="temperature: 0, or leave `tokens` out of checks",
-        )
+    if "tokens" in cell.checks:
+        _check_greedy(cell, loaded)
     for key, what in _not_supported(cell):
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
     _check_kernel_blocks(cell, loaded)
     for fault in cell.faults:
         _check_fault(fault, cell, loaded)
+
+
+def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse to compare with the reference's greedy tokens what is chosen or ended in another way."""
+    sampling = cell.sampling
+    for name, plain in (
+        ("temperature", 0),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0),
+        ("repetition_penalty", 1),
+        ("stop", ()),
+    ):
+        value = getattr(sampling, name)
+        if value != plain:
+            wanted = f"{plain}" if name != "stop" else "[]"
+            found = f"{value:g}" if name != "stop" else f"{list(value)}"
+            raise SpecError(
+                problem=f"check `tokens` compares greedy tokens: {name} must be {wanted}, got {found}",
+                where=loaded.where(f"sampling.{name}"),
+                mend=f"{name}: {wanted}, or leave `tokens` out of checks",
+            )
+
+
+def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loader: TokenizerLoader) -> None:
+    """Refuse stop strings of a model without a tokenizer."""
+    if any(cell.sampling.stop for cell in cells):
+        try:
+            tokenizer_loader(loaded.spec.model)
+        except CheckpointError as error:
+            raise SpecError(
+                problem=f"stop strings need the model's tokenizer: {error.problem}",
+                where=loaded.where("sampling.stop"),
+                mend="sampling: {stop_token_ids: [...]}",
+            ) from error
 
 
 def _not_supported(cell: Cell) -> list[tuple[str, str]]:
@@ -79,11 +110,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
             "failure_policy",
             f"failure_policy: {spec.failure_policy} (only fail)",
             spec.failure_policy != "fail",
-        ),
-        (
-            "sampling.temperature",
-            "temperature > 0 (only greedy sampling)",
-            cell.sampling.temperature > 0,
         ),
         ("arrival.rate", "arrival.rate (all requests arrive at once)", spec.arrival.rate is not None),
     ]

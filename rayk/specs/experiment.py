@@ -15,6 +15,7 @@ from pydantic_core import PydanticKnownError
 
 from rayk.kv.layout import LAYOUTS
 from rayk.sched.policies import POLICIES
+from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
 
 def _one_of(*choices: str) -> AfterValidator:
@@ -90,12 +91,28 @@ class PromptsSpec(StrictModel):
 
 
 class SamplingSpec(StrictModel):
-    """How tokens are chosen. Temperature 0 is greedy."""
+    """How tokens are chosen, when to stop and what to tell; see types.request.SamplingParams.
+
+    A `seed` is every request's; without one, each has its own, which depends on its prompt's index and on the
+    repeat alone: it draws the same tokens in every cell and in every run.
+    """
 
     max_tokens: PositiveInt = 24
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     ignore_eos: bool = True
     stop_token_ids: list[Count] = Field(default_factory=list)
+    top_k: PositiveInt | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
+        default_factory=list
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
 class EngineSettings(StrictModel):

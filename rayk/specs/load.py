@@ -18,7 +18,7 @@ from rayk.specs.marks import Marks, parse_scalar, parse_yaml
 from rayk.specs.marks import Path as KeyPath
 from rayk.types.errors import SpecError
 
-LIST_KEYS = ("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids")
+LIST_KEYS = ("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids", "sampling.stop")
 """Keys whose value is itself a list: `--set KEY=[..]` sets them, and does not make an axis."""
 
 

@@ -33,7 +33,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
         ({"engine": {"fast_prefill": True}}, "fast_prefill: true"),
         ({"failure_policy": "migrate"}, "failure_policy: migrate"),
         ({"matrix": {"failure_policy": ["fail", "recompute"]}}, "failure_policy: recompute"),
-        ({"sampling": {"temperature": 0.5}, "checks": ["kv_bytes"]}, "temperature > 0"),
         ({"arrival": {"rate": 2.0}}, "arrival.rate"),
         ({"checks": ["logprobs"]}, "check logprobs"),
         ({"dtype": "bfloat16"}, "check logprobs, the default for dtype bfloat16"),
