@@ -16,6 +16,7 @@ from rayk.actors import placement
 from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose
 from rayk.actors.engines import EngineHandle
 from rayk.actors.planted import PlantedFault
+from rayk.actors.sampled import note_sampling, with_seed
 from rayk.actors.worker import RankSpec
 from rayk.engine.leader import RequestEvent
 from rayk.sched.policies import get_policy
@@ -274,7 +275,7 @@ class _CellRun:
         request = Request(
             request_id=f"{self._cell.cell_id}/{self._repeat}/{index}",
             prompt_token_ids=prompt,
-            sampling=self._cell.sampling,
+            sampling=with_seed(self._cell.sampling, index, self._repeat),
         )
         row = RequestRow(
             cell_id=self._cell.cell_id,
@@ -283,6 +284,7 @@ class _CellRun:
             prompt_index=index,
             prompt_token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
+            seed=request.sampling.seed if request.sampling.temperature else None,
             arrival_ns=time.monotonic_ns(),
         )
         self._outcome.requests.append(row)
@@ -355,6 +357,7 @@ class _CellRun:
         time_ns = event.time_ns + engine.clock_offset_ns
         row.output_token_ids += event.token_ids
         row.token_times_ns += [time_ns] * len(event.token_ids)
+        note_sampling(row, event)
         if event.token_ids and "prefill" not in row.stage_ns:
             row.stage_ns["prefill"] = time_ns - row.arrival_ns - row.stage_ns["queue"]
             self._ready_ns[row.request_id] = time_ns

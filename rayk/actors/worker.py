@@ -6,6 +6,7 @@ A plain class; `launch` makes it a Ray actor. `form` builds the rank, `run` is i
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
@@ -24,6 +25,7 @@ import torch
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.planted import PlantedFault
+from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
@@ -119,7 +121,8 @@ class Worker:
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
                 self._handover = TransferHandover(engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp)
-                self._leader = make_leader(self._rank, self._handover)
+                decoder = functools.partial(load_decoder, spec.config.model)
+                self._leader = make_leader(self._rank, self._handover, decoder)
         except BaseException:
             comm.close()
             self.dissolve()
