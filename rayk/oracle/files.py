@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,6 +54,16 @@ def write_atomically(path: Path, text: str) -> None:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
     Path(name).replace(path)
+
+
+def input_hashes(model: str, files: Iterable[str] = ()) -> dict[str, str]:
+    """Name -> hash of what a run reads: its checkpoint, and other files. What is not there has none."""
+    folders = [model] if (Path(model) / "config.json").is_file() else []
+    hashes = {name: checkpoint_hash(Path(name)) for name in folders}
+    for name in files:
+        if Path(name).is_file():
+            hashes[name] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    return hashes
 
 
 @contextmanager

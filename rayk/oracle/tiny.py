@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
@@ -171,4 +172,5 @@ def make_config(family: str, values: Mapping[str, Any]) -> Any:
                 where=config_class.__name__,
                 mend=f"did you mean {near[0]!r}?" if near else "see the family's config.json",
             )
-    return config_class(**values)
+    # Config classes complete the mappings they are given.
+    return config_class(**deepcopy(dict(values)))

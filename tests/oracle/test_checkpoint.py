@@ -8,6 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from rayk.oracle.checkpoint import SUPPORTED, read_marker, write_checkpoint
 from rayk.oracle.files import checkpoint_hash, replaced_folder
 from rayk.oracle.reference import Reference
-from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
+from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN, family_values, make_config
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.conftest import CheckpointFactory
 
@@ -205,6 +206,15 @@ def test_a_finished_folder_is_kept_and_other_parameters_replace_it(tmp_path: Pat
     assert path.stat().st_ino != inode
     assert read_marker(path)["parameters"]["seed"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "scratch folders are left"
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_config_classes_leave_the_parameters_alone(family: str) -> None:
+    """A finished folder is recognised by the values that were asked for, not by what became of them."""
+    before = deepcopy(family_values(family, {}))
+    config = make_config(family, family_values(family, {}))
+    assert family_values(family, {}) == before
+    assert config.vocab_size == before["vocab_size"]
 
 
 def test_recognising_a_finished_folder_imports_nothing_heavy(tmp_path: Path) -> None:
