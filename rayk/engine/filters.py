@@ -88,9 +88,9 @@ def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
 
 
 def _keep_top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The fewest best whose probabilities reach top_p; of equal ones, higher ids first."""
-    # Stable, so that ties end alike on every device.
-    ordered, order = scores.sort(dim=-1, stable=True)
+    """The fewest best whose probabilities reach top_p; of equal ones, lower ids first."""
+    # Stable, so that ties end alike on every device. Summed from the worst, as transformers does.
+    ordered, order = (part.flip(-1) for part in scores.sort(dim=-1, descending=True, stable=True))
     cumulative = ordered.softmax(-1).cumsum(-1)
     removed = cumulative <= 1 - _column(scores, [p.top_p for p in params])
     removed[:, -1] = False

@@ -37,9 +37,14 @@ def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """float64 [R, C], in the open interval (0, 1)."""
+    return to_unit(random_bits(keys, token_ids))
+
+
+def to_unit(bits: torch.Tensor) -> torch.Tensor:
+    """The highest bits of int64 as float64 in the open interval (0, 1)."""
     # int64 shifts copies of the sign in; clear them.
-    bits = (random_bits(keys, token_ids) >> (64 - _BITS)) & ((1 << _BITS) - 1)
-    return (bits.double() + 0.5) * 2.0**-_BITS
+    high = (bits >> (64 - _BITS)) & ((1 << _BITS) - 1)
+    return (high.double() + 0.5) * 2.0**-_BITS
 
 
 def gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
