@@ -148,7 +148,7 @@ def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, 
     most = min(config.max_positions, *room)
     if asked is not None and asked > most:
         raise UserError(
-            problem=f"{asked} tokens: the model has {config.max_positions} positions, the prefill "
+            problem=f"{asked} tokens: at most {config.positions_text}; the prefill "
             f"pool holds {room[0]} tokens, the decode pool {room[1]}",
             where="--num-tokens",
         )

@@ -34,8 +34,14 @@ def make_leader(
         max_positions=rank.model_config.max_positions,
         eos_token_ids=rank.model_config.eos_token_ids,
     )
-    vocab_size = rank.model_config.vocab_size
-    return Leader(scheduler, manager, handover, vocab_size=vocab_size, decoder=LazyDecoder(load_decoder))
+    return Leader(
+        scheduler,
+        manager,
+        handover,
+        vocab_size=rank.model_config.vocab_size,
+        positions_text=rank.model_config.positions_text,
+        decoder=LazyDecoder(load_decoder),
+    )
 
 
 @dataclass

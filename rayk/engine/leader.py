@@ -115,13 +115,16 @@ class Leader:
         handover: Handover | None = None,
         *,
         vocab_size: int | None = None,
+        positions_text: str | None = None,
         decoder: LazyDecoder | None = None,
     ) -> None:
-        """`vocab_size`: prompts with other ids are refused; None takes all. `decoder`: for stop strings."""
+        """`vocab_size`: prompts with other ids are refused; None takes all. `positions_text`: the
+        scheduler's limit in words. `decoder`: for stop strings."""
         self.scheduler = scheduler
         self.manager = manager
         self._handover = handover
         self._vocab_size = vocab_size
+        self._positions_text = positions_text or f"the model's {scheduler.max_positions} positions"
         self._decoder = decoder or LazyDecoder(None)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
@@ -357,7 +360,7 @@ class Leader:
         if num_tokens > self.scheduler.max_positions:
             return UserError(
                 f"prompt of {len(request.prompt_token_ids)} + max_tokens {request.sampling.max_tokens} "
-                f"exceeds the model's {self.scheduler.max_positions} positions"
+                f"exceeds {self._positions_text}"
             )
         # The last token is never fed back: it needs no place.
         num_tokens = len(request.prompt_token_ids) + max_tokens - 1

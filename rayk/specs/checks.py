@@ -248,7 +248,7 @@ def check_prompts(
     total = length + max_tokens
     ask = f"prompt {longest} of {length} + max_tokens {max_tokens} = {total} tokens"
     if total > config.max_positions:
-        raise SpecError(problem=f"{ask}, over the model's {config.max_positions} positions", where=where)
+        raise SpecError(problem=f"{ask}, over {config.positions_text}", where=where)
     for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
         if engine is None:
             continue
