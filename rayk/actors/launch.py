@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from rayk.actors.environment import check_address, prepare_environment, wanted_address
@@ -18,6 +16,7 @@ prepare_environment()
 import ray  # noqa: E402 - reads its environment once, when imported
 
 from rayk.actors.coordinator import Coordinator  # noqa: E402
+from rayk.actors.sessions import kept_sigterm, session_folder  # noqa: E402
 from rayk.types.errors import DeviceError  # noqa: E402
 
 NAMESPACE = "rayk"
@@ -34,41 +33,36 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
     address = wanted_address(address)
     if address is not None:
         check_address(address)
-    temp_dir: str | None = None
     settings: dict[str, Any] = {
         "namespace": NAMESPACE,
         "configure_logging": True,
         "logging_level": logging.WARNING,
         "log_to_driver": False,
     }
-    if address is None:
-        # Unix socket paths are short: the session lives right below the temporary directory.
-        temp_dir = tempfile.mkdtemp(prefix="rayk-")
-        settings |= {
-            "address": "local",
-            "num_cpus": max(4, os.cpu_count() or 1),
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_temp_dir": temp_dir,
-        }
-        if num_gpus is not None:
-            settings["num_gpus"] = num_gpus
-    else:
-        settings["address"] = address
-    try:
-        context: Any = ray.init(**settings)
-    except ConnectionError as error:
-        raise DeviceError(
-            f"no Ray cluster answers at {address!r}: {error}".splitlines()[0],
-            where="--address" if address else "",
-            mend="start one with `ray start --head`, or leave the address out",
-        ) from error
-    try:
+    with ExitStack() as stack:
+        if address is None:
+            settings |= {
+                "address": "local",
+                "num_cpus": max(4, os.cpu_count() or 1),
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "_temp_dir": stack.enter_context(session_folder()),
+            }
+            if num_gpus is not None:
+                settings["num_gpus"] = num_gpus
+        else:
+            settings["address"] = address
+        stack.callback(ray.shutdown)
+        try:
+            with kept_sigterm():
+                context: Any = ray.init(**settings)
+        except ConnectionError as error:
+            raise DeviceError(
+                f"no Ray cluster answers at {address!r}: {error}".splitlines()[0],
+                where="--address" if address else "",
+                mend="start one with `ray start --head`, or leave the address out",
+            ) from error
         yield str(context["gcs_address"])
-    finally:
-        ray.shutdown()
-        if temp_dir is not None:
-            shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 def num_cluster_gpus() -> float:

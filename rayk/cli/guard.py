@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rayk.cli.interrupts import exit_code_of
 from rayk.types.errors import LayoutVetoed, Unsupported, UserError
 
 P = ParamSpec("P")
@@ -47,9 +48,10 @@ def run_guarded(action: Callable[[], int]) -> int:
     except (UserError, LayoutVetoed, Unsupported) as error:
         complain(error)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        stderr().print("rayk: interrupted")
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        code = exit_code_of(interrupt)
+        stderr().print(f"rayk: {'interrupted' if code == INTERRUPTED else 'terminated'}")
+        return code
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:

@@ -61,7 +61,23 @@ class RunProgress:
         self._num_cells, self._num_done = num_cells, num_finished
         self._bar.update(self._task, total=num_cells, completed=num_finished)
         if num_finished:
-            self.console.print(f"resuming: {num_finished} of {num_cells} cells are on disk")
+            left = f"{num_cells - num_finished} left"
+            self.console.print(f"resuming: {num_finished} of {num_cells} cells are on disk, {left}")
+
+    def warn(self, text: str) -> None:
+        """One line, as every diagnostic."""
+        self.console.print(Text.assemble(("rayk: warning: ", "bold yellow"), text))
+
+    def interrupted(self) -> None:
+        """A signal arrived: take the bar away and say what is going on."""
+        self._bar.stop()
+        self.console.print("rayk: stopping the workers (once more to stop at once)")
+
+    def summary(self) -> str:
+        """How far the run came."""
+        if not self._num_cells:
+            return "no cell was planned yet"
+        return f"{self._num_done} of {self._num_cells} cells are finished"
 
     def begin(self, cell_id: str) -> None:
         """A cell starts."""

@@ -36,7 +36,8 @@ def run(
     """Run an experiment matrix and print its verdict table.
 
     Exit 0: every cell is PASS or NEAR_TIE (or met its expected verdict). 1: some cell failed.
-    2: the spec or the model is bad, nothing was started. 130: interrupted, tables are on disk.
+    2: the spec or the model is bad, nothing was started. 130: interrupted (143: by SIGTERM), finished cells
+    are on disk and --resume continues.
     """
     raise typer.Exit(
         run_spec(spec, out, overrides=overrides or [], address=address, resume=resume, strict=strict)
@@ -61,16 +62,18 @@ def run_spec(
     folder = out or loaded.default_folder()
     check_before_start(loaded, folder, address=address, resume=resume)
 
+    from rayk.cli.interrupts import interrupts
     from rayk.cli.progress import RunProgress
     from rayk.experiments.run import run_experiment
     from rayk.reports import exit_code, verdict_table
 
+    progress = RunProgress()
     try:
         # Ray prints what befalls workers to stdout, which is for the table alone.
-        with contextlib.redirect_stdout(sys.stderr), RunProgress() as progress:
+        with contextlib.redirect_stdout(sys.stderr), interrupts(progress.interrupted), progress:
             result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
     except KeyboardInterrupt:
-        stderr().print(f"finished cells are in {folder}: --out {folder} --resume continues", markup=False)
+        stderr().print(f"{progress.summary()}: --out {folder} --resume continues", markup=False)
         raise
     console = stdout()
     console.print(verdict_table(result.cells, width=console.width))
@@ -86,8 +89,9 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     from rayk.actors.environment import check_address, wanted_address
     from rayk.models.families import load_config
     from rayk.models.headers import check_weights
-    from rayk.reports.writer import check_directory
-    from rayk.specs import dump_spec, plan_cells
+    from rayk.oracle.files import input_hashes
+    from rayk.reports.folder import check_directory
+    from rayk.specs import dump_spec, plan_cells, renew_spec
     from rayk.specs.devices import check_device
 
     cluster = wanted_address(address)
@@ -97,6 +101,7 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     if not cluster:
         for cell, _ in planned:
             check_device(cell.spec.device, where=loaded.where("device"))
-    check_directory(folder, dump_spec(loaded.spec), resume=resume)
+    inputs = input_hashes(loaded.spec.model, loaded.spec.prompt_files()) if resume else {}
+    check_directory(folder, dump_spec(loaded.spec), resume=resume, inputs=inputs, renew=renew_spec)
     if cluster:
         check_address(cluster)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,20 @@ from rayk.experiments.judge import CellJudge
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
+from rayk.oracle.files import input_hashes
 from rayk.reports import Result, ResultWriter, collect_environment, load
-from rayk.specs import Cell, ExperimentSpec, LoadedSpec, dump_spec, load_spec, plan_cells
+from rayk.reports.files import locked
+from rayk.reports.folder import check_directory
+from rayk.specs import (
+    Cell,
+    ExperimentSpec,
+    LoadedSpec,
+    dump_spec,
+    idle_rules,
+    load_spec,
+    plan_cells,
+    renew_spec,
+)
 from rayk.specs.devices import resolve_device
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError
 from rayk.types.progress import Progress
@@ -31,6 +45,10 @@ class Quiet:
 
     def plan(self, num_cells: int, num_finished: int) -> None:
         """Ignored."""
+
+    def warn(self, text: str) -> None:
+        """A Python warning."""
+        warnings.warn(text, stacklevel=2)
 
     def begin(self, cell_id: str) -> None:
         """Ignored."""
@@ -81,18 +99,31 @@ def run_experiment(
     config = load_config(loaded.spec.model)
     check_weights(Path(loaded.spec.model))
     planned = plan_cells(loaded, config, tokenizer_loader=_tokenizer)
+    for i in idle_rules(loaded.spec, config):
+        where = loaded.marks.where(("exclude", i))
+        progress.warn(f"{where}: this exclude rule matches no cell: {loaded.spec.exclude[i]}")
     environment = collect_environment(
-        command=list(command or sys.argv), seeds=_seeds(loaded.spec), cells=len(planned)
+        command=list(command or sys.argv),
+        seeds=_seeds(loaded.spec),
+        cells=len(planned),
+        inputs=input_hashes(loaded.spec.model, loaded.spec.prompt_files()),
     )
-    writer = ResultWriter(out, spec_yaml=dump_spec(loaded.spec), environment=environment, resume=resume)
-    progress.plan(len(planned), len(writer.finished))
-    left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
-    if any(not cell.unsupported for cell, _ in left):
-        _run_on_cluster(loaded, left, config, writer, environment, address, progress)
-    else:
-        for cell, _ in left:
-            _write_unsupported(cell, writer, progress)
-    writer.finish()
+    yaml = dump_spec(loaded.spec)
+    check_directory(out, yaml, resume=resume, inputs=environment["inputs"], renew=renew_spec)
+    with locked(Path(out)):
+        writer = ResultWriter(out, spec_yaml=yaml, environment=environment, resume=resume, renew=renew_spec)
+        with closing(writer):
+            progress.plan(len(planned), len(writer.finished))
+            if writer.changed_facts:
+                changed = ", ".join(writer.changed_facts)
+                progress.warn(f"the cells on disk were measured elsewhere or with other versions: {changed}")
+            left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
+            if any(not cell.unsupported for cell, _ in left):
+                _run_on_cluster(loaded, left, config, writer, environment, address, progress)
+            else:
+                for cell, _ in left:
+                    _write_unsupported(cell, writer, progress)
+            writer.finish()
     return load(out)
 
 
@@ -152,6 +183,7 @@ def _run_cell(
     progress: Progress,
 ) -> None:
     progress.begin(cell.cell_id)
+    writer.begin_cell(cell.cell_id)
     outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
     row = judge.judge(cell, prompts, outcomes)
     requests = [r for o in outcomes for r in o.requests]

@@ -47,12 +47,21 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder unless it is there. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(problem=f"cannot create {folder}: {error.strerror}") from error
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder. The kernel frees the lock with the process, however that ends.
+    """Make a folder and keep other runs out of it. Raises UserError naming the run that holds it.
 
-    Raises UserError naming the run that holds it.
+    The kernel frees the lock with the process, however that ends: no lock is ever stale.
     """
+    make_folder(folder)
     handle = _open_lock(folder)
     try:
         os.ftruncate(handle, 0)

@@ -22,7 +22,7 @@ from rayk.reports.columns import (
     transfer_record,
     typed,
 )
-from rayk.reports.files import atomic_path, remove_leftovers, write_text
+from rayk.reports.files import atomic_path, make_folder, remove_leftovers, write_text
 from rayk.reports.folder import FACTS, changed_facts, check_directory, read_environment
 from rayk.reports.journal import Journal
 from rayk.types.errors import UserError
@@ -53,10 +53,7 @@ class ResultWriter:
         self.directory = Path(directory)
         inputs = environment.get("inputs")
         check_directory(self.directory, spec_yaml, resume=resume, inputs=inputs, renew=renew)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(problem=f"cannot create {self.directory}: {error.strerror}") from error
+        make_folder(self.directory)
         remove_leftovers(self.directory)
         self._cells: list[dict[str, Any]] = []
         self._rows = {name: make_table([], fields) for name, fields in _ROW_FIELDS.items()}

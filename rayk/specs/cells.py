@@ -103,6 +103,15 @@ def expand(spec: ExperimentSpec, config: DecoderConfig, *, device: str | None = 
     return list(cells.values())
 
 
+def idle_rules(spec: ExperimentSpec, config: DecoderConfig) -> list[int]:
+    """Indexes of the exclude rules that match no cell of the matrix: most likely not what was meant."""
+    if not spec.exclude:
+        return []
+    names = axis_names(spec)
+    cells = [_make_cell(apply_point(spec, point), names, config, None) for point in _points(spec)]
+    return [i for i, rule in enumerate(spec.exclude) if not any(_matches(c, rule) for c in cells)]
+
+
 def axis_names(spec: ExperimentSpec) -> tuple[str, ...]:
     """The standard axes and those the spec adds, in order."""
     added = (key for matrix in spec.matrix for key in matrix)

@@ -221,6 +221,12 @@ class ExperimentSpec(StrictModel):
     failure_policy: Literal["fail", "recompute", "migrate"] = "fail"
     faults: Annotated[list[FaultSpec], BeforeValidator(_as_list)] = Field(default_factory=list)
 
+    def prompt_files(self) -> list[str]:
+        """Every prompts file that some cell reads."""
+        axes = [matrix.get("prompts.file", []) for matrix in self.matrix]
+        named = [self.prompts.file, *(name for axis in axes for name in axis)]
+        return list(dict.fromkeys(name for name in named if name is not None))
+
 
 def dotted_keys(model: type[BaseModel] = ExperimentSpec, prefix: str = "") -> Iterator[str]:
     """Dotted names of every leaf of the spec, in the order of the grammar."""

@@ -69,6 +69,17 @@ def dump_spec(spec: ExperimentSpec) -> str:
     return yaml.safe_dump(data, sort_keys=False, width=100)
 
 
+def renew_spec(text: str) -> str:
+    """A spec that `dump_spec` once wrote, as it would be written now: keys added since have their defaults.
+
+    Text that is no valid spec any more stays as it is.
+    """
+    try:
+        return dump_spec(load_spec(yaml.safe_load(text)).spec)
+    except (SpecError, yaml.YAMLError, AttributeError, TypeError, ValueError):
+        return text
+
+
 def _read(spec: str | Path | Mapping[str, Any] | ExperimentSpec, source: str) -> tuple[dict[str, Any], Marks]:
     if isinstance(spec, ExperimentSpec):
         return spec.model_dump(), Marks(source=source)

@@ -6,10 +6,14 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told by the driver, in this order: plan once, then begin and end of every cell that runs."""
+    """Told by the driver: plan once, then begin and end of every cell that runs; a warning at any time."""
 
     def plan(self, num_cells: int, num_finished: int) -> None:
         """The matrix is known; `num_finished` cells are on disk from an earlier run."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Something the user may not have meant, or should know when reading the results."""
         ...
 
     def begin(self, cell_id: str) -> None:
