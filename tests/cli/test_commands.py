@@ -104,7 +104,7 @@ def test_explain_says_why_not_and_exits_1(model: Path) -> None:
     [
         (("--prefill-tp", "0"), "prefill.tp must be greater"),
         (("--prefill-layout", "LBHCN"), "prefill.layout must be one of"),
-        (("--num-tokens", "5000"), "5000 tokens: the model has 2048 positions"),
+        (("--num-tokens", "5000"), "5000 tokens: at most the model's 2048 positions"),
         (("--byte", "0", "--rank", "1"), "rank 1 of a prefill engine of TP 1"),
         (("--byte", "999999999999"), "past the buffer's"),
         (("--byte", "0", "--side", "middle"), "no side 'middle'"),
