@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from rayk.models.layers.rope import Rotary, Rotation
 from rayk.transfer.faults import FlipBit
+
+if TYPE_CHECKING:
+    from rayk.attention.backend import PagedAttentionMetadata
+    from rayk.models.decoder import Decoder, Mixer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +22,7 @@ class PlantedFault:
 
     kind: str
     point: str | None = None
+    layer: int | None = None
     step: int | None = None
     request: int | None = None
     seed: int = 0
@@ -40,3 +49,73 @@ class FaultBox:
                 self._left.remove(fault)
                 return fault
         return None
+
+
+# --- wrong_kv: a rank that computes its own keys or values wrongly ---------------------------------
+
+
+def commit_wrong_kv(decoder: Decoder, faults: Sequence[PlantedFault]) -> None:
+    """Make a loaded decoder, its caches bound, compute or store one layer's KV wrongly from now on.
+
+    Both sides of a transfer then hold the same wrong bytes: digests agree, only the values tell.
+    """
+    for fault in faults:
+        if fault.kind == "wrong_kv":
+            _commit(decoder, fault.layer or 0, fault.point)
+
+
+def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
+    attention = decoder.attention_layers[layer]
+    if point == "k_norm":
+        weight = attention.key_norm_weight
+        assert weight is not None, f"layer {layer} has no k-norm"
+        weight.copy_(weight.roll(1, -1))
+        return
+    mixer = decoder.layers[layer].mixer
+    if point == "rope":
+        rope = decoder.layers[layer].rope
+        assert rope is not None, f"layer {layer} has no positions"
+        rotary = Rotary(rope, dtype=torch.float32, device=torch.device("cpu"))
+        wrong: Mixer = _OnePositionOn(mixer, rotary.at(torch.ones(1)))
+    else:
+        assert point == "store_kv", point
+        assert attention.kv_cache is not None
+        wrong = _OneSlotOn(mixer, attention.kv_cache.shape[2])
+    layers = list(decoder.layers)
+    layers[layer] = replace(layers[layer], mixer=wrong)
+    decoder.layers = tuple(layers)
+
+
+class _OnePositionOn:
+    """A mixer that takes every token to stand one position later. Implements models.decoder.Mixer."""
+
+    def __init__(self, mixer: Mixer, one: Rotation) -> None:
+        """`one`: the rotation of position 1."""
+        self._mixer = mixer
+        length = torch.hypot(one.cos, one.sin)
+        self._cos, self._sin = one.cos / length, one.sin / length
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """See Mixer."""
+        assert rotation is not None
+        cos, sin = rotation.cos, rotation.sin
+        on_cos, on_sin = self._cos.to(cos), self._sin.to(cos)
+        turned = rotation._replace(cos=cos * on_cos - sin * on_sin, sin=sin * on_cos + cos * on_sin)
+        return self._mixer.forward(x, turned, metadata)
+
+
+class _OneSlotOn:
+    """A mixer that stores every token in the next slot of its kernel block, the last one in the first."""
+
+    def __init__(self, mixer: Mixer, block_size: int) -> None:
+        self._mixer = mixer
+        self._block_size = block_size
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation | None, metadata: PagedAttentionMetadata
+    ) -> torch.Tensor:
+        """See Mixer."""
+        slots, size = metadata.common.slot_mapping, self._block_size
+        shifted = torch.where(slots < 0, slots, slots - slots % size + (slots + 1) % size)
+        common = replace(metadata.common, slot_mapping=shifted)
+        return self._mixer.forward(x, rotation, replace(metadata, common=common))

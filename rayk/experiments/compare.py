@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rayk.actors.commands import CapturedRows
+from rayk.experiments.culprit import Head, WrongLayer, name_culprit
+from rayk.experiments.noise import Bound, broken, measure, rms
 from rayk.experiments.references import References
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.groups import KVCacheGroup
+from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.types.errors import KVMismatch
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
@@ -19,7 +22,7 @@ from rayk.types.rows import RequestRow
 NEAR_TIE_LOGITS = 1e-3
 """float32: two tokens whose reference logits are this close may swap."""
 KV_VALUES_RELATIVE = 2e-3
-"""float32: largest difference of a key or value, in units of its layer's RMS."""
+"""Smallest bound of a key's or value's difference, in units of its layer's RMS: what float32 keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,16 @@ class TokenComparison:
 
 
 def compare_tokens(
-    row: RequestRow, expected: Sequence[int], references: References, sampling: SamplingParams
+    row: RequestRow,
+    expected: Sequence[int],
+    references: References,
+    sampling: SamplingParams,
+    tolerance: float = NEAR_TIE_LOGITS,
 ) -> TokenComparison:
     """Compare a finished request with the reference's greedy tokens.
 
     After a first difference the histories differ, so the rest is judged teacher-forced: at every step the
-    chosen token must be within NEAR_TIE_LOGITS of the reference's best.
+    chosen token must be within `tolerance` logits of the reference's best.
     """
     found = row.output_token_ids
     if found == list(expected):
@@ -51,7 +58,7 @@ def compare_tokens(
         return TokenComparison(first, reason=f"request {row.prompt_index}: {what}")
     forced = references.forced(row.prompt_token_ids, found)
     worst = max(range(first, len(found)), key=lambda i: forced[i].gap)
-    near = forced[worst].gap <= NEAR_TIE_LOGITS and len(found) <= sampling.max_tokens
+    near = forced[worst].gap <= tolerance and len(found) <= sampling.max_tokens
     what = (
         f"request {row.prompt_index}, token {first}: {found[first]} instead of {expected[first]}, "
         f"{forced[first].gap:.3g} logits below the reference's best"
@@ -66,7 +73,43 @@ class ValueComparison:
     num_values: int
     max_error: float
     """Largest absolute difference."""
+    max_error_of_bound: float
+    """Largest difference as a share of its layer's bound."""
     mismatch: KVMismatch | None
+
+
+KVBounds = Mapping[tuple[int, str], Bound]
+"""(layer, k or v) -> what the largest error of each row, a head and token, keeps."""
+
+
+def measure_values(
+    references: References, prompts: Sequence[Sequence[int]], model: DecoderConfig
+) -> KVBounds:
+    """What eager code in the cell's dtype gets wrong of these prompts' caches, layer by layer.
+
+    Keys and values of a layer that routed experts come before are bounded as `noise` says of those.
+    """
+    bounds: dict[tuple[int, str], Bound] = {}
+    exact = [references.kv(prompt) for prompt in prompts]
+    eager = [references.kv(prompt, eager=True) for prompt in prompts]
+    for layer in range(len(exact[0])):
+        routed = any(isinstance(before.mlp, ExpertsConfig) for before in model.layers[:layer])
+        for i, name in enumerate(("k", "v")):
+            right = [kv[layer][i].double() for kv in exact]
+            errors = [row_errors(kv[layer][i].double(), r) for kv, r in zip(eager, right, strict=True)]
+            scale = rms(torch.cat([r.flatten() for r in right]))
+            bounds[layer, name] = measure(
+                torch.cat([e.flatten() for e in errors]),
+                floor=KV_VALUES_RELATIVE * scale,
+                routed=routed and not references.is_exact,
+            )
+    return bounds
+
+
+def row_errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Largest absolute difference of each row, [..., D] -> [...]; infinite where a NaN is."""
+    error = (found - right).abs()
+    return torch.where(error.isnan(), torch.inf, error).amax(-1)
 
 
 def compare_values(
@@ -75,12 +118,15 @@ def compare_values(
     reference: Sequence[tuple[torch.Tensor, torch.Tensor]],
     groups: Sequence[KVCacheGroup],
     num_tokens: int,
+    bounds: KVBounds | None = None,
+    model: DecoderConfig | None = None,
 ) -> ValueComparison:
     """Compare every rank's live rows with the reference's keys and values, layer by layer.
 
-    `captured` by rank. The first difference in the order (layer, field, head, token) is named.
+    `captured` by rank. `bounds`: of `measure_values`; None: the fixed ones of float32. `model` helps to name
+    the culprit. The first difference in the order (layer, field, head, token) is named.
     """
-    num_values, max_error = 0, 0.0
+    num_values, max_error, max_share = 0, 0.0, 0.0
     mismatch: KVMismatch | None = None
     for layer, group in sorted((layer, g) for g in groups for layer in g.layers):
         live = group.spec.live_rows(num_tokens)
@@ -88,59 +134,56 @@ def compare_values(
             name: tensor[:, live.start : live.stop].double()
             for name, tensor in zip(("k", "v"), reference[layer], strict=True)
         }
-        for rank in captured:
-            for (name, head), rows in sorted(rank[layer].items()):
-                found = _values(rows, group.spec.dtype)
-                error = (found - truth[name][head]).abs()
-                error = torch.where(error.isnan(), torch.inf, error)
-                num_values += found.numel()
-                max_error = max(max_error, float(error.max())) if error.numel() else max_error
-                limit = KV_VALUES_RELATIVE * float(truth[name].square().mean().sqrt())
-                wrong = (error > limit).any(dim=1)
-                if mismatch is None and bool(wrong.any()):
-                    first = int(wrong.nonzero()[0])
-                    what = _explain(found, truth, name, head, wrong, limit)
-                    mismatch = KVMismatch(
-                        request_id,
-                        layer,
-                        group.index,
-                        name,
-                        head,
-                        live.start + first,
-                        f"the prefill engine's cache differs from the reference's by up to "
-                        f"{float(error.max()):.3g}: {what}",
-                    )
-    return ValueComparison(num_values, max_error, mismatch)
+        found: dict[Head, torch.Tensor] = {}
+        wrong: dict[Head, torch.Tensor] = {}
+        limits = {name: _bound(bounds, layer, name, truth) for name in truth}
+        for name, head, rows in _heads(captured, layer):
+            values = _values(rows, group.spec.dtype)
+            errors = row_errors(values, truth[name][head])
+            num_values += values.numel()
+            if errors.numel():
+                max_error = max(max_error, float(errors.max()))
+                max_share = max(max_share, float(errors.max()) / limits[name].worst)
+            is_wrong = broken(errors, limits[name])
+            # Of replicas the first wrong one is looked at.
+            if (name, head) not in wrong or not bool(wrong[name, head].any()):
+                found[name, head], wrong[name, head] = values, is_wrong
+        if mismatch is None and any(bool(rows.any()) for rows in wrong.values()):
+            worst = {name: bound.worst for name, bound in limits.items()}
+            layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model)
+            mismatch = _mismatch(request_id, group, layer_of)
+    return ValueComparison(num_values, max_error, max_share, mismatch)
+
+
+def _bound(bounds: KVBounds | None, layer: int, name: str, truth: Mapping[str, torch.Tensor]) -> Bound:
+    if bounds is not None:
+        return bounds[layer, name]
+    return measure(torch.zeros(1), floor=KV_VALUES_RELATIVE * rms(truth[name]), routed=False)
+
+
+def _heads(captured: Sequence[CapturedRows], layer: int) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(field, global head, rows) of every rank, replicas of a head one after the other."""
+    held = [(name, head, rank) for rank, layers in enumerate(captured) for name, head in layers[layer]]
+    for name, head, rank in sorted(held):
+        yield name, head, captured[rank][layer][name, head]
+
+
+def _mismatch(request_id: str, group: KVCacheGroup, wrong: WrongLayer) -> KVMismatch:
+    name, head = wrong.first
+    rows = wrong.rows(wrong.first)
+    error = float(row_errors(wrong.found[name, head], wrong.truth[name][head])[rows].max())
+    return KVMismatch(
+        request_id,
+        wrong.layer,
+        group.index,
+        name,
+        head,
+        wrong.first_token + int(rows[0]),
+        f"the prefill engine's cache differs from the reference's by up to {error:.3g} "
+        f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong)}",
+    )
 
 
 def _values(rows: np.ndarray, dtype: str) -> torch.Tensor:
     """uint8 [T, bytes] -> float64 [T, D]."""
     return torch.from_numpy(np.array(rows)).view(TORCH_DTYPES[dtype]).double()
-
-
-def _explain(
-    found: torch.Tensor,
-    truth: dict[str, torch.Tensor],
-    name: str,
-    head: int,
-    wrong: torch.Tensor,
-    limit: float,
-) -> str:
-    """What the wrong rows hold instead, if that is anywhere in the reference's layer."""
-    rows = wrong.nonzero()[:, 0]
-    for other_name, tensor in truth.items():
-        for other in range(tensor.shape[0]):
-            same = tensor.shape[2] == found.shape[1] and (other_name, other) != (name, head)
-            if same and bool(((found[rows] - tensor[other, rows]).abs() <= limit).all()):
-                if other_name != name:
-                    return f"{name.upper()} holds {other_name.upper()} of head {other}"
-                return f"head {head} holds head {other}"
-    for shift in (-1, 1):
-        inside = (rows + shift >= 0) & (rows + shift < found.shape[0])
-        source = rows[inside] + shift
-        if len(source) and bool(((found[rows[inside]] - truth[name][head, source]).abs() <= limit).all()):
-            return f"token t holds token t{shift:+d}"
-    held = found[rows].flatten()
-    if bool(held.isnan().all() or (held == held[0]).all()):
-        return f"{len(rows)} tokens were never written"
-    return f"{len(rows)} tokens hold other values"

@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayk.engine.plan import plan_engine
-from rayk.experiments.compare import NEAR_TIE_LOGITS, compare_tokens, compare_values
+from rayk.experiments.compare import (
+    NEAR_TIE_LOGITS,
+    KVBounds,
+    compare_tokens,
+    compare_values,
+    measure_values,
+)
+from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.references import References
 from rayk.experiments.verdict import Findings
-from rayk.models.config import DecoderConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.specs import Cell
 from rayk.types.errors import KVMismatch
-from rayk.types.rows import CellRow
+from rayk.types.rows import CellRow, RequestRow
 
 if TYPE_CHECKING:
     from rayk.actors.coordinator import CellOutcome
@@ -28,8 +35,10 @@ class _Counts:
 
     num_token_mismatches: int | None = None
     first_divergence: tuple[int, int] | None = None
+    near_tie_tolerance: float | None = None
     num_values: int | None = None
     max_value_error: float | None = None
+    measured: dict[str, float] = field(default_factory=dict)
     checks_done: list[str] = field(default_factory=list)
 
 
@@ -37,16 +46,18 @@ class CellJudge:
     """Judges the cells of one model."""
 
     def __init__(self, model: str, config: DecoderConfig, directory: Path) -> None:
+        self._model = model
         self._config = config
-        self._references = References(model, directory / "reference")
+        self._directory = directory / "reference"
+        self._by_dtype: dict[str, References] = {}
+        self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
 
     def ask(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference's answers ready for a cell."""
         if "tokens" in cell.checks:
-            self._references.outputs(prompts, cell.sampling)
+            self._references(cell).outputs(prompts, cell.sampling)
         if self.needs_capture(cell):
-            for prompt in prompts:
-                self._references.kv(prompt)
+            self._kv_bounds(cell, prompts)
 
     def needs_capture(self, cell: Cell) -> bool:
         """Whether the prefill engine's rows must be brought here."""
@@ -57,10 +68,14 @@ class CellJudge:
         findings, counts = Findings(), _Counts()
         for outcome in outcomes:
             findings.add_errors(outcome.errors)
-            if "tokens" in cell.checks:
-                self._check_tokens(cell, prompts, outcome, findings, counts)
             if self.needs_capture(cell):
                 self._check_values(cell, prompts, outcome, findings, counts)
+        # A failed request's tokens are not compared, and the table must not say that they were.
+        finished = [row for o in outcomes for row in o.requests if row.error is None]
+        if "tokens" in cell.checks and finished:
+            self._check_tokens(cell, prompts, finished, findings, counts)
+        if "logprobs" in cell.checks and finished:
+            self._check_logprobs(cell, finished, findings, counts)
         checked = sum(o.num_kv_bytes_checked for o in outcomes)
         if "kv_bytes" in cell.checks and cell.decode is not None and checked:
             counts.checks_done.append("kv_bytes")
@@ -77,7 +92,7 @@ class CellJudge:
             num_token_mismatches=counts.num_token_mismatches,
             first_divergence=counts.first_divergence,
             checks_done=list(dict.fromkeys(counts.checks_done)),
-            near_tie_tolerance=NEAR_TIE_LOGITS if "tokens" in cell.checks else None,
+            near_tie_tolerance=counts.near_tie_tolerance,
             expected_verdict=cell.expected_verdict,
             prefill_effective_block_sizes=facts.get("prefill0", {}).get("block_sizes"),
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
@@ -88,21 +103,41 @@ class CellJudge:
             ),
             num_kv_values_checked=counts.num_values,
             max_kv_value_error=counts.max_value_error,
+            measured=counts.measured,
             wall_ns=sum(o.wall_ns for o in outcomes),
         )
 
+    def _references(self, cell: Cell) -> References:
+        dtype = cell.prefill.dtype
+        if dtype not in self._by_dtype:
+            self._by_dtype[dtype] = References(self._model, self._directory, dtype)
+        return self._by_dtype[dtype]
+
+    def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
+        key = cell.prefill.dtype, tuple(tuple(prompt) for prompt in prompts)
+        if key not in self._bounds:
+            self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
+        return self._bounds[key]
+
     def _check_tokens(
-        self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _Counts
+        self,
+        cell: Cell,
+        prompts: Prompts,
+        finished: Sequence[RequestRow],
+        findings: Findings,
+        counts: _Counts,
     ) -> None:
-        finished = [row for row in outcome.requests if row.error is None]
-        if not finished:
-            return  # nothing was compared, and the table must not say that it was
-        expected = self._references.outputs(prompts, cell.sampling)
+        references = self._references(cell)
+        tolerance = NEAR_TIE_LOGITS
+        if not references.is_exact:
+            tolerance = near_tie_tolerance(finished, references)
+        expected = references.outputs(prompts, cell.sampling)
         counts.checks_done.append("tokens")
-        counts.num_token_mismatches = counts.num_token_mismatches or 0
+        counts.num_token_mismatches = 0
+        counts.near_tie_tolerance = tolerance
         for row in finished:
-            answer = expected[row.prompt_index]
-            compared = compare_tokens(row, answer.token_ids, self._references, cell.sampling)
+            answer = expected[row.prompt_index].token_ids
+            compared = compare_tokens(row, answer, references, cell.sampling, tolerance)
             if compared.first_divergence is None:
                 continue
             if counts.first_divergence is None:
@@ -111,22 +146,49 @@ class CellJudge:
                 counts.num_token_mismatches += 1
             findings.add("NEAR_TIE" if compared.near_tie else "TOKEN_MISMATCH", compared.reason)
 
+    def _check_logprobs(
+        self, cell: Cell, finished: Sequence[RequestRow], findings: Findings, counts: _Counts
+    ) -> None:
+        routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in self._config.layers)
+        compared = compare_logprobs(finished, self._references(cell), cell.sampling, routed=routed)
+        counts.checks_done.append("logprobs")
+        counts.measured |= _columns("", compared.output) | _columns("prompt_", compared.prompt)
+        for reason in compared.reasons:
+            findings.add("TOKEN_MISMATCH", reason)
+
     def _check_values(
         self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _Counts
     ) -> None:
         groups = plan_engine(cell.prefill, self._config).groups
+        bounds = self._kv_bounds(cell, prompts)
+        references = self._references(cell)
         for index, captured in sorted(outcome.captured.items()):
-            prompt = prompts[index]
+            name, prompt = f"{cell.cell_id}/{index}", prompts[index]
             compared = compare_values(
-                f"{cell.cell_id}/{index}", captured, self._references.kv(prompt), groups, len(prompt)
+                name, captured, references.kv(prompt), groups, len(prompt), bounds, self._config
             )
             counts.num_values = (counts.num_values or 0) + compared.num_values
             counts.max_value_error = max(counts.max_value_error or 0.0, compared.max_error)
+            share = counts.measured.get("max_kv_value_error_of_bound", 0.0)
+            counts.measured["max_kv_value_error_of_bound"] = max(share, compared.max_error_of_bound)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
         # A request that ends with its first token leaves nothing to look at.
         if outcome.captured and all(r.error or r.prompt_index in outcome.captured for r in outcome.requests):
             counts.checks_done.append("kv_values")
+
+
+def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
+    """Columns of one kind of tokens; none where none were told."""
+    if not errors.num_checked:
+        return {}
+    return {
+        f"num_{kind}logprobs_checked": errors.num_checked,
+        f"max_{kind}logprob_error": errors.max_error,
+        f"{kind}logprob_bound": errors.bound.worst,
+        f"rms_{kind}logprob_error": errors.rms_error,
+        f"rms_{kind}logprob_bound": errors.bound.rms_limit(errors.num_checked),
+    }
 
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:

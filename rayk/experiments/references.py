@@ -7,20 +7,34 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput
+from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
+
+LayerKV = list[tuple[Tensor, Tensor]]
+"""Per layer: keys (after RoPE) and values, [H, T, D] each."""
 
 
 class References:
-    """transformers in float32 on the CPU, for one checkpoint."""
+    """transformers on the CPU, for one checkpoint and the dtype of a cell's engines.
 
-    def __init__(self, model: str, cache_dir: Path | None) -> None:
-        self._reference = Reference(model, "float32", cache_dir=cache_dir)
-        self._kv: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+    Its answers are `exact`: float32 arithmetic on the weights as that dtype rounds them. What `eager` code in
+    the dtype itself says of the same question measures how much rounding may change.
+    """
+
+    def __init__(self, model: str, cache_dir: Path | None, dtype: str = "float32") -> None:
+        self.dtype = dtype
+        self._exact = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
+        self._eager = self._exact if dtype == "float32" else Reference(model, dtype, cache_dir=cache_dir)
+        self._kv: dict[tuple[bool, tuple[int, ...]], LayerKV] = {}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engines compute as exactly as the reference: bounds are fixed, not measured."""
+        return self._eager is self._exact
 
     def outputs(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[ReferenceOutput]:
         """Greedy output of each prompt."""
-        return self._reference.generate(
+        return self._exact.generate(
             prompts,
             max_tokens=sampling.max_tokens,
             ignore_eos=sampling.ignore_eos,
@@ -29,11 +43,16 @@ class References:
 
     def forced(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
         """What the reference thinks of somebody else's tokens."""
-        return self._reference.teacher_force(prompt, output_ids)
+        return self._exact.teacher_force(prompt, output_ids)
 
-    def kv(self, prompt: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Keys (after RoPE) and values per layer, [H, T, D] each."""
-        key = tuple(prompt)
+    def scores(self, prompt: Sequence[int], output_ids: Sequence[int]) -> tuple[TextScores, TextScores]:
+        """Log probabilities of a prompt and somebody else's output: exact, and eager's."""
+        exact = self._exact.score(prompt, output_ids)
+        return exact, exact if self.is_exact else self._eager.score(prompt, output_ids)
+
+    def kv(self, prompt: Sequence[int], *, eager: bool = False) -> LayerKV:
+        """The cache after the prompt: exact, or eager's."""
+        key = (eager and not self.is_exact, tuple(prompt))
         if key not in self._kv:
-            self._kv[key] = self._reference.kv_cache(prompt)
+            self._kv[key] = (self._eager if key[0] else self._exact).kv_cache(prompt)
         return self._kv[key]

@@ -34,6 +34,23 @@ EFFECTIVE = tuple(
 )
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 
+MEASURED = (
+    *(
+        column
+        for kind in ("", "prompt_")
+        for column in (
+            f"num_{kind}logprobs_checked",
+            f"max_{kind}logprob_error",
+            f"{kind}logprob_bound",
+            f"rms_{kind}logprob_error",
+            f"rms_{kind}logprob_bound",
+        )
+    ),
+    "max_kv_value_error_of_bound",
+)
+"""How far log probabilities of output and prompt tokens were from the reference's and might have been (the
+worst of them, and their RMS), and the largest error of a KV row as a share of its layer's bound."""
+
 _INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 _INTS, _FLOATS = pa.list_(pa.int64()), pa.list_(pa.float64())
 
@@ -55,6 +72,7 @@ CELL_FIELDS: dict[str, Any] = {
     "num_kv_bytes_mismatched": _INT,
     "num_kv_values_checked": _INT,
     "max_kv_value_error": _FLOAT,
+    **{name: _INT if name.startswith("num_") else _FLOAT for name in MEASURED},
     "transfer_bytes": _INT,
     "num_descriptors": _INT,
     "transfer_gb_per_s": _FLOAT,
@@ -156,6 +174,7 @@ def cell_record(
         "prefill.effective_block_sizes": row.prefill_effective_block_sizes,
         "decode.effective_block_sizes": row.decode_effective_block_sizes,
         **{name: row.effective.get(name) for name in EFFECTIVE},
+        **{name: row.measured.get(name) for name in MEASURED},
         "num_requests": len(requests),
         "transfer_bytes": num_bytes if transfers else None,
         "num_descriptors": sum(t.num_descriptors for t in transfers) if transfers else None,

@@ -46,6 +46,7 @@ EXPECTED_VERDICT = {
     "kill": "ENGINE_ERROR",
     "flip_bit": "KV_MISMATCH",
     "early_reuse": "TRANSFER_ERROR",
+    "wrong_kv": "KV_MISMATCH",
 }
 """What a planted fault must end in when it does not say so itself. Early reuse is refused by the block
 generations before any digest is compared."""
@@ -149,6 +150,7 @@ def _make_cell(
         axes |= {n: None for n in names if n.startswith(("decode.", "transfer."))}
     prefill = _engine(spec, spec.prefill, config, device)
     decode = None if aggregated else _engine(spec, spec.decode, config, device)
+    checks = _checks(spec, config)
     return Cell(
         cell_id=cell_id(axes),
         axes=axes,
@@ -158,10 +160,10 @@ def _make_cell(
         num_prefill_engines=spec.prefill.num_engines,
         num_decode_engines=0 if aggregated else spec.decode.num_engines,
         unsupported=_why_unsupported(config, prefill, decode),
-        checks=_checks(spec, config),
+        checks=checks,
         faults=tuple(spec.faults),
         expected_verdict=_expected_verdict(spec.faults),
-        sampling=_sampling(spec.sampling),
+        sampling=_sampling(spec.sampling, checks),
         deadlines=spec.deadlines,
         repeat=spec.repeat,
         policy=spec.policy,
@@ -171,10 +173,13 @@ def _make_cell(
     )
 
 
-def _sampling(spec: SamplingSpec) -> SamplingParams:
-    """The same fields under the same names."""
-    values = {name: getattr(spec, name) for name in SamplingSpec.model_fields}
-    return SamplingParams(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+def _sampling(spec: SamplingSpec, checks: tuple[str, ...]) -> SamplingParams:
+    """The same fields under the same names; check `logprobs` needs those of all tokens told."""
+    values: dict[str, Any] = {name: getattr(spec, name) for name in SamplingSpec.model_fields}
+    if "logprobs" in checks:
+        values |= {name: values[name] or 0 for name in ("logprobs", "prompt_logprobs")}
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return SamplingParams(**values)
 
 
 def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:

@@ -10,25 +10,11 @@ from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs.cells import Cell, expand
-from rayk.specs.experiment import FaultSpec
+from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, SpecError
-
-FAULT_POINTS: dict[str, tuple[str, ...]] = {
-    "kill": ("prefill", "transfer", "decode"),
-    "flip_bit": ("transfer",),
-    "early_reuse": ("transfer",),
-}
-"""Fault kinds and the points of a request's life where each can strike."""
-
-FAULT_FIELDS: dict[str, tuple[str, ...]] = {
-    "kill": ("step",),
-    "flip_bit": ("request", "seed"),
-    "early_reuse": ("request",),
-}
-"""What each kind heeds beside kind, point, role, rank and expect; anything else would be ignored."""
 
 
 def plan_cells(
@@ -46,6 +32,7 @@ def plan_cells(
         _check_stop_strings(cells, loaded, tokenizer_loader)
     for cell in cells:
         check_cell(cell, loaded)
+        check_fits_model(cell, config, loaded)
         _check_fits_device(cell, loaded)
         key = cell.spec.prompts.model_dump_json()
         if key not in prompts_of:
@@ -63,7 +50,7 @@ def check_cell(cell: Cell, loaded: LoadedSpec) -> None:
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
     _check_kernel_blocks(cell, loaded)
     for fault in cell.faults:
-        _check_fault(fault, cell, loaded)
+        check_fault(fault, cell, loaded)
 
 
 def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
@@ -128,22 +115,7 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
                 transfer.staging == "always",
             ),
         ]
-    found += _checks_not_supported(cell)
     return [(key, what) for key, what, wrong in found if wrong]
-
-
-def _checks_not_supported(cell: Cell) -> list[tuple[str, str, bool]]:
-    exact = cell.prefill.dtype == "float32"
-    key = "checks" if cell.spec.checks is not None else "dtype"
-    default = "" if cell.spec.checks is not None else f", the default for dtype {cell.prefill.dtype}"
-    hint = "write `checks: [kv_bytes]` or dtype: float32"
-    return [
-        (key, f"check logprobs{default}; {hint}", "logprobs" in cell.checks),
-        *(
-            (key, f"check {name} outside float32; {hint}", name in cell.checks and not exact)
-            for name in ("tokens", "kv_values")
-        ),
-    ]
 
 
 def _check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
@@ -177,57 +149,6 @@ def _check_kernel_blocks(cell: Cell, loaded: LoadedSpec) -> None:
                 f"block_size {engine.block_size}",
                 where=loaded.where("engine.kernel_block_size"),
             )
-
-
-def _check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
-    where = loaded.where("faults")
-    if fault.kind not in FAULT_POINTS:
-        raise SpecError(
-            problem=f"not supported yet: fault kind {fault.kind!r}",
-            where=where,
-            mend=f"supported: {', '.join(FAULT_POINTS)}",
-        )
-    points = FAULT_POINTS[fault.kind]
-    if fault.point is not None and fault.point not in points:
-        raise SpecError(
-            problem=f"fault {fault.kind} cannot strike at {fault.point!r}",
-            where=where,
-            mend=f"point: {', '.join(points)}",
-        )
-    _check_fault_fields(fault, where)
-    if fault.kind == "kill" and fault.point is None:
-        raise SpecError(problem="fault kill needs a point", where=where, mend=f"point: {', '.join(points)}")
-    if cell.decode is None and (fault.kind != "kill" or fault.point == "transfer"):
-        raise SpecError(
-            problem=f"fault {fault.kind} strikes a transfer, and aggregated cells have none",
-            where=where,
-            mend="mode: disaggregated",
-        )
-    _check_fault_rank(fault, cell, where)
-
-
-def _check_fault_fields(fault: FaultSpec, where: str) -> None:
-    heeded = FAULT_FIELDS[fault.kind]
-    given = fault.model_dump(exclude_defaults=True)
-    for name in ("request", "layer", "step", "seed"):
-        if name in given and name not in heeded:
-            raise SpecError(
-                problem=f"fault {fault.kind} does not heed `{name}`",
-                where=where,
-                mend=f"it heeds {', '.join(('point', 'role', 'rank', *heeded))}",
-            )
-
-
-def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
-    role = fault.engine_role
-    engine = cell.decode if role == "decode" and cell.decode else cell.prefill
-    if fault.rank is not None and fault.rank >= engine.tp:
-        raise SpecError(
-            problem=f"fault {fault.kind}: rank {fault.rank} of a {role} engine of TP {engine.tp} "
-            f"(cell {cell.cell_id})",
-            where=where,
-            mend=f"rank: 0 to {engine.tp - 1}",
-        )
 
 
 def check_prompts(

@@ -90,6 +90,8 @@ class CellRow:
     """Elements of P's cache compared with the reference's; None when not compared."""
     max_kv_value_error: float | None = None
     """Largest absolute difference among them."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Errors and bounds of logprobs and kv_values by column; see reports.columns.MEASURED."""
     wall_ns: int = 0
 
     @property

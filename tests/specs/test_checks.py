@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from rayk.kv.groups import group_layers
 from rayk.kv.manager import KVCacheManager
+from rayk.models.config import ExpertsConfig, RopeConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs import load_spec, plan_cells, resolve_prompts
 from rayk.specs.devices import check_device, resolve_device
@@ -34,10 +36,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
         ({"failure_policy": "migrate"}, "failure_policy: migrate"),
         ({"matrix": {"failure_policy": ["fail", "recompute"]}}, "failure_policy: recompute"),
         ({"arrival": {"rate": 2.0}}, "arrival.rate"),
-        ({"checks": ["logprobs"]}, "check logprobs"),
-        ({"dtype": "bfloat16"}, "check logprobs, the default for dtype bfloat16"),
-        ({"dtype": "bfloat16", "checks": ["tokens"]}, "check tokens outside float32"),
-        ({"dtype": "float16", "checks": ["kv_values"]}, "check kv_values outside float32"),
         ({"faults": [{"kind": "lose_notification"}]}, "fault kind 'lose_notification'"),
     ],
 )
@@ -69,6 +67,33 @@ def test_kv_bytes_alone_is_fine_outside_float32() -> None:
     assert len(plan(dtype="bfloat16", checks=["kv_bytes"])) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_check_runs_in_every_dtype(dtype: str) -> None:
+    checks = ["tokens", "kv_bytes", "kv_values", "logprobs"]
+    ((cell, _),) = plan(dtype=dtype, checks=checks)
+    assert cell.checks == tuple(checks)
+
+
+def test_outside_float32_logprobs_are_the_default_and_are_asked_of_the_engines() -> None:
+    ((cell, _),) = plan(dtype="bfloat16")
+    assert cell.checks == ("logprobs", "kv_bytes")
+    assert (cell.sampling.logprobs, cell.sampling.prompt_logprobs) == (0, 0)
+    ((more, _),) = plan(dtype="bfloat16", sampling={"logprobs": 3})
+    assert (more.sampling.logprobs, more.sampling.prompt_logprobs) == (3, 0)
+    ((plain, _),) = plan()
+    assert plain.sampling.logprobs is plain.sampling.prompt_logprobs is None
+
+
+def test_routed_tokens_are_compared_in_float32_only() -> None:
+    config = decoder()
+    experts = ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=32, alpha=1.7, limit=7.0)
+    routed = replace(config, layers=(config.layers[0], replace(config.layers[1], mlp=experts)))
+    assert plan(routed, checks=["tokens"])
+    assert plan(routed, dtype="bfloat16")
+    with pytest.raises(SpecError, match="check tokens of a model that routes experts, in bfloat16"):
+        plan(routed, dtype="bfloat16", checks=["tokens"])
+
+
 def test_kv_values_is_supported() -> None:
     ((cell, _),) = plan(checks=["tokens", "kv_bytes", "kv_values"])
     assert cell.checks == ("tokens", "kv_bytes", "kv_values")
@@ -97,6 +122,45 @@ def test_faults_that_cannot_be_meant(fault: dict[str, Any], problem: str) -> Non
 def test_aggregated_cells_have_no_transfer_to_strike() -> None:
     with pytest.raises(SpecError, match="strikes a transfer"):
         plan(mode="aggregated", faults=[{"kind": "early_reuse"}])
+
+
+WRONG_KV: dict[str, Any] = {"kind": "wrong_kv", "point": "rope", "layer": 1}
+VALUES = {"checks": ["kv_bytes", "kv_values"]}
+
+
+def rotating() -> Any:
+    """Layer 1 rotates its keys, layer 0 has no positions; keys are not normed."""
+    config = decoder()
+    rope = RopeConfig(kind="default", theta=10000.0, rotary_size=16)
+    return replace(config, layers=(config.layers[0], replace(config.layers[1], rope=rope)))
+
+
+def test_wrong_kv_is_expected_to_be_named() -> None:
+    for changes in (VALUES, {**VALUES, "mode": "aggregated"}):
+        ((cell, _),) = plan(rotating(), faults=[WRONG_KV], **changes)
+        assert cell.expected_verdict == "KV_MISMATCH"
+    ((cell, _),) = plan(rotating(), faults=[{**WRONG_KV, "expect": "TOKEN_MISMATCH"}])
+    assert cell.expected_verdict == "TOKEN_MISMATCH"
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "problem"),
+    [
+        ({"point": None}, VALUES, "needs a point"),
+        ({"point": "decode"}, VALUES, "cannot strike at 'decode'"),
+        ({"request": 1}, VALUES, "does not heed `request`"),
+        ({"role": "decode"}, VALUES, "what the prefill engine holds"),
+        ({"layer": 2}, VALUES, "layer 2 of a model of 2 keeps no keys"),
+        ({"layer": 0}, VALUES, "layer 0 has no positions"),
+        ({"point": "k_norm"}, VALUES, "does not norm its keys"),
+        ({"point": "store_kv"}, {**VALUES, "engine": {"kernel_block_size": 1}}, "one slot here"),
+        ({}, {"checks": ["kv_bytes"]}, "named by check kv_values"),
+    ],
+)
+def test_wrong_kv_that_cannot_be_meant(fault: dict[str, Any], changes: dict[str, Any], problem: str) -> None:
+    given = {k: v for k, v in {**WRONG_KV, **fault}.items() if v is not None}
+    with pytest.raises(SpecError, match=problem):
+        plan(rotating(), faults=[given], **changes)
 
 
 def test_supported_faults_pass() -> None:

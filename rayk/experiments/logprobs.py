@@ -1,0 +1,178 @@
+"""The check `logprobs`: what the engines thought of their own tokens against the reference, teacher-forced.
+
+The reference is given the very tokens the engines chose (at any temperature), so that one token chosen
+otherwise says nothing about the next. Compared are the log probabilities that the engines report: of every
+output token, and of every prompt token but the first, which a wrong prefill anywhere in the prompt changes.
+At temperature 0 a chosen token must also be nearly as good as the reference's best.
+
+Bounds come from `noise`: outside float32 they are measured, in float32 they are LOGPROB_FLOOR.
+
+What it cannot see: an error that changes no chosen token's probability by more than rounding does (in
+bfloat16 that of a few tiny weights; keys and queries turned by the same wrong angle), an error of the drawing
+itself, and, where experts are routed, one that hits only a few tokens. `kv_values` looks at the cache itself,
+`tokens` in float32 at every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rayk.experiments.noise import Bound, broken, measure, rms
+from rayk.experiments.references import References
+from rayk.types.request import SamplingParams
+from rayk.types.rows import RequestRow
+
+LOGPROB_FLOOR = 2e-3
+"""float32: largest error of a log probability; other implementations differ by 1e-5 to 2e-4."""
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """All tokens of one kind, prompt or output, over the cell's requests."""
+
+    kind: str
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt index, index of the token in prompt or output)"""
+    found: list[float] = field(default_factory=list)
+    exact: list[float] = field(default_factory=list)
+    eager: list[float] = field(default_factory=list)
+
+    def add(
+        self, request: int, first: int, found: Sequence[float], exact: Sequence[float], eager: Sequence[float]
+    ) -> None:
+        """One request's, from token `first` on."""
+        assert len(found) == len(exact) == len(eager), (
+            f"request {request}: {self.kind} tokens without logprob"
+        )
+        self.places += [(request, first + i) for i in range(len(found))]
+        self.found += found
+        self.exact += exact
+        self.eager += eager
+
+    def errors(self) -> torch.Tensor:
+        """float64, absolute; a NaN is an infinite error."""
+        error = (_tensor(self.found) - _tensor(self.exact)).abs()
+        return torch.where(error.isnan(), torch.inf, error)
+
+    def noise(self) -> torch.Tensor:
+        """Eager's, likewise."""
+        return (_tensor(self.eager) - _tensor(self.exact)).abs()
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobErrors:
+    """One kind of tokens, prompt or output."""
+
+    num_checked: int
+    max_error: float
+    rms_error: float
+    """Errors beyond the bound's `worst` counted as that much."""
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobComparison:
+    """All log probabilities of a cell."""
+
+    output: LogprobErrors
+    prompt: LogprobErrors
+    reasons: tuple[str, ...]
+    """What is wrong; nothing if all is within the bounds."""
+
+
+def compare_logprobs(
+    rows: Sequence[RequestRow], references: References, sampling: SamplingParams, *, routed: bool = False
+) -> LogprobComparison:
+    """Compare finished requests' log probabilities, all together.
+
+    `routed`: experts are chosen by a router, see `noise`.
+    """
+    output, prompt = _Tokens("output"), _Tokens("prompt")
+    gaps: list[float] = []
+    for row in rows:
+        exact, eager = references.scores(row.prompt_token_ids, row.output_token_ids)
+        assert row.output_logprobs is not None, f"request {row.prompt_index} reported no logprobs"
+        output.add(row.prompt_index, 0, row.output_logprobs, exact.output_logprobs, eager.output_logprobs)
+        gaps += exact.output_gaps
+        if row.prompt_logprobs is not None:
+            found = [p for p in row.prompt_logprobs if p is not None]
+            prompt.add(row.prompt_index, 1, found, exact.prompt_logprobs, eager.prompt_logprobs)
+    routed = routed and not references.is_exact
+    outputs, wrong_outputs = _judge(output, references.dtype, routed)
+    prompts, wrong_prompts = _judge(prompt, references.dtype, routed)
+    reasons = [*wrong_outputs, *wrong_prompts]
+    if is_greedy(sampling):
+        reasons += _worse_choices(output, gaps, outputs.bound)
+    return LogprobComparison(outputs, prompts, tuple(reasons))
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether the best token of the model's own logits is taken."""
+    return (
+        sampling.temperature == 0
+        and sampling.presence_penalty == sampling.frequency_penalty == 0
+        and sampling.repetition_penalty == 1
+    )
+
+
+def near_tie_tolerance(rows: Sequence[RequestRow], references: References) -> float:
+    """How many logits below the reference's best a greedy choice may lie outside float32: what eager's own
+    errors of these tokens allow."""
+    output = _Tokens("output")
+    for row in rows:
+        exact, eager = references.scores(row.prompt_token_ids, row.output_token_ids)
+        found = exact.output_logprobs
+        output.add(row.prompt_index, 0, found, found, eager.output_logprobs)
+    return choice_tolerance(measure(output.noise(), floor=LOGPROB_FLOOR, routed=False))
+
+
+def choice_tolerance(bound: Bound) -> float:
+    """How far below the best a greedily chosen token's exact logit may lie: both may be off by the bound."""
+    return 2 * bound.worst
+
+
+def _judge(tokens: _Tokens, dtype: str, routed: bool) -> tuple[LogprobErrors, list[str]]:
+    """The errors of one kind of tokens, and a reason for every token that breaks their bound."""
+    errors = tokens.errors()
+    bound = measure(tokens.noise(), floor=LOGPROB_FLOOR, routed=routed)
+    worst = float(errors.max()) if len(errors) else 0.0
+    found = LogprobErrors(len(errors), worst, rms(errors.clamp(max=bound.worst)), bound)
+    measured = "" if dtype == "float32" else f", measured from eager {dtype}"
+    reasons = []
+    for i in broken(errors, bound).nonzero()[:, 0].tolist():
+        request, token = tokens.places[i]
+        reasons.append(
+            f"logprobs: request {request}, {tokens.kind} token {token}: {tokens.found[i]:.4g}, the "
+            f"reference's is {tokens.exact[i]:.4g} (off by {_limit(float(errors[i]), found)}{measured})"
+        )
+    return found, reasons
+
+
+def _limit(error: float, found: LogprobErrors) -> str:
+    """An error that breaks its bound, and the bound."""
+    bound, count = found.bound, found.num_checked
+    if error <= bound.worst:
+        over_all = f"{found.rms_error:.3g} RMS over {count} tokens"
+        return f"{error:.3g}, {over_all}; bound {bound.rms_limit(count):.3g} RMS"
+    allowed = bound.num_outliers(count)
+    return f"{error:.3g}; bound {bound.worst:.3g}" + (f" in all but {allowed} tokens" if allowed else "")
+
+
+def _worse_choices(tokens: _Tokens, gaps: Sequence[float], bound: Bound) -> list[str]:
+    """A reason for every greedily chosen token that lies too far below the reference's best."""
+    tolerance = choice_tolerance(bound)
+    worse = [i for i, gap in enumerate(gaps) if not gap <= tolerance]
+    if len(worse) <= bound.num_outliers(len(gaps)):
+        return []
+    return [
+        f"logprobs: request {tokens.places[i][0]}, output token {tokens.places[i][1]} was chosen greedily "
+        f"{gaps[i]:.3g} logits below the reference's best (bound {tolerance:.3g})"
+        for i in worse
+    ]
+
+
+def _tensor(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -1,0 +1,143 @@
+"""Planted faults: what of them is refused before any actor starts."""
+
+from __future__ import annotations
+
+from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.specs.cells import Cell
+from rayk.specs.experiment import FaultSpec
+from rayk.specs.load import LoadedSpec
+from rayk.types.errors import SpecError
+
+FAULT_POINTS: dict[str, tuple[str, ...]] = {
+    "kill": ("prefill", "transfer", "decode"),
+    "flip_bit": ("transfer",),
+    "early_reuse": ("transfer",),
+    "wrong_kv": ("k_norm", "rope", "store_kv"),
+}
+"""Fault kinds and where each can strike: at points of a request's life, or in a layer's computation.
+
+wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes tokens to stand one
+position later, or stores them one slot later in their block.
+"""
+
+FAULT_FIELDS: dict[str, tuple[str, ...]] = {
+    "kill": ("step",),
+    "flip_bit": ("request", "seed"),
+    "early_reuse": ("request",),
+    "wrong_kv": ("layer",),
+}
+"""What each kind heeds beside kind, point, role, rank and expect; anything else would be ignored."""
+
+
+def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse a fault that cannot be meant in this cell. Raises SpecError."""
+    where = loaded.where("faults")
+    if fault.kind not in FAULT_POINTS:
+        raise SpecError(
+            problem=f"not supported yet: fault kind {fault.kind!r}",
+            where=where,
+            mend=f"supported: {', '.join(FAULT_POINTS)}",
+        )
+    points = FAULT_POINTS[fault.kind]
+    if fault.point is not None and fault.point not in points:
+        raise SpecError(
+            problem=f"fault {fault.kind} cannot strike at {fault.point!r}",
+            where=where,
+            mend=f"point: {', '.join(points)}",
+        )
+    _check_fault_fields(fault, where)
+    if fault.kind in ("kill", "wrong_kv") and fault.point is None:
+        raise SpecError(
+            problem=f"fault {fault.kind} needs a point", where=where, mend=f"point: {', '.join(points)}"
+        )
+    if fault.kind == "wrong_kv":
+        _check_wrong_kv(fault, cell, where)
+    elif cell.decode is None and (fault.kind != "kill" or fault.point == "transfer"):
+        raise SpecError(
+            problem=f"fault {fault.kind} strikes a transfer, and aggregated cells have none",
+            where=where,
+            mend="mode: disaggregated",
+        )
+    _check_fault_rank(fault, cell, where)
+
+
+def _check_fault_fields(fault: FaultSpec, where: str) -> None:
+    heeded = FAULT_FIELDS[fault.kind]
+    given = fault.model_dump(exclude_defaults=True)
+    for name in ("request", "layer", "step", "seed"):
+        if name in given and name not in heeded:
+            raise SpecError(
+                problem=f"fault {fault.kind} does not heed `{name}`",
+                where=where,
+                mend=f"it heeds {', '.join(('point', 'role', 'rank', *heeded))}",
+            )
+
+
+def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
+    role = fault.engine_role
+    engine = cell.decode if role == "decode" and cell.decode else cell.prefill
+    if fault.rank is not None and fault.rank >= engine.tp:
+        raise SpecError(
+            problem=f"fault {fault.kind}: rank {fault.rank} of a {role} engine of TP {engine.tp} "
+            f"(cell {cell.cell_id})",
+            where=where,
+            mend=f"rank: 0 to {engine.tp - 1}",
+        )
+
+
+def _check_wrong_kv(fault: FaultSpec, cell: Cell, where: str) -> None:
+    if fault.engine_role == "decode":
+        raise SpecError(
+            problem="fault wrong_kv at the decode engine: kv_values compares what the prefill engine holds",
+            where=where,
+            mend="role: prefill",
+        )
+    if "kv_values" not in cell.checks and fault.expect is None:
+        raise SpecError(
+            problem="fault wrong_kv is named by check kv_values, which this cell does not have",
+            where=where,
+            mend="checks: [tokens, kv_bytes, kv_values], or say what to `expect`",
+        )
+    if fault.point == "store_kv" and (cell.prefill.kernel_block_size or cell.prefill.block_size) == 1:
+        raise SpecError(
+            problem="fault wrong_kv at store_kv moves tokens within a kernel block, which has one slot here",
+            where=where,
+            mend="block_size: 16",
+        )
+
+
+def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
+    """Refuse a fault or check that the model has no place for. Raises SpecError."""
+    for fault in cell.faults:
+        if fault.kind == "wrong_kv":
+            problem, mend = _no_place(fault, config)
+            if problem:
+                raise SpecError(
+                    problem=f"fault wrong_kv at {fault.point}: {problem}",
+                    where=loaded.where("faults"),
+                    mend=mend,
+                )
+    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    if "tokens" in cell.checks and routed and cell.prefill.dtype != "float32":
+        raise SpecError(
+            problem=f"check tokens of a model that routes experts, in {cell.prefill.dtype}: rounding flips "
+            "routes, and no tolerance tells that from an error",
+            where=loaded.where("checks"),
+            mend="checks: [logprobs, kv_bytes], or dtype: float32",
+        )
+
+
+def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str]:
+    """(what the model lacks, how to mend it); empty texts if nothing."""
+    layer = fault.layer or 0
+    if layer not in config.attention_layers:
+        return (
+            f"layer {layer} of a model of {config.num_layers} keeps no keys",
+            f"layer: 0 to {config.num_layers - 1}",
+        )
+    if fault.point == "k_norm" and not config.qk_norm:
+        return f"{config.architecture} does not norm its keys", "point: rope or store_kv"
+    if fault.point == "rope" and config.layers[layer].rope is None:
+        rotated = [i for i in config.attention_layers if config.layers[i].rope is not None]
+        return f"layer {layer} has no positions", f"layer: {rotated[0]}" if rotated else "point: store_kv"
+    return "", ""

@@ -1,0 +1,164 @@
+"""Which part went wrong, told from one layer's rows: each mistake is made here with plain loops and named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rayk.experiments.culprit import WrongLayer, name_culprit
+from rayk.models.config import DecoderConfig, RopeConfig
+from tests.specs.models import decoder
+
+HEADS, TOKENS, SIZE, FIRST = 2, 40, 16, 7
+ROPE = RopeConfig(kind="default", theta=10000.0, rotary_size=SIZE)
+PARTIAL = RopeConfig(kind="default", theta=10000.0, rotary_size=12)
+INTERLEAVED = RopeConfig(kind="default", theta=10000.0, rotary_size=SIZE, pairing="interleaved")
+
+
+def turned(
+    keys: torch.Tensor,
+    rope: RopeConfig,
+    *,
+    shift: float = 0,
+    theta: float | None = None,
+    scale: float = 1.0,
+    pairing: str | None = None,
+) -> torch.Tensor:
+    """Keys [H, T, D] rotated at positions FIRST.., pair by pair."""
+    out = keys.clone()
+    half = rope.rotary_size // 2
+    for pair in range(half):
+        a, b = (pair, pair + half) if (pairing or rope.pairing) == "half" else (2 * pair, 2 * pair + 1)
+        speed = scale * (theta or rope.theta) ** (-2 * pair / rope.rotary_size)
+        for t in range(keys.shape[1]):
+            angle = (FIRST + t + shift) * speed
+            x, y = keys[:, t, a], keys[:, t, b]
+            out[:, t, a] = x * math.cos(angle) - y * math.sin(angle)
+            out[:, t, b] = y * math.cos(angle) + x * math.sin(angle)
+    return out
+
+
+def model_with(rope: RopeConfig | None, other: RopeConfig | None = None) -> DecoderConfig:
+    config = replace(decoder(), qk_norm=True)
+    layers = [replace(layer, rope=rope) for layer in config.layers]
+    return replace(config, layers=(*layers[:-1], replace(layers[-1], rope=other or rope)))
+
+
+def draw() -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys before the rotation, and values."""
+    torch.manual_seed(3)
+    return torch.randn(HEADS, TOKENS, SIZE).double(), torch.randn(HEADS, TOKENS, SIZE).double()
+
+
+def named(
+    found_k: torch.Tensor,
+    found_v: torch.Tensor,
+    truth: tuple[torch.Tensor, torch.Tensor],
+    model: DecoderConfig | None,
+    limit: float = 2e-3,
+) -> str:
+    found = {(n, h): t[h] for n, t in (("k", found_k), ("v", found_v)) for h in range(HEADS)}
+    right = dict(zip("kv", truth, strict=True))
+    wrong = {(n, h): ((rows - right[n][h]).abs() > limit).any(-1) for (n, h), rows in found.items()}
+    return name_culprit(WrongLayer(0, FIRST, found, right, wrong, {"k": limit, "v": limit}, model))
+
+
+NORM = torch.rand(SIZE, generator=torch.Generator().manual_seed(5)).double() + 0.5
+PER_TOKEN = torch.rand(HEADS, TOKENS, 1, generator=torch.Generator().manual_seed(6)).double() + 0.5
+
+KEY_MISTAKES: dict[str, tuple[Callable[[torch.Tensor, RopeConfig], torch.Tensor], str]] = {
+    "shift": (lambda k, rope: turned(k, rope, shift=1), "rope: positions are off by +1 (tokens 7 to 46"),
+    "back": (lambda k, rope: turned(k, rope, shift=-16), "rope: positions are off by -16"),
+    "theta": (lambda k, rope: turned(k, rope, theta=500.0), "keys turn as with theta 500 instead of 10000"),
+    "factor": (lambda k, rope: turned(k, rope, scale=0.25), "every angle is 0.25 times what it should be"),
+    "backwards": (lambda k, rope: turned(k, rope, scale=-1), "every angle is -1 times what it should be"),
+    "none": (lambda k, rope: k, "rope: keys are not rotated"),
+    "pairing": (
+        lambda k, rope: turned(k, rope, pairing={"half": "interleaved"}.get(rope.pairing, "half")),
+        "pairs are rotated, not",
+    ),
+    "weight": (
+        lambda k, rope: turned(k / NORM * NORM.roll(1), rope),
+        "k-norm weight: un-rotated keys are off by one factor per channel",
+    ),
+    "scale": (lambda k, rope: turned(k * 1.25, rope), "k-norm: all keys are 1.25 times what they should be"),
+    "statistics": (lambda k, rope: turned(k * PER_TOKEN, rope), "k-norm statistics: keys are off by one"),
+    "junk": (lambda k, rope: k.flip(1) * 3 + 1, "keys alone are wrong, tokens 7 to 46 of heads 0, 1"),
+}
+
+
+@pytest.mark.parametrize("rope", [ROPE, PARTIAL, INTERLEAVED], ids=["half", "partial", "interleaved"])
+@pytest.mark.parametrize("mistake", KEY_MISTAKES)
+def test_mistakes_in_keys(mistake: str, rope: RopeConfig) -> None:
+    make, expected = KEY_MISTAKES[mistake]
+    keys, values = draw()
+    truth = turned(keys, rope), values
+    assert expected in named(make(keys, rope), values, truth, model_with(rope))
+
+
+@pytest.mark.parametrize("mistake", [m for m in KEY_MISTAKES if m not in ("junk", "factor")])
+def test_mistakes_in_keys_under_the_noise_of_bfloat16(mistake: str) -> None:
+    """Both sides off by rounding, and a bound of that size."""
+    make, expected = KEY_MISTAKES[mistake]
+    keys, values = draw()
+    truth = turned(keys, ROPE)
+    found = make(keys, ROPE) + 0.02 * torch.randn(truth.shape).clamp(-3, 3)
+    kind = expected.partition(" (")[0].partition(" 1.25")[0].partition(" 500")[0].partition("every")[0]
+    assert kind in named(found, values, (truth, values), model_with(ROPE), limit=0.1)
+
+
+def test_only_the_wrong_head_and_tokens_are_looked_at() -> None:
+    keys, values = draw()
+    truth = turned(keys, ROPE)
+    found = truth.clone()
+    found[1, 10:] = turned(keys, ROPE, shift=2)[1, 10:]
+    why = named(found, values, (truth, values), model_with(ROPE))
+    assert why == "rope: positions are off by +2 (tokens 17 to 46 of heads 1)"
+
+
+def test_another_layers_rotation_and_one_where_there_is_none() -> None:
+    keys, values = draw()
+    local = replace(ROPE, theta=333.0)
+    found = turned(keys, local)
+    truth = turned(keys, ROPE)
+    assert "rotated as in other layers (theta 333" in named(
+        found, values, (truth, values), model_with(ROPE, local)
+    )
+    assert "the layer has no positions" in named(found, values, (keys, values), model_with(None, local))
+
+
+def test_without_a_k_norm_its_weight_is_not_blamed() -> None:
+    keys, values = draw()
+    truth = turned(keys, ROPE)
+    model = replace(model_with(ROPE), qk_norm=False)
+    why = named(turned(keys / NORM * NORM.roll(1), ROPE), values, (truth, values), model)
+    assert "k projection (the model has no k-norm)" in why
+
+
+def test_rows_in_the_wrong_slots() -> None:
+    keys, values = draw()
+    truth = turned(keys, ROPE), values
+    # Blocks of 16 slots, each token one slot late, the last around to the first.
+    slots = [(FIRST + t) // 16 * 16 + (FIRST + t + 1) % 16 - FIRST for t in range(TOKENS)]
+    found = [torch.full_like(t, 9e9) for t in truth]
+    for t, slot in enumerate(slots):
+        if 0 <= slot < TOKENS:
+            for rows, right in zip(found, truth, strict=True):
+                rows[:, slot] = right[:, t]
+    why = named(found[0], found[1], truth, model_with(ROPE))
+    assert why == "store_kv: token t holds token t-1 (3 of 40 wrong tokens hold something else)"
+
+
+def test_values_and_inputs() -> None:
+    keys, values = draw()
+    truth = turned(keys, ROPE), values
+    model = model_with(ROPE)
+    assert "values alone are wrong: 40 tokens" in named(truth[0], values * 2 + 1, truth, model)
+    assert "a wrong input" in named(truth[0] * 2 + 1, values * 2 + 1, truth, model)
+    assert named(truth[0].roll(1, 0), values.roll(1, 0), truth, model) == "store_kv: head 0 holds head 1"
+    assert named(values, truth[0], truth, model) == "store_kv: K holds V of head 0"
+    assert "values alone" not in named(truth[0], values.roll(1, 0), truth, model)
