@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rayk.models.layers import linear
 from rayk.parallel.local import LocalComm
+from rayk.types.errors import CheckpointError
 from tests.helpers import assert_matches
 from tests.models.tiny import (
     LONGROPE,
@@ -22,6 +25,7 @@ from tests.models.tiny import (
     reference_logits,
     run_ranks,
     write_checkpoint,
+    write_vision_checkpoint,
 )
 
 LLAMA3 = {
@@ -155,7 +159,19 @@ def test_packed_weights_give_the_same_logits(
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("checkpoint", ["llama-llama3", "qwen2", "qwen3-biases-tied"], indirect=True)
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        "llama-llama3",
+        "qwen2",
+        "qwen3-biases-tied",
+        "phi3-longrope",
+        "gemma3",
+        "cohere2",
+        "gpt_oss",
+    ],
+    indirect=True,
+)
 def test_cache_holds_what_transformers_caches(checkpoint: Checkpoint, tp_size: int) -> None:
     """Keys after the rotation, at the right positions: logits alone see only their distances."""
     ids = prompts()[1]
@@ -177,7 +193,37 @@ def test_cache_holds_what_transformers_caches(checkpoint: Checkpoint, tp_size: i
         for (layer, head), rows in cached.items():
             for mine, name in zip(rows[: len(ids)].chunk(2, dim=1), ("keys", "values"), strict=True):
                 theirs = [getattr(c.layers[layer], name)[0, head].detach() for c in (exact, eager)]
-                assert_matches(mine, *theirs, what=f"{name} of layer {layer}, head {head}")
+                # Of a sliding layer transformers keeps what the next token sees beside itself.
+                window = checkpoint.config.layers[layer].window
+                num_kept = len(ids) if window is None else window - 1
+                assert len(theirs[0]) == num_kept
+                assert_matches(mine[-num_kept:], *theirs, what=f"{name} of layer {layer}, head {head}")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_text_model_of_a_checkpoint_with_vision(tmp_path: Path, tp_size: int) -> None:
+    checkpoint = write_vision_checkpoint(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert any(name.startswith("vision_tower.") for name in names)
+    assert any(name.startswith("language_model.model.layers.") for name in names)
+    for token_ids, logits in zip(prompts(), every_logit(checkpoint, tp_size), strict=True):
+        assert_right(checkpoint, token_ids, logits)
+
+
+def test_other_names_of_a_text_model_within_a_larger_one(tmp_path: Path) -> None:
+    """As module names have it, and with the output head saved too."""
+    checkpoint = write_vision_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {n.replace("language_model.model.", "model.language_model."): t for n, t in tensors.items()}
+    head = {"lm_head.weight": tensors["language_model.model.embed_tokens.weight"].clone()}
+    save_file(renamed | head, tmp_path / "model.safetensors")
+    ids = prompts()[1]
+    with torch.inference_mode():
+        (logits,) = Paged(load(checkpoint, LocalComm()), 1).step([ids])
+    assert_right(checkpoint, ids, logits)
+    save_file(renamed | {"audio_tower.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no use for: audio_tower\.weight"):
+        load(checkpoint, LocalComm())
 
 
 def test_window_is_what_makes_the_difference(tmp_path: Path) -> None:
@@ -191,9 +237,21 @@ def test_window_is_what_makes_the_difference(tmp_path: Path) -> None:
         assert_right(checkpoint, ids, logits)
 
 
-def test_bfloat16_is_close_to_transformers_bfloat16(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3", {}),
+        ("phi3", {}),
+        ("gemma3", {"layer_types": ["sliding_attention"], "final_logit_softcapping": 5.0}),
+        ("cohere2", {"layer_types": ["sliding_attention"]}),
+        ("gpt_oss", {}),
+    ],
+)
+def test_bfloat16_is_close_to_transformers_bfloat16(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
     """A smoke test: the two round at different places."""
-    checkpoint = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    checkpoint = write_checkpoint(tmp_path, family, num_hidden_layers=1, **overrides)
     ids = prompts()[1]
     rounded = copy.deepcopy(checkpoint.model).bfloat16()
     exact = reference_logits(copy.deepcopy(rounded).double(), ids)

@@ -140,6 +140,22 @@ def write_checkpoint(path: Path, family: str, *, max_shard_size: str = "1GB", **
     return Checkpoint(path, model, copy.deepcopy(model).double(), load_config(path))
 
 
+def write_vision_checkpoint(path: Path) -> Checkpoint:
+    """A tiny gemma3 with a vision tower, of which the text model counts."""
+    text = {k: v for k, v in (DIMS | FAMILY_DIMS["gemma3"]).items() if k != "tie_word_embeddings"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=copy.deepcopy(text),
+        vision_config=vision | {"image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        attn_implementation="eager",
+    )
+    model: Any = transformers.Gemma3ForConditionalGeneration(config).eval().float()
+    draw(model)
+    model.save_pretrained(path)
+    return Checkpoint(path, model, copy.deepcopy(model).double(), load_config(path))
+
+
 def run_ranks(num_ranks: int, body: Callable[[Comm], Any]) -> list[Any]:
     """body(comm) on `num_ranks` threads; their results in rank order, or the first exception."""
     if num_ranks == 1:

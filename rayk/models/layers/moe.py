@@ -84,8 +84,8 @@ class Moe:
         # The same bits of x on every rank: all ranks choose alike.
         chosen = self.router.forward(x).topk(self._config.num_chosen, dim=-1)
         shares = chosen.values.softmax(dim=-1)
-        dense = x.device.type != "cpu" and x.shape[0] <= MAX_DENSE_TOKENS
-        out = (self._dense if dense else self._grouped)(x, chosen.indices, shares)
+        way = self._dense if _runs_dense(x) else self._grouped
+        out = way(x, chosen.indices, shares)
         return self._comm.all_reduce(out) if self._reduce else out
 
     def _grouped(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -123,3 +123,10 @@ class Moe:
         limit = self._config.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self._config.alpha))
+
+
+def _runs_dense(x: torch.Tensor) -> bool:
+    """Whether waiting for the device would cost more than running every expert, or is forbidden."""
+    if x.device.type == "cpu":
+        return False
+    return x.shape[0] <= MAX_DENSE_TOKENS or torch.cuda.is_current_stream_capturing()
