@@ -1,0 +1,202 @@
+"""The check `logprobs`: right engines pass in every dtype, planted errors do not, reasons name the token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayk.attention.backends import paged
+from rayk.engine.build import ThreadEngine
+from rayk.experiments.logprobs import LOGPROB_FLOOR, compare_logprobs, near_tie_tolerance
+from rayk.experiments.references import References
+from rayk.kernels.paged_attention import paged_attention
+from rayk.oracle.reference import TextScores
+from rayk.types.config import EngineConfig
+from rayk.types.request import SamplingParams
+from rayk.types.rows import RequestRow
+from tests.conftest import CHECKPOINTS
+from tests.experiments.teacher import aggregated, handed_over, prompts_of
+from tests.pd import Pair
+
+GREEDY = SamplingParams()
+
+
+@pytest.fixture(scope="module")
+def qwen3(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.fixture(scope="module")
+def bfloat16(qwen3: Path) -> References:
+    return References(str(qwen3), CHECKPOINTS / "reference-cache", "bfloat16")
+
+
+# Without an engine: what the bounds let through.
+
+
+class Told:
+    """Stands for the references: exact logprobs are 0, eager's errors are given."""
+
+    def __init__(self, noise: list[float], dtype: str = "bfloat16", gaps: list[float] | None = None) -> None:
+        self.noise, self.dtype = noise, dtype
+        self.gaps = gaps or [0.0] * len(noise)
+        self.is_exact = dtype == "float32"
+
+    def scores(self, prompt: list[int], output: list[int]) -> tuple[TextScores, TextScores]:
+        n = len(output)
+        exact = TextScores(prompt_logprobs=(), output_logprobs=(0.0,) * n, output_gaps=tuple(self.gaps))
+        return exact, replace(exact, output_logprobs=tuple(self.noise))
+
+
+def judged(
+    found: list[float], told: Told, sampling: SamplingParams = GREEDY, **options: Any
+) -> tuple[str, ...]:
+    row = RequestRow(
+        cell_id="c", repeat=0, request_id="r", prompt_index=4, prompt_token_ids=[1],
+        output_token_ids=list(range(len(found))), output_logprobs=found,
+    )  # fmt: skip
+    return compare_logprobs([row], told, sampling, **options).reasons  # type: ignore[arg-type]
+
+
+NOISE = [0.1, -0.02, 0.05, 0.01] * 6
+
+
+@pytest.mark.parametrize(
+    ("found", "told", "reason"),
+    [
+        (NOISE[::-1], Told(NOISE), ""),
+        ([0.19, *NOISE[1:]], Told(NOISE), ""),
+        ([0.21, *NOISE[1:]], Told(NOISE), "request 4, output token 0: 0.21, the reference's is 0 (off by"),
+        ([*NOISE[:-1], float("nan")], Told(NOISE), "output token 23: nan"),
+        ([0.15] * 24, Told(NOISE), "RMS over 24 tokens"),
+        ([1.9e-3] * 24, Told([0.0] * 24, "float32"), ""),
+        ([0.0] * 23 + [2.1e-3], Told([0.0] * 24, "float32"), "output token 23"),
+        ([0.0] * 24, Told(NOISE, gaps=[0.39] * 24), ""),
+        ([0.0] * 24, Told(NOISE, gaps=[0.0] * 23 + [0.41]), "token 23 was chosen greedily 0.41 logits below"),
+    ],
+)  # fmt: skip
+def test_what_the_bounds_let_through(found: list[float], told: Told, reason: str) -> None:
+    reasons = judged(found, told)
+    assert bool(reasons) == bool(reason)
+    assert all(reason in text for text in reasons[:1])
+
+
+def test_only_the_models_own_greedy_choice_must_be_its_best() -> None:
+    told = Told(NOISE, gaps=[9.0] * 24)
+    assert judged([0.0] * 24, told)
+    for changes in ({"temperature": 0.7}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.2}):
+        assert not judged([0.0] * 24, told, SamplingParams(**changes))
+
+
+def test_flipped_routes_are_let_through_and_a_lost_head_is_not() -> None:
+    """Eager: small errors and two flips. Five flips elsewhere pass; half the tokens wrong do not."""
+    told = Told([0.05, -0.1] * 35 + [4.0, -7.0])
+    flips = [0.1, -0.05] * 33 + [6.0, 0.1, -5.0, 3.0, 0.05, 11.0]
+    assert not judged(flips, told, routed=True)
+    assert "in all but" in judged([1.0, 0.05] * 36, told, routed=True)[0]
+    assert "RMS" in judged([0.19] * 72, told, routed=True)[0]
+
+
+# With engines.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_right_engine_passes_at_any_temperature(
+    qwen3: Path, bfloat16: References, temperature: float
+) -> None:
+    prompts = prompts_of(qwen3)
+    with Pair.open(qwen3, tp=(2, 1), dtype="bfloat16", max_batch_tokens=64) as pair:
+        rows, _ = handed_over(pair, prompts, temperature=temperature, seed=3)
+    sampling = SamplingParams(temperature=temperature)
+    compared = compare_logprobs(rows, bfloat16, sampling)
+    assert compared.reasons == ()
+    assert compared.output.num_checked == 3 * 24
+    assert compared.prompt.num_checked == 4 + 36 + 299
+    assert 0 < compared.output.max_error < compared.output.bound.worst
+    # Not float32 by mistake: that would be far closer.
+    assert compared.prompt.rms_error > 10 * LOGPROB_FLOOR
+
+
+def test_float32_engines_keep_the_bound_of_float32(qwen3: Path) -> None:
+    exact = References(str(qwen3), CHECKPOINTS / "reference-cache")
+    with ThreadEngine(EngineConfig(model=str(qwen3), num_blocks=64)) as engine:
+        rows = aggregated(engine, prompts_of(qwen3))
+    compared = compare_logprobs(rows, exact, GREEDY)
+    assert compared.reasons == ()
+    assert compared.output.bound.worst == LOGPROB_FLOOR
+    rows[1].output_logprobs[7] += 2.1e-3  # type: ignore[index]
+    (reason,) = compare_logprobs(rows, exact, GREEDY).reasons
+    assert "request 1, output token 7" in reason
+    rows[2].prompt_logprobs[200] -= 2.1e-3  # type: ignore[index,operator]
+    assert "request 2, prompt token 200" in compare_logprobs(rows, exact, GREEDY).reasons[1]
+
+
+@contextmanager
+def last_block_dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In decode, the last full block of each request is read where the one before it lies."""
+
+    def attend(
+        q: Any, cache: Any, table: torch.Tensor, starts: Any, lengths: torch.Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        if q.shape[0] == len(lengths):
+            table = table.clone()
+            for row, length in enumerate(lengths.tolist()):
+                last = length // cache.shape[2] - 1
+                if last > 0:
+                    table[row, last] = table[row, last - 1]
+        return paged_attention(q, cache, table, starts, lengths, *args, **kw)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "paged_attention", attend)
+        yield
+
+
+def with_other_theta(path: Path, folder: Path, theta: float) -> Path:
+    shutil.copytree(path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = theta
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run_bfloat16(
+    path: Path, change: Callable[[ThreadEngine], None] = lambda engine: None
+) -> list[RequestRow]:
+    with ThreadEngine(EngineConfig(model=str(path), dtype="bfloat16", num_blocks=64)) as engine:
+        change(engine)
+        return aggregated(engine, prompts_of(path))
+
+
+def swap_heads(engine: ThreadEngine) -> None:
+    """In one layer of four, query heads read each other's KV head."""
+    attention = engine.ranks[0].decoder.attention_layers[2]
+    attention.params = replace(attention.params, kv_index=attention.params.kv_index.flip(0))
+
+
+@pytest.mark.parametrize("error", ["block", "theta", "head"])
+def test_planted_errors_are_seen_in_bfloat16(
+    qwen3: Path, bfloat16: References, error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if error == "block":
+        with last_block_dropped(monkeypatch):
+            rows = run_bfloat16(qwen3)
+    elif error == "theta":
+        rows = run_bfloat16(with_other_theta(qwen3, tmp_path / "other", 30000.0))
+    else:
+        rows = run_bfloat16(qwen3, swap_heads)
+    compared = compare_logprobs(rows, bfloat16, GREEDY)
+    assert compared.reasons
+    assert "measured from eager bfloat16" in compared.reasons[0]
+
+
+def test_near_ties_outside_float32_are_as_wide_as_eagers_noise(qwen3: Path, bfloat16: References) -> None:
+    tolerance = near_tie_tolerance(run_bfloat16(qwen3), bfloat16)
+    assert 0.05 < tolerance < 5
