@@ -1,22 +1,31 @@
-"""Paged attention on a GPU: one program per (tile of query rows, KV head), online softmax over key tiles.
+"""Paged attention kernels for a GPU: online softmax over tiles of keys. `launch` starts them.
 
-The rows of a tile are (token, query head of the group), token-major, so that query heads which share a KV
-head read its keys once. A request's tiles are found without the host knowing its length: request r owns
-the programs from query_start_loc[r] // TILE_Q + r on, which is always enough of them.
+Legend: ROWS rows of a query tile, each one (token, query head of the group); the other letters are the
+package's. `b_` loaded or computed blocks, `o_` offsets, `m_` masks, `p_` pointers, `i_` program indices.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.interpreter import INTERPRETED, launching
+# Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
+_VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
 
-if TYPE_CHECKING:
-    from rayk.kernels.paged_attention.heads import HeadGroups
+
+@triton.jit
+def _tanh(x):
+    """Right to an ulp or two also near 0, where 1 - 2 / (exp(2 x) + 1) is not (Cephes' tanhf)."""
+    x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
+    small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
+    small = small * x_squared - 5.37397155531e-2
+    small = small * x_squared + 1.33314422036e-1
+    small = small * x_squared - 3.33332819422e-1
+    small = small * x_squared * x + x
+    # exp2 of a negative number: nothing overflows.
+    shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    large = 1.0 - 2.0 * shrunk / (1.0 + shrunk)  # not (1 - e) / (1 + e), which rounds twice more
+    return tl.where(tl.abs(x) < 0.625, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -34,6 +43,104 @@ def _request_of(query_start_loc, i_tile, num_requests, TILE_Q: tl.constexpr):
 
 
 @triton.jit
+def _load_queries(p_q, m_row, HEAD_K: tl.constexpr, PADDED_K: tl.constexpr, WIDEN: tl.constexpr):
+    """The query rows at pointers p_q [ROWS], zeros where masked: [ROWS, PADDED_K]."""
+    o_k = tl.arange(0, PADDED_K)
+    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_row[:, None] & (o_k < HEAD_K)[None, :], other=0.0)
+    if WIDEN:
+        b_q = b_q.to(tl.float32)
+    return b_q
+
+
+@triton.jit
+def _attend(
+    b_q,
+    b_position,
+    b_max,
+    b_sum,
+    b_acc,
+    p_cache,
+    p_table,
+    num_columns,
+    num_blocks,
+    stride_b,
+    stride_n,
+    first_key,
+    end_key,
+    scale,
+    window,
+    soft_cap,
+    NUM_SLOTS: tl.constexpr,
+    HEAD_K: tl.constexpr,
+    HEAD_V: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Go on attending query rows to keys first_key .. end_key - 1 of one sequence and KV head.
+
+    Without EDGE these are whole tiles, and every row sees all of them; with EDGE and CAUSAL a row sees what
+    its position allows. b_max and b_sum [ROWS], and b_acc [ROWS, PADDED_V], the weighted sum of values not
+    yet divided, are the softmax so far; returns them.
+    """
+    o_k = tl.arange(0, b_q.shape[1])
+    o_v = tl.arange(0, b_acc.shape[1])
+    for start in range(first_key, end_key, TILE_KEYS):
+        o_key = start + tl.arange(0, TILE_KEYS)
+        m_key = o_key < end_key
+        o_column = o_key // NUM_SLOTS
+        b_block = tl.load(p_table + o_column, mask=m_key & (o_column < num_columns), other=-1)
+        m_block = (b_block >= 0) & (b_block < num_blocks)
+        # No mask on keys: what lies beyond the end is read in the null block, and never seen.
+        b_block = tl.where(m_block, b_block, 0).to(tl.int64)
+        p_row = p_cache + b_block * stride_b + (o_key % NUM_SLOTS) * stride_n
+        b_k = tl.load(p_row[None, :] + o_k[:, None], mask=(o_k < HEAD_K)[:, None], other=0.0)
+        m_v = (o_v < HEAD_V)[None, :]
+        if EDGE:
+            # Weights of zero do not undo a NaN.
+            m_v = m_v & m_key[:, None]
+        b_v = tl.load(p_row[:, None] + HEAD_K + o_v[None, :], mask=m_v, other=0.0)
+        if WIDEN:
+            b_k = b_k.to(tl.float32)
+            b_v = b_v.to(tl.float32)
+        b_broken = tl.where(m_block, 0.0, float("nan"))
+        b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale + b_broken[None, :]
+        if HAS_CAP:
+            b_scores = soft_cap * _tanh(b_scores / soft_cap)
+        if EDGE:
+            m_seen = m_key[None, :]
+            if CAUSAL:
+                # As unsigned numbers, keys after the row are far away: one comparison for both borders.
+                m_seen = (b_position[:, None] - o_key[None, :]).to(tl.uint32) < window
+            b_scores = tl.where(m_seen, b_scores, float("-inf"))
+
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
+        # A row may see nothing of this tile: keep -inf - -inf out of the exponent.
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max) if EDGE else b_new_max
+        # The maximum goes before the change of base, so that large scores lose nothing to it.
+        b_p = tl.exp2((b_scores - b_base[:, None]) * 1.4426950408889634)
+        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+        b_acc = b_acc * b_shrink[:, None]
+        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+        b_max = b_new_max
+    return b_max, b_sum, b_acc
+
+
+@triton.jit
+def _start_softmax(sinks, b_head, m_row, PADDED_V: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The softmax before the first key (see _attend): nothing, or each head's sink with weight one."""
+    b_max = tl.full([b_head.shape[0]], float("-inf"), tl.float32)
+    b_sum = tl.zeros([b_head.shape[0]], tl.float32)
+    if HAS_SINKS:
+        b_max = tl.load(sinks + b_head, mask=m_row, other=float("-inf"))
+        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
+    return b_max, b_sum, tl.zeros([b_head.shape[0], PADDED_V], tl.float32)
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def paged_attention_kernel(
     q,
     kv_cache,
@@ -43,9 +150,13 @@ def paged_attention_kernel(
     seq_lens,
     group_kv_heads,
     group_query_heads,
+    sinks,
     scale,
     window,
+    soft_cap,
     num_requests,
+    num_columns,
+    num_blocks,
     q_stride_t,
     q_stride_h,
     stride_b,
@@ -60,12 +171,15 @@ def paged_attention_kernel(
     PADDED_K: tl.constexpr,
     PADDED_V: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    TILE_Q: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
+    """Any batch. Grid: (tokens // TILE_Q + requests, groups), where TILE_Q = ROWS // GROUP tokens."""
+    TILE_Q: tl.constexpr = ROWS // GROUP
     i_tile = tl.program_id(0)
     i_g = tl.program_id(1)
     i_r = _request_of(query_start_loc, i_tile, num_requests, TILE_Q)
@@ -74,68 +188,82 @@ def paged_attention_kernel(
     first_query = (i_tile - first_token // TILE_Q - i_r) * TILE_Q
     if first_query >= num_queries:
         return
-    seq_len = tl.load(seq_lens + i_r)
-    kv_head = tl.load(group_kv_heads + i_g).to(tl.int64)
+    num_before = tl.load(seq_lens + i_r) - num_queries
 
-    o_m = tl.arange(0, TILE_Q * PADDED_GROUP)
-    o_query = first_query + o_m // PADDED_GROUP
-    o_member = o_m % PADDED_GROUP
-    b_head = tl.load(group_query_heads + i_g * GROUP + o_member, mask=o_member < GROUP, other=-1).to(tl.int64)
-    m_row = (o_query < num_queries) & (b_head >= 0)
-    b_position = seq_len - num_queries + o_query
+    o_m = tl.arange(0, ROWS)
+    o_query = first_query + o_m // GROUP
+    m_row = (o_m < TILE_Q * GROUP) & (o_query < num_queries)
+    b_head = tl.load(group_query_heads + i_g * GROUP + o_m % GROUP).to(tl.int64)
+    m_row = m_row & (b_head >= 0)
     b_token = (first_token + o_query).to(tl.int64)
+    b_q = _load_queries(q + b_token * q_stride_t + b_head * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN)
 
-    o_k = tl.arange(0, PADDED_K)
-    o_v = tl.arange(0, PADDED_V)
-    p_q = q + b_token * q_stride_t + b_head * q_stride_h
-    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_row[:, None] & (o_k < HEAD_K)[None, :], other=0.0)
-    if WIDEN:
-        b_q = b_q.to(tl.float32)
-
-    # Keys that some row of the tile sees.
-    last_query = tl.minimum(first_query + TILE_Q, num_queries) - 1
-    end_key = seq_len - num_queries + last_query + 1
+    # Keys that some row of the tile sees, and of those the tiles that every row sees whole.
+    end_key = num_before + tl.minimum(first_query + TILE_Q, num_queries)
     first_key = 0
     if HAS_WINDOW:
-        first_key = tl.maximum(seq_len - num_queries + first_query - window + 1, 0)
-
-    b_max = tl.full([TILE_Q * PADDED_GROUP], float("-inf"), tl.float32)
-    b_sum = tl.zeros([TILE_Q * PADDED_GROUP], tl.float32)
-    b_acc = tl.zeros([TILE_Q * PADDED_GROUP, PADDED_V], tl.float32)
-    for start in range(first_key, end_key, TILE_KEYS):
-        o_key = start + tl.arange(0, TILE_KEYS)
-        m_key = o_key < end_key
-        b_block = tl.load(
-            block_table + i_r.to(tl.int64) * table_stride + o_key // NUM_SLOTS, mask=m_key, other=0
-        ).to(tl.int64)
-        p_row = kv_cache + b_block * stride_b + kv_head * stride_h + (o_key % NUM_SLOTS) * stride_n
-        b_k = tl.load(p_row[None, :] + o_k[:, None], mask=m_key[None, :] & (o_k < HEAD_K)[:, None], other=0.0)
-        b_v = tl.load(
-            p_row[:, None] + HEAD_K + o_v[None, :],
-            mask=m_key[:, None] & (o_v < HEAD_V)[None, :],
-            other=0.0,
+        first_key = tl.maximum(num_before + first_query - window + 1, 0)
+    p_cache = kv_cache + tl.load(group_kv_heads + i_g).to(tl.int64) * stride_h
+    p_table = block_table + i_r.to(tl.int64) * table_stride
+    b_position = num_before + o_query
+    b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS)
+    if not HAS_WINDOW:
+        end_whole = (num_before + first_query + 1) // TILE_KEYS * TILE_KEYS
+        b_max, b_sum, b_acc = _attend(
+            b_q,
+            b_position,
+            b_max,
+            b_sum,
+            b_acc,
+            p_cache,
+            p_table,
+            num_columns,
+            num_blocks,
+            stride_b,
+            stride_n,
+            first_key,
+            end_whole,
+            scale,
+            window,
+            soft_cap,
+            NUM_SLOTS,
+            HEAD_K,
+            HEAD_V,
+            TILE_KEYS,
+            False,
+            True,
+            HAS_CAP,
+            WIDEN,
         )
-        if WIDEN:
-            b_k = b_k.to(tl.float32)
-            b_v = b_v.to(tl.float32)
-        b_scores = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee") * scale
-        m_seen = m_key[None, :] & (o_key[None, :] <= b_position[:, None])
-        if HAS_WINDOW:
-            m_seen = m_seen & (o_key[None, :] > b_position[:, None] - window)
-        b_scores = tl.where(m_seen, b_scores, float("-inf"))
-
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
-        # The maximum goes before the change of base, so that large scores lose nothing to it.
-        # A row may see nothing of this tile: keep -inf - -inf out of the exponent.
-        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_p = tl.exp2((b_scores - b_base[:, None]) * 1.4426950408889634)
-        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-        b_max = b_new_max
-
+        first_key = end_whole
+    b_max, b_sum, b_acc = _attend(
+        b_q,
+        b_position,
+        b_max,
+        b_sum,
+        b_acc,
+        p_cache,
+        p_table,
+        num_columns,
+        num_blocks,
+        stride_b,
+        stride_n,
+        first_key,
+        end_key,
+        scale,
+        window,
+        soft_cap,
+        NUM_SLOTS,
+        HEAD_K,
+        HEAD_V,
+        TILE_KEYS,
+        True,
+        True,
+        HAS_CAP,
+        WIDEN,
+    )
     b_out = b_acc / tl.where(m_row, b_sum, 1.0)[:, None]
+    o_v = tl.arange(0, PADDED_V)
     p_out = out + b_token * out_stride_t + b_head * out_stride_h
     tl.store(
         p_out[:, None] + o_v[None, :],
@@ -144,99 +272,201 @@ def paged_attention_kernel(
     )
 
 
-class Tiles(NamedTuple):
-    """Compile-time shape of a launch."""
-
-    tile_q: int
-    """Tokens in a tile of query rows."""
-    tile_keys: int
-    padded_group: int
-    num_warps: int
-    num_stages: int
+@triton.jit
+def _keys_per_split(num_keys, num_splits, TILE_KEYS: tl.constexpr):
+    """Whole tiles, so that only the last split with any keys ends inside one."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE_KEYS), 1) * TILE_KEYS
 
 
-def choose_tiles(*, decode_only: bool, group_size: int, row_elements: int, itemsize: int) -> Tiles:
-    """Tile sizes that fit shared memory (232,448 bytes on sm_90) and do not spill, for rows to 256 elements.
+@triton.jit(do_not_specialize=_VARYING)
+def paged_attention_decode_kernel(
+    q,
+    kv_cache,
+    out,
+    split_stats,
+    block_table,
+    seq_lens,
+    group_kv_heads,
+    group_query_heads,
+    sinks,
+    scale,
+    window,
+    soft_cap,
+    num_splits,
+    num_columns,
+    num_blocks,
+    q_stride_t,
+    q_stride_h,
+    stride_b,
+    stride_h,
+    stride_n,
+    out_stride_t,
+    out_stride_h,
+    out_stride_s,
+    stats_stride_r,
+    table_stride,
+    NUM_SLOTS: tl.constexpr,
+    HEAD_K: tl.constexpr,
+    HEAD_V: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One token a request. Grid: (requests, groups, num_splits).
 
-    row_elements: padded elements of the wider of a key and a value. itemsize: of the dtype multiplied in.
+    IS_SPLIT: out is [R, Q, num_splits, Dv] float32, not divided; split_stats [R, Q, num_splits, 2] float32
+    takes maximum and sum. Splits without keys write nothing.
     """
-    padded_group = triton.next_power_of_2(group_size)
-    if itemsize == 4:
-        # Exact float32 products do not use tensor cores: larger tiles, or fewer warps, spill registers.
-        rows, tile_keys, num_warps = 16, 32, 8
-    else:
-        rows = 16 if decode_only else 64
-        tile_keys, num_warps = (64 if row_elements <= 128 else 32), 4
-    return Tiles(max(1, rows // padded_group), tile_keys, padded_group, num_warps, 2)
+    i_r = tl.program_id(0).to(tl.int64)
+    i_g = tl.program_id(1)
+    i_s = tl.program_id(2)
+    seq_len = tl.load(seq_lens + i_r)
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(seq_len - window, 0)
+    end_key = seq_len
+    if IS_SPLIT:
+        size = _keys_per_split(seq_len - first_key, num_splits, TILE_KEYS)
+        first_key += i_s * size
+        if first_key >= seq_len:
+            return
+        end_key = tl.minimum(first_key + size, seq_len)
 
-
-def paged_attention_triton(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    groups: HeadGroups,
-    scale: float,
-    window: int | None,
-    head_size_k: int,
-    sinks: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    tiles: Tiles | None = None,
-) -> torch.Tensor:
-    """Arguments and result as `paged_attention`. `tiles` is for tests."""
-    num_tokens, num_query_heads, _ = q.shape
-    num_requests = len(seq_lens)
-    head_size_v = kv_cache.shape[-1] - head_size_k
-    assert q.shape[-1] == head_size_k
-    assert sinks is None, "the Triton kernel has no attention sinks"
-    assert soft_cap is None, "the Triton kernel has no soft cap"
-    assert q.stride(-1) == kv_cache.stride(-1) == block_table.stride(-1) == 1
-    padded_k = max(16, triton.next_power_of_2(head_size_k))
-    padded_v = max(16, triton.next_power_of_2(head_size_v))
-    tiles = tiles or choose_tiles(
-        decode_only=num_tokens == num_requests,
-        group_size=groups.group_size,
-        row_elements=max(padded_k, padded_v),
-        itemsize=max(q.element_size(), kv_cache.element_size()),
+    o_m = tl.arange(0, ROWS)
+    b_head = tl.load(group_query_heads + i_g * GROUP + o_m, mask=o_m < GROUP, other=-1).to(tl.int64)
+    m_row = b_head >= 0
+    b_q = _load_queries(q + i_r * q_stride_t + b_head * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN)
+    # A sink counts once: the combining kernel adds it where keys are split.
+    b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS and not IS_SPLIT)
+    p_cache = kv_cache + tl.load(group_kv_heads + i_g).to(tl.int64) * stride_h
+    p_table = block_table + i_r * table_stride
+    end_whole = first_key + (end_key - first_key) // TILE_KEYS * TILE_KEYS
+    b_max, b_sum, b_acc = _attend(
+        b_q,
+        o_m,
+        b_max,
+        b_sum,
+        b_acc,
+        p_cache,
+        p_table,
+        num_columns,
+        num_blocks,
+        stride_b,
+        stride_n,
+        first_key,
+        end_whole,
+        scale,
+        window,
+        soft_cap,
+        NUM_SLOTS,
+        HEAD_K,
+        HEAD_V,
+        TILE_KEYS,
+        False,
+        False,
+        HAS_CAP,
+        WIDEN,
     )
-    out_dtype = torch.float32 if INTERPRETED else q.dtype
-    out = torch.empty(num_tokens, num_query_heads, head_size_v, dtype=out_dtype, device=q.device)
-    if num_tokens == 0:
-        return out.to(q.dtype)
-    grid = (num_tokens // tiles.tile_q + num_requests, len(groups.kv_heads))
-    with launching():
-        paged_attention_kernel[grid](
-            q,
-            kv_cache,
-            out,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            groups.kv_heads_tensor,
-            groups.query_heads_tensor,
-            scale,
-            0 if window is None else window,
-            num_requests,
-            q.stride(0),
-            q.stride(1),
-            *kv_cache.stride()[:3],
-            out.stride(0),
-            out.stride(1),
-            block_table.stride(0),
-            NUM_SLOTS=kv_cache.shape[2],
-            HEAD_K=head_size_k,
-            HEAD_V=head_size_v,
-            PADDED_K=padded_k,
-            PADDED_V=padded_v,
-            GROUP=groups.group_size,
-            PADDED_GROUP=tiles.padded_group,
-            TILE_Q=tiles.tile_q,
-            TILE_KEYS=tiles.tile_keys,
-            HAS_WINDOW=window is not None,
-            WIDEN=INTERPRETED,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+    b_max, b_sum, b_acc = _attend(
+        b_q,
+        o_m,
+        b_max,
+        b_sum,
+        b_acc,
+        p_cache,
+        p_table,
+        num_columns,
+        num_blocks,
+        stride_b,
+        stride_n,
+        end_whole,
+        end_key,
+        scale,
+        window,
+        soft_cap,
+        NUM_SLOTS,
+        HEAD_K,
+        HEAD_V,
+        TILE_KEYS,
+        True,
+        False,
+        HAS_CAP,
+        WIDEN,
+    )
+    if IS_SPLIT:
+        p_stats = split_stats + (i_r * stats_stride_r + b_head * num_splits + i_s) * 2
+        tl.store(p_stats, b_max, mask=m_row)
+        tl.store(p_stats + 1, b_sum, mask=m_row)
+    else:
+        # A request without any key (padding of a captured batch) gets zeros.
+        b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    o_v = tl.arange(0, PADDED_V)
+    p_out = out + i_r * out_stride_t + b_head * out_stride_h + i_s * out_stride_s
+    tl.store(
+        p_out[:, None] + o_v[None, :],
+        b_acc.to(out.dtype.element_ty),
+        mask=m_row[:, None] & (o_v < HEAD_V)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def combine_splits_kernel(
+    split_out,
+    split_stats,
+    out,
+    seq_lens,
+    sinks,
+    window,
+    num_splits,
+    out_stride_t,
+    out_stride_h,
+    HEAD_V: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Add up what the splits of one (request, query head) found. Grid: (requests, query heads)."""
+    i_r = tl.program_id(0).to(tl.int64)
+    i_h = tl.program_id(1)
+    i_row = i_r * tl.num_programs(1) + i_h
+    num_keys = tl.load(seq_lens + i_r)
+    if HAS_WINDOW:
+        num_keys = tl.minimum(num_keys, window)
+    num_live = tl.cdiv(num_keys, _keys_per_split(num_keys, num_splits, TILE_KEYS))
+    b_max = float("-inf")
+    b_sum = 0.0
+    if HAS_SINKS:
+        b_max = tl.load(sinks + i_h)
+        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
+    o_v = tl.arange(0, PADDED_V)
+    b_acc = tl.zeros([PADDED_V], tl.float32)
+    for start in range(0, num_live, AT_ONCE):
+        o_s = start + tl.arange(0, AT_ONCE)
+        m_live = o_s < num_live
+        p_split = split_stats + (i_row * num_splits + o_s) * 2
+        b_split_max = tl.load(p_split, mask=m_live, other=float("-inf"))
+        b_split_sum = tl.load(p_split + 1, mask=m_live, other=0.0)
+        b_split = tl.load(
+            split_out + ((i_row * num_splits + o_s) * HEAD_V)[:, None] + o_v[None, :],
+            mask=m_live[:, None] & (o_v < HEAD_V)[None, :],
+            other=0.0,
         )
-    return out.to(q.dtype)
+        b_new_max = tl.maximum(b_max, tl.max(b_split_max, 0))
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_weight = tl.exp2((b_split_max - b_base) * 1.4426950408889634)
+        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
+        b_sum = b_sum * b_shrink + tl.sum(b_split_sum * b_weight, 0)
+        b_acc = b_acc * b_shrink + tl.sum(b_split * b_weight[:, None], 0)
+        b_max = b_new_max
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
+    p_out = out + i_r * out_stride_t + i_h * out_stride_h + o_v
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_v < HEAD_V)

@@ -1,4 +1,4 @@
-"""store_kv on a GPU: one program per (token, head) moves its keys and values."""
+"""store_kv on a GPU: one program per (token, tile of heads) moves their keys and values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from rayk.kernels.interpreter import INTERPRETED, launching
 if TYPE_CHECKING:
     import torch
 
+TILE_ELEMENTS = 2048
+"""Keys or values that one program moves: 16 bytes a thread and step with 4 warps and 16-bit elements."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=("num_blocks",))
 def store_kv_kernel(
     k,
     v,
     kv_cache,
     slot_mapping,
+    num_blocks,
+    num_heads,
     k_stride_t,
     k_stride_h,
     v_stride_t,
@@ -31,19 +36,25 @@ def store_kv_kernel(
     HEAD_V: tl.constexpr,
     PADDED_K: tl.constexpr,
     PADDED_V: tl.constexpr,
+    TILE_H: tl.constexpr,
 ):
+    """Grid: (tokens, head tiles). A slot outside the cache, as -1 is, stores nothing."""
     i_t = tl.program_id(0).to(tl.int64)
-    i_h = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + i_t)
-    if slot < 0:
+    i_block = slot // NUM_SLOTS
+    if (slot < 0) | (i_block >= num_blocks):
         return
-    p_row = kv_cache + (slot // NUM_SLOTS) * stride_b + i_h * stride_h + (slot % NUM_SLOTS) * stride_n
-    o_k = tl.arange(0, PADDED_K)
-    b_k = tl.load(k + i_t * k_stride_t + i_h * k_stride_h + o_k, mask=o_k < HEAD_K)
-    tl.store(p_row + o_k, b_k.to(kv_cache.dtype.element_ty), mask=o_k < HEAD_K)
-    o_v = tl.arange(0, PADDED_V)
-    b_v = tl.load(v + i_t * v_stride_t + i_h * v_stride_h + o_v, mask=o_v < HEAD_V)
-    tl.store(p_row + HEAD_K + o_v, b_v.to(kv_cache.dtype.element_ty), mask=o_v < HEAD_V)
+    o_h = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)).to(tl.int64)
+    m_h = (o_h < num_heads)[:, None]
+    p_row = (kv_cache + i_block * stride_b + (slot % NUM_SLOTS) * stride_n + o_h * stride_h)[:, None]
+    o_k = tl.arange(0, PADDED_K)[None, :]
+    m_k = m_h & (o_k < HEAD_K)
+    b_k = tl.load(k + i_t * k_stride_t + (o_h * k_stride_h)[:, None] + o_k, mask=m_k)
+    tl.store(p_row + o_k, b_k.to(kv_cache.dtype.element_ty), mask=m_k)
+    o_v = tl.arange(0, PADDED_V)[None, :]
+    m_v = m_h & (o_v < HEAD_V)
+    b_v = tl.load(v + i_t * v_stride_t + (o_h * v_stride_h)[:, None] + o_v, mask=m_v)
+    tl.store(p_row + HEAD_K + o_v, b_v.to(kv_cache.dtype.element_ty), mask=m_v)
 
 
 def store_kv_triton(
@@ -60,12 +71,16 @@ def store_kv_triton(
     if INTERPRETED:
         # Narrowing is wrong there; copying is exact.
         k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
+    padded_k, padded_v = triton.next_power_of_2(head_size_k), triton.next_power_of_2(head_size_v)
+    tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // max(padded_k, padded_v)))
     with launching():
-        store_kv_kernel[(num_tokens, num_heads)](
+        store_kv_kernel[(num_tokens, triton.cdiv(num_heads, tile_h))](
             k,
             v,
             kv_cache,
             slot_mapping,
+            kv_cache.shape[0],
+            num_heads,
             k.stride(0),
             k.stride(1),
             v.stride(0),
@@ -74,7 +89,8 @@ def store_kv_triton(
             NUM_SLOTS=kv_cache.shape[2],
             HEAD_K=head_size_k,
             HEAD_V=head_size_v,
-            PADDED_K=triton.next_power_of_2(head_size_k),
-            PADDED_V=triton.next_power_of_2(head_size_v),
-            num_warps=1,
+            PADDED_K=padded_k,
+            PADDED_V=padded_v,
+            TILE_H=tile_h,
+            num_warps=4 if tile_h * padded_k >= 1024 else 1,
         )

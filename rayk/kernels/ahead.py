@@ -1,0 +1,125 @@
+"""Compile kernels from their real call sites for GPUs that are not here, and read what they use.
+
+with compiling(TARGETS["sm_90"]) as built:
+    paged_attention_triton(...)      # CPU tensors; compiles instead of running
+
+A stand-in driver names the target, and a launch becomes a compilation, specialised (alignment, constants)
+as a real launch would be. Only for a process of its own, without TRITON_INTERPRET: the stand-in stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from rayk.kernels.interpreter import INTERPRETED
+from rayk.kernels.target import TARGETS, Target
+
+_FIRST_DEVICE = 1000
+"""Stand-in devices are numbered from here, beyond real ones; Triton keeps compiled kernels by device."""
+_MATRIX_INSTRUCTIONS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "v_mfma")
+
+
+@dataclass(frozen=True)
+class Built:
+    """One compiled kernel and what it uses of its target."""
+
+    kernel: str
+    target: str
+    registers: int
+    """Vector registers a thread."""
+    spills: int
+    """Spilled registers (AMD), or bytes of local memory and stack a thread (NVIDIA)."""
+    shared_bytes: int
+    instruction: str
+    """How it multiplies tiles: wgmma, tcgen05, mma, mfma; fma without tensor cores."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Limits that it breaks."""
+        limit = TARGETS[self.target].shared_bytes
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} spilled")
+        if self.shared_bytes > limit:
+            found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
+        return found
+
+
+@contextlib.contextmanager
+def compiling(target: Target) -> Iterator[list[Built]]:
+    """Every kernel launched inside is compiled for `target`, not run, and listed."""
+    assert not INTERPRETED, "Triton's interpreter is on: nothing would be compiled"
+    driver.set_active(_StandIn(target))
+    built: list[Built] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        built.append(_inspect(kernel.__name__, target, compiled))
+        return compiled
+
+    JITFunction.run = compile_only
+    try:
+        yield built
+    finally:
+        JITFunction.run = run
+
+
+class _StandIn:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        name = self._target.name
+        return GPUTarget("hip", name, 64) if self._target.is_amd else GPUTarget("cuda", int(name[3:]), 32)
+
+    def get_current_device(self) -> int:
+        return _FIRST_DEVICE + list(TARGETS).index(self._target.name)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def _inspect(name: str, target: Target, compiled: Any) -> Built:
+    assembly = compiled.asm["amdgcn" if target.is_amd else "ptx"]
+    registers, spills = _amd_use(assembly) if target.is_amd else _nvidia_use(compiled.asm["cubin"])
+    used = (i for i in _MATRIX_INSTRUCTIONS if i in assembly)
+    instruction = next(used, "fma").removeprefix("v_").split(".")[0]
+    return Built(name, target.name, registers, spills, compiled.metadata.shared, instruction)
+
+
+def _amd_use(assembly: str) -> tuple[int, int]:
+    """Vector registers and spills, from the kernel's metadata; scratch memory counts as a spill."""
+    found = {name: int(value) for name, value in re.findall(r"^\s+-?\s*\.(\w+):\s+(\d+)$", assembly, re.M)}
+    spills = found["vgpr_spill_count"] + found["sgpr_spill_count"] + found["private_segment_fixed_size"]
+    return found["vgpr_count"], spills
+
+
+def _nvidia_use(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack and local memory, as cuobjdump reports them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as handle:
+        handle.write(cubin)
+        handle.flush()
+        command = [tool, "-res-usage", handle.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]

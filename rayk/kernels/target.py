@@ -1,0 +1,69 @@
+"""The GPU that Triton compiles for: what a launcher must know of it to choose tile sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.runtime import driver
+
+from rayk.kernels.interpreter import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU model. Limits are the vendors' documented ones."""
+
+    name: str
+    """`sm_90`, `gfx942`: what Triton's driver calls its architecture."""
+    shared_bytes: int
+    """Shared memory that one program may use."""
+    num_multiprocessors: int
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether a warp has 64 lanes and products are MFMA's."""
+        return self.name.startswith("gfx")
+
+
+_KNOWN = (
+    Target("sm_80", 166_912, 108),
+    Target("sm_86", 101_376, 84),
+    Target("sm_89", 101_376, 142),
+    Target("sm_90", 232_448, 132),
+    Target("sm_100", 232_448, 148),
+    Target("sm_103", 232_448, 148),
+    Target("sm_120", 101_376, 188),
+    Target("gfx90a", 65_536, 104),
+    Target("gfx942", 65_536, 304),
+    Target("gfx950", 163_840, 256),
+)
+TARGETS = {target.name: target for target in _KNOWN}
+"""Known targets by name. Multiprocessor counts are those of the largest part sold, used without a device."""
+
+
+def target_named(name: str, num_multiprocessors: int | None = None) -> Target:
+    """The known target of this name, or one with the smallest shared memory of its vendor."""
+    known = TARGETS.get(name)
+    shared_bytes = known.shared_bytes if known else 65_536 if name.startswith("gfx") else 101_376
+    number = num_multiprocessors or (known.num_multiprocessors if known else 64)
+    return Target(name, shared_bytes, number)
+
+
+def current_target() -> Target:
+    """The target of the current device. Asks the device once; the interpreter plays a sm_90."""
+    if INTERPRETED:
+        return TARGETS["sm_90"]
+    return _target_of(driver.active.get_current_device())
+
+
+@functools.cache
+def _target_of(device: int) -> Target:
+    """By device index: a stand-in driver must give every target another one, as Triton itself demands."""
+    gpu: triton.backends.compiler.GPUTarget = driver.active.get_current_target()
+    name = gpu.arch.split(":")[0] if isinstance(gpu.arch, str) else f"sm_{gpu.arch}"
+    if device >= torch.cuda.device_count():
+        return target_named(name)  # a stand-in's device
+    return target_named(name, torch.cuda.get_device_properties(device).multi_processor_count)
