@@ -1,0 +1,66 @@
+"""Every family passes `kv_values` and `logprobs` in every dtype, handed over between TP sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.experiments.compare import compare_values, measure_values
+from rayk.experiments.logprobs import compare_logprobs
+from rayk.experiments.references import References
+from rayk.models.config import ExpertsConfig
+from rayk.models.families import load_config
+from rayk.oracle.checkpoint import SUPPORTED
+from rayk.oracle.tiny import HYBRID
+from rayk.types.request import SamplingParams
+from tests.conftest import CHECKPOINTS
+from tests.experiments.teacher import handed_over, prompts_of
+from tests.pd import Pair
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in SUPPORTED},
+    "qwen3-hybrid": ("qwen3", {"overrides": dict(HYBRID)}),
+}
+TP = {"float32": (4, 1), "bfloat16": (2, 1), "float16": (1, 2)}
+ALIKE = ("llama", "mistral", "qwen2", "qwen3-hybrid")
+"""In float16 they differ from qwen3 in nothing that rounds."""
+
+
+def cases() -> list[Any]:
+    """Every model in every dtype."""
+    return [
+        pytest.param(model, dtype, marks=pytest.mark.slow if model in ALIKE and dtype == "float16" else ())
+        for model in MODELS
+        for dtype in TP
+    ]
+
+
+@pytest.mark.parametrize(("model", "dtype"), cases())
+def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtype: str) -> None:
+    family, options = MODELS[model]
+    path = checkpoint(family, **options)
+    config, prompts = load_config(path), prompts_of(path)[1:]
+    references = References(str(path), CHECKPOINTS / "reference-cache", dtype)
+    with Pair.open(path, tp=TP[dtype], dtype=dtype, max_batch_tokens=64) as pair:
+        rows, captured = handed_over(pair, prompts)
+        groups = pair.p.engine.ranks[0].plan.groups
+    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    compared = compare_logprobs(rows, references, SamplingParams(), routed=routed)
+    assert compared.reasons == ()
+    assert (compared.output.num_checked, compared.prompt.num_checked) == (2 * 24, 36 + 299)
+    bounds = measure_values(references, prompts, config)
+    for index, prompt in enumerate(prompts):
+        values = compare_values(
+            str(index), captured[index], references.kv(prompt), groups, len(prompt), bounds, config
+        )
+        assert values.mismatch is None
+        live = sum(len(group.layers) * len(group.spec.live_rows(len(prompt))) for group in groups)
+        num_replicas = max(1, TP[dtype][0] // config.num_kv_heads)
+        sizes = config.head_size_k + config.head_size_v
+        assert values.num_values == live * config.num_kv_heads * sizes * num_replicas
+        assert values.max_error_of_bound > 0
+        # Flipped routes may lie beyond the bound, if they are few.
+        assert values.max_error_of_bound < 1 or (routed and dtype != "float32")
