@@ -4,7 +4,8 @@
 
 Each decode row gives best-of milliseconds and the ratio to the read floor: the best time of a C loop (torch's
 sum) over as many contiguous bytes. Prefill rows give GFLOP/s of the two matrix products instead. Every
-path's result is first compared with the reference; a wrong one is not timed.
+path's result is first compared with the reference; a wrong one is not timed. Rows with sinks or a soft cap
+(scores = cap * tanh(scores / cap)) follow the row of the same shape without.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +33,8 @@ class Shape:
     head_size: int
     dtype: torch.dtype
     block_size: int = 16
+    sinks: bool = False
+    soft_cap: float | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -40,19 +43,31 @@ class Shape:
         return self.num_seqs * self.seq_len * per_token
 
 
-DECODE = (
+PLAIN_DECODE = (
     Shape("B8 L512 G4 D64 fp32", 8, 512, 1, 12, 4, 64, torch.float32),
     Shape("B8 L2048 G4 D64 fp32", 8, 2048, 1, 12, 4, 64, torch.float32),
     Shape("B32 L512 G1 D32 fp32", 32, 512, 1, 12, 1, 32, torch.float32),
     Shape("B8 L2048 G4 D64 bf16", 8, 2048, 1, 12, 4, 64, torch.bfloat16),
     Shape("B16 L64 tiny fp32", 16, 64, 1, 2, 4, 32, torch.float32),
 )
-PREFILL = (
+PLAIN_PREFILL = (
     Shape("prefill 512 G4 D64 fp32", 1, 512, 512, 2, 4, 64, torch.float32),
     Shape("prefill 512 G4 D128 fp32", 1, 512, 512, 2, 4, 128, torch.float32),
     Shape("chunk 128 of 2048 G4 D64 fp32", 1, 2048, 128, 2, 4, 64, torch.float32),
     Shape("prefill 512 G4 D64 bf16", 1, 512, 512, 2, 4, 64, torch.bfloat16),
 )
+
+
+def with_softmax_options(shapes: tuple[Shape, ...], index: int) -> tuple[Shape, ...]:
+    """These shapes, and after the one at `index` the same with sinks and with a soft cap."""
+    plain = shapes[index]
+    sinks = replace(plain, name=f"{plain.name} sinks", sinks=True)
+    capped = replace(plain, name=f"{plain.name} soft cap", soft_cap=50.0)
+    return (*shapes[: index + 1], sinks, capped, *shapes[index + 1 :])
+
+
+DECODE = with_softmax_options(PLAIN_DECODE, 1)
+PREFILL = with_softmax_options(PLAIN_PREFILL, 0)
 PATHS = ("native NHD", "native HND", "torch NHD", "torch HND")
 
 
@@ -78,6 +93,7 @@ def make_call(shape: Shape, path: str) -> tuple[Callable[[], torch.Tensor], Call
         kv_index,
     )
     groups, workspace = head_groups(kv_index), Workspace()
+    sinks = torch.randn(num_query_heads) if shape.sinks else None
 
     def call(impl: str) -> torch.Tensor:
         return paged_attention(
@@ -88,6 +104,8 @@ def make_call(shape: Shape, path: str) -> tuple[Callable[[], torch.Tensor], Call
             impl=impl,
             groups=groups,
             workspace=workspace,
+            sinks=sinks,
+            soft_cap=shape.soft_cap,
         )
 
     return lambda: call(path.split()[0]), lambda: call("reference")
