@@ -53,15 +53,13 @@ def report(
 
 
 def _write_csv(results: list[Result], folder: Path) -> list[Path]:
-    from rayk.reports.compare import compare
+    from rayk.reports.compare import write_compare_csv
     from rayk.reports.text import write_csv
 
     folder.mkdir(parents=True, exist_ok=True)
     if len(results) == 1:
         return write_csv(results[0], folder)
-    path = folder / "compare.csv"
-    compare(results).to_csv(path, index=False)
-    return [path]
+    return [write_compare_csv(results, folder / "compare.csv")]
 
 
 def _write_html(results: list[Result], path: Path) -> Path:

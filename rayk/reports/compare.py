@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
-from rayk.reports.files import write_text
+from rayk.reports.differences import differences_of
+from rayk.reports.files import atomic_path, write_text
+from rayk.reports.folder import changed_facts, differences
 from rayk.reports.html import assets, template
 from rayk.reports.result import Result
 from rayk.reports.text import markdown_table
@@ -21,6 +25,18 @@ METRICS = (
     ("wall s", "wall_s", ".1f"),
 )
 """(title, column of cells.parquet, format) of what is compared."""
+ABSENT = "absent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A titled table of a comparison; `chips` are the columns whose texts are verdicts."""
+
+    title: str
+    note: str
+    head: list[str]
+    rows: list[list[str]]
+    chips: tuple[int, ...] = ()
 
 
 def labels(results: list[Result]) -> list[str]:
@@ -32,22 +48,32 @@ def labels(results: list[Result]) -> list[str]:
 
 
 def compare(results: list[Result]) -> pd.DataFrame:
-    """One row per cell of any run: `verdict/<run>` and `<column>/<run>` columns, NaN where absent."""
+    """One row per cell of any run, NaN where a run has none.
+
+    Columns: `changed` (the verdict is not the same in every run; absent counts as a difference),
+    `verdict/<run>`, `<column>/<run>`, and `<column>/<run>/ratio` to the first run for every other one.
+    """
+    names = labels(results)
     tables = []
-    for label, result in zip(labels(results), results, strict=True):
+    for name, result in zip(names, results, strict=True):
         columns = ["cell_id", "verdict", *(column for _, column, _ in METRICS)]
         table = result.cells[columns].set_index("cell_id")
-        tables.append(table.add_suffix(f"/{label}"))
+        tables.append(table.add_suffix(f"/{name}"))
     joined = pd.concat(tables, axis=1)
     order = dict.fromkeys(cell for r in results for cell in r.cells["cell_id"])
-    return joined.reindex(list(order)).rename_axis("cell_id").reset_index()
+    joined = joined.reindex(list(order)).rename_axis("cell_id").reset_index()
+    verdicts = joined[[f"verdict/{name}" for name in names]].fillna(ABSENT)
+    joined.insert(1, "changed", [len(set(row)) > 1 for row in verdicts.to_numpy().tolist()])
+    for _, column, _ in METRICS:
+        base = joined[f"{column}/{names[0]}"].where(lambda values: values != 0)
+        for name in names[1:]:
+            joined[f"{column}/{name}/ratio"] = joined[f"{column}/{name}"] / base
+    return joined
 
 
 def verdict_changes(results: list[Result]) -> int:
     """Cells whose verdict is not the same in every run (absent counts as a difference)."""
-    columns = [f"verdict/{label}" for label in labels(results)]
-    verdicts = compare(results)[columns].fillna("absent").to_numpy().tolist()
-    return sum(len(set(row)) > 1 for row in verdicts)
+    return int(compare(results)["changed"].sum())
 
 
 def compare_headline(results: list[Result]) -> str:
@@ -57,44 +83,124 @@ def compare_headline(results: list[Result]) -> str:
     return f"{count} of {total} cells differ in verdict" if count else f"{total} cells, equal verdicts"
 
 
+def write_compare_csv(results: list[Result], path: Path) -> Path:
+    """The rows of `compare` as CSV."""
+    with atomic_path(path) as temporary:
+        compare(results).to_csv(temporary, index=False)
+    return path
+
+
 def compare_markdown(results: list[Result]) -> str:
     """The comparison as GitHub Markdown."""
     head, rows = _table(results)
-    runs = [
-        f"- {label}: {headline(result.cells)}" for label, result in zip(labels(results), results, strict=True)
-    ]
+    lines = [f"# {compare_headline(results)}", ""]
+    for run in _runs(results):
+        lines += [f"- {run['label']}: {run['headline']}", *(f"  - {note}" for note in run["notes"])]
+    for section in sections(results):
+        lines += ["", f"## {section.title}", "", section.note, ""]
+        lines += markdown_table(section.head, section.rows)
     texts = [[cell["text"] for cell in row] for row in rows]
-    title = f"# {compare_headline(results)}"
-    return "\n".join([title, "", *runs, "", *markdown_table([t for t, _ in head], texts), ""])
+    lines += ["", "## Cells", "", *markdown_table([t for t, _ in head], texts), ""]
+    return "\n".join(lines)
 
 
 def write_compare_html(results: list[Result], path: Path) -> Path:
     """The comparison as one self-contained HTML file."""
     head, rows = _table(results)
-    runs = [
-        {
-            "label": label,
-            "headline": headline(result.cells),
-            "about": " · ".join(
-                str(x)
-                for x in (
-                    result.directory,
-                    result.environment.get("started"),
-                    result.environment.get("git_commit"),
-                )
-                if x
-            ),
-        }
-        for label, result in zip(labels(results), results, strict=True)
-    ]
     text = template("compare.html.j2").render(
         **assets(),
         headline=compare_headline(results),
-        runs=runs,
+        runs=_runs(results),
+        sections=sections(results),
         table={"head": head, "rows": rows},
     )
     write_text(path, text)
     return path
+
+
+def sections(results: list[Result]) -> list[Section]:
+    """What stands out: verdicts that changed, cells that some runs lack, times over all cells."""
+    names = labels(results)
+    table = compare(results)
+    verdicts = table[[f"verdict/{name}" for name in names]].fillna(ABSENT)
+    rows = [[cell, *row] for cell, row in zip(table["cell_id"], verdicts.to_numpy().tolist(), strict=True)]
+    absent = [row for row in rows if ABSENT in row[1:]]
+    changed = [
+        [*row, _reason(results, row[0])] for row in rows if ABSENT not in row[1:] and len(set(row[1:])) > 1
+    ]
+    chips = tuple(range(1, len(names) + 1))
+    found = []
+    if changed:
+        note = "The reason is that of the last run that has one."
+        head = ["cell", *names, "reason"]
+        found.append(Section(title="Changed verdicts", note=note, head=head, rows=changed, chips=chips))
+    if absent:
+        note = "Not in every run: another matrix, or a run that was interrupted."
+        head = ["cell", *names]
+        found.append(Section(title="Cells of some runs only", note=note, head=head, rows=absent, chips=chips))
+    medians = _medians(table, names)
+    if medians:
+        note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
+        head = ["", *names[1:], "cells"]
+        found.append(Section(title="Times over all cells", note=note, head=head, rows=medians))
+    return found
+
+
+def _medians(table: pd.DataFrame, names: list[str]) -> list[list[str]]:
+    rows = []
+    for title, column, _ in METRICS:
+        ratios = [table[f"{column}/{name}/ratio"].dropna() for name in names[1:]]
+        if any(len(r) for r in ratios):
+            counts = dict.fromkeys(str(len(r)) for r in ratios)
+            rows.append([title, *(_spread(r) for r in ratios), ", ".join(counts)])
+    return rows
+
+
+def _spread(ratios: pd.Series) -> str:
+    if not len(ratios):
+        return ""
+    low, middle, high = ratios.quantile([0.25, 0.5, 0.75])
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _reason(results: list[Result], cell: str) -> str:
+    reasons = [r.cells.loc[r.cells["cell_id"] == cell, "reason"] for r in results]
+    texts = [text for reason in reasons for text in reason if isinstance(text, str) and text]
+    return texts[-1] if texts else ""
+
+
+def _runs(results: list[Result]) -> list[dict[str, Any]]:
+    """Per run: its name, headline, where it comes from, and how it differs from the first."""
+    found = []
+    for i, (label, result) in enumerate(zip(labels(results), results, strict=True)):
+        facts = (result.directory, result.environment.get("started"), result.environment.get("git_commit"))
+        found.append(
+            {
+                "label": label,
+                "headline": headline(result.cells),
+                "about": " · ".join(str(fact) for fact in facts if fact),
+                "notes": _notes(results[0], result) if i else [],
+            }
+        )
+    return found
+
+
+def _notes(base: Result, other: Result) -> list[str]:
+    """How a run differs from the first: spec, versions and machine, values."""
+    specs = [yaml.safe_load(r.spec_yaml) or {} for r in (base, other)]
+    for spec in specs:
+        spec.pop("name", None)
+    notes = []
+    if changed := differences(*specs):
+        notes.append(f"another spec: {', '.join(changed)}")
+    if changed := changed_facts(base.environment, other.environment):
+        notes.append(f"other versions or another machine: {', '.join(changed)}")
+    values = [str(d) for d in differences_of(base, other)]
+    if values:
+        notes.append(f"values differ: {'; '.join(values)}")
+    elif set(base.cells["cell_id"]) & set(other.cells["cell_id"]):
+        notes.append("equal tables in the cells both have, times aside")
+    return notes
 
 
 def _table(results: list[Result]) -> tuple[list[tuple[str, bool]], list[list[dict[str, Any]]]]:
@@ -108,7 +214,7 @@ def _table(results: list[Result]) -> tuple[list[tuple[str, bool]], list[list[dic
         for name in names:
             verdict = record[f"verdict/{name}"]
             known = isinstance(verdict, str)
-            row.append(_cell(verdict if known else "absent", chip=verdict if known else ""))
+            row.append(_cell(verdict if known else ABSENT, chip=verdict if known else ""))
         for _, column, spec in METRICS:
             values = [record[f"{column}/{name}"] for name in names]
             row += [_metric_cell(value, values[0], spec, i) for i, value in enumerate(values)]
