@@ -170,14 +170,25 @@ def test_vetoes(name: str) -> None:
     assert "float8_e4m3fn" in why
 
 
-@needs_native
-def test_native_vetoes_keys_it_has_no_room_for() -> None:
-    """And what it lets through, it computes."""
-    backend = get_backend("cpu", "cpu")
-    assert backend.veto("LBNHC", FullAttentionSpec(16, 2, 1024, 16, "float32", 8)) is None
-    batch = make_batch(((3, 5),), head_size_k=1024, store_new=False)
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        pytest.param("cpu", 1024, marks=needs_native),
+        ("cpu-torch", None),
+        ("reference", None),
+        pytest.param("triton", 256, marks=interpreted),
+    ],
+)
+def test_heads_without_room_are_vetoed(name: str, most: int | None) -> None:
+    """And what is let through is computed."""
+    backend = get_backend(name, "cpu")
+    size = most or 2000
+    assert backend.veto("LBNHC", FullAttentionSpec(16, 2, size, size, "float32", 8)) is None
+    batch = make_batch(((3, 5), (1, 40)), head_size_k=size, head_size_v=size, store_new=False, seed=1)
     exact = dense_attention(batch, torch.float64, 0.03)
-    assert_matches(forward("cpu", batch, 0.03), exact, dense_attention(batch, torch.float32, 0.03))
-    why = backend.veto("LBNHC", FullAttentionSpec(16, 2, 1025, 16, "float32", 8))
-    assert why is not None
-    assert "1025" in why
+    assert_matches(forward(name, batch, 0.03), exact, dense_attention(batch, torch.float32, 0.03))
+    for sizes in ((size + 1, 16), (16, size + 1)) if most else ():
+        why = backend.veto("LBNHC", FullAttentionSpec(16, 2, *sizes, "float32", 8))
+        assert why is not None
+        assert str(size + 1) in why
+        assert backend.implementation in why

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rayk.attention.backend import AttentionParams, PagedAttentionMetadata
 from rayk.kernels.paged_attention import Workspace, paged_attention
-from rayk.kernels.paged_attention.native import MAX_HEAD_SIZE_K as NATIVE_MAX_HEAD_SIZE_K
 from rayk.kernels.store_kv import store_kv
 from rayk.kv.fields import ITEMSIZE
 
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 """Cache dtypes that every implementation reads and writes."""
 
-MAX_HEAD_SIZE_K = {"native": NATIVE_MAX_HEAD_SIZE_K}
-"""Implementation -> the largest key it has room for, where there is a limit."""
+MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
+"""Implementation -> the largest key or value it has room for, where there is a limit."""
 
 
 class PagedBackend:
@@ -35,16 +34,16 @@ class PagedBackend:
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
-        """Any layout is read by its strides; what is refused is a page that is not K | V of a known dtype."""
+        """Layouts are read by their strides. Refused are pages that are not K | V of a known dtype and size."""
         names = tuple(field.name for field in spec.fields())
         if names != ("k", "v"):
             return f"pages hold {names}, not keys and values"
         if spec.dtype not in DTYPES:
             return f"KV dtype {spec.dtype} is not one of {', '.join(DTYPES)}"
-        limit = MAX_HEAD_SIZE_K.get(self._attend)
-        size = spec.fields()[0].row_bytes // ITEMSIZE[spec.dtype]
+        limit = MAX_HEAD_SIZE.get(self._attend)
+        size = max(field.row_bytes // ITEMSIZE[spec.dtype] for field in spec.fields())
         if limit is not None and size > limit:
-            return f"keys of {size} elements are more than the {limit} of {self.implementation}"
+            return f"heads of {size} elements are larger than the {limit} of {self.implementation}"
         return None
 
     def build(self, common: CommonAttentionMetadata, window: int | None) -> PagedAttentionMetadata:

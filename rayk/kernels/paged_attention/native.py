@@ -12,8 +12,6 @@ import torch
 from rayk.kernels.native import load_native
 from rayk.kernels.paged_attention.heads import HeadGroups
 
-MAX_HEAD_SIZE_K = 1024
-"""kMaxHeadK of native.cpp."""
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = (
