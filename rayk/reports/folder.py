@@ -88,8 +88,8 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 def _read_spec(path: Path, renew: Callable[[str], str]) -> Any:
     try:
-        return yaml.safe_load(renew(path.read_text(encoding="utf-8"))) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return dict(yaml.safe_load(renew(path.read_text(encoding="utf-8"))) or {})
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise UserError(
             problem=f"cannot resume: the run's spec cannot be read: {error}",
             where=str(path),

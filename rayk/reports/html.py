@@ -148,6 +148,9 @@ def _environment_items(environment: dict[str, Any], prefix: str = "") -> list[tu
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             items += _environment_items(value, f"{name} ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for number, item in enumerate(value, start=1):
+                items += _environment_items(item, f"{name} {number} ")
         elif isinstance(value, list):
             items.append((name, " ".join(map(str, value)) if value else "none"))
         else:

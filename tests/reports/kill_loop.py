@@ -1,18 +1,20 @@
 """Children that write a run's folder and are killed; after each kill the folder must still be consistent.
 
-Run as `python -m tests.reports.kill_loop FOLDER SEED COUNT`: this process imports pyarrow once and forks a
-writer per kill. First every step of the writer is hit (before it, half-way through a file, after it), then
-COUNT random moments. Prints one JSON object; exits 1 with a traceback at the first inconsistency.
+Run as `python -m tests.reports.kill_loop FOLDER SEED COUNT CELLS`: this process imports pyarrow once and
+forks a writer of CELLS cells per kill. First the writer is killed after each of its steps and half-way
+through each table, then at COUNT random moments. Prints one JSON object; a traceback if something is wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,6 @@ from rayk.reports.journal import read_journal
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
 
-CELLS = 4
 Rows = tuple[CellRow, list[RequestRow], list[TransferRow]]
 
 
@@ -38,11 +39,11 @@ def make_cell(index: int) -> Rows:
     return cell, requests, transfer_rows(cell, random.Random(index), count=1 + index)
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, num_cells: int) -> None:
     """A whole session: lock, resume, the cells that are left, the report."""
     with locked(folder):
         writer = ResultWriter(folder, spec_yaml=SPEC, environment={"started": "now"}, resume=True)
-        for index in range(CELLS):
+        for index in range(num_cells):
             cell, requests, transfers = make_cell(index)
             if cell.cell_id not in writer.finished:
                 writer.begin_cell(cell.cell_id)
@@ -91,33 +92,30 @@ def _where(folder: Path, finished: list[str]) -> str:
 
 
 class Killer:
-    """Makes the n-th step of this process its last: `before` it, `half` through it, or `after` it."""
+    """Kills this process after its n-th step; with `torn`, the n-th table's file is cut in half first."""
 
-    def __init__(self, step: int, moment: str) -> None:
-        self._left, self._moment = step, moment
+    def __init__(self, step: int, *, torn: bool) -> None:
+        self._left, self._torn = step, torn
+        self._patch(pq, "write_table")
+        if torn:
+            return
         self._patch(os, "fsync")
         self._patch(os, "write")
         self._patch(Path, "replace")
-        self._patch(pq, "write_table")
 
     def _patch(self, owner: Any, name: str) -> None:
         real: Callable[..., Any] = getattr(owner, name)
 
         def step(*arguments: Any, **options: Any) -> Any:
-            self._left -= 1
-            if self._left == 0 and self._moment == "before":
-                self._die()
             result = real(*arguments, **options)
+            self._left -= 1
             if self._left == 0:
-                if self._moment == "half" and name == "write_table":
+                if self._torn:
                     os.truncate(arguments[1], arguments[1].stat().st_size // 2)
-                self._die()
+                os.kill(os.getpid(), signal.SIGKILL)
             return result
 
         setattr(owner, name, step)
-
-    def _die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fork(action: Callable[[], None]) -> int:
@@ -130,9 +128,9 @@ def fork(action: Callable[[], None]) -> int:
     try:
         action()
         code = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
     finally:
+        if code:
+            traceback.print_exc()
         sys.stderr.flush()
         os._exit(code)
 
@@ -144,64 +142,61 @@ def status_of(pid: int) -> int:
     return code
 
 
-def kill_every_step(root: Path) -> Counter[str]:
+def kill_every_step(root: Path, num_cells: int) -> Counter[str]:
     """Kill a fresh writer at each step in turn, then let another one finish its folder."""
     hits: Counter[str] = Counter()
-    for moment in ("before", "half", "after"):
-        step = 0
-        while True:
-            step += 1
-            folder = root / f"{moment}{step}"
+    for torn in (False, True):
+        for step in itertools.count(1):
+            folder = root / f"{'torn' if torn else 'step'}{step}"
 
-            def session(step: int = step, moment: str = moment, folder: Path = folder) -> None:
-                Killer(step, moment)
-                write(folder)
+            def session(step: int = step, torn: bool = torn, folder: Path = folder) -> None:
+                Killer(step, torn=torn)
+                write(folder, num_cells)
 
             if status_of(fork(session)) == 0:
                 break
             finished, where = check(folder, [])
             hits[where] += 1
-            finish(folder, finished)
-        assert step > 10 * CELLS, f"the writer takes {step} steps: too few of them are seen"
+            finish(folder, finished, num_cells)
     return hits
 
 
-def finish(folder: Path, before: list[str]) -> None:
+def finish(folder: Path, before: list[str], num_cells: int) -> None:
     """A session that nobody kills completes the folder and leaves no temporary file."""
-    assert status_of(fork(lambda: write(folder))) == 0
+    assert status_of(fork(lambda: write(folder, num_cells))) == 0
     finished, _ = check(folder, before)
-    assert len(finished) == CELLS
-    assert not list(folder.glob(".*.tmp")), "leftovers of killed writers are removed"
-    assert not (folder / ".lock").exists()
+    assert len(finished) == num_cells
+    assert not list(folder.glob(".*")), "leftovers of killed writers are removed"
 
 
-def kill_at_random(root: Path, seed: int, count: int) -> Counter[str]:
+def kill_at_random(root: Path, seed: int, count: int, num_cells: int) -> Counter[str]:
     """Kill writers at random moments; each folder is resumed until it is whole."""
     draw = random.Random(seed)
     began = time.monotonic()
-    assert status_of(fork(lambda: write(root / "measured"))) == 0
+    assert status_of(fork(lambda: write(root / "measured", num_cells))) == 0
     whole_s = time.monotonic() - began
     hits: Counter[str] = Counter()
     number, finished = 0, list[str]()
-    while sum(hits.values()) < count:
+    while hits.total() < count:
         folder = root / f"random{number}"
-        pid = fork(lambda folder=folder: write(folder))  # type: ignore[misc]
+        pid = fork(lambda folder=folder: write(folder, num_cells))  # type: ignore[misc]
         time.sleep(draw.uniform(0, whole_s))
         os.kill(pid, signal.SIGKILL)
         killed = status_of(pid) == -9
         finished, where = check(folder, finished) if folder.exists() else ([], "before the folder")
         if killed:
             hits[where] += 1
-        if len(finished) == CELLS:
-            finish(folder, finished)
+        if len(finished) == num_cells:
+            finish(folder, finished, num_cells)
             number, finished = number + 1, []
     return hits
 
 
 def main() -> None:
-    root, seed, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    steps = kill_every_step(root)
-    moments = kill_at_random(root, seed, count)
+    root = Path(sys.argv[1])
+    seed, count, num_cells = map(int, sys.argv[2:])
+    steps = kill_every_step(root, num_cells)
+    moments = kill_at_random(root, seed, count, num_cells)
     print(json.dumps({"steps": steps, "moments": moments, "seed": seed}))
 
 
