@@ -36,6 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn-not-truncated": {**YARN, "truncate": False},
     "yarn-betas": {**YARN, "beta_fast": 4.0, "beta_slow": 0.5},
+    # The upper border lies beyond the last pair.
+    "yarn-long": {**YARN, "original_max_position_embeddings": 65536},
     # Both borders on pair 0: nothing is kept but the first pair.
     "yarn-one-border": {**YARN, "original_max_position_embeddings": 6},
     "yarn-attention-factor": {**YARN, "attention_factor": 1.75},
