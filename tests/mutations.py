@@ -24,6 +24,8 @@ MANAGER = "tests/kv/test_manager.py"
 PLAN = "tests/transfer/test_plan.py"
 RANK = "tests/transfer/test_rank.py"
 GUARDS = "tests/transfer/test_guards.py"
+LOGPROBS = "tests/experiments/test_logprobs.py"
+CULPRIT = "tests/experiments/test_culprit.py"
 
 KV = (
     Mutation(
@@ -395,4 +397,63 @@ TRANSFER = (
     ),
 )
 
-MUTATIONS = KV + TRANSFER
+CHECKS = (
+    Mutation(
+        "any number of errors may lie beyond the bound",
+        "rayk/experiments/noise.py",
+        "if int(beyond.sum()) > bound.num_outliers(errors.numel()):",
+        "if int(beyond.sum()) > errors.numel():",
+        f"{LOGPROBS}::test_what_the_bounds_let_through",
+    ),
+    Mutation(
+        "small errors everywhere are let through",
+        "rayk/experiments/noise.py",
+        "factor = RMS_FACTOR + RMS_SPREAD / math.sqrt(max(1, num_values))",
+        "factor = 100.0",
+        f"{LOGPROBS}::test_what_the_bounds_let_through",
+    ),
+    Mutation(
+        "flipped routes widen the bound",
+        "rayk/experiments/noise.py",
+        "BULK_QUANTILE if routed else 1.0",
+        "1.0",
+        f"{LOGPROBS}::test_flipped_routes_are_let_through_and_a_lost_head_is_not",
+    ),
+    Mutation(
+        "greedy choices are not compared",
+        "rayk/experiments/logprobs.py",
+        "if not gap <= tolerance]",
+        "if not gap <= 1e9]",
+        f"{LOGPROBS}::test_what_the_bounds_let_through",
+    ),
+    Mutation(
+        "a head is compared with its neighbour",
+        "rayk/experiments/compare.py",
+        "errors = row_errors(values, truth[name][head])",
+        "errors = row_errors(values, truth[name][head - 1])",
+        "tests/experiments/test_verdict.py::test_equal_caches_have_no_difference",
+    ),
+    Mutation(
+        "sliding rows are named from zero",
+        "rayk/experiments/compare.py",
+        "wrong.first_token + int(rows[0])",
+        "int(rows[0])",
+        "tests/experiments/test_verdict.py::test_sliding_rows_are_named_by_their_position",
+    ),
+    Mutation(
+        "keys are un-rotated the wrong way round",
+        "rayk/experiments/culprit.py",
+        "_turn(values, rope, -keys.tokens)",
+        "_turn(values, rope, keys.tokens)",
+        f"{CULPRIT}::test_mistakes_in_keys",
+    ),
+    Mutation(
+        "speeds are known but for whole turns",
+        "rayk/experiments/culprit.py",
+        "speed = (over + 2 * math.pi * turns) / step",
+        "speed = over / step",
+        f"{CULPRIT}::test_mistakes_in_keys",
+    ),
+)
+
+MUTATIONS = KV + TRANSFER + CHECKS

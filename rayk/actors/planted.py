@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +54,14 @@ class FaultBox:
         return None
 
 
+def kill_raylet() -> None:
+    """End this worker's node as a power cut would. Ray starts every worker as a child of its raylet."""
+    parent = os.getppid()
+    name = Path(f"/proc/{parent}/comm").read_text(encoding="ascii").strip()
+    assert name == "raylet", f"the parent of this worker is {name}, not a raylet"
+    os.kill(parent, signal.SIGKILL)
+
+
 # --- wrong_kv: a rank that computes its own keys or values wrongly ---------------------------------
 
 
@@ -66,6 +77,7 @@ def commit_wrong_kv(decoder: Decoder, faults: Sequence[PlantedFault]) -> None:
 
 def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
     attention = decoder.attention_layers[layer]
+    assert attention.kv_cache is not None, "bind the cache first"
     if point == "k_norm":
         weight = attention.key_norm_weight
         assert weight is not None, f"layer {layer} has no k-norm"
@@ -75,11 +87,11 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
     if point == "rope":
         rope = decoder.layers[layer].rope
         assert rope is not None, f"layer {layer} has no positions"
-        rotary = Rotary(rope, dtype=torch.float32, device=torch.device("cpu"))
-        wrong: Mixer = _OnePositionOn(mixer, rotary.at(torch.ones(1)))
+        device = attention.kv_cache.device
+        rotary = Rotary(rope, dtype=torch.float32, device=device)
+        wrong: Mixer = _OnePositionOn(mixer, rotary.at(torch.ones(1, device=device)))
     else:
         assert point == "store_kv", point
-        assert attention.kv_cache is not None
         wrong = _OneSlotOn(mixer, attention.kv_cache.shape[2])
     layers = list(decoder.layers)
     layers[layer] = replace(layers[layer], mixer=wrong)
@@ -99,7 +111,7 @@ class _OnePositionOn:
         """See Mixer."""
         assert rotation is not None
         cos, sin = rotation.cos, rotation.sin
-        on_cos, on_sin = self._cos.to(cos), self._sin.to(cos)
+        on_cos, on_sin = self._cos.to(cos.dtype), self._sin.to(cos.dtype)
         turned = rotation._replace(cos=cos * on_cos - sin * on_sin, sin=sin * on_cos + cos * on_sin)
         return self._mixer.forward(x, turned, metadata)
 

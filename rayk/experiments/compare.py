@@ -89,21 +89,23 @@ def measure_values(
 
     Keys and values of a layer that routed experts come before are bounded as `noise` says of those.
     """
-    bounds: dict[tuple[int, str], Bound] = {}
-    exact = [references.kv(prompt) for prompt in prompts]
-    eager = [references.kv(prompt, eager=True) for prompt in prompts]
-    for layer in range(len(exact[0])):
-        routed = any(isinstance(before.mlp, ExpertsConfig) for before in model.layers[:layer])
-        for i, name in enumerate(("k", "v")):
-            right = [kv[layer][i].double() for kv in exact]
-            errors = [row_errors(kv[layer][i].double(), r) for kv, r in zip(eager, right, strict=True)]
-            scale = rms(torch.cat([r.flatten() for r in right]))
-            bounds[layer, name] = measure(
-                torch.cat([e.flatten() for e in errors]),
-                floor=KV_VALUES_RELATIVE * scale,
-                routed=routed and not references.is_exact,
-            )
-    return bounds
+    errors: dict[tuple[int, str], list[torch.Tensor]] = {}
+    squares: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for prompt in prompts:
+        exact, eager = references.kv(prompt), references.eager_kv(prompt)
+        for layer, (right, found) in enumerate(zip(exact, eager, strict=True)):
+            for name, r, f in zip(("k", "v"), right, found, strict=True):
+                errors.setdefault((layer, name), []).append(row_errors(f.double(), r.double()).flatten())
+                squares.setdefault((layer, name), []).append(r.double().square().mean(-1).flatten())
+    return {
+        (layer, name): measure(
+            torch.cat(noise),
+            floor=KV_VALUES_RELATIVE * float(torch.cat(squares[layer, name]).mean().sqrt()),
+            routed=not references.is_exact
+            and any(isinstance(before.mlp, ExpertsConfig) for before in model.layers[:layer]),
+        )
+        for (layer, name), noise in errors.items()
+    }
 
 
 def row_errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

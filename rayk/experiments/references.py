@@ -25,7 +25,7 @@ class References:
         self.dtype = dtype
         self._exact = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
         self._eager = self._exact if dtype == "float32" else Reference(model, dtype, cache_dir=cache_dir)
-        self._kv: dict[tuple[bool, tuple[int, ...]], LayerKV] = {}
+        self._kv: dict[tuple[int, ...], LayerKV] = {}
 
     @property
     def is_exact(self) -> bool:
@@ -50,9 +50,13 @@ class References:
         exact = self._exact.score(prompt, output_ids)
         return exact, exact if self.is_exact else self._eager.score(prompt, output_ids)
 
-    def kv(self, prompt: Sequence[int], *, eager: bool = False) -> LayerKV:
-        """The cache after the prompt: exact, or eager's."""
-        key = (eager and not self.is_exact, tuple(prompt))
+    def kv(self, prompt: Sequence[int]) -> LayerKV:
+        """The cache after the prompt."""
+        key = tuple(prompt)
         if key not in self._kv:
-            self._kv[key] = (self._eager if key[0] else self._exact).kv_cache(prompt)
+            self._kv[key] = self._exact.kv_cache(prompt)
         return self._kv[key]
+
+    def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
+        """Eager's. Not kept: it serves to measure, once."""
+        return self.kv(prompt) if self.is_exact else self._eager.kv_cache(prompt)
