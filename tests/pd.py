@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rayk.actors.commands import Capture, Connect, Describe, Diagnose
 from rayk.actors.extension import TransferExtension
@@ -20,6 +21,7 @@ from rayk.actors.handover import TransferHandover
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
+from rayk.engine.stopping import Decode
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
@@ -115,6 +117,7 @@ class Pair:
         lease_s: float = 20.0,
         connect: bool = True,
         poison: int = NAN_POISON,
+        load_decoder: Callable[[], Decode] | None = None,
         changes: tuple[dict[str, object], dict[str, object]] = ({}, {}),
         **common: object,
     ) -> Iterator[Pair]:
@@ -127,7 +130,8 @@ class Pair:
             for i, name in enumerate(("p", "d")):
                 settings = {"num_blocks": 64, **common, **changes[i]}
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
-                sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, poison))
+                options = {"poison": poison, "load_decoder": load_decoder}
+                sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))
             pair = cls(*sides)
             if connect:
                 pair.connect()
@@ -170,17 +174,23 @@ class Pair:
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 24) -> list[list[int]]:
         """Output tokens of prompts that run together. Raises the first error."""
         requests = [make_request(f"r{next(self._ids)}", prompt, max_tokens) for prompt in prompts]
+        return [done.token_ids for done in self.complete(requests)]
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests together, to their ends, at P where they end there. Raises the first error.
+
+        All are prefilled before the first decodes: P's pool must hold them.
+        """
         streams = [self.start_prefill(r) for r in requests]
-        prefilled = [self.p.engine.collect(s) for s in streams]
-        for done in prefilled:
-            if done.error is not None:
-                raise done.error
-        streams = [self.start_decode(r, c) for r, c in zip(requests, prefilled, strict=True)]
-        decoded = [self.d.engine.collect(s) for s in streams]
-        for done in decoded:
-            if done.error is not None:
-                raise done.error
-        return [a.token_ids + b.token_ids for a, b in zip(prefilled, decoded, strict=True)]
+        found = [self.p.engine.collect(s) for s in streams]
+        handed = [(r, c) for r, c in zip(requests, found, strict=True) if c.payload is not None]
+        decoding = [(self.start_decode(r, c), c) for r, c in handed]
+        for stream, completion in decoding:
+            self.d.engine.collect(stream, into=completion)
+        for completion in found:
+            if completion.error is not None:
+                raise completion.error
+        return found
 
     def diagnose(self, request_id: str, ticket: TransferTicket) -> list[KVMismatch]:
         """After a KVMismatch, what the coordinator asks: every wrong layer's first wrong byte, in order."""
@@ -204,7 +214,12 @@ class Pair:
 
 
 def _make_side(
-    stack: ExitStack, name: str, config: EngineConfig, make_agent: MakeAgent, lease_s: float, poison: int
+    stack: ExitStack,
+    name: str,
+    config: EngineConfig,
+    make_agent: MakeAgent,
+    lease_s: float,
+    options: dict[str, Any],
 ) -> Side:
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
 
@@ -214,7 +229,7 @@ def _make_side(
         stack.callback(made.close)
         return made
 
-    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=poison)
+    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, **options)
     return Side(stack.enter_context(engine), handover)
 
 

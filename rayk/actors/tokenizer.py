@@ -34,8 +34,12 @@ def _load(model: str, mend: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot load a tokenizer: {error}".splitlines()[0], where=model, mend=mend
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        # What transformers makes of a folder without a tokenizer's files.
+        raise CheckpointError("there is no tokenizer", where=model, mend=mend)
+    return tokenizer

@@ -24,9 +24,9 @@ def bad_sampling(sampling: SamplingParams) -> UserError | None:
         (
             "stop",
             _are_texts(s.stop),
-            "texts, none of them empty",
+            "a tuple of texts, none of them empty",
         ),
-        ("stop_token_ids", all(_is_int(t, 0) for t in s.stop_token_ids), "token ids"),
+        ("stop_token_ids", _are_ids(s.stop_token_ids), "a tuple of token ids"),
         ("logprobs", s.logprobs is None or _is_int(s.logprobs, 0, MAX_LOGPROBS), logprobs),
         (
             "prompt_logprobs",
@@ -63,4 +63,8 @@ def _is_penalty(value: float) -> bool:
 
 
 def _are_texts(values: object) -> bool:
-    return isinstance(values, tuple | list) and all(isinstance(v, str) and v for v in values)
+    return isinstance(values, tuple) and all(isinstance(v, str) and v for v in values)
+
+
+def _are_ids(values: object) -> bool:
+    return isinstance(values, tuple) and all(_is_int(v, 0) for v in values)

@@ -128,9 +128,9 @@ class ThreadEngine:
         """Run requests together, to their ends."""
         return [self.collect(events) for events in [self.submit(r) for r in requests]]
 
-    def collect(self, events: queue.SimpleQueue[RequestEvent]) -> Completion:
-        """Wait for a request's last event. Raises DeadlineExceeded."""
-        done = Completion()
+    def collect(self, events: queue.SimpleQueue[RequestEvent], into: Completion | None = None) -> Completion:
+        """Wait for a request's last event; `into`: what it left elsewhere. Raises DeadlineExceeded."""
+        done = into or Completion()
         while True:
             try:
                 event = events.get(timeout=self.timeout_s)
