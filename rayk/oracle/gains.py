@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 _LOGIT_STD = 4.0
+_QK_GAIN = 1.8
+"""Of queries and of keys: makes the softmax peaked."""
 
 _UNIT_OFFSET = frozenset({"gemma3_text"})
 """Model types whose norms multiply by 1 + weight."""
@@ -30,16 +32,20 @@ class Gains:
     """What the model multiplies embeddings by."""
     logit_scale: float
     """What it multiplies logits by."""
+    value_share: float
+    """Share of the rows of a fused qkv_proj that are v's, the last ones."""
 
     @classmethod
     def of(cls, config: Any) -> Gains:
         """Read from transformers' config object."""
         unit_offset = config.model_type in _UNIT_OFFSET
+        num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
         return cls(
             tied=bool(config.tie_word_embeddings),
             unit_offset=unit_offset,
             embedding_scale=math.sqrt(config.hidden_size) if unit_offset else 1.0,
             logit_scale=getattr(config, "logit_scale", None) or 1.0,
+            value_share=num_kv / (num_q + 2 * num_kv),
         )
 
     def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -55,11 +61,15 @@ class Gains:
             return (0.5 if "router" in name else 0.2) * normal
         # Experts lie transposed: [expert, in, out].
         fan_in = shape[-2] if len(shape) == 3 else shape[-1]
-        return self._matrix_std(name, fan_in) * normal
+        values = self._matrix_std(name, fan_in) * normal
+        if "qkv_proj" in name:
+            first = round(shape[0] * (1 - self.value_share))
+            values[first:] /= _QK_GAIN
+        return values
 
     def _norm_gain(self, name: str) -> float:
         if "q_norm" in name or "k_norm" in name:
-            return 1.8
+            return _QK_GAIN
         if self.unit_offset and "layers" not in name:
             return self._final_gain
         # These norms set the size of the branches, which o_proj and down_proj do elsewhere.
@@ -79,7 +89,7 @@ class Gains:
         if "embed" in name:
             return 1.0 / self.embedding_scale
         if "q_proj" in name or "k_proj" in name or "qkv_proj" in name:
-            return 1.8 * base
+            return _QK_GAIN * base
         if "router" in name:
             return 2.0 * base
         # A tied model would repeat its input token, were the embedding not drowned by the layers.
