@@ -15,7 +15,6 @@ from rayk.models.layers.rope import Rotary, Rotation
 from rayk.transfer.faults import FlipBit
 
 if TYPE_CHECKING:
-    from rayk.attention.backend import PagedAttentionMetadata
     from rayk.models.decoder import Decoder, Mixer
 
 
@@ -123,10 +122,8 @@ class _OneSlotOn:
         self._mixer = mixer
         self._block_size = block_size
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation | None, metadata: PagedAttentionMetadata
-    ) -> torch.Tensor:
-        """See Mixer."""
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """See Mixer. `metadata` is the paged backends'."""
         slots, size = metadata.common.slot_mapping, self._block_size
         shifted = torch.where(slots < 0, slots, slots - slots % size + (slots + 1) % size)
         common = replace(metadata.common, slot_mapping=shifted)
