@@ -31,6 +31,15 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """Read a few bytes from every rank of a connected producer engine, so that later reads need not wait
+    for the network to be set up."""
+
+    engine: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class MakeTicket:
     """Digest a prefilled request and open its lease."""
 

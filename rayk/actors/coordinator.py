@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayk.actors import placement
-from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose
+from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose, Wire
 from rayk.actors.engines import EngineHandle
+from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
+from rayk.actors.placement import this_node
 from rayk.actors.planted import PlantedFault
+from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
 from rayk.actors.sampled import note_sampling, with_seed
 from rayk.actors.worker import RankSpec
 from rayk.engine.leader import RequestEvent
@@ -27,10 +29,10 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, RaykErro
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
 
-FORM_S = 120.0
-"""Deadline for starting workers and forming an engine (imports, weights)."""
 CONTROL_S = 30.0
 """Deadline for a command."""
+WIRE_S = 15.0
+"""How long a producer may take to answer a first read. Idle engines look at the network every 50 ms."""
 MAX_STREAMS = 96
 """Requests of one cell in flight at once: each holds a thread of its worker's io group while it streams."""
 STOP_S = 10.0
@@ -56,15 +58,6 @@ class CellOutcome:
     wall_ns: int = 0
 
 
-@dataclass
-class _Slot:
-    """An engine's place: a placement group and the workers in it, kept between cells."""
-
-    group: Any
-    resources: dict[str, float]
-    workers: list[Any]
-
-
 class Coordinator:
     """Runs cells one after the other on a pool of workers.
 
@@ -74,48 +67,20 @@ class Coordinator:
 
     def __init__(self, name: str, keep_workers: bool = True) -> None:
         self.name = name
-        self._keep_workers = keep_workers
-        self._slots: dict[str, _Slot] = {}
+        self._pool = WorkerPool(name.rpartition("/")[2], keep=keep_workers)
         self._epoch = 0
         self._in_use: list[EngineHandle] = []
-        self._preparing = asyncio.Lock()
-        self._run_id = name.rpartition("/")[2]
+        self._nodes: dict[str, Node] = {}
+        """Of the engines in use, by name."""
 
     def __repr__(self) -> str:
         return f"Coordinator({self.name})"
 
-    async def prepare(self, slots: dict[str, int], device: str, gpus_per_worker: float) -> None:
-        """Reserve a placement group per engine (name -> most ranks it will have) and start its workers.
-
-        Raises DeadlineExceeded when the cluster cannot place and start them in time.
-        """
-        async with self._preparing:
-            await self._prepare(slots, device, gpus_per_worker)
-
-    async def _prepare(self, slots: dict[str, int], device: str, gpus_per_worker: float) -> None:
-        resources = placement.worker_resources(device, gpus_per_worker)
-        for name, have in list(self._slots.items()):
-            wanted = slots.get(name, 0)
-            fits = have.resources == resources and len(have.workers) >= wanted
-            exact = fits and len(have.workers) == wanted
-            if not exact and (not self._keep_workers or (wanted and not fits)):
-                placement.free_group(have.group)
-                del self._slots[name]
-        for name, num_ranks in slots.items():
-            if name in self._slots:
-                continue
-            group = placement.reserve_group(f"rayk/{self._run_id}/{name}", num_ranks, resources)
-            try:
-                await _in_time(
-                    _placed(group), f"placing {num_ranks} workers of {name} on one node, each {resources}"
-                )
-            except BaseException:  # also when the cell's deadline cancels this: nobody else knows the group
-                placement.free_group(group)
-                raise
-            workers = [self._start(name, group, i, resources) for i in range(num_ranks)]
-            self._slots[name] = _Slot(group, resources, workers)
-        workers = [w for s in self._slots.values() for w in s.workers]
-        await _in_time(_all([w.describe.remote() for w in workers]), f"starting {len(workers)} workers")
+    async def prepare(
+        self, asks: Sequence[EngineAsk], placement: str = "auto", model: str | None = None
+    ) -> dict[str, int]:
+        """Place these engines and start their workers; worker name -> process id. See WorkerPool.prepare."""
+        return await self._pool.prepare(asks, placement, model)
 
     async def run_cell(
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
@@ -138,6 +103,7 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
             outcome.errors.append(EngineDied("coordinator", f"{type(error).__name__}: {error}"))
         await asyncio.gather(*(self._end(e, outcome) for e in self._in_use))
+        await name_lost_nodes(outcome.errors, self._nodes)
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
         outcome.wall_ns = time.monotonic_ns() - started
@@ -145,19 +111,11 @@ class Coordinator:
 
     async def shutdown(self) -> None:
         """Give every placement group back; its workers end."""
-        for slot in self._slots.values():
-            placement.free_group(slot.group)
-        self._slots.clear()
+        self._pool.free_all()
 
     async def worker_pids(self) -> dict[str, int]:
         """Worker name -> process id."""
-        found = await asyncio.gather(*(w.describe.remote() for s in self._slots.values() for w in s.workers))
-        return {d["name"]: d["pid"] for d in found}
-
-    def _start(self, slot: str, group: Any, index: int, resources: dict[str, float]) -> Any:
-        # Ray frees a name only some time after its actor's death: the epoch keeps names unique.
-        name = f"rayk/{self._run_id}/{slot}/r{index}" + (f"#{self._epoch}" if self._epoch else "")
-        return placement.start_worker(name, group, index, resources)
+        return await self._pool.pids()
 
     async def _form(self, cell: Cell) -> list[EngineHandle]:
         self._epoch += 1
@@ -166,13 +124,13 @@ class Coordinator:
         wanted += [(f"prefill{i}", role, cell.prefill) for i in range(cell.num_prefill_engines)]
         if cell.decode is not None:
             wanted += [(f"decode{i}", "decode", cell.decode) for i in range(cell.num_decode_engines)]
-        slots = {name: config.tp for name, _, config in wanted}
-        assert cell.gpus_per_worker != "auto", "resolved by the driver"
-        await self.prepare(slots, cell.prefill.device, cell.gpus_per_worker)
-        self._in_use = [
-            EngineHandle(name, role, self._epoch, config, self._slots[name].workers[: config.tp])
-            for name, role, config in wanted
-        ]
+        asks = cell_asks(cell, this_node())
+        await self._pool.prepare(asks, placement_of(cell), cell.prefill.model)
+        self._nodes = {}
+        for name, role, config in wanted:
+            workers, self._nodes[name] = self._pool.engine(name, config.tp)
+            node = str(self._nodes[name])
+            self._in_use.append(EngineHandle(name, role, self._epoch, config, workers, node))
         await asyncio.gather(*(self._form_engine(cell, e) for e in self._in_use))
         return self._in_use
 
@@ -190,13 +148,14 @@ class Coordinator:
                     comm_timeout_s=COMM_S,
                     # A ticket may wait for the consumer's blocks as long as its request may last.
                     lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
+                    spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
                     faults=_faults_of(cell, engine, rank),
                 )
             )
             for rank, worker in enumerate(engine.workers)
         ]
         facts = await engine.guard(_all(replies), "forming", FORM_S)
-        engine.facts = {**facts[0], "buffer_bytes": [f["buffer_bytes"] for f in facts]}
+        engine.facts = {**facts[0], "node": engine.node, "buffer_bytes": [f["buffer_bytes"] for f in facts]}
         before = time.monotonic_ns()
         theirs = await engine.guard(engine.leader.clock_ns.remote(), "its clock", CONTROL_S)
         after = time.monotonic_ns()
@@ -214,10 +173,7 @@ class Coordinator:
         except RaykError as error:
             if str(error) not in {str(e) for e in outcome.errors}:
                 outcome.errors.append(error)
-        slot = self._slots[engine.name]
-        for index, worker in enumerate(engine.workers):
-            placement.kill(worker)
-            slot.workers[index] = self._start(engine.name, slot.group, index, slot.resources)
+        await self._pool.replace_workers(engine.name, len(engine.workers))
 
     async def _stop(self, engine: EngineHandle) -> None:
         """Let the loops end, then let the workers forget the engine. Raises what the engine died of."""
@@ -258,7 +214,7 @@ class _CellRun:
         """When each request could decode: its KV was proven, or (aggregated) its first token was there."""
 
     async def connect(self) -> None:
-        """Handshake every decode engine with every prefill engine."""
+        """Handshake every decode engine with every prefill engine, and have the network set up."""
         engines = self._prefill + self._decode if self._decode else []
         described = await asyncio.gather(*(e.call(Describe(), CONTROL_S) for e in engines))
         for engine, descriptions in zip(engines, described, strict=True):
@@ -266,6 +222,7 @@ class _CellRun:
         for d in self._decode:
             for p in self._prefill:
                 await d.call(Connect(p.descriptions, d.descriptions), CONTROL_S)
+                await d.call(Wire(p.name, WIRE_S), CONTROL_S)
 
     async def requests(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run all prompts together. A failed request is a row with an error."""
@@ -409,7 +366,7 @@ def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFaul
     """The faults this rank commits: those of its role that name it (by default the last rank)."""
     role = "decode" if engine.role == "decode" else "prefill"
     return tuple(
-        PlantedFault(kind=f.kind, point=f.point, step=f.step, request=f.request, seed=f.seed)
+        PlantedFault(kind=f.kind, point=f.point, layer=f.layer, step=f.step, request=f.request, seed=f.seed)
         for f in cell.faults
         if f.engine_role == role and rank == (engine.config.tp - 1 if f.rank is None else f.rank)
     )
@@ -417,15 +374,3 @@ def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFaul
 
 async def _all(refs: Sequence[Any]) -> list[Any]:
     return list(await asyncio.gather(*refs))
-
-
-async def _placed(group: Any) -> None:
-    await group.ready()
-
-
-async def _in_time(awaitable: Awaitable[object], what: str) -> None:
-    """Wait, but no longer than FORM_S. Raises DeadlineExceeded."""
-    try:
-        await asyncio.wait_for(awaitable, FORM_S)
-    except TimeoutError:
-        raise DeadlineExceeded(what, FORM_S) from None

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
@@ -25,6 +25,8 @@ class EngineHandle:
     epoch: int
     config: EngineConfig
     workers: list[Any]
+    node: str = ""
+    """Where its workers are, for people."""
     facts: dict[str, Any] = field(default_factory=dict)
     descriptions: tuple[Any, ...] = ()
     clock_offset_ns: int = 0
@@ -66,7 +68,7 @@ class EngineHandle:
             try:
                 return task.result()
             except RayError as error:
-                raise translate(error, self.name) from None
+                raise translate(error, self.name, node=self.node) from None
         task.cancel()
         if self.died in done:
             self.died.result()
@@ -98,7 +100,7 @@ class EngineHandle:
             await ref
         except RayError as error:
             if not self.died.done():
-                self.died.set_exception(translate(error, self.name, rank))
+                self.died.set_exception(translate(error, self.name, rank, node=self.node))
                 # Nobody may be waiting when the engine dies between requests.
                 self.died.exception()
 
@@ -115,7 +117,7 @@ async def _value(ref: Any) -> Any:
     return await ref
 
 
-def translate(error: Exception, engine: str, rank: int | None = None) -> RaykError:
+def translate(error: Exception, engine: str, rank: int | None = None, *, node: str = "") -> RaykError:
     """A Ray failure as what it means: the worker's own RaykError, or the engine's death."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, RaykError):
@@ -125,6 +127,8 @@ def translate(error: Exception, engine: str, rank: int | None = None) -> RaykErr
     if isinstance(error, GetTimeoutError):
         return DeadlineExceeded(f"a call to {engine}", 0.0)
     if isinstance(error, RayActorError):
-        return EngineDied(engine=engine, cause="the worker process ended", rank=rank)
+        what = "cannot be reached" if isinstance(error, ActorUnavailableError) else "ended"
+        where = f" on node {node}" if node else ""
+        return EngineDied(engine=engine, cause=f"the worker process{where} {what}", rank=rank)
     text = str(cause or error).strip().splitlines()
     return EngineDied(engine=engine, cause=text[-1] if text else type(error).__name__, rank=rank)

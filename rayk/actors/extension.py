@@ -16,6 +16,7 @@ from rayk.actors.commands import (
     ReleaseMismatch,
     StartRead,
     TicketPart,
+    Wire,
 )
 from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.engine.rank import EngineRank
@@ -117,6 +118,8 @@ class TransferExtension:
                 return self.transfer.description
             case Connect():
                 self.transfer.connect(command.producers, command.consumers)
+            case Wire():
+                self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
                 return self._make_ticket(command)
             case StartRead():

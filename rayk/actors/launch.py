@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 from rayk.actors.environment import check_address, prepare_environment, wanted_address
@@ -16,7 +17,16 @@ prepare_environment()
 import ray  # noqa: E402 - reads its environment once, when imported
 
 from rayk.actors.coordinator import Coordinator  # noqa: E402
+from rayk.actors.nodes import (  # noqa: E402
+    Node,
+    cell_asks,
+    largest_asks,
+    placement_of,
+    plan_nodes,
+)
+from rayk.actors.placement import live_nodes, on_this_node, this_node  # noqa: E402
 from rayk.actors.sessions import kept_sigterm, session_folder  # noqa: E402
+from rayk.specs import Cell  # noqa: E402
 from rayk.types.errors import DeviceError  # noqa: E402
 
 NAMESPACE = "rayk"
@@ -71,6 +81,20 @@ def num_cluster_gpus() -> float:
     return resources.get("GPU", 0.0)
 
 
+def describe_nodes() -> list[dict[str, Any]]:
+    """What environment.json says of the cluster's live nodes."""
+    shown = ("CPU", "GPU")
+    return [
+        {
+            "node": str(node),
+            "is_driver": node.node_id == this_node(),
+            "resources": {name: node.resources[name] for name in shown if name in node.resources},
+            "labels": dict(node.labels),
+        }
+        for node in live_nodes()
+    ]
+
+
 def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float) -> float:
     """GPUs of each of `num_workers` workers that run at once.
 
@@ -78,7 +102,7 @@ def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float
     """
     if asked == "auto":
         workers_per_gpu = math.ceil(num_workers / available) if available >= 1 else 1
-        asked = math.floor(1e4 / workers_per_gpu) / 1e4  # Ray counts resources in steps of 1e-4
+        asked = _share_of(workers_per_gpu)
     needed = num_workers * asked
     if needed > available:
         raise DeviceError(
@@ -89,10 +113,65 @@ def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float
     return asked
 
 
+def fit_cells(cells: Sequence[Cell]) -> tuple[list[Cell], bool]:
+    """The cells with every worker's share of a GPU decided, and whether the cluster holds the largest engine
+    of every name at once.
+
+    Raises DeviceError when some cell's engines cannot be placed on the cluster's nodes.
+    """
+    nodes, here = live_nodes(), this_node()
+    available = sum(node.resources.get("GPU", 0.0) for node in nodes)
+    on_gpus = [cell for cell in cells if cell.prefill.device == "cuda"]
+    # One share for all cells: workers stay where they are from cell to cell.
+    largest = max((cell.num_workers for cell in on_gpus), default=0)
+    shares = {
+        cell.cell_id: gpu_share(
+            largest if cell.gpus_per_worker == "auto" else cell.num_workers, cell.gpus_per_worker, available
+        )
+        for cell in on_gpus
+    }
+    automatic = [cell for cell in on_gpus if cell.gpus_per_worker == "auto"]
+    if automatic:
+        share = _placeable_share(automatic, shares[automatic[0].cell_id], nodes, here)
+        shares |= {cell.cell_id: share for cell in automatic}
+    decided = [replace(cell, gpus_per_worker=shares.get(cell.cell_id, 0.0)) for cell in cells]
+    for cell in decided:
+        plan_nodes(cell_asks(cell, here), nodes, placement_of(cell))
+    try:
+        plan_nodes(largest_asks(decided, here), nodes, "auto")
+    except DeviceError:
+        return decided, False
+    return decided, True
+
+
+def _placeable_share(cells: Sequence[Cell], share: float, nodes: Sequence[Node], here: str) -> float:
+    """The largest share, one k-th of a GPU and no more than `share`, at which each cell finds its nodes."""
+    first = round(1 / share)
+    for workers_per_gpu in range(first, first + max(cell.num_workers for cell in cells)):
+        smaller = _share_of(workers_per_gpu)
+        try:
+            for cell in cells:
+                plan_nodes(cell_asks(cell, here, smaller), nodes, placement_of(cell))
+        except DeviceError:
+            continue
+        return smaller
+    return share
+
+
+def _share_of(workers_per_gpu: int) -> float:
+    return math.floor(1e4 / workers_per_gpu) / 1e4  # Ray counts resources in steps of 1e-4
+
+
 def start_coordinator(name: str, **arguments: Any) -> Any:
-    """The Coordinator actor of one run."""
+    """The Coordinator actor of one run. It lives where the driver does: losing any other node spares it."""
     return (
         ray.remote(Coordinator)
-        .options(name=name, num_cpus=0, max_concurrency=1000, max_restarts=0)
+        .options(
+            name=name,
+            num_cpus=0,
+            max_concurrency=1000,
+            max_restarts=0,
+            scheduling_strategy=on_this_node(),
+        )
         .remote(name, **arguments)
     )

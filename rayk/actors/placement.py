@@ -1,37 +1,80 @@
-"""Where workers run: placement groups, resources, and the plain Worker class made remote."""
+"""Where workers run: nodes, placement groups, and the plain Worker class made remote."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from rayk.actors.environment import prepare_environment
 
 prepare_environment()
 
 import ray  # noqa: E402 - reads its environment once, when imported
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from ray._private.state import available_resources_per_node  # noqa: E402
+from ray.util.placement_group import (  # noqa: E402
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (  # noqa: E402
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
+from rayk.actors.nodes import Node  # noqa: E402
 from rayk.actors.worker import Worker  # noqa: E402
 
-CPU_SHARE = 0.01
-"""CPU slots are logical: a worker never waits for a core."""
+NODE_ID_LABEL = "ray.io/node-id"
+"""A label Ray gives every node."""
 CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
 """Threads of a worker: commands, one per request that streams, and the engine's loop."""
 
 
-def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
-    """Ray resources of one worker."""
-    if device == "cuda":
-        return {"CPU": CPU_SHARE, "GPU": gpus_per_worker}
-    return {"CPU": CPU_SHARE}
+def live_nodes() -> list[Node]:
+    """The nodes Ray believes to be alive. A node that was killed is missed after its health check alone."""
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray has no public name
+    return [
+        Node(
+            node_id=n["NodeID"],
+            address=n["NodeManagerAddress"],
+            resources=n["Resources"],
+            free=free.get(n["NodeID"], {}),
+            labels=n["Labels"],
+        )
+        for n in ray.nodes()  # type: ignore[no-untyped-call]
+        if n["Alive"]
+    ]
 
 
-def reserve_group(name: str, bundles: int, resources: Mapping[str, float]) -> PlacementGroup:
-    """A placement group of one engine: all its workers on one node."""
-    group: PlacementGroup = placement_group([dict(resources)] * bundles, strategy="STRICT_PACK", name=name)
+def this_node() -> str:
+    """Id of the node this process is on: the driver's, for the driver and its coordinator."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """The strategy of an actor that must live where its creator does."""
+    return NodeAffinitySchedulingStrategy(this_node(), soft=False)
+
+
+def reserve_group(
+    name: str, bundles: int, resources: Mapping[str, float], labels: Mapping[str, str]
+) -> PlacementGroup:
+    """A placement group of one engine: all its workers on one node, whose labels are as wanted."""
+    group: PlacementGroup = placement_group(
+        [dict(resources)] * bundles,
+        strategy="STRICT_PACK",
+        name=name,
+        bundle_label_selector=[dict(labels)] * bundles if labels else None,
+    )
     return group
+
+
+def node_of(group: PlacementGroup) -> str | None:
+    """Id of the node a group is on; None while it is on none."""
+    table = cast("dict[str, Any]", placement_group_table(group))
+    ids = set(table["bundles_to_node_id"].values()) if table["state"] == "CREATED" else set()
+    return str(ids.pop()) if ids else None
 
 
 def free_group(group: PlacementGroup) -> None:

@@ -18,18 +18,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
-from rayk.actors.planted import PlantedFault
+from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
+from rayk.models.families import load_config
+from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
@@ -54,6 +57,8 @@ class RankSpec:
     """host:port the ranks meet at; also names their shared memory."""
     comm_timeout_s: float
     lease_s: float
+    spans_nodes: bool = False
+    """Whether the cell's engines are on several nodes."""
     faults: tuple[PlantedFault, ...] = ()
 
 
@@ -93,8 +98,13 @@ class Worker:
         """This host's monotonic clock, which events are stamped with."""
         return time.monotonic_ns()
 
+    def check_model(self, model: str) -> None:
+        """Raises CheckpointError when this node has no such checkpoint, or only a part of it."""
+        load_config(model)
+        check_weights(Path(model))
+
     def reserve_address(self) -> str:
-        """A free host:port for the ranks of an engine to meet at."""
+        """A free host:port for the ranks of an engine to meet at. They share a node: loopback will do."""
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             return f"127.0.0.1:{s.getsockname()[1]}"
@@ -118,6 +128,7 @@ class Worker:
         )
         try:
             self._rank = EngineRank(spec.config, comm)
+            commit_wrong_kv(self._rank.decoder, spec.faults)
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
                 self._handover = TransferHandover(engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp)
@@ -273,9 +284,10 @@ class Worker:
         # NIXL loads UCX: only workers that move KV pay for it.
         from rayk.transfer.nixl_agent import NixlAgent
 
+        handling = "peer" if spec.spans_nodes else "none"
         return TransferExtension(
             rank,
-            NixlAgent(f"{self.name}-{os.getpid()}-{spec.epoch}"),
+            NixlAgent(f"{self.name}-{os.getpid()}-{spec.epoch}", error_handling=handling),
             engine=spec.engine,
             epoch=spec.epoch,
             lease_s=spec.lease_s,
@@ -289,8 +301,11 @@ class Worker:
         self._on_point(point, step)
 
     def _on_point(self, point: str, step: int) -> None:
-        """Planted kills: this process ends here, as hard as it can."""
+        """Planted kills: this process ends here, as hard as it can; kill_node: its node with it."""
         assert self._spec is not None
         for fault in self._spec.faults:
-            if fault.kind == "kill" and fault.point == point and (fault.step or 1) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if fault.point == point and (fault.step or 1) == step:
+                if fault.kind == "kill_node":
+                    kill_raylet()
+                if fault.kind in ("kill", "kill_node"):
+                    os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from rayk.specs import (
     renew_spec,
 )
 from rayk.specs.devices import resolve_device
-from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError
+from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
 
@@ -156,14 +155,15 @@ def _run_on_cluster(
             again = plan_cells(loaded, config, device=device, tokenizer_loader=_tokenizer)
             left = [(cell, prompts) for cell, prompts in again if cell.cell_id in names]
         cells = [cell for cell, _ in left if not cell.unsupported]
-        cells = [_with_gpus(cell, cells, available) for cell in cells]
-        runner = _Runner(cells, keep_workers=_fit_at_once(cells, available))
+        cells, fit_at_once = launch.fit_cells(cells)
+        runner = _Runner(cells, keep_workers=fit_at_once)
         try:
             judge = CellJudge(loaded.spec.model, config, writer.directory)
             for cell, prompts in left:
                 if not cell.unsupported:
                     judge.ask(cell, prompts)  # the workers start meanwhile
-            writer.write_environment(environment | {"ray_address": joined, "workers": runner.ready()})
+            cluster = {"ray_address": joined, "nodes": launch.describe_nodes(), "workers": runner.ready()}
+            writer.write_environment(environment | cluster)
             decided = {cell.cell_id: cell for cell in cells}
             for cell, prompts in left:
                 if cell.unsupported:
@@ -191,24 +191,6 @@ def _run_cell(
     progress.end(cell.cell_id, row.verdict, row.reason)
 
 
-def _with_gpus(cell: Cell, cells: Sequence[Cell], available: float) -> Cell:
-    """The cell with its workers' share of a GPU decided. Raises DeviceError when it cannot fit."""
-    from rayk.actors import launch
-
-    if cell.prefill.device != "cuda":
-        return replace(cell, gpus_per_worker=0.0)
-    # One share for all cells: workers stay where they are from cell to cell.
-    largest = max(c.num_workers for c in cells)
-    num_workers = largest if cell.gpus_per_worker == "auto" else cell.num_workers
-    return replace(cell, gpus_per_worker=launch.gpu_share(num_workers, cell.gpus_per_worker, available))
-
-
-def _fit_at_once(cells: Sequence[Cell], available: float) -> bool:
-    """Whether the cluster holds the largest engine of every name together (always, on CPU slots)."""
-    share = max(float(c.gpus_per_worker) for c in cells)
-    return sum(_slots(cells).values()) * share <= available or share == 0
-
-
 class _Runner:
     """The coordinator of a run, replaced if it ever stops answering."""
 
@@ -224,11 +206,13 @@ class _Runner:
         from rayk.actors.engines import translate
 
         try:
-            ray.get(self._prepared)
-            pids: dict[str, int] = ray.get(self._coordinator.worker_pids.remote())
+            pids: dict[str, int] = ray.get(self._prepared)
         except ray.exceptions.RayError as failure:
+            error = translate(failure, "coordinator")
+            if isinstance(error, UserError):
+                raise error from failure
             raise DeviceError(
-                f"the workers do not start: {translate(failure, 'coordinator')}",
+                f"the workers do not start: {error}",
                 where="the cluster",
                 mend="rayk on every node, and room for an engine's workers on one; see `rayk doctor`",
             ) from failure
@@ -270,26 +254,15 @@ class _Runner:
 
     def _start(self) -> None:
         from rayk.actors import launch
+        from rayk.actors.nodes import largest_asks, placement_of
+        from rayk.actors.placement import this_node
 
         self._coordinator = launch.start_coordinator(
             f"rayk/coordinator/{secrets.token_hex(3)}", keep_workers=self._keep_workers
         )
         first = self._cells[0]
-        slots = _slots(self._cells if self._keep_workers else [first])
-        self._prepared = self._coordinator.prepare.remote(slots, first.prefill.device, first.gpus_per_worker)
-
-
-def _slots(cells: Sequence[Cell]) -> dict[str, int]:
-    """Engine name -> the most ranks it has in any cell."""
-    slots: dict[str, int] = {}
-    for cell in cells:
-        sides = [("prefill", cell.num_prefill_engines, cell.prefill)]
-        if cell.decode is not None:
-            sides.append(("decode", cell.num_decode_engines, cell.decode))
-        for role, count, engine in sides:
-            for i in range(count):
-                slots[f"{role}{i}"] = max(slots.get(f"{role}{i}", 0), engine.tp)
-    return slots
+        asks = largest_asks(self._cells if self._keep_workers else [first], this_node())
+        self._prepared = self._coordinator.prepare.remote(asks, placement_of(first), first.prefill.model)
 
 
 def _seeds(spec: ExperimentSpec) -> dict[str, int]:

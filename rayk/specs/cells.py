@@ -44,6 +44,7 @@ STANDARD_AXES = (
 
 EXPECTED_VERDICT = {
     "kill": "ENGINE_ERROR",
+    "kill_node": "ENGINE_ERROR",
     "flip_bit": "KV_MISMATCH",
     "early_reuse": "TRANSFER_ERROR",
     "wrong_kv": "KV_MISMATCH",

@@ -10,18 +10,21 @@ from rayk.types.errors import SpecError
 
 FAULT_POINTS: dict[str, tuple[str, ...]] = {
     "kill": ("prefill", "transfer", "decode"),
+    "kill_node": ("prefill", "transfer", "decode"),
     "flip_bit": ("transfer",),
     "early_reuse": ("transfer",),
     "wrong_kv": ("k_norm", "rope", "store_kv"),
 }
 """Fault kinds and where each can strike: at points of a request's life, or in a layer's computation.
 
-wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes tokens to stand one
-position later, or stores them one slot later in their block.
+kill ends the worker process of a rank, kill_node its whole Ray node: the raylet, and with it every worker
+there, of any job. wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes
+tokens to stand one position later, or stores them one slot later in their block.
 """
 
 FAULT_FIELDS: dict[str, tuple[str, ...]] = {
     "kill": ("step",),
+    "kill_node": ("step",),
     "flip_bit": ("request", "seed"),
     "early_reuse": ("request",),
     "wrong_kv": ("layer",),
@@ -46,13 +49,14 @@ def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
             mend=f"point: {', '.join(points)}",
         )
     _check_fault_fields(fault, where)
-    if fault.kind in ("kill", "wrong_kv") and fault.point is None:
+    kills = fault.kind in ("kill", "kill_node")
+    if (kills or fault.kind == "wrong_kv") and fault.point is None:
         raise SpecError(
             problem=f"fault {fault.kind} needs a point", where=where, mend=f"point: {', '.join(points)}"
         )
     if fault.kind == "wrong_kv":
         _check_wrong_kv(fault, cell, where)
-    elif cell.decode is None and (fault.kind != "kill" or fault.point == "transfer"):
+    elif cell.decode is None and (not kills or fault.point == "transfer"):
         raise SpecError(
             problem=f"fault {fault.kind} strikes a transfer, and aggregated cells have none",
             where=where,

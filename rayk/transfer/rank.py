@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from rayk.kv.caches import CanonicalKVCaches
-from rayk.transfer.agent import TransferAgent
+from rayk.transfer.agent import Handle, TransferAgent, TransferState
 from rayk.transfer.consumer import Consumption, TransferOutcome
 from rayk.transfer.diagnose import first_difference, merge_rows
 from rayk.transfer.handshake import CacheDescription, check, check_engine
@@ -80,6 +80,36 @@ class TransferRank:
             self.disconnect(engine)
         self._links[engine] = make_link(self._agent, self._landing, producers, consumers, me)
 
+    def wire(self, engine: str, timeout_s: float) -> None:
+        """Read 8 bytes from every rank of a connected producer engine, so that the first request need not
+        wait for the network to be set up. The producers must be polled meanwhile, by others.
+
+        Raises TransferError naming the rank that does not answer in time.
+        """
+        until = time.monotonic() + timeout_s
+        for rank, handle in self._links[engine].fences.items():
+            try:
+                why = self._try_read(handle, until)
+            except TransferError as error:
+                why = error.reason
+            if why is not None:
+                reason = f"rank {rank} cannot be read from: {why}"
+                raise TransferError("", reason, producer=engine, consumer=self.description.agent_name)
+
+    def _try_read(self, handle: Handle, until: float) -> str | None:
+        """Read one generation; what went wrong, if anything did. Raises TransferError."""
+        slots = self._landing.take(1)
+        assert slots is not None, "nothing else is in flight"
+        null_block = np.zeros(1, dtype=np.int32)
+        transfer = self._agent.read(handle, np.array(slots, dtype=np.int32), null_block)
+        while (state := self._agent.poll(transfer)) is TransferState.PENDING:
+            self._take_notifications()
+            if time.monotonic() > until:
+                return "it does not answer"  # the slot stays taken: the bytes may still come
+        self._agent.release(transfer)
+        self._landing.give_back(slots)
+        return None if state is TransferState.DONE else "the read failed"
+
     def disconnect(self, engine: str) -> None:
         """A producer engine is gone: its transfers fail (see the next `poll`), its ranks are forgotten."""
         link = self._links.pop(engine, None)
@@ -138,15 +168,7 @@ class TransferRank:
 
     def poll(self, now_ns: int) -> list[TransferOutcome]:
         """Make progress in every role; transfers that ended since the last call, each once."""
-        for peer, message in self._agent.notifications():
-            release = ReleaseMessage.decode(message)
-            if release is None:
-                # Anybody who knows the agent can send one: it must not end the engine.
-                logging.getLogger(__name__).warning(
-                    "notification of no meaning from %s: %r", peer, message[:80]
-                )
-                continue
-            self._leases.on_release(release)
+        self._take_notifications()
         outcomes = []
         for request_id, consumption in list(self._active.items()):
             consumption.step(now_ns)
@@ -249,6 +271,17 @@ class TransferRank:
         `block_table` is that of the layer's group.
         """
         return fetch_rows(self._view(layer), block_table, num_tokens)
+
+    def _take_notifications(self) -> None:
+        for peer, message in self._agent.notifications():
+            release = ReleaseMessage.decode(message)
+            if release is None:
+                # Anybody who knows the agent can send one: it must not end the engine.
+                logging.getLogger(__name__).warning(
+                    "notification of no meaning from %s: %r", peer, message[:80]
+                )
+                continue
+            self._leases.on_release(release)
 
     def _view(self, layer: int) -> LayerView:
         return next(v for v in self._views if v.layer == layer)

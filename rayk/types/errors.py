@@ -132,7 +132,8 @@ class TransferError(RaykError):
     def __str__(self) -> str:
         route = f" from {self.producer}" if self.producer else ""
         route += f" to {self.consumer}" if self.consumer else ""
-        return f"transfer of {self.request_id}{route}: {self.reason}"
+        request = f" of {self.request_id}" if self.request_id else ""
+        return f"transfer{request}{route}: {self.reason}"
 
 
 @dataclass

@@ -1,0 +1,265 @@
+"""The workers of a run: one placement group per engine, kept from cell to cell, replaced when they die.
+
+Groups that lost their node are given back and reserved again on the nodes that are left. Where these
+cannot hold the engine, that is said at once: Ray itself would wait for a node for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from rayk.actors import placement
+from rayk.actors.engines import translate
+from rayk.actors.nodes import EngineAsk, Node, may_be_on, plan_nodes, with_homes
+from rayk.actors.placement import NODE_ID_LABEL
+from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied
+
+T = TypeVar("T")
+
+FORM_S = 120.0
+"""Deadline for starting workers and forming an engine (imports, weights)."""
+WATCH_S = 0.5
+"""How often the list of live nodes is looked at while something is waited for."""
+PLACED_POLL_S = 0.02
+
+
+@dataclass(eq=False)
+class Slot:
+    """An engine's place: a placement group and the workers in it."""
+
+    group: Any
+    resources: dict[str, float]
+    node: Node | None = None
+    """None until Ray has placed the group."""
+    workers: list[Any] = field(default_factory=list)
+    models: set[str] = field(default_factory=set)
+    """Checkpoints that were seen from there."""
+
+    @property
+    def node_id(self) -> str | None:
+        """Id of its node."""
+        return self.node.node_id if self.node is not None else None
+
+    def suits(self, ask: EngineAsk, *, exactly: bool) -> bool:
+        """Whether the engine can have this place; `exactly`: it must not be larger than need be."""
+        num_more = len(self.workers) - ask.num_workers
+        alike = self.resources == ask.resources and self.node is not None and may_be_on(ask, self.node)
+        return alike and (num_more == 0 or (num_more > 0 and not exactly))
+
+
+class _NodeLost(Exception):
+    """A node died while workers were being started."""
+
+
+class _WorkerGone(Exception):
+    """A worker of this engine does not answer."""
+
+    def __init__(self, name: str, cause: RayActorError) -> None:
+        super().__init__(name)
+        self.name, self.cause = name, cause
+
+
+class WorkerPool:
+    """Slots by engine name. `keep`: those a cell has no use for stay for later cells."""
+
+    def __init__(self, run_id: str, *, keep: bool) -> None:
+        self._run_id = run_id
+        self._keep = keep
+        self._slots: dict[str, Slot] = {}
+        self._starts: Counter[str] = Counter()
+        self._preparing = asyncio.Lock()
+        self._waiting_for = ""
+
+    async def prepare(self, asks: Sequence[EngineAsk], how: str, model: str | None = None) -> dict[str, int]:
+        """Have workers for these engines, placed `how` (auto, pack, spread), that can read `model`.
+
+        Worker name -> process id. Raises DeviceError when the live nodes cannot hold them, CheckpointError
+        when a node has no such model, EngineDied when workers do not start, DeadlineExceeded.
+        """
+        async with self._preparing:
+            try:
+                async with asyncio.timeout(FORM_S):
+                    return await self._prepare(asks, how, model)
+            except TimeoutError:
+                raise DeadlineExceeded(self._waiting_for, FORM_S) from None
+            finally:  # also when the cell's deadline cancels this
+                for name in [n for n, s in self._slots.items() if s.node is None]:
+                    self._free(name)
+
+    def engine(self, name: str, num_workers: int) -> tuple[list[Any], Node]:
+        """The first workers of a prepared slot, and their node."""
+        slot = self._slots[name]
+        assert slot.node is not None
+        return slot.workers[:num_workers], slot.node
+
+    async def replace_workers(self, name: str, num_workers: int) -> None:
+        """End the first workers of a slot at once and start others, if their node lives."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return
+        for worker in slot.workers[:num_workers]:
+            placement.kill(worker)
+        nodes = await asyncio.to_thread(placement.live_nodes)
+        if slot.node_id not in {n.node_id for n in nodes}:
+            self._free(name)
+            return
+        for index in range(num_workers):
+            slot.workers[index] = self._start(name, slot, index)
+
+    async def pids(self) -> dict[str, int]:
+        """Worker name -> process id."""
+        found = await asyncio.gather(*(w.describe.remote() for s in self._slots.values() for w in s.workers))
+        return {d["name"]: d["pid"] for d in found}
+
+    def free_all(self) -> None:
+        """Give every placement group back; its workers end."""
+        for name in tuple(self._slots):
+            self._free(name)
+
+    async def _prepare(self, asks: Sequence[EngineAsk], how: str, model: str | None) -> dict[str, int]:
+        failures: Counter[str] = Counter()
+        while True:
+            nodes = await asyncio.to_thread(placement.live_nodes)
+            try:
+                return await _while_alive(self._settle(asks, how, model, nodes), nodes)
+            except _NodeLost:
+                continue  # at most once per node of the cluster
+            except _WorkerGone as gone:
+                # A node that was killed looks alive until Ray's health check has missed it.
+                failures[gone.name] += not isinstance(gone.cause, ActorUnavailableError)
+                slot = self._slots[gone.name]
+                if failures[gone.name] > 1:
+                    raise translate(gone.cause, gone.name, node=str(slot.node)) from None
+                self._free(gone.name)
+                await asyncio.sleep(WATCH_S)
+
+    async def _settle(
+        self, asks: Sequence[EngineAsk], how: str, model: str | None, nodes: Sequence[Node]
+    ) -> dict[str, int]:
+        """Keep, move, free and reserve slots until these engines have their workers."""
+        self._drop_misfits(asks, nodes)
+        asks = [
+            replace(a, num_workers=len(self._slots[a.name].workers)) if a.name in self._slots else a
+            for a in asks
+        ]
+        homes = self._plan(asks, how, nodes)
+        for name, node in homes.items():
+            if name in self._slots and self._slots[name].node_id != node.node_id:
+                self._free(name)
+        missing = [a for a in asks if a.name not in self._slots]
+        # Large ones first: they have the fewest places to go.
+        for ask in sorted(missing, key=lambda a: -a.num_workers):
+            labels = dict(ask.labels) if how == "auto" else {NODE_ID_LABEL: homes[ask.name].node_id}
+            if how == "auto" and ask.avoid is not None:
+                labels[NODE_ID_LABEL] = f"!{ask.avoid}"
+            group_name = f"rayk/{self._run_id}/{ask.name}{self._suffix(ask.name)}"
+            group = placement.reserve_group(group_name, ask.num_workers, ask.resources, labels)
+            self._slots[ask.name] = Slot(group, dict(ask.resources))
+        for ask in missing:
+            await self._place(ask, nodes)
+        self._waiting_for = f"starting {sum(len(s.workers) for s in self._slots.values())} workers"
+        described = await asyncio.gather(*(self._describe(a.name, model) for a in asks))
+        return {d["name"]: d["pid"] for per_slot in described for d in per_slot}
+
+    def _drop_misfits(self, asks: Sequence[EngineAsk], nodes: Sequence[Node]) -> None:
+        """Free slots whose node is gone, and those that are of no use to the engines asked for."""
+        alive = {n.node_id for n in nodes}
+        wanted = {a.name: a for a in asks}
+        for name, slot in list(self._slots.items()):
+            ask = wanted.get(name)
+            if slot.node_id not in alive:
+                self._free(name)
+            elif ask is None:
+                if not self._keep:
+                    self._free(name)
+            elif not slot.suits(ask, exactly=not self._keep):
+                self._free(name)
+
+    def _plan(self, asks: Sequence[EngineAsk], how: str, nodes: Sequence[Node]) -> dict[str, Node]:
+        """A node per engine: of what is free now, else of all there is (others may be about to leave)."""
+        asks = with_homes(asks, {name: s.node_id for name, s in self._slots.items()})
+        try:
+            return plan_nodes(asks, nodes, how, free=True)
+        except DeviceError:
+            for name in [n for n in self._slots if n not in {a.name for a in asks}]:
+                self._free(name)
+            return plan_nodes(asks, nodes, how)
+
+    async def _place(self, ask: EngineAsk, nodes: Sequence[Node]) -> None:
+        slot = self._slots[ask.name]
+        self._waiting_for = (
+            f"placing {ask.num_workers} workers of {ask.name} on one node, each {slot.resources}"
+        )
+        while (node_id := await asyncio.to_thread(placement.node_of, slot.group)) is None:
+            await asyncio.sleep(PLACED_POLL_S)
+        slot.node = next((n for n in nodes if n.node_id == node_id), None)
+        if slot.node is None:  # it joined just now
+            raise _NodeLost
+        slot.workers = [self._start(ask.name, slot, index) for index in range(ask.num_workers)]
+
+    def _start(self, name: str, slot: Slot, index: int) -> Any:
+        worker = f"{name}/r{index}"
+        full = f"rayk/{self._run_id}/{worker}{self._suffix(worker)}"
+        return placement.start_worker(full, slot.group, index, slot.resources)
+
+    def _suffix(self, name: str) -> str:
+        # Ray frees a name only some time after its owner's death.
+        count = self._starts[name]
+        self._starts[name] += 1
+        return f"#{count}" if count else ""
+
+    async def _describe(self, name: str, model: str | None) -> list[dict[str, Any]]:
+        """Facts of a slot's workers, once they answer."""
+        slot = self._slots[name]
+        try:
+            found = list(await asyncio.gather(*(w.describe.remote() for w in slot.workers)))
+            if model is not None and model not in slot.models:
+                await slot.workers[0].check_model.remote(model)
+                slot.models.add(model)
+        except RayActorError as error:
+            raise _WorkerGone(name, error) from None
+        except RayError as error:
+            failure = translate(error, name, node=str(slot.node))
+            if isinstance(failure, CheckpointError):
+                failure.where += f" on node {slot.node}"
+                failure.mend = "put the model in the same folder of every node, e.g. on a shared file system"
+            raise failure from None
+        return found
+
+    def _free(self, name: str) -> None:
+        placement.free_group(self._slots.pop(name).group)
+
+
+async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
+    """Await, as long as all of these nodes live. Raises _NodeLost."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=WATCH_S)
+            if done:
+                return task.result()
+            now = await asyncio.to_thread(placement.live_nodes)
+            if not {n.node_id for n in nodes} <= {n.node_id for n in now}:
+                raise _NodeLost
+    finally:
+        task.cancel()
+        with contextlib.suppress(BaseException):  # its end is awaited, its result is not wanted
+            await task
+
+
+async def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:
+    """Say of engines that died with their node that this is why. `nodes` by engine name."""
+    dead = [e for e in errors if isinstance(e, EngineDied) and e.engine in nodes]
+    if not dead:
+        return
+    alive = {n.node_id for n in await asyncio.to_thread(placement.live_nodes)}
+    for error in dead:
+        if nodes[error.engine].node_id not in alive:
+            error.cause, error.rank = f"node {nodes[error.engine]} is lost", None
