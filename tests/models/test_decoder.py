@@ -70,6 +70,7 @@ VARIANTS = {
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
     ),
+    "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 0.5}),
     "gemma3-tied-biases": ("gemma3", {"tie_word_embeddings": True, "attention_bias": True}),
     "cohere2": ("cohere2", {"tie_word_embeddings": True}),
@@ -138,7 +139,7 @@ def test_whole_prefill_equals_transformers(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("checkpoint", ["qwen3-layer-types", "mistral"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["qwen3-layer-types", "mistral", "gemma2", "gpt_oss"], indirect=True)
 def test_logits_with_the_fast_backend(checkpoint: Checkpoint, tp_size: int) -> None:
     mine = every_logit(checkpoint, tp_size, backend="cpu")
     for token_ids, logits in zip(prompts(), mine, strict=True):
@@ -224,6 +225,18 @@ def test_other_names_of_a_text_model_within_a_larger_one(tmp_path: Path) -> None
     save_file(renamed | {"audio_tower.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no use for: audio_tower\.weight"):
         load(checkpoint, LocalComm())
+
+
+def test_attention_soft_cap_is_what_makes_the_difference(tmp_path: Path) -> None:
+    """The gemma2 comparison above is no accident: with another cap it fails."""
+    checkpoint = write_checkpoint(tmp_path, "gemma2")
+    ids = prompts()[2]
+    logits = reference_logits(checkpoint.model, ids)
+    for model in (checkpoint.model, checkpoint.exact):
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = 2.1
+    with pytest.raises(AssertionError, match="RMS error"):
+        assert_right(checkpoint, ids, logits)
 
 
 def test_window_is_what_makes_the_difference(tmp_path: Path) -> None:

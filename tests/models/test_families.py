@@ -31,8 +31,9 @@ def config_class(raw: dict[str, Any]) -> Any:
 def test_supported_lists_every_family() -> None:
     assert set(FAMILIES) == set(CLASSES)
     assert SUPPORTED == (
-        "Cohere2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM",
-        "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+        "Cohere2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration",
+        "GptOssForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
     )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def in_new_form(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 RELEASED = {
+    "gemma-2-2b": released.GEMMA_2_2B,
     "gemma-3-1b": released.GEMMA_3_1B,
     "phi-3-mini-4k": released.PHI_3_MINI_4K,
     "phi-4-mini": released.PHI_4_MINI,
@@ -87,6 +89,16 @@ def test_released_checkpoints_in_both_forms(raw: dict[str, Any]) -> None:
     assert config.tie_embeddings == theirs.tie_word_embeddings
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.vocab_size == theirs.vocab_size
+
+
+def test_gemma_2_2b() -> None:
+    config = parse_config(released.GEMMA_2_2B)
+    assert [layer.window for layer in config.layers] == [4096, None] * 13
+    assert (config.attention_soft_cap, config.final_soft_cap) == (50.0, 30.0)
+    assert not config.qk_norm
+    uncapped = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = parse_config(released.GEMMA_2_2B | uncapped)
+    assert (config.attention_soft_cap, config.final_soft_cap) == (None, None)
 
 
 def test_gemma_3_1b() -> None:

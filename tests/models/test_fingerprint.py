@@ -113,6 +113,7 @@ YARN = released.GPT_OSS_20B["rope_scaling"]
 @pytest.mark.parametrize(
     ("raw", "changes", "fields"),
     [
+        (released.GEMMA_2_2B, {"attn_logit_softcapping": 49.0}, {"attention_settings"}),
         (released.GEMMA_3_1B, {"rope_local_base_freq": 10001}, {"rope"}),
         (released.GEMMA_3_1B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope"}),
         (released.GEMMA_3_1B, {"sliding_window_pattern": 5}, {"windows", "rope"}),

@@ -41,6 +41,7 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
@@ -66,6 +67,12 @@ YARN: dict[str, Any] = {
 
 FAMILY_DIMS: dict[str, dict[str, Any]] = {
     "phi3": {"head_dim": "absent", "hidden_size": 128, "pad_token_id": 0},
+    "gemma2": {
+        "sliding_window": 21,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,  # small, so that both cut
+        "final_logit_softcapping": 5.0,
+    },
     "gemma3": {
         "sliding_window": 21,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -53,7 +53,6 @@ def parse(raw: RawConfig) -> DecoderConfig:
         mlp=common.parse_mlp(raw, key="hidden_activation"),
         tied=True,
     )
-    cap = raw.get("final_logit_softcapping")
     return replace(
         config,
         block="post_norms",
@@ -62,7 +61,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
         qk_norm=True,
         query_scalar=raw.number("query_pre_attn_scalar"),
         embedding_scale=config.hidden_size**0.5,
-        final_soft_cap=None if cap is None else raw.number("final_logit_softcapping"),
+        final_soft_cap=raw.optional_number("final_logit_softcapping"),
     )
 
 
@@ -94,18 +93,21 @@ def _ropes(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
     )
 
 
-_NORMS = {
-    "post_mixer_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-    "mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
-    "post_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
-}
+LAYER = MappingProxyType(
+    {
+        **common.LLAMA_LAYER,
+        "post_mixer_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
+        "post_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+    }
+)
 
 FAMILY = common.Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     parse=parse,
     weights=common.WeightNames(
-        layer=MappingProxyType({**common.LLAMA_LAYER, **_NORMS}),
+        layer=LAYER,
         ignored_prefixes=tuple(
             f"{root}{part}." for root in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
         ),

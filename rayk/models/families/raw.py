@@ -40,6 +40,10 @@ class RawConfig:
             raise CheckpointError(f"`{key}` must be a positive number, not {value!r}", where=self.where)
         return float(value)
 
+    def optional_number(self, key: str) -> float | None:
+        """A positive number, or None where the key is absent or null."""
+        return None if self.get(key) is None else self.number(key)
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """True or false. Raises CheckpointError when it is something else."""
         value = self.get(key, default)
