@@ -34,7 +34,7 @@ class PagedBackend:
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
-        """Layouts are read by their strides. Refused are pages that are not K | V of a known dtype and size."""
+        """Layouts are read by their strides; pages must be K | V of a dtype and size the kernels know."""
         names = tuple(field.name for field in spec.fields())
         if names != ("k", "v"):
             return f"pages hold {names}, not keys and values"
