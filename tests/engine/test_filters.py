@@ -22,6 +22,7 @@ from rayk.engine import sampling as sampling_module
 from rayk.engine.filters import NEVER, Row, candidates, penalise
 from rayk.engine.sampling import sample, score_tokens
 from rayk.types.request import SamplingParams
+from tests.helpers import assert_matches
 
 V = 60
 
@@ -174,15 +175,18 @@ def test_log_probabilities_ranks_and_best_tokens() -> None:
     logits = some_logits("ties", 4).float()
     tokens = [int(logits[0].argmax()), int(logits[1].argmin()), 7, 8]
     scored = score_tokens(logits, tokens, [3, 0, V + 5, 1])
-    exact = logits.double().log_softmax(-1)
     for i, (token, found) in enumerate(zip(tokens, scored, strict=True)):
         assert found.token_id == token
-        assert found.logprob == pytest.approx(exact[i, token].item())
         assert found.rank == 1 + sum(v > logits[i, token] for v in logits[i])
-        best = sorted(range(V), key=lambda t, i=i: (-logits[i, t].item(), t))  # type: ignore[misc]
-        assert [v for _, v in found.top] == pytest.approx(
-            [exact[i, t].item() for t in best[: len(found.top)]]
+        ids = [t for t, _ in found.top]
+        assert logits[i, ids].equal(logits[i].sort(descending=True).values[: len(ids)])
+        assert list(found.top) == sorted(found.top, key=lambda t: (-t[1], t[0])), (
+            "of equal ones the lowest id"
         )
-        assert list(found.top) == sorted(found.top, key=lambda t: (-t[1], t[0]))
+        told = torch.tensor([found.logprob, *(v for _, v in found.top)])
+        exact, eager = (
+            logits[i].to(d).log_softmax(-1)[[token, *ids]] for d in (torch.float64, torch.float32)
+        )
+        assert_matches(told, exact, eager)
     assert [len(s.top) for s in scored] == [3, 0, V, 1]
     assert scored[0].rank == 1

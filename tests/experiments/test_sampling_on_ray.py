@@ -1,0 +1,80 @@
+"""Drawn tokens on a real cluster: the same at every TP and hand-over, and what the tables tell of them."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+
+from rayk import Experiment
+from rayk.actors.tokenizer import load_decoder
+from tests.helpers import assert_matches
+from tests.markers import nixl, ray
+
+pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+
+STOP = "e"
+
+
+@pytest.fixture(scope="module")
+def drawn_run(ray_address, checkpoint, tmp_path_factory):
+    return Experiment(
+        {
+            "name": "drawn",
+            "model": str(checkpoint("qwen3")),
+            "device": "cpu",
+            "prompts": {"random": {"count": 3, "input_tokens": [5, 37, 300], "seed": 0}},
+            "sampling": {
+                "max_tokens": 12,
+                "temperature": 1.0,
+                "top_p": 0.98,
+                "stop": STOP,
+                "logprobs": 1,
+                "prompt_logprobs": 0,
+            },
+            "matrix": [
+                {"mode": "aggregated", "prefill.tp": [1, 2]},
+                {"prefill.tp": 1, "decode.tp": 2},
+                {"prefill.tp": 2, "decode.tp": 1},
+            ],
+            "checks": ["kv_bytes"],
+            "repeat": 2,
+        }
+    ).run(tmp_path_factory.mktemp("drawn") / "run", address=ray_address)
+
+
+def test_a_spec_draws_the_same_tokens_in_every_cell(drawn_run):
+    assert drawn_run.cells["verdict"].tolist() == ["PASS"] * 4
+    rows = drawn_run.requests
+    assert rows["error"].isna().all()
+    for _, same in rows.groupby(["repeat", "prompt_index"]):
+        assert len(same) == 4
+        assert len({tuple(ids) for ids in same["output_token_ids"]}) == 1
+        assert (same["seed"] == same["seed"].iloc[0]).all()
+    assert rows["seed"].nunique() == 3 * 2, "every prompt and repeat draws for itself"
+    first, second = (rows[rows["repeat"] == r]["output_token_ids"].map(tuple).tolist() for r in (0, 1))
+    assert first != second
+
+
+def test_rows_tell_why_requests_ended_and_how_likely_tokens_were(drawn_run, checkpoint, reference):
+    rows = drawn_run.requests
+    decode = load_decoder(str(checkpoint("qwen3")))
+    stopped = rows["finish_reason"] == "stop"
+    assert 0 < stopped.sum() < len(rows)
+    assert rows["stop_reason"].eq(STOP).tolist() == stopped.tolist()
+    for row in rows.itertuples():
+        output, prompt = list(map(int, row.output_token_ids)), list(map(int, row.prompt_token_ids))
+        assert STOP not in decode(output[:-1])
+        assert (STOP in decode(output)) == (row.finish_reason == "stop")
+        assert pd.isna(row.prompt_logprobs[0]), "nothing comes before the first token"
+        exact, eager = (
+            reference(checkpoint("qwen3"), dtype=d).score(prompt, output) for d in ("float64", "float32")
+        )
+        for name in ("output_logprobs", "prompt_logprobs"):
+            told = getattr(row, name)[1 if name == "prompt_logprobs" else 0 :]
+            assert_matches(
+                torch.tensor(told, dtype=torch.float32),
+                torch.tensor(getattr(exact, name), dtype=torch.float64),
+                torch.tensor(getattr(eager, name), dtype=torch.float32),
+                what=f"{name} of {row.request_id}",
+            )
