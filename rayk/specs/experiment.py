@@ -213,9 +213,9 @@ class ExperimentSpec(StrictModel):
     gpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = 1.0
     """GPUs of one worker; auto: a whole one, or the share at which the largest cell fits the cluster."""
     matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(_as_list)] = Field(default_factory=list)
-    exclude: list[dict[str, Any]] = Field(default_factory=list)
+    exclude: Annotated[list[dict[str, Any]], BeforeValidator(_as_list)] = Field(default_factory=list)
     repeat: PositiveInt = 1
-    checks: Annotated[list[Check], Field(min_length=1)] | None = None
+    checks: Annotated[list[Check], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     """None: tokens and kv_bytes in float32, logprobs and kv_bytes in other dtypes."""
     deadlines: Deadlines = Deadlines()
     failure_policy: Literal["fail", "recompute", "migrate"] = "fail"

@@ -141,6 +141,8 @@ def _set_axis(data: dict[str, Any], marks: Marks, key: str, value: Any, where: s
 def _set_base(data: dict[str, Any], marks: Marks, key: str, value: Any, where: str) -> None:
     if key not in set(dotted_keys()) and key not in _section_keys():
         raise _unknown_key(key, sorted(dotted_keys()), where)
+    if key == "prompts.file" and isinstance(data.get("prompts"), dict):
+        data["prompts"].pop("random", None)  # one source of prompts replaces the other
     *sections, leaf = key.split(".")
     target = data
     for name in sections:
@@ -258,6 +260,7 @@ def _explain(error: Any, key: str, where: str) -> SpecError:
     if error["type"] == "value_error":
         return SpecError(problem=f"{key}: {error['ctx']['error']}", where=where)
     message = error["msg"].replace("Input should", "must").replace("List should", "must")
+    message = message.replace("Value should", "must")
     message = message.replace(" after validation, not 0", "")
     message = message.replace("String should", "must").replace(
         "valid dictionary or instance of", "section like"
