@@ -23,7 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutation import Mutation
+from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("rayk", "tests", "pyproject.toml")

@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 
 from tests.mutants import ROOT, Result, count_old_text
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutation import Mutation
+from tests.mutations import MUTATIONS
 
 
 @cache

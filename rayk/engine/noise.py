@@ -24,10 +24,7 @@ _BITS = 52
 
 def draw_key(seed: int, index: int) -> int:
     """The splitmix64 state from which output token `index` of a request with this seed is drawn; int64."""
-    key = _START
-    for part in (seed, index):
-        key = mix64(((key + _GOLDEN) & MASK64) ^ (part & MASK64))
-    return signed(key)
+    return signed(_mixed(seed, index))
 
 
 def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -55,7 +52,11 @@ def gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
 
 def derived_seed(*parts: int) -> int:
     """A seed in [0, 2^63) that depends on all of `parts`, for requests that were given none."""
+    return _mixed(*parts) >> 1
+
+
+def _mixed(*parts: int) -> int:
     key = _START
     for part in parts:
         key = mix64(((key + _GOLDEN) & MASK64) ^ (part & MASK64))
-    return key >> 1
+    return key
