@@ -125,9 +125,7 @@ def sections(results: list[Result]) -> list[Section]:
     verdicts = table[[f"verdict/{name}" for name in names]].fillna(ABSENT)
     rows = [[cell, *row] for cell, row in zip(table["cell_id"], verdicts.to_numpy().tolist(), strict=True)]
     absent = [row for row in rows if ABSENT in row[1:]]
-    changed = [
-        [*row, _reason(results, row[0])] for row in rows if ABSENT not in row[1:] and len(set(row[1:])) > 1
-    ]
+    changed = [[*row, _reason(results, row[0])] for row in rows if len({*row[1:]} - {ABSENT}) > 1]
     chips = tuple(range(1, len(names) + 1))
     found = []
     if changed:

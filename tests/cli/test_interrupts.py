@@ -1,0 +1,129 @@
+"""Ctrl-C and SIGTERM: the first ends a run in order, the second at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rayk.actors.sessions import kept_sigterm
+from rayk.cli.guard import run_guarded
+from rayk.cli.interrupts import Interrupted, exit_code_of, interrupts
+
+STUBBORN = """
+import sys, time
+from rayk.cli.guard import run_guarded
+from rayk.cli.interrupts import interrupts
+
+def act():
+    with interrupts(lambda: print("first", flush=True)):
+        try:
+            print("ready", flush=True)
+            time.sleep(60)
+        finally:
+            print("cleaning", flush=True)
+            if sys.argv[1] == "slow":
+                time.sleep(60)
+            print("clean", flush=True)
+    return 0
+
+sys.exit(run_guarded(act))
+"""
+
+
+def stubborn(speed: str) -> subprocess.Popen[str]:
+    """A process that cleans up, quickly or slowly, when it is interrupted."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN, speed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_the_first_signal_ends_in_order(signum: int, code: int, word: str) -> None:
+    process = stubborn("quick")
+    process.send_signal(signum)
+    output, errors = process.communicate(timeout=30)
+    assert output == "first\ncleaning\nclean\n"
+    assert errors == f"rayk: {word}\n"
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [(signal.SIGINT, signal.SIGINT, 130), (signal.SIGINT, signal.SIGTERM, 143)],
+)
+def test_the_second_signal_ends_at_once(first: int, second: int, code: int) -> None:
+    process = stubborn("slow")
+    process.send_signal(first)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["first\n", "cleaning\n"]
+    process.send_signal(second)
+    output, _ = process.communicate(timeout=10)
+    assert output == ""
+    assert process.returncode == code
+
+
+def test_handlers_are_given_back_and_other_threads_do_without() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with interrupts(lambda: None):
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    entered: list[bool] = []
+
+    def work() -> None:
+        with interrupts(lambda: None):
+            entered.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert entered == [True]
+
+
+def test_exit_codes() -> None:
+    def stop(error: KeyboardInterrupt) -> int:
+        raise error
+
+    assert exit_code_of(KeyboardInterrupt()) == 130
+    assert run_guarded(lambda: stop(KeyboardInterrupt())) == 130
+    assert run_guarded(lambda: stop(Interrupted(signal.SIGTERM))) == 143
+
+
+def test_ray_does_not_take_the_handler_over() -> None:
+    """Ray's own handlers raise SystemExit and stay: ours gets the signal, and comes back."""
+
+    def connect() -> None:
+        with interrupts(lambda: None), kept_sigterm():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        connect()
+    with interrupts(lambda: None):
+        ours = signal.getsignal(signal.SIGTERM)
+        with kept_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) == ours
+    # Without a handler of somebody's, Ray's stays.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with kept_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_the_modules_need_no_ray(tmp_path: Path) -> None:
+    code = "import sys, rayk.cli.interrupts; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
