@@ -94,8 +94,8 @@ class Hooks:
 
 def test_rayk_run_spreads_and_packs_engines_on_a_cluster_it_joins(nodes, spec, tmp_path):
     matrix = [
-        {"placement": ["spread", "pack"]},
-        {"prefill.node_labels": [{"rack": "b"}], "decode.node_labels": [{"rack": "!in(b, c)"}]},
+        {"placement": ["spread"], "prefill.node_labels": [{"rack": "!in(a, c)"}]},
+        {"placement": ["pack"]},
     ]
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec(matrix)))
     command = [sys.executable, "-m", "rayk.cli.main", "run", "spec.yaml", "--out", "run"]
@@ -104,9 +104,8 @@ def test_rayk_run_spreads_and_packs_engines_on_a_cluster_it_joins(nodes, spec, t
     assert done.returncode == 0, done.stdout + done.stderr
     result = load(tmp_path / "run")
     places = result.cells[["prefill.node", "decode.node"]].map(nodes.of).to_numpy().tolist()
-    assert sorted(places[0]) == ["a", "b"], "spread"
-    assert places[1] in (["a", "a"], ["b", "b"]), "pack"
-    assert places[2] == ["b", "a"], "labels"
+    assert places[0] == ["b", "a"]
+    assert places[1] in (["a", "a"], ["b", "b"])
     assert set(result.transfers["verdict"]) == {"OK"}
     assert result.cells["num_kv_bytes_checked"].gt(0).all()
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
@@ -178,6 +177,8 @@ def test_lost_nodes_end_their_cells_and_the_rest_run_on_the_nodes_left(nodes, sp
         nodes.add("c")
         nodes.add("d")
         nodes.kill(left[0])
+        # Its workers are gone at once; that it is, Ray finds out later.
+        wait_until(lambda: not worker_processes(), "workers end with their node")
 
     hooks = Hooks(end_1=lose_the_one_left)
     result = Experiment(spec(matrix)).run(tmp_path / "run", address=nodes.cluster.address, progress=hooks)
@@ -188,9 +189,10 @@ def test_lost_nodes_end_their_cells_and_the_rest_run_on_the_nodes_left(nodes, sp
     verdicts = cells["verdict"].tolist()
     assert verdicts == [died, "PASS", "PASS", died, died, died, died], reasons.tolist()
     assert cells["met"].tolist() == [True] * 5 + [False] * 2
-    for cell, engine, node in ((0, "", places.iloc[0, 1]), (3, "decode0 ", places.iloc[3, 1])):
-        assert f"engine {engine}" in reasons[cell]
-        assert f"died: node {node} is lost" in reasons[cell]
+    assert reasons[0].startswith("engine ")
+    assert reasons[3].startswith("engine decode0 ")
+    for cell in (0, 3, 4):
+        assert f"node {places.iloc[cell, 1]}" in reasons[cell]
     assert nodes.of(places.iloc[0, 0]) != left[0]
     assert [nodes.of(n) for n in places.iloc[1]] == left * 2
     assert nodes.of(places.iloc[2, 0]) in ("c", "d")
