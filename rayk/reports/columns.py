@@ -42,14 +42,15 @@ MEASURED = (
             f"num_{kind}logprobs_checked",
             f"max_{kind}logprob_error",
             f"{kind}logprob_bound",
-            f"rms_{kind}logprob_error",
-            f"rms_{kind}logprob_bound",
+            f"typical_{kind}logprob_error",
+            f"typical_{kind}logprob_bound",
         )
     ),
     "max_kv_value_error_of_bound",
 )
 """How far log probabilities of output and prompt tokens were from the reference's and might have been (the
-worst of them, and their RMS), and the largest error of a KV row as a share of its layer's bound."""
+worst of them, and their RMS; of routed experts outside float32 their median), and the largest error of a KV
+row as a share of its layer's bound."""
 
 _INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 _INTS, _FLOATS = pa.list_(pa.int64()), pa.list_(pa.float64())

@@ -26,6 +26,8 @@ METRICS = (
 )
 """(title, column of cells.parquet, format) of what is compared."""
 ABSENT = "absent"
+MAX_DIFFERENCES = 8
+"""Columns with unlike values that are named per run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ def labels(results: list[Result]) -> list[str]:
 def compare(results: list[Result]) -> pd.DataFrame:
     """One row per cell of any run, NaN where a run has none.
 
-    Columns: `changed` (the verdict is not the same in every run; absent counts as a difference),
+    Columns: `changed` (runs that have the cell differ in its verdict), `missing` (some run lacks it),
     `verdict/<run>`, `<column>/<run>`, and `<column>/<run>/ratio` to the first run for every other one.
     """
     names = labels(results)
@@ -62,8 +64,9 @@ def compare(results: list[Result]) -> pd.DataFrame:
     joined = pd.concat(tables, axis=1)
     order = dict.fromkeys(cell for r in results for cell in r.cells["cell_id"])
     joined = joined.reindex(list(order)).rename_axis("cell_id").reset_index()
-    verdicts = joined[[f"verdict/{name}" for name in names]].fillna(ABSENT)
-    joined.insert(1, "changed", [len(set(row)) > 1 for row in verdicts.to_numpy().tolist()])
+    verdicts = joined[[f"verdict/{name}" for name in names]].fillna(ABSENT).to_numpy().tolist()
+    joined.insert(1, "changed", [len({*row} - {ABSENT}) > 1 for row in verdicts])
+    joined.insert(2, "missing", [ABSENT in row for row in verdicts])
     for _, column, _ in METRICS:
         base = joined[f"{column}/{names[0]}"].where(lambda values: values != 0)
         for name in names[1:]:
@@ -71,16 +74,16 @@ def compare(results: list[Result]) -> pd.DataFrame:
     return joined
 
 
-def verdict_changes(results: list[Result]) -> int:
-    """Cells whose verdict is not the same in every run (absent counts as a difference)."""
-    return int(compare(results)["changed"].sum())
-
-
 def compare_headline(results: list[Result]) -> str:
-    """One line: how many verdicts differ."""
-    count = verdict_changes(results)
-    total = len(compare(results))
-    return f"{count} of {total} cells differ in verdict" if count else f"{total} cells, equal verdicts"
+    """One line: how many verdicts differ, and how many cells some run lacks."""
+    table = compare(results)
+    changed, missing = int(table["changed"].sum()), int(table["missing"].sum())
+    text = (
+        f"{changed} of {len(table)} cells differ in verdict"
+        if changed
+        else f"{len(table)} cells, equal verdicts"
+    )
+    return text + (f", {missing} in some runs only" if missing else "")
 
 
 def write_compare_csv(results: list[Result], path: Path) -> Path:
@@ -124,8 +127,12 @@ def sections(results: list[Result]) -> list[Section]:
     table = compare(results)
     verdicts = table[[f"verdict/{name}" for name in names]].fillna(ABSENT)
     rows = [[cell, *row] for cell, row in zip(table["cell_id"], verdicts.to_numpy().tolist(), strict=True)]
-    absent = [row for row in rows if ABSENT in row[1:]]
-    changed = [[*row, _reason(results, row[0])] for row in rows if len({*row[1:]} - {ABSENT}) > 1]
+    absent = [row for row, missing in zip(rows, table["missing"], strict=True) if missing]
+    changed = [
+        [*row, _reason(results, row[0])]
+        for row, differs in zip(rows, table["changed"], strict=True)
+        if differs
+    ]
     chips = tuple(range(1, len(names) + 1))
     found = []
     if changed:
@@ -193,10 +200,11 @@ def _notes(base: Result, other: Result) -> list[str]:
         notes.append(f"another spec: {', '.join(changed)}")
     if changed := changed_facts(base.environment, other.environment):
         notes.append(f"other versions or another machine: {', '.join(changed)}")
-    values = [str(d) for d in differences_of(base, other)]
-    if values:
-        notes.append(f"values differ: {'; '.join(values)}")
-    elif set(base.cells["cell_id"]) & set(other.cells["cell_id"]):
+    found = differences_of(base, other)
+    notes += [f"values differ: {difference}" for difference in found[:MAX_DIFFERENCES]]
+    if len(found) > MAX_DIFFERENCES:
+        notes.append(f"values differ in {len(found) - MAX_DIFFERENCES} more columns")
+    if not found and set(base.cells["cell_id"]) & set(other.cells["cell_id"]):
         notes.append("equal tables in the cells both have, times aside")
     return notes
 

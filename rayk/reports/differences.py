@@ -92,8 +92,9 @@ def _column_difference(
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    return (text if len(text) <= 60 else text[:57] + "...") or "nothing"
 
 
 def _key_text(key: Any) -> str:
-    return "/".join(str(part) for part in key)
+    *parts, nth = key
+    return "/".join(map(str, [*parts, nth] if nth else parts))

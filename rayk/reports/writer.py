@@ -148,7 +148,7 @@ class ResultWriter:
         if not before:
             return
         self.changed_facts = changed_facts(before, environment)
-        last = {k: before[k] for k in ("started", "command") if k in before}
+        last: dict[str, Any] = {k: before[k] for k in ("started", "command") if k in before}
         last["finished_cells"] = len(self._cells)
         if self.changed_facts:
             last |= {k: before[k] for k in FACTS if k in before}
