@@ -103,7 +103,7 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
             outcome.errors.append(EngineDied("coordinator", f"{type(error).__name__}: {error}"))
         await asyncio.gather(*(self._end(e, outcome) for e in self._in_use))
-        await name_lost_nodes(outcome.errors, self._nodes)
+        name_lost_nodes(outcome.errors, self._nodes)
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
         outcome.wall_ns = time.monotonic_ns() - started
@@ -173,7 +173,7 @@ class Coordinator:
         except RaykError as error:
             if str(error) not in {str(e) for e in outcome.errors}:
                 outcome.errors.append(error)
-        await self._pool.replace_workers(engine.name, len(engine.workers))
+        self._pool.replace_workers(engine.name, len(engine.workers))
 
     async def _stop(self, engine: EngineHandle) -> None:
         """Let the loops end, then let the workers forget the engine. Raises what the engine died of."""

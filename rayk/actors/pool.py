@@ -99,14 +99,14 @@ class WorkerPool:
         assert slot.node is not None
         return slot.workers[:num_workers], slot.node
 
-    async def replace_workers(self, name: str, num_workers: int) -> None:
+    def replace_workers(self, name: str, num_workers: int) -> None:
         """End the first workers of a slot at once and start others, if their node lives."""
         slot = self._slots.get(name)
         if slot is None:
             return
         for worker in slot.workers[:num_workers]:
             placement.kill(worker)
-        nodes = await asyncio.to_thread(placement.live_nodes)
+        nodes = placement.live_nodes()
         if slot.node_id not in {n.node_id for n in nodes}:
             self._free(name)
             return
@@ -126,7 +126,7 @@ class WorkerPool:
     async def _prepare(self, asks: Sequence[EngineAsk], how: str, model: str | None) -> dict[str, int]:
         failures: Counter[str] = Counter()
         while True:
-            nodes = await asyncio.to_thread(placement.live_nodes)
+            nodes = placement.live_nodes()
             try:
                 return await _while_alive(self._settle(asks, how, model, nodes), nodes)
             except _NodeLost:
@@ -197,7 +197,7 @@ class WorkerPool:
         self._waiting_for = (
             f"placing {ask.num_workers} workers of {ask.name} on one node, each {slot.resources}"
         )
-        while (node_id := await asyncio.to_thread(placement.node_of, slot.group)) is None:
+        while (node_id := placement.node_of(slot.group)) is None:
             await asyncio.sleep(PLACED_POLL_S)
         slot.node = next((n for n in nodes if n.node_id == node_id), None)
         if slot.node is None:  # it joined just now
@@ -245,7 +245,7 @@ async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
             done, _ = await asyncio.wait({task}, timeout=WATCH_S)
             if done:
                 return task.result()
-            now = await asyncio.to_thread(placement.live_nodes)
+            now = placement.live_nodes()
             if not {n.node_id for n in nodes} <= {n.node_id for n in now}:
                 raise _NodeLost
     finally:
@@ -254,12 +254,12 @@ async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
             await task
 
 
-async def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:
+def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:
     """Say of engines that died with their node that this is why. `nodes` by engine name."""
     dead = [e for e in errors if isinstance(e, EngineDied) and e.engine in nodes]
     if not dead:
         return
-    alive = {n.node_id for n in await asyncio.to_thread(placement.live_nodes)}
+    alive = {n.node_id for n in placement.live_nodes()}
     for error in dead:
         if nodes[error.engine].node_id not in alive:
             error.cause, error.rank = f"node {nodes[error.engine]} is lost", None

@@ -1,0 +1,38 @@
+"""The first reads, which set the network up before requests come."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rayk.types.errors import TransferError
+from tests.transfer.cluster import Shape, local_pair
+
+
+def test_wiring_reads_from_every_rank_and_leaves_nothing_behind():
+    shape = Shape(tp=(4, 2))
+    pair = local_pair(shape, delay_polls=3)
+    for rank in pair.consumer.ranks:
+        for _ in range(3):
+            rank.wire("p", 5.0)
+    values = shape.values(30)
+    outcomes, tables = pair.transfer(values)
+    assert [o.error for o in outcomes.values()] == [None, None]
+    pair.consumer.check(values, tables)
+    assert pair.released() == [["lease-r"]] * 4
+
+
+def test_a_rank_that_does_not_answer_is_named_in_time():
+    pair = local_pair(Shape(tp=(2, 1)), delay_polls=10**9)
+    began = time.monotonic()
+    with pytest.raises(TransferError, match="from p to .*rank 0 cannot be read from: it does not answer"):
+        pair.consumer.ranks[0].wire("p", 0.2)
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_is_gone_is_named():
+    pair = local_pair(Shape(tp=(2, 1)))
+    pair.producer.ranks[1].close()
+    with pytest.raises(TransferError, match="rank 1 cannot be read from: peer .* is gone"):
+        pair.consumer.ranks[0].wire("p", 5.0)
