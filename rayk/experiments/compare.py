@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rayk.actors.commands import CapturedRows
-from rayk.experiments.culprit import Head, WrongLayer, name_culprit
+from rayk.experiments.culprit import Head, WrongLayer, misplaced, name_culprit
 from rayk.experiments.noise import Bound, broken, measure, rms
 from rayk.experiments.references import References
 from rayk.kv.caches import TORCH_DTYPES
@@ -101,7 +101,7 @@ def measure_values(
         (layer, name): measure(
             torch.cat(noise),
             floor=KV_VALUES_RELATIVE * float(torch.cat(squares[layer, name]).mean().sqrt()),
-            routed=not references.is_exact
+            routed=references.routed
             and any(isinstance(before.mlp, ExpertsConfig) for before in model.layers[:layer]),
         )
         for (layer, name), noise in errors.items()
@@ -147,6 +147,9 @@ def compare_values(
                 max_error = max(max_error, float(errors.max()))
                 max_share = max(max_share, float(errors.max()) / limits[name].worst)
             is_wrong = broken(errors, limits[name])
+            median = limits[name].median
+            if median is not None and not bool(is_wrong.any()):
+                is_wrong = misplaced(values, truth, errors > limits[name].worst, 2 * median)
             # Of replicas the first wrong one is looked at.
             if (name, head) not in wrong or not bool(wrong[name, head].any()):
                 found[name, head], wrong[name, head] = values, is_wrong

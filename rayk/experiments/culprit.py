@@ -26,6 +26,7 @@ Head = tuple[str, int]
 """(k or v, global KV head)"""
 MAX_SHIFT = 64
 """Shifts of tokens and of positions that are looked for."""
+MAX_SUSPECTS = 256
 MIN_ROWS = 3
 """Fewer rows than this are explained by any factor per channel."""
 MIN_TURNED = 4.0
@@ -79,6 +80,25 @@ def name_culprit(wrong: WrongLayer) -> str:
     if wrong.layer:
         before = f"layer {wrong.layer - 1} after its own keys and values (attention, feed-forward)"
     return f"{num_rows} tokens hold other values, keys and values alike: a wrong input, from {before}"
+
+
+def misplaced(
+    found: torch.Tensor, truth: Mapping[str, torch.Tensor], wrong: torch.Tensor, limit: float
+) -> torch.Tensor:
+    """Which of the wrong rows [T, D] hold nothing, or (MIN_ROWS of them) another row of the layer: bool [T].
+
+    No rounding does that, so it tells wrong addresses from flipped routes. `limit`: error of most right rows.
+    Of many wrong rows, the first are looked at.
+    """
+    suspects = wrong.nonzero()[:MAX_SUSPECTS, 0]
+    rows = found[suspects]
+    is_empty = ~rows.isfinite().all(-1) | (rows == rows[:, :1]).all(-1)
+    others = [t.flatten(0, 1) for t in truth.values() if t.shape[2] == found.shape[1]]
+    nearest = torch.cdist(rows.nan_to_num(), torch.cat(others), p=math.inf).amin(-1)
+    is_other = ~is_empty & (nearest <= limit)
+    result = torch.zeros_like(wrong)
+    result[suspects] = is_empty | is_other if int(is_other.sum()) >= MIN_ROWS else is_empty
+    return result
 
 
 # --- store_kv: rows in the wrong place -------------------------------------------------------------

@@ -110,7 +110,8 @@ class CellJudge:
     def _references(self, cell: Cell) -> References:
         dtype = cell.prefill.dtype
         if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = References(self._model, self._directory, dtype)
+            routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in self._config.layers)
+            self._by_dtype[dtype] = References(self._model, self._directory, dtype, routed=routed)
         return self._by_dtype[dtype]
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
@@ -149,8 +150,7 @@ class CellJudge:
     def _check_logprobs(
         self, cell: Cell, finished: Sequence[RequestRow], findings: Findings, counts: _Counts
     ) -> None:
-        routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in self._config.layers)
-        compared = compare_logprobs(finished, self._references(cell), cell.sampling, routed=routed)
+        compared = compare_logprobs(finished, self._references(cell), cell.sampling)
         counts.checks_done.append("logprobs")
         counts.measured |= _columns("", compared.output) | _columns("prompt_", compared.prompt)
         for reason in compared.reasons:
@@ -186,8 +186,8 @@ def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
         f"num_{kind}logprobs_checked": errors.num_checked,
         f"max_{kind}logprob_error": errors.max_error,
         f"{kind}logprob_bound": errors.bound.worst,
-        f"rms_{kind}logprob_error": errors.rms_error,
-        f"rms_{kind}logprob_bound": errors.bound.rms_limit(errors.num_checked),
+        f"typical_{kind}logprob_error": errors.typical_error,
+        f"typical_{kind}logprob_bound": errors.bound.limit(errors.num_checked),
     }
 
 

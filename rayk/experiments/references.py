@@ -18,19 +18,31 @@ class References:
     """transformers on the CPU, for one checkpoint and the dtype of a cell's engines.
 
     Its answers are `exact`: float32 arithmetic on the weights as that dtype rounds them. What `eager` code in
-    the dtype itself says of the same question measures how much rounding may change.
+    the dtype itself says of the same question measures how much rounding may change. Where a router chooses
+    experts (`routed`) it runs in bfloat16 even for float16: a flipped route does the same damage however rare
+    it is, and in bfloat16 it is sure to be met.
     """
 
-    def __init__(self, model: str, cache_dir: Path | None, dtype: str = "float32") -> None:
+    def __init__(
+        self, model: str, cache_dir: Path | None, dtype: str = "float32", *, routed: bool = False
+    ) -> None:
         self.dtype = dtype
-        self._exact = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
-        self._eager = self._exact if dtype == "float32" else Reference(model, dtype, cache_dir=cache_dir)
+        self.routed = routed and dtype != "float32"
+        """Whether errors are bounded as `noise` says of routed experts."""
+        self._exact = self._eager = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
+        if dtype != "float32":
+            self._eager = Reference(model, "bfloat16" if routed else dtype, cache_dir=cache_dir)
         self._kv: dict[tuple[int, ...], LayerKV] = {}
 
     @property
     def is_exact(self) -> bool:
         """Whether the engines compute as exactly as the reference: bounds are fixed, not measured."""
         return self._eager is self._exact
+
+    @property
+    def eager_dtype(self) -> str:
+        """What errors are measured in."""
+        return self._eager.dtype
 
     def outputs(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[ReferenceOutput]:
         """Greedy output of each prompt."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 NUM_TOP = 5
 """How many of the best tokens an answer lists per step."""
+NUM_FURTHER = 8
+"""Of how many tokens nobody asked about `score` gives the log probability, per step."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -70,6 +72,8 @@ class TextScores:
     output_logprobs: tuple[float, ...]
     output_gaps: tuple[float, ...]
     """Best logit minus the output token's: 0 where the reference would have chosen it too."""
+    further_logprobs: tuple[tuple[float, ...], ...]
+    """At every step, the prompt's first, those of NUM_FURTHER other tokens, spread over the vocabulary."""
 
 
 class Reference:
@@ -165,6 +169,7 @@ class Reference:
         """
         question = self._identity | {
             "ask": "score",
+            "num_further": NUM_FURTHER,
             "prompt": [int(i) for i in prompt],
             "output_ids": [int(i) for i in output_ids],
         }
@@ -173,7 +178,9 @@ class Reference:
             scores = self._score(question["prompt"], question["output_ids"])
             self._cache.put(question, asdict(scores))
             return scores
-        return TextScores(**{name: tuple(values) for name, values in answer.items()})
+        further = tuple(tuple(step) for step in answer.pop("further_logprobs"))
+        told = {name: tuple(values) for name, values in answer.items()}
+        return TextScores(**told, further_logprobs=further)
 
     def kv_cache(self, prompt_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer after the prompt: [H, T, D] each, keys after RoPE.
@@ -296,16 +303,20 @@ class Reference:
             self._check(output_ids, 0)
         text = torch.tensor([*prompt, *output_ids], device=self.device)
         if len(text) < 2:
-            return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=())
+            return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=(), further_logprobs=())
         logits, _ = self._forward(text[:-1].tolist())
         chosen = logits.gather(1, text[1:, None])[:, 0]
-        logprobs = (chosen - logits.logsumexp(-1)).tolist()
+        totals = logits.logsumexp(-1)
+        logprobs = (chosen - totals).tolist()
+        others = torch.linspace(0, logits.shape[1] - 1, NUM_FURTHER, device=self.device).long()
+        further = (logits[:, others] - totals[:, None]).tolist()
         gaps = (logits.amax(-1) - chosen).tolist()
         first = len(prompt) - 1
         return TextScores(
             prompt_logprobs=tuple(logprobs[:first]),
             output_logprobs=tuple(logprobs[first:]),
             output_gaps=tuple(gaps[first:]),
+            further_logprobs=tuple(tuple(step) for step in further),
         )
 
 

@@ -61,7 +61,7 @@ def test_every_check_passes_in_bfloat16(cells: dict[str, pd.Series]) -> None:
     assert row["num_prompt_logprobs_checked"] == 4 + 36 + 299
     for kind in ("", "prompt_"):
         assert 0 < row[f"max_{kind}logprob_error"] <= row[f"{kind}logprob_bound"]
-        assert 0 < row[f"rms_{kind}logprob_error"] <= row[f"rms_{kind}logprob_bound"]
+        assert 0 < row[f"typical_{kind}logprob_error"] <= row[f"typical_{kind}logprob_bound"]
     assert 0 < row["max_kv_value_error_of_bound"] < 1
     assert row["max_kv_value_error"] > 0.01, "bfloat16 rounds"
 

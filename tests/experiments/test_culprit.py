@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayk.experiments.culprit import WrongLayer, name_culprit
+from rayk.experiments.culprit import WrongLayer, misplaced, name_culprit
 from rayk.models.config import DecoderConfig, RopeConfig
 from tests.specs.models import decoder
 
@@ -162,3 +162,21 @@ def test_values_and_inputs() -> None:
     assert named(truth[0].roll(1, 0), values.roll(1, 0), truth, model) == "store_kv: head 0 holds head 1"
     assert named(values, truth[0], truth, model) == "store_kv: K holds V of head 0"
     assert "values alone" not in named(truth[0], values.roll(1, 0), truth, model)
+
+
+def test_misplaced_rows_are_told_from_flipped_routes() -> None:
+    """Any row that holds nothing, or three that hold others of the layer; not rows that are merely wrong."""
+    keys, values = draw()
+    truth = {"k": turned(keys, ROPE), "v": values}
+    found = truth["k"][0].clone()
+    found[5:9] += torch.randn(4, SIZE)
+    wrong = ((found - truth["k"][0]).abs() > 0.1).any(-1)
+    assert wrong.sum() == 4
+    assert not misplaced(found, truth, wrong, 0.1).any()
+    found[20], found[21] = truth["k"][1, 3], truth["v"][0, 20]
+    wrong[20:22] = True
+    assert not misplaced(found, truth, wrong, 0.1).any(), "two may be chance"
+    found[22], wrong[22] = truth["k"][0, 23] + 0.05, True
+    assert misplaced(found, truth, wrong, 0.1).nonzero()[:, 0].tolist() == [20, 21, 22]
+    found[5], found[6] = 0.0, float("nan")
+    assert misplaced(found, truth, wrong, 0.1).nonzero()[:, 0].tolist() == [5, 6, 20, 21, 22]

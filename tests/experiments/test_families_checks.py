@@ -43,12 +43,12 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
     family, options = MODELS[model]
     path = checkpoint(family, **options)
     config, prompts = load_config(path), prompts_of(path)[1:]
-    references = References(str(path), CHECKPOINTS / "reference-cache", dtype)
+    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    references = References(str(path), CHECKPOINTS / "reference-cache", dtype, routed=routed)
     with Pair.open(path, tp=TP[dtype], dtype=dtype, max_batch_tokens=64) as pair:
         rows, captured = handed_over(pair, prompts)
         groups = pair.p.engine.ranks[0].plan.groups
-    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
-    compared = compare_logprobs(rows, references, SamplingParams(), routed=routed)
+    compared = compare_logprobs(rows, references, SamplingParams())
     assert compared.reasons == ()
     assert (compared.output.num_checked, compared.prompt.num_checked) == (2 * 24, 36 + 299)
     bounds = measure_values(references, prompts, config)

@@ -12,6 +12,7 @@ import torch
 from rayk.actors.planted import PlantedFault, commit_wrong_kv
 from rayk.experiments.compare import ValueComparison, compare_values, measure_values
 from rayk.experiments.references import References
+from rayk.models.config import ExpertsConfig
 from rayk.models.families import load_config
 from rayk.types.errors import KVMismatch
 from tests.experiments.teacher import handed_over, prompts_of
@@ -26,7 +27,8 @@ def compare_with_fault(
 ) -> ValueComparison:
     """Prefill and hand over one prompt, with the fault at one rank of P."""
     config, prompts = load_config(path), prompts_of(path)
-    references = References(str(path), None, dtype)
+    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    references = References(str(path), None, dtype, routed=routed)
     prompt = prompts[1]
     with Pair.open(path, tp=(tp, 1), dtype=dtype) as pair:
         engine_rank = pair.p.engine.ranks[rank]
@@ -77,12 +79,22 @@ def test_the_culprit_is_named(
     assert why in mismatch.classification  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("point", "why"), [("k_norm", K_NORM), ("rope", ROPE), ("store_kv", STORE)])
+@pytest.mark.parametrize(
+    ("model", "point", "why"),
+    [
+        ("qwen3", "k_norm", K_NORM),
+        ("qwen3", "rope", ROPE),
+        ("qwen3", "store_kv", STORE),
+        # Behind routed experts, where only medians are bounded.
+        ("gpt_oss", "rope", ROPE),
+        ("gpt_oss", "store_kv", STORE),
+    ],
+)
 def test_the_culprit_is_named_in_bfloat16_at_the_rank_that_commits_it(
-    checkpoint: Callable[..., Path], point: str, why: str
+    checkpoint: Callable[..., Path], model: str, point: str, why: str
 ) -> None:
     """Rank 1 of 2 holds head 1."""
-    mismatch = compare_with_fault(checkpoint("qwen3"), point, 2, tp=2, rank=1, dtype="bfloat16").mismatch
+    mismatch = compare_with_fault(checkpoint(model), point, 2, tp=2, rank=1, dtype="bfloat16").mismatch
     assert place(mismatch) == (2, "k", 1, 0)
     assert why in mismatch.classification  # type: ignore[union-attr]
     if point == "rope":
