@@ -74,21 +74,30 @@ def score_tokens(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
     """How likely each row of float32 logits [R, V] makes its token, and its `num_top` best tokens."""
+    step = max(1, MAX_ELEMENTS // logits.shape[1])
+    parts = (slice(at, at + step) for at in range(0, len(token_ids), step))
+    return [told for p in parts for told in _score(logits[p], token_ids[p], num_top[p])]
+
+
+def _score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(min(max(num_top, default=0), logits.shape[1]))
+    # One more than is told of, to see ties with the last.
+    top = logprobs.topk(min(max(num_top, default=0) + 1, logits.shape[1]))
+    told = []
     columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
-    return [
-        TokenLogprobs(
-            token_id=token,
-            logprob=logprob,
-            rank=rank,
-            # Equal ones by id: topk leaves their order open.
-            top=tuple(sorted(zip(ids[:k], values[:k], strict=True), key=lambda t: (-t[1], t[0]))),
-        )
-        for token, k, logprob, rank, ids, values in zip(token_ids, num_top, *columns, strict=True)
-    ]
+    for i, (token, k, logprob, rank, ids, values) in enumerate(
+        zip(token_ids, num_top, *columns, strict=True)
+    ):
+        best = list(zip(ids, values, strict=True))
+        if 0 < k < len(values) and values[k] == values[k - 1]:
+            # Of equal ones the lowest ids; which of them topk finds is open.
+            ids = (logprobs[i] >= values[k]).nonzero()[:, 0].tolist()
+            best = list(zip(ids, logprobs[i, ids].tolist(), strict=True))
+        best.sort(key=lambda t: (-t[1], t[0]))
+        told.append(TokenLogprobs(token_id=token, logprob=logprob, rank=rank, top=tuple(best[:k])))
+    return told
 
 
 def sample_step(

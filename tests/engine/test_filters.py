@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rayk.engine.filters import NEVER, Row, candidates, penalise
 from rayk.engine.sampling import sample, score_tokens
 from rayk.types.request import SamplingParams
 from tests.helpers import assert_matches
+from tests.markers import gpu
 
 V = 60
 
@@ -148,8 +150,7 @@ def test_presence_and_frequency_follow_openais_formula() -> None:
 def test_a_batch_mixes_greedy_and_drawn_rows_of_every_kind() -> None:
     """And gives each the token that it gets alone, in whatever pieces the rows are worked on."""
     rows = [row()]
-    rows += [row([i % V] * 3, [1], seed=i, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p,
-                 min_p=p.min_p) for i, p in enumerate(GRID[::3])]  # fmt: skip
+    rows += [Row(replace(p, seed=i), (1,), (i % V,) * 3) for i, p in enumerate(GRID[::3])]
     rows += [row([3], repetition_penalty=9.0), row(temperature=1.0, seed=-5, presence_penalty=2.0)]
     rows += [row([8], temperature=0.7, seed=2, top_k=4, frequency_penalty=1.0)]
     logits = some_logits("smooth", len(rows)).float()
@@ -164,6 +165,15 @@ def test_a_batch_mixes_greedy_and_drawn_rows_of_every_kind() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling_module, "NARROW_TOP_K", 0)
         assert sample(rows, logits) == together, "looking at the whole vocabulary changes nothing"
+
+
+@gpu
+def test_a_gpu_draws_the_same_tokens() -> None:
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5}
+    rows = [Row(replace(p, seed=i, **penalties), (1,), (i % V,) * 3) for i, p in enumerate(GRID)]
+    for kind in ("smooth", "ties"):
+        logits = some_logits(kind, len(rows)).float()
+        assert sample(rows, logits.cuda()) == sample(rows, logits)
 
 
 def test_the_lowest_id_wins_a_greedy_tie_also_after_penalties() -> None:
@@ -189,4 +199,7 @@ def test_log_probabilities_ranks_and_best_tokens() -> None:
         )
         assert_matches(told, exact, eager)
     assert [len(s.top) for s in scored] == [3, 0, V, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling_module, "MAX_ELEMENTS", 2 * V)
+        assert score_tokens(logits, tokens, [3, 0, V + 5, 1]) == scored, "also in pieces"
     assert scored[0].rank == 1
