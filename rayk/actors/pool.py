@@ -19,12 +19,14 @@ from rayk.actors import placement
 from rayk.actors.engines import translate
 from rayk.actors.nodes import EngineAsk, Node, may_be_on, plan_nodes, with_homes
 from rayk.actors.placement import NODE_ID_LABEL
-from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied
+from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied, RaykError
 
 T = TypeVar("T")
 
 FORM_S = 120.0
 """Deadline for starting workers and forming an engine (imports, weights)."""
+ANSWER_S = 15.0
+"""An idle worker that takes longer to say that it is there hangs."""
 WATCH_S = 0.5
 """How often the list of live nodes is looked at while something is waited for."""
 PLACED_POLL_S = 0.02
@@ -41,6 +43,16 @@ class Slot:
     workers: list[Any] = field(default_factory=list)
     models: set[str] = field(default_factory=set)
     """Checkpoints that were seen from there."""
+
+    has_answered: bool = False
+    """Whether all its workers ever said that they are there."""
+    is_asked: bool = False
+    """Whether that is being asked again now."""
+
+    @property
+    def hangs(self) -> bool:
+        """Workers that answered once, and do not any more."""
+        return self.has_answered and self.is_asked
 
     @property
     def node_id(self) -> str | None:
@@ -61,9 +73,9 @@ class _NodeLost(Exception):
 class _WorkerGone(Exception):
     """A worker of this engine does not answer."""
 
-    def __init__(self, name: str, cause: RayActorError) -> None:
+    def __init__(self, name: str, error: RaykError, *, is_certain: bool = True) -> None:
         super().__init__(name)
-        self.name, self.cause = name, cause
+        self.name, self.error, self.is_certain = name, error, is_certain
 
 
 class WorkerPool:
@@ -90,7 +102,7 @@ class WorkerPool:
             except TimeoutError:
                 raise DeadlineExceeded(self._waiting_for, FORM_S) from None
             finally:  # also when the cell's deadline cancels this
-                for name in [n for n, s in self._slots.items() if s.node is None]:
+                for name in [n for n, s in self._slots.items() if s.node is None or s.hangs]:
                     self._free(name)
 
     def engine(self, name: str, num_workers: int) -> tuple[list[Any], Node]:
@@ -110,6 +122,7 @@ class WorkerPool:
         if slot.node_id not in {n.node_id for n in nodes}:
             self._free(name)
             return
+        slot.has_answered = False
         for index in range(num_workers):
             slot.workers[index] = self._start(name, slot, index)
 
@@ -133,10 +146,9 @@ class WorkerPool:
                 continue  # at most once per node of the cluster
             except _WorkerGone as gone:
                 # A node that was killed looks alive until Ray's health check has missed it.
-                failures[gone.name] += not isinstance(gone.cause, ActorUnavailableError)
-                slot = self._slots[gone.name]
+                failures[gone.name] += gone.is_certain
                 if failures[gone.name] > 1:
-                    raise translate(gone.cause, gone.name, node=str(slot.node)) from None
+                    raise gone.error from None
                 self._free(gone.name)
                 await asyncio.sleep(WATCH_S)
 
@@ -218,13 +230,20 @@ class WorkerPool:
     async def _describe(self, name: str, model: str | None) -> list[dict[str, Any]]:
         """Facts of a slot's workers, once they answer."""
         slot = self._slots[name]
+        slot.is_asked = True
         try:
-            found = list(await asyncio.gather(*(w.describe.remote() for w in slot.workers)))
+            async with asyncio.timeout(ANSWER_S if slot.has_answered else None):
+                found = list(await asyncio.gather(*(w.describe.remote() for w in slot.workers)))
+            slot.has_answered, slot.is_asked = True, False
             if model is not None and model not in slot.models:
                 await slot.workers[0].check_model.remote(model)
                 slot.models.add(model)
+        except TimeoutError:
+            raise _WorkerGone(name, DeadlineExceeded(f"a word from {name}", ANSWER_S)) from None
         except RayActorError as error:
-            raise _WorkerGone(name, error) from None
+            died = translate(error, name, node=str(slot.node))
+            is_certain = not isinstance(error, ActorUnavailableError)
+            raise _WorkerGone(name, died, is_certain=is_certain) from None
         except RayError as error:
             failure = translate(error, name, node=str(slot.node))
             if isinstance(failure, CheckpointError):
@@ -234,7 +253,11 @@ class WorkerPool:
         return found
 
     def _free(self, name: str) -> None:
-        placement.free_group(self._slots.pop(name).group)
+        slot = self._slots.pop(name)
+        if slot.hangs:  # a process that is stopped would outlive its group
+            for worker in slot.workers:
+                placement.kill(worker)
+        placement.free_group(slot.group)
 
 
 async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:

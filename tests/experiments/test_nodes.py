@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ import yaml
 from rayk import Experiment, load
 from rayk.types.errors import CheckpointError, DeviceError
 from tests.experiments.conftest import wait_until, worker_processes
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, slow
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240)]
 
@@ -152,6 +154,28 @@ def test_a_model_that_is_not_on_every_node_is_bad_input(nodes, spec, tmp_path, c
         finally:
             ray.get(coordinator.shutdown.remote())
             ray.kill(coordinator)
+
+
+@slow
+def test_an_idle_worker_that_is_stopped_is_replaced(nodes):
+    import ray
+
+    from rayk.actors import launch
+    from rayk.actors.nodes import EngineAsk, worker_resources
+
+    ask = EngineAsk(name="prefill0", num_workers=2, resources=worker_resources("cpu", 0))
+    with launch.connect(nodes.cluster.address):
+        coordinator = launch.start_coordinator("rayk/coordinator/stopped")
+        try:
+            before = ray.get(coordinator.prepare.remote([ask]))
+            os.kill(before["rayk/stopped/prefill0/r1"], signal.SIGSTOP)
+            after = ray.get(coordinator.prepare.remote([ask]), timeout=60)
+            assert set(after) == {"rayk/stopped/prefill0/r0#1", "rayk/stopped/prefill0/r1#1"}
+            assert not set(after.values()) & set(before.values())
+        finally:
+            ray.get(coordinator.shutdown.remote())
+            ray.kill(coordinator)
+    wait_until(lambda: not worker_processes(), "even the stopped worker is gone")
 
 
 def test_lost_nodes_end_their_cells_and_the_rest_run_on_the_nodes_left(nodes, spec, tmp_path, capfd):
