@@ -21,6 +21,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
     "qwen3-hybrid": ("qwen3", {"overrides": dict(HYBRID)}),
+    "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
     "gpt_oss": ("gpt_oss", {}),
     "phi3": ("phi3", {}),
@@ -31,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 WHOLE = frozenset({"llama", "qwen2", "qwen3", "mistral", "qwen3-hybrid"})
 """Models of which every cell runs in `make test`. Of the others, one chunk size per TP setting is marked
 slow: every TP setting and every chunk size, but not every combination."""
-VARIANTS = frozenset({"llama-linear", "qwen3-yarn"})
+VARIANTS = frozenset({"gemma2", "llama-linear", "qwen3-yarn"})
 """Of which two are."""
 # cohere2's layers make four groups of blocks, which the whole prompt of 300 tokens fills at once.
 NUM_BLOCKS = {"cohere2": 96}

@@ -17,7 +17,7 @@ def checkpoint(
     family: Annotated[
         str,
         typer.Argument(
-            help="cohere2, gemma3, gpt_oss, llama, mistral, phi3, qwen2 or qwen3.", show_default=False
+            help="cohere2, gemma2, gemma3, gpt_oss, llama, mistral, phi3, qwen2 or qwen3.", show_default=False
         ),
     ],
     directory: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],

@@ -17,7 +17,7 @@ _LOGIT_STD = 4.0
 _QK_GAIN = 1.8
 """Of queries and of keys: makes the softmax peaked."""
 
-_UNIT_OFFSET = frozenset({"gemma3_text"})
+_UNIT_OFFSET = frozenset({"gemma2", "gemma3_text"})
 """Model types whose norms multiply by 1 + weight."""
 
 

@@ -45,6 +45,17 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Qwen2's config has no head_dim: hidden / heads = 16.
         "qwen2": _COMMON | {"hidden_size": 128},
         "qwen3": _COMMON | {"head_dim": 16},
+        # Attention scores are capped low enough to bend.
+        "gemma2": _COMMON
+        | {
+            "hidden_size": 96,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 8.0,
+            "final_logit_softcapping": 20.0,
+            "sliding_window": 51,
+            "tie_word_embeddings": True,
+        },
         # The root of the hidden size, which embeddings are multiplied by, is no bfloat16 number.
         "gemma3": _COMMON
         | {
@@ -131,7 +142,7 @@ LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
 )
 """Overrides that divide every position by 4."""
 
-ADDS_BOS = frozenset({"cohere2", "gemma3", "llama", "mistral"})
+ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "llama", "mistral"})
 """Families whose tokenizers put the BOS token before a text by default."""
 
 _OLD_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"})

@@ -96,7 +96,7 @@ def test_every_tensor_is_drawn(checkpoint: CheckpointFactory, family: str) -> No
     for name, tensor in drawn.items():
         assert float(tensor.std()) > 0.05, name
         assert len(tensor.unique()) > 0.9 * tensor.numel() or tensor.numel() > 1000, name
-    tied = family in ("gemma3", "cohere2")
+    tied = family in ("gemma2", "gemma3", "cohere2")
     assert ("lm_head.weight" in drawn) == (not tied)
     if family == "qwen2":
         assert sum(name.endswith("_proj.bias") for name in drawn) == 12
@@ -177,7 +177,7 @@ def test_tokenizer_round_trips_text(checkpoint: CheckpointFactory, family: str) 
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(tokenizer("the prefill engine reads the prompt").input_ids) < 20, "no merges"
-    assert (ids[0] == tokenizer.bos_token_id) == (family in ("cohere2", "gemma3", "llama", "mistral"))
+    assert (ids[0] == tokenizer.bos_token_id) == (family in ("cohere2", "gemma2", "gemma3", "llama", "mistral"))
     for token in ("bos", "eos", "pad"):
         assert getattr(tokenizer, f"{token}_token_id") == config[f"{token}_token_id"]
 
@@ -308,7 +308,7 @@ def test_old_gemma3_keys(tmp_path: Path) -> None:
 def test_unknown_family_names_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedArchitecture, match="did you mean 'qwen3'") as caught:
         write_checkpoint("qwen33", tmp_path / "model")
-    families = ("cohere2", "gemma3", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
+    families = ("cohere2", "gemma2", "gemma3", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
     assert caught.value.supported == families
     assert list(tmp_path.iterdir()) == []
 
