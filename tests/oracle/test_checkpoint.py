@@ -177,7 +177,9 @@ def test_tokenizer_round_trips_text(checkpoint: CheckpointFactory, family: str) 
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(tokenizer("the prefill engine reads the prompt").input_ids) < 20, "no merges"
-    assert (ids[0] == tokenizer.bos_token_id) == (family in ("cohere2", "gemma2", "gemma3", "llama", "mistral"))
+    assert (ids[0] == tokenizer.bos_token_id) == (
+        family in ("cohere2", "gemma2", "gemma3", "llama", "mistral")
+    )
     for token in ("bos", "eos", "pad"):
         assert getattr(tokenizer, f"{token}_token_id") == config[f"{token}_token_id"]
 
