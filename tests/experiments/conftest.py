@@ -71,8 +71,3 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.1)
-
-
-def has_cells(folder: Path) -> bool:
-    """Whether a run has its first cell on disk."""
-    return (folder / "cells.parquet").exists()

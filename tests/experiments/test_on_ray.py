@@ -6,19 +6,16 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 
 from rayk import Experiment, load
 from rayk.reports import exit_code
 from rayk.types.errors import DeviceError
-from tests.experiments.conftest import has_cells, wait_until, worker_processes
+from tests.experiments.conftest import wait_until, worker_processes
 from tests.markers import nixl, ray
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240)]
@@ -260,28 +257,3 @@ def test_workers_share_gpus_and_stay_for_smaller_engines(ray_address):
         finally:
             ray.kill(coordinator)
     wait_until(lambda: not worker_processes(), "workers end with their groups")
-
-
-def test_interrupted_runs_keep_finished_cells_and_resume(spec, ray_address, tmp_path):
-    path, out = tmp_path / "spec.yaml", tmp_path / "run"
-    layouts = ["BHLNC", "BLHNC", "LBHNC", "LBNHC"]
-    path.write_text(yaml.safe_dump(spec({"prefill.layout": layouts, "decode.layout": layouts})))
-    command = [sys.executable, "-m", "rayk.cli.main", "run", str(path), "--out", str(out)]
-    command += ["--address", ray_address]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_until(lambda: has_cells(out) or first.poll() is not None, "a first cell", 90)
-    first.send_signal(signal.SIGINT)
-    output, _ = first.communicate(timeout=60)
-    assert first.returncode == 130, output
-    before = load(out).cells
-    assert 1 <= len(before) < 16, output
-    wait_until(lambda: not worker_processes(), "an interrupted run leaves no worker")
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert again.returncode == 2, "the folder holds tables"
-    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120, check=False)
-    assert resumed.returncode == 0, resumed.stderr
-    after = load(out).cells
-    assert len(after) == 16
-    assert set(after["verdict"]) == {"PASS"}
-    kept = after.set_index("cell_id").loc[before["cell_id"], "wall_s"].tolist()
-    assert kept == before["wall_s"].tolist(), "finished cells were not run again"
