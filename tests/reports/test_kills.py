@@ -24,8 +24,7 @@ def kill(folder: Path, *, seed: int, count: int, cells: int) -> dict[str, Any]:
     counted = json.loads(done.stdout)
     print(counted)
     # Kills that hit nothing would prove nothing: the hard moments are among them.
-    for hits in (counted["steps"], counted["moments"]):
-        assert hits["inside a file"] > 0
+    assert counted["steps"]["inside a file"] > 0
     assert counted["steps"]["between two tables"] > 0
     assert sum(counted["moments"].values()) == count
     return counted
@@ -41,4 +40,5 @@ def test_a_writer_killed_at_each_of_its_steps(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_writer_killed_hundreds_of_times(tmp_path: Path) -> None:
     counted = kill(tmp_path, seed=1, count=400, cells=5)
+    assert counted["moments"]["inside a file"] > 40
     assert counted["moments"]["between two tables"] > 0
