@@ -258,11 +258,11 @@ def _as_text(value: Any) -> str | None:
 
 # --- what may differ between two runs of one spec -------------------------------------------------
 
-_TIME = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$")
+_INCIDENTAL = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$|\.node$")
 
 
-def time_columns(table: str, columns: Iterable[str]) -> list[str]:
-    """The columns of a table (cells, requests, transfers) that hold times, or rates made of them."""
+def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
+    """The columns of a table (cells, requests, transfers) that hold times, rates made of them, or nodes."""
     fields = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
-    return [c for c in columns if _TIME.search(c) and (c in fields or c.startswith("stage_"))]
+    return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]

@@ -205,7 +205,7 @@ def _notes(base: Result, other: Result) -> list[str]:
     if len(found) > MAX_DIFFERENCES:
         notes.append(f"values differ in {len(found) - MAX_DIFFERENCES} more columns")
     if not found and set(base.cells["cell_id"]) & set(other.cells["cell_id"]):
-        notes.append("equal tables in the cells both have, times aside")
+        notes.append("equal tables in the cells both have, times and nodes aside")
     return notes
 
 

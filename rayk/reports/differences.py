@@ -1,4 +1,4 @@
-"""What two runs' tables disagree about, times aside."""
+"""What two runs' tables disagree about, times and nodes aside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rayk.reports.columns import time_columns
+from rayk.reports.columns import incidental_columns
 from rayk.reports.files import TABLES
 from rayk.reports.result import Result
 
@@ -37,7 +37,7 @@ class Difference:
 
 
 def differences_of(base: Result, other: Result) -> list[Difference]:
-    """Every difference in the cells both runs have, but for columns of times."""
+    """Every difference in the cells both runs have, but for times, and nodes of clusters."""
     shared = set(base.cells["cell_id"]) & set(other.cells["cell_id"])
     found = []
     for name in TABLES:
@@ -47,9 +47,9 @@ def differences_of(base: Result, other: Result) -> list[Difference]:
             found.append(Difference(name, "", len(lonely), _key_text(lonely[0])))
         rows = left.index.intersection(right.index)
         columns = list(dict.fromkeys([*left.columns, *right.columns]))
-        times = set(time_columns(name, columns))
+        incidental = set(incidental_columns(name, columns))
         for column in columns:
-            if column not in times:
+            if column not in incidental:
                 values = [_texts(side, column, rows) for side in (left, right)]
                 found += _column_difference(name, column, rows, *values)
     return found

@@ -142,10 +142,11 @@ def check_order(journal: list[dict[str, Any]]) -> None:
 
 
 def assert_same_tables(one: Path, other: Path) -> None:
-    """Two runs' tables hold the same cells in the same order, and the same values, times aside."""
+    """Two runs' tables hold the same cells in the same order, and the same values, times and nodes aside."""
     left, right = load(one), load(other)
     assert left.cells["cell_id"].tolist() == right.cells["cell_id"].tolist()
-    assert [str(d) for d in differences_of(left, right)] == []
+    unlike = "\n".join(str(difference) for difference in differences_of(left, right))
+    assert not unlike, unlike
     for name in ("cells", "requests", "transfers"):
         assert len(getattr(left, name)) == len(getattr(right, name)) > 0
         assert set(getattr(left, name).columns) == set(getattr(right, name).columns)

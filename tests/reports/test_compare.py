@@ -110,7 +110,7 @@ def test_runs_say_how_they_differ_from_the_first(runs: list[Result]) -> None:
     wednesday = text[text.index("- wednesday") :].partition("##")[0]
     assert "another spec: sampling.max_tokens (24, now 8)" in wednesday
     assert "other versions or another machine: packages.torch ('2.13', now '2.14')" in wednesday
-    assert "equal tables in the cells both have, times aside" in wednesday
+    assert "equal tables in the cells both have, times and nodes aside" in wednesday
     assert "token 7 \\| 311" in text, "a pipe in a reason does not end its column"
 
 
@@ -132,7 +132,7 @@ def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
     runs = [write(tmp_path / "a", cells), write(tmp_path / "b", cells, slower=3.0)]
     assert compare_headline(runs) == "2 cells, equal verdicts"
     assert differences_of(*runs) == []
-    assert "equal tables in the cells both have, times aside" in compare_markdown(runs)
+    assert "equal tables in the cells both have, times and nodes aside" in compare_markdown(runs)
 
 
 def change(result: Result, table: str, column: str, value: Any, row: int = 0) -> Result:
@@ -168,7 +168,13 @@ def test_every_value_but_times_counts(
 
 @pytest.mark.parametrize(
     ("table", "column"),
-    [("cells", "wall_s"), ("requests", "itl_ms"), ("requests", "stage_queue_ns"), ("transfers", "gb_per_s")],
+    [
+        ("cells", "wall_s"),
+        ("cells", "decode.node"),
+        ("requests", "itl_ms"),
+        ("requests", "stage_queue_ns"),
+        ("transfers", "gb_per_s"),
+    ],
 )
 def test_times_do_not_count(tmp_path: Path, table: str, column: str) -> None:
     base = write(tmp_path / "a", [pair(1)])

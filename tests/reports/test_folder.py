@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from rayk.reports import ResultWriter, load
-from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS, time_columns
+from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS, incidental_columns
 from rayk.reports.files import locked, remove_leftovers
 from rayk.reports.folder import check_directory, differences
 from rayk.reports.journal import Journal, read_journal
@@ -239,11 +239,11 @@ def test_an_axis_of_numbers_and_texts_is_a_column_of_texts(tmp_path: Path) -> No
 def test_columns_of_times_are_known(tmp_path: Path) -> None:
     write_run(tmp_path)
     result = load(tmp_path)
-    assert time_columns("cells", [*result.cells.columns, "deadlines.cell_s"]) == [
-        c for c in result.cells.columns if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s"))
+    assert incidental_columns("cells", [*result.cells.columns, "deadlines.cell_s"]) == [
+        c for c in result.cells.columns if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s", ".node"))
     ]
-    found = time_columns("requests", result.requests.columns)
+    found = incidental_columns("requests", result.requests.columns)
     assert {"ttft_ms", "itl_ms", "e2e_ms", "stage_queue_ns", "stage_decode_ns"} <= set(found)
-    assert time_columns("transfers", result.transfers.columns) == ["post_ms", "transfer_ms", "gb_per_s"]
+    assert incidental_columns("transfers", result.transfers.columns) == ["post_ms", "transfer_ms", "gb_per_s"]
     for fields in (CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS):
         assert "cell_id" in fields
