@@ -33,15 +33,17 @@ class Interrupt:
 
 
 def draw_interrupts(seed: int, num_cells: int, signals: list[int]) -> list[Interrupt]:
-    """Moments all over a run: each session gets, on average, its share of the cells."""
+    """Moments all over a run's cells; one of them before its session's first cell: while it plans, starts the
+    cluster or asks the reference."""
     draw = random.Random(seed)
-    share = num_cells // (len(signals) + 1)
-    drawn = []
-    for signum in signals:
-        begins = draw.randint(0, 2 * share - 2)
-        # Before the first cell: while planning, starting the cluster, or asking the reference.
-        drawn.append(Interrupt(signum, begins, draw.uniform(0, 0.3) if begins else draw.uniform(0, 8)))
-    return drawn
+    early = draw.randrange(len(signals))
+    cells = sorted(draw.sample(range(1, num_cells), len(signals)))
+    begins = [cell - before for cell, before in zip(cells, [0, *cells], strict=False)]
+    begins[early] = 0
+    return [
+        Interrupt(signum, count, draw.uniform(0, 0.3) if count else draw.uniform(0, 8))
+        for signum, count in zip(signals, begins, strict=True)
+    ]
 
 
 @dataclass
