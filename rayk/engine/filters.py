@@ -64,7 +64,9 @@ def candidates(
         scores[with_k] = kept
     if narrow:
         assert len(with_k) == len(params), "narrow rows have a top_k"
-        ids = scores.topk(int((scores > NEVER).sum(-1).max())).indices.sort(-1).values
+        # Of a row of NaN nothing is above NEVER: it keeps one, as it does where C = V.
+        num_left = max(1, int((scores > NEVER).sum(-1).max()))
+        ids = scores.topk(num_left).indices.sort(-1).values
         scores = scores.gather(1, ids)
     for limited, keep in (
         ([i for i, p in enumerate(params) if p.top_p < 1], _keep_top_p),

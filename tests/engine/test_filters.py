@@ -110,6 +110,19 @@ def test_extreme_temperatures_leave_numbers(temperature: float) -> None:
     assert found[logits.argmax()] == 0
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_k": 3, "top_p": 0.9}, {"min_p": 0.1}])
+def test_a_row_of_nan_gets_some_token_and_spoils_no_other(params: dict[str, Any]) -> None:
+    """An engine that computes NaN is for the checks to see; its other requests go on."""
+    rows = [row(temperature=1.0, **params)] * 2
+    logits = some_logits("smooth", 2).float()
+    (alone,) = sample(rows[1:], logits[1:])
+    logits[0] = float("nan")
+    lost, found = sample(rows, logits)
+    assert 0 <= lost < V
+    assert found == alone
+    assert 0 <= sample(rows[:1], logits[:1])[0] < V
+
+
 def test_equal_logits_share_the_probability() -> None:
     params = [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0, min_p=1.0)]
     found = filtered(torch.zeros(2, 4).double(), params, narrow=False)
