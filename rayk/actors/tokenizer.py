@@ -35,9 +35,11 @@ def _load(model: str, mend: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - of a damaged tokenizer.json: KeyError, Exception itself
         raise CheckpointError(
-            f"cannot load a tokenizer: {error}".splitlines()[0], where=model, mend=mend
+            f"cannot load a tokenizer: {type(error).__name__}: {error}".splitlines()[0],
+            where=model,
+            mend=mend,
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # What transformers makes of a folder without a tokenizer's files.

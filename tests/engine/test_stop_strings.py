@@ -148,6 +148,14 @@ def test_the_decoder_is_loaded_once_and_only_when_asked() -> None:
     assert loads == [1, 1]
 
 
+def test_a_damaged_tokenizer_is_a_bad_checkpoint(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    for damage in ("{", "{}", '{"version": "1.0", "model": {"type": "None"}}'):
+        (tmp_path / "model" / "tokenizer.json").write_text(damage)
+        with pytest.raises(CheckpointError):
+            load_decoder(str(tmp_path / "model"))
+
+
 class Model:
     """A checkpoint, its decoder, and what it says to a prompt by itself."""
 
