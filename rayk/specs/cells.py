@@ -279,10 +279,12 @@ def cell_id(axes: dict[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, list):
-        text = "+".join(_text(v) for v in value) or "none"
-        # Texts, such as stop strings, may differ in what a name cannot say.
-        loses = any(isinstance(v, str) and re.search(r"[^A-Za-z0-9._=-]", v) for v in value)
-        return f"{text}.{hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]}" if loses else text
+        return "+".join(_text(v) for v in value) or "none"
     if isinstance(value, dict):
-        return ".".join(_text(v) for k, v in value.items() if (k, v) != ("seed", 0))
+        # A fault's kind and point say what they are, other values only with their keys.
+        shown = {k: _text(v) for k, v in value.items() if (k, v) != ("seed", 0)}
+        return ".".join(v if k in ("kind", "point") else f"{k}={v}" for k, v in shown.items())
+    if isinstance(value, str) and re.search(r"[^A-Za-z0-9._=-]", value):
+        # Paths and stop strings may differ in what a name cannot say.
+        return f"{value}.{hashlib.sha256(value.encode()).hexdigest()[:8]}"
     return str(value).lower() if isinstance(value, bool) else str(value)

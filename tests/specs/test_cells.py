@@ -147,6 +147,20 @@ def test_faults_as_an_axis_and_what_they_expect() -> None:
     assert len({c.cell_id for c in found}) == 3
 
 
+@pytest.mark.parametrize(
+    "axis",
+    [
+        {"faults": [[{"kind": "flip_bit", "rank": 1}], [{"kind": "flip_bit", "request": 1}]]},
+        {"faults": [[{"kind": "kill", "point": "decode", name: 2}] for name in ("rank", "step")]},
+        {"prefill.node_labels": [{"rack": "a"}, {"zone": "a"}, {"rack": "!a"}, {"rack": "?a"}]},
+        {"prompts.file": ["a/b.jsonl", "a_b.jsonl"]},
+    ],
+)
+def test_values_that_look_alike_have_unlike_names(axis: dict[str, list[Any]]) -> None:
+    found = ids(matrix=axis, prompts={"file": "p"})
+    assert len(set(found)) == len(found) == sum(map(len, axis.values()))
+
+
 def test_names_depend_on_the_cell_alone() -> None:
     alone = ids(matrix={"prefill.layout": ["BHLNC"], "decode.layout": ["LBHNC"]})
     among = ids(matrix={"prefill.layout": ["BHLNC", "BLHNC"], "decode.layout": ["LBHNC", "BHLNC"]})
