@@ -67,8 +67,8 @@ class CudaFence:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begun = torch.cuda.Event(enable_timing=True)
-        self._ended = torch.cuda.Event(enable_timing=True)
+        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._num_steps = 0
         self._pending = False
 
