@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -19,8 +20,8 @@ class References:
 
     Its answers are `exact`: float32 arithmetic on the weights as that dtype rounds them. What `eager` code in
     the dtype itself says of the same question measures how much rounding may change. Where a router chooses
-    experts (`routed`) it runs in bfloat16 even for float16: a flipped route does the same damage however rare
-    it is, and in bfloat16 it is sure to be met.
+    experts (`routed`), a flipped route does the same damage however rare it is in float16. In bfloat16 it is
+    sure to be met: there is measured what float16's own few answers cannot tell, `rough`.
     """
 
     def __init__(
@@ -31,7 +32,10 @@ class References:
         """Whether errors are bounded as `noise` says of routed experts."""
         self._exact = self._eager = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
         if dtype != "float32":
-            self._eager = Reference(model, "bfloat16" if routed else dtype, cache_dir=cache_dir)
+            self._eager = Reference(model, dtype, cache_dir=cache_dir)
+        self._rough = self._eager
+        if self.routed and dtype == "float16":
+            self._rough = Reference(model, "bfloat16", cache_dir=cache_dir)
         self._kv: dict[tuple[int, ...], LayerKV] = {}
 
     @property
@@ -58,9 +62,13 @@ class References:
         return self._exact.teacher_force(prompt, output_ids)
 
     def scores(self, prompt: Sequence[int], output_ids: Sequence[int]) -> tuple[TextScores, TextScores]:
-        """Log probabilities of a prompt and somebody else's output: exact, and eager's."""
+        """Log probabilities of a prompt and somebody else's output: exact, and eager's; of further tokens the
+        rough ones."""
         exact = self._exact.score(prompt, output_ids)
-        return exact, exact if self.is_exact else self._eager.score(prompt, output_ids)
+        if self.is_exact:
+            return exact, exact
+        further = self._rough.score(prompt, output_ids).further_logprobs
+        return exact, replace(self._eager.score(prompt, output_ids), further_logprobs=further)
 
     def kv(self, prompt: Sequence[int]) -> LayerKV:
         """The cache after the prompt."""
@@ -70,5 +78,6 @@ class References:
         return self._kv[key]
 
     def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
-        """Eager's. Not kept: it serves to measure, once."""
-        return self.kv(prompt) if self.is_exact else self._eager.kv_cache(prompt)
+        """Eager's, the rough one: of a layer's rows too few are compared at a time. Not kept: it serves to
+        measure, once."""
+        return self.kv(prompt) if self.is_exact else self._rough.kv_cache(prompt)

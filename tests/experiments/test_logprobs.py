@@ -18,6 +18,7 @@ from rayk.engine.build import ThreadEngine
 from rayk.experiments.logprobs import LOGPROB_FLOOR, compare_logprobs, near_tie_tolerance
 from rayk.experiments.references import References
 from rayk.kernels.paged_attention import paged_attention
+from rayk.models.layers.moe import Moe
 from rayk.oracle.reference import TextScores
 from rayk.types.config import EngineConfig
 from rayk.types.request import SamplingParams
@@ -130,6 +131,13 @@ def test_few_tokens_of_small_noise_are_bounded_by_that_of_others() -> None:
     assert judged([0.2, -0.1], Told([1e-3, -1e-3]))
 
 
+def test_a_flipped_route_in_few_tokens_is_let_through_where_few_are_met() -> None:
+    """float16: eager met none in these tokens, bfloat16 did at the same steps."""
+    assert not judged([0.23, 0.2, 0.002, 0.3], Told([0.005] * 4, further=[0.25] * 4, routed=True))
+    assert judged([0.23, 0.2, 0.002, 0.3], Told([0.005] * 4, routed=True))
+    assert judged([0.23, 0.2, 0.002, 0.3] * 18, Told([0.005] * 72, further=[0.25] * 72, routed=True))
+
+
 # With engines.
 
 
@@ -192,10 +200,10 @@ def with_other_theta(path: Path, folder: Path, theta: float) -> Path:
     return folder
 
 
-def run_bfloat16(
-    path: Path, change: Callable[[ThreadEngine], None] = lambda engine: None
+def run_engine(
+    path: Path, change: Callable[[ThreadEngine], None] = lambda engine: None, dtype: str = "bfloat16"
 ) -> list[RequestRow]:
-    with ThreadEngine(EngineConfig(model=str(path), dtype="bfloat16", num_blocks=64)) as engine:
+    with ThreadEngine(EngineConfig(model=str(path), dtype=dtype, num_blocks=64)) as engine:
         change(engine)
         return aggregated(engine, prompts_of(path))
 
@@ -215,16 +223,39 @@ def test_planted_errors_are_seen_in_bfloat16(
     references = References(str(path), CHECKPOINTS / "reference-cache", "bfloat16", routed=model == "gpt_oss")
     if error == "block":
         with last_block_dropped(monkeypatch):
-            rows = run_bfloat16(path)
+            rows = run_engine(path)
     elif error == "theta":
-        rows = run_bfloat16(with_other_theta(path, tmp_path / "other", 30000.0))
+        rows = run_engine(with_other_theta(path, tmp_path / "other", 30000.0))
     else:
-        rows = run_bfloat16(path, swap_heads if error == "head" else lambda engine: None)
+        rows = run_engine(path, swap_heads if error == "head" else lambda engine: None)
     compared = compare_logprobs(rows, references, GREEDY)
     assert bool(compared.reasons) == (error != "none"), compared
     assert all("measured from eager bfloat16" in reason for reason in compared.reasons[:1])
 
 
+def lose_expert_biases(engine: ThreadEngine) -> None:
+    for layer in engine.ranks[0].decoder.layers:
+        assert isinstance(layer.mlp, Moe)
+        layer.mlp.experts.down_bias.zero_()
+
+
+def lose_the_sinks_of_a_layer(engine: ThreadEngine) -> None:
+    attention = engine.ranks[0].decoder.attention_layers[1]
+    attention.params = replace(attention.params, sinks=None)
+
+
+@pytest.mark.parametrize("change", [None, lose_expert_biases, lose_the_sinks_of_a_layer])
+def test_float16_shows_what_flipped_routes_hide_in_bfloat16(
+    checkpoint: Callable[..., Path], change: Callable[[ThreadEngine], None] | None
+) -> None:
+    path = checkpoint("gpt_oss")
+    references = References(str(path), CHECKPOINTS / "reference-cache", "float16", routed=True)
+    rows = run_engine(path, change or (lambda engine: None), "float16")
+    reasons = compare_logprobs(rows, references, GREEDY).reasons
+    assert bool(reasons) == (change is not None), reasons
+    assert all("measured from eager float16" in reason for reason in reasons[:1])
+
+
 def test_near_ties_outside_float32_are_as_wide_as_eagers_noise(qwen3: Path, bfloat16: References) -> None:
-    tolerance = near_tie_tolerance(run_bfloat16(qwen3), bfloat16)
+    tolerance = near_tie_tolerance(run_engine(qwen3), bfloat16)
     assert 0.05 < tolerance < 5
