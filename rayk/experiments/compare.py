@@ -153,6 +153,8 @@ def compare_values(
             # Of replicas the first wrong one is looked at.
             if (name, head) not in wrong or not bool(wrong[name, head].any()):
                 found[name, head], wrong[name, head] = values, is_wrong
+        unseen = [(name, h) for name, t in truth.items() for h in range(len(t)) if (name, h) not in found]
+        assert not unseen, f"no rank shows {unseen} of layer {layer}"
         if mismatch is None and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
             layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model)

@@ -99,6 +99,8 @@ def compare_logprobs(
         assert row.output_logprobs is not None, f"request {row.prompt_index} reported no logprobs"
         output.add(row.prompt_index, row.output_logprobs, exact, eager)
         gaps += exact.output_gaps
+        if sampling.prompt_logprobs is not None:
+            assert row.prompt_logprobs is not None, f"request {row.prompt_index} told nothing of its prompt"
         if row.prompt_logprobs is not None:
             found = [p for p in row.prompt_logprobs if p is not None]
             prompt.add(row.prompt_index, found, exact, eager)

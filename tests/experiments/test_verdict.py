@@ -164,6 +164,13 @@ def test_a_wrong_row_is_named(cache, plant, what):
     assert any(text in mismatch.classification for text in what.split("|")), mismatch.classification
 
 
+def test_a_head_that_no_rank_shows_is_not_passed_over(cache):
+    captured, reference, groups = cache
+    del captured[1][2]["v", 1]
+    with pytest.raises(AssertionError, match="no rank shows"):
+        compare_values("r", captured, reference, groups, TOKENS)
+
+
 def test_sliding_rows_are_named_by_their_position(cache):
     captured, reference, groups = cache
     captured[0][1]["v", 0][2] = 0
