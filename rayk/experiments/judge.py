@@ -70,6 +70,8 @@ class CellJudge:
             findings.add_errors(outcome.errors)
             if self.needs_capture(cell):
                 self._check_values(cell, prompts, outcome, findings, counts)
+        if self.needs_capture(cell) and _all_captured(outcomes):
+            counts.checks_done.append("kv_values")
         # A failed request's tokens are not compared, and the table must not say that they were.
         finished = [row for o in outcomes for row in o.requests if row.error is None]
         if "tokens" in cell.checks and finished:
@@ -83,6 +85,8 @@ class CellJudge:
         verdict, reason = findings.judge()
         if verdict == "PASS" and cell.decode is not None and not checked:
             reason = "no KV was handed over: every request ended with its first token"
+        elif verdict == "PASS" and self.needs_capture(cell) and "kv_values" not in counts.checks_done:
+            reason = "kv_values did not see every request: some ended with their first token"
         facts = outcomes[-1].facts
         return CellRow(
             cell_id=cell.cell_id,
@@ -173,9 +177,12 @@ class CellJudge:
             counts.measured["max_kv_value_error_of_bound"] = max(share, compared.max_error_of_bound)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
-        # A request that ends with its first token leaves nothing to look at.
-        if outcome.captured and all(r.error or r.prompt_index in outcome.captured for r in outcome.requests):
-            counts.checks_done.append("kv_values")
+
+
+def _all_captured(outcomes: Sequence[CellOutcome]) -> bool:
+    """Whether every finished request left KV to look at: one that ends with its first token does not."""
+    finished = [(o, r) for o in outcomes for r in o.requests if r.error is None]
+    return any(o.captured for o in outcomes) and all(r.prompt_index in o.captured for o, r in finished)
 
 
 def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:

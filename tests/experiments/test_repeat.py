@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,18 @@ def test_one_bad_repeat_decides(
     assert row.reason
     assert row.num_token_mismatches == (2 if verdict == "TOKEN_MISMATCH" else 0)
     assert row.num_kv_bytes_mismatched == (2 if verdict == "KV_MISMATCH" else 0)
+
+
+def test_a_pass_says_that_kv_values_saw_too_little(cell: Cell, judge: CellJudge) -> None:
+    looking = replace(cell, checks=("kv_bytes", "kv_values"))
+    judge._check_values = lambda *_: None  # type: ignore[method-assign]
+    whole = [outcome(cell, i, captured={0: [], 1: []}) for i in range(3)]
+    row = judge.judge(looking, PROMPTS, whole)
+    assert (row.reason, row.checks_done) == ("", ["kv_values", "kv_bytes"])
+    for captured in (dict[int, list[Any]](), {0: []}):
+        row = judge.judge(looking, PROMPTS, [*whole[:2], outcome(cell, 2, captured=captured)])
+        assert (row.verdict, row.checks_done) == ("PASS", ["kv_bytes"])
+        assert row.reason == "kv_values did not see every request: some ended with their first token"
 
 
 def test_the_tables_have_a_row_per_repeat(cell: Cell, judge: CellJudge, tmp_path: Path) -> None:
