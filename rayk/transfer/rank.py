@@ -28,6 +28,8 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import LayerView, Rows, compute_digests, fetch_rows
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
+WIRE_POLL_S = 0.0003
+
 
 class TransferRank:
     """See the module. `layer_views` hold the tensors the layers were bound to."""
@@ -101,11 +103,16 @@ class TransferRank:
         slots = self._landing.take(1)
         assert slots is not None, "nothing else is in flight"
         null_block = np.zeros(1, dtype=np.int32)
-        transfer = self._agent.read(handle, np.array(slots, dtype=np.int32), null_block)
+        try:
+            transfer = self._agent.read(handle, np.array(slots, dtype=np.int32), null_block)
+        except TransferError:
+            self._landing.give_back(slots)
+            raise
         while (state := self._agent.poll(transfer)) is TransferState.PENDING:
             self._take_notifications()
             if time.monotonic() > until:
                 return "it does not answer"  # the slot stays taken: the bytes may still come
+            time.sleep(WIRE_POLL_S)  # the producer may want this core to answer
         self._agent.release(transfer)
         self._landing.give_back(slots)
         return None if state is TransferState.DONE else "the read failed"

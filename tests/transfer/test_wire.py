@@ -36,3 +36,5 @@ def test_a_rank_that_is_gone_is_named():
     pair.producer.ranks[1].close()
     with pytest.raises(TransferError, match="rank 1 cannot be read from: peer .* is gone"):
         pair.consumer.ranks[0].wire("p", 5.0)
+    landing = pair.consumer.ranks[0]._landing
+    assert landing._slots.num_free_blocks == landing.num_slots - 1
