@@ -12,7 +12,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment test test-slow test-gpu check bench mutants clean
+.PHONY: help venv experiment test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
 	@echo "make check       formatting, lint, types, house rules"
+	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
 	@echo "make bench       every script of jobs/benchmarks"
 	@echo "make mutants     seeded mutations of kv/ and transfer/, each killed by a test"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
@@ -63,6 +64,9 @@ check: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_house.py
+
+kernels: $(STAMP)
+	env -u TRITON_INTERPRET $(BIN)/python jobs/kernels.py
 
 bench: $(STAMP)
 	@set -e; for script in jobs/benchmarks/*.py; do \

@@ -100,13 +100,13 @@ class _StandIn:
 
 def _inspect(name: str, target: Target, compiled: Any) -> Built:
     assembly = compiled.asm["amdgcn" if target.is_amd else "ptx"]
-    registers, spills = _amd_use(assembly) if target.is_amd else _nvidia_use(compiled.asm["cubin"])
+    registers, spills = read_amd_use(assembly) if target.is_amd else _nvidia_use(compiled.asm["cubin"])
     used = (i for i in _MATRIX_INSTRUCTIONS if i in assembly)
     instruction = next(used, "fma").removeprefix("v_").split(".")[0]
     return Built(name, target.name, registers, spills, compiled.metadata.shared, instruction)
 
 
-def _amd_use(assembly: str) -> tuple[int, int]:
+def read_amd_use(assembly: str) -> tuple[int, int]:
     """Vector registers and spills, from the kernel's metadata; scratch memory counts as a spill."""
     found = {name: int(value) for name, value in re.findall(r"^\s+-?\s*\.(\w+):\s+(\d+)$", assembly, re.M)}
     spills = found["vgpr_spill_count"] + found["sgpr_spill_count"] + found["private_segment_fixed_size"]

@@ -27,6 +27,11 @@ class Target:
         """Whether a warp has 64 lanes and products are MFMA's."""
         return self.name.startswith("gfx")
 
+    @property
+    def has_warp_group_mma(self) -> bool:
+        """Whether tensor cores take one operand from shared memory and need no registers for it."""
+        return self.name in ("sm_90", "sm_100", "sm_103")
+
 
 _KNOWN = (
     Target("sm_80", 166_912, 108),

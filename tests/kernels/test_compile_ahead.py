@@ -1,4 +1,4 @@
-"""The Triton kernels compile for a GPU that is not here, inside its limits."""
+"""The Triton kernels compile, from their real call sites, for GPUs that are not here, inside their limits."""
 
 from __future__ import annotations
 
@@ -6,29 +6,108 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-SHARED_BYTES_SM90 = 232_448
-ROOT = Path(__file__).resolve().parents[2]
+from rayk.kernels.ahead import Built, read_amd_use
+from tests.conftest import CHECKPOINTS
+from tests.house import ROOT
+
+Rows = list[dict[str, Any]]
+LIMITS = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+"""Bytes of shared memory a program may have, from the vendors' documents."""
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux"),
+    pytest.mark.timeout(600),  # a minute on two idle cores
+]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_kernels_compile_for_sm90_without_spills(tmp_path: Path) -> None:
-    """In its own process: Triton decides at import whether it interprets or compiles."""
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    """What `make kernels` prints, of fewer cases. In a process of its own: Triton decides at import whether
+    it interprets or compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_ahead.py"))],
-        env=environment,
+        [sys.executable, "jobs/kernels.py", "--quick", "--json"],
+        cwd=ROOT,
+        env=environment | {"TRITON_CACHE_DIR": str(CHECKPOINTS / "triton-cache")},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 12, "2 dtypes x 2 head sizes x (decode, mixed, store)"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_nothing_spills_and_shared_memory_fits(rows: Rows) -> None:
     for row in rows:
-        assert row["shared_bytes"] <= SHARED_BYTES_SM90, row
-        assert row["stack_bytes"] == row["local_bytes"] == 0, f"spills: {row}"
+        assert row["spills"] == 0, row
+        assert row["shared_bytes"] <= LIMITS[row["target"]], row
+        assert 0 < row["registers"] <= 512, row
+
+
+def test_every_kernel_was_compiled_for_every_target(rows: Rows) -> None:
+    kernels = {
+        "store_kv_kernel",
+        "paged_attention_kernel",
+        "paged_attention_decode_kernel",
+        "combine_splits_kernel",
+    }
+    for target in LIMITS:
+        assert {row["kernel"] for row in rows if row["target"] == target} == kernels
+    # Triton once handed the binary of the first target to all of them.
+    uses = {target: [row["registers"] for row in rows if row["target"] == target] for target in LIMITS}
+    assert len({tuple(registers) for registers in uses.values()}) == len(LIMITS)
+
+
+PREFILL_INSTRUCTION = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("target", LIMITS)
+def test_prefills_use_the_tensor_cores_of_their_target(rows: Rows, target: str, dtype: str) -> None:
+    """wgmma needs 64 rows. A decode has 16, for which mma.sync is right."""
+    found = {
+        (row["phase"], row["instruction"])
+        for row in rows
+        if row["target"] == target and row["dtype"] == dtype and "paged" in row["kernel"]
+    }
+    assert ("prefill", PREFILL_INSTRUCTION[target]) in found
+    assert {name for phase, name in found if phase == "prefill"} == {PREFILL_INSTRUCTION[target]}
+    assert {name for phase, name in found if phase != "prefill"} == {"mfma" if target == "gfx942" else "mma"}
+
+
+@pytest.fixture
+def fitting() -> Built:
+    return Built("kernel", "gfx942", registers=100, spills=0, shared_bytes=65_536, instruction="mfma")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda b: b, None),
+        (lambda b: replace(b, spills=3), "3 spilled"),
+        (lambda b: replace(b, shared_bytes=65_537), "the limit is 65536"),
+        (lambda b: replace(b, shared_bytes=65_537, target="sm_80"), None),
+        (lambda b: replace(b, shared_bytes=166_913, target="sm_80"), "the limit is 166912"),
+    ],
+)
+def test_a_kernel_over_a_limit_is_named(
+    fitting: Built, change: Callable[[Built], Built], problem: str | None
+) -> None:
+    found = change(fitting).problems
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
+
+
+@pytest.mark.parametrize("spilled", ["vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"])
+def test_any_kind_of_amd_spill_counts(spilled: str) -> None:
+    names = ("private_segment_fixed_size", "sgpr_count", "sgpr_spill_count", "vgpr_count", "vgpr_spill_count")
+    values = dict.fromkeys(names, 0) | {"vgpr_count": 84, "sgpr_count": 50}
+    as_metadata = "  - .agpr_count: 0\n" + "".join(f"    .{n}: {{{n}}}\n" for n in names)
+    assert read_amd_use(as_metadata.format(**values)) == (84, 0)
+    assert read_amd_use(as_metadata.format(**values | {spilled: 7})) == (84, 7)

@@ -144,6 +144,8 @@ class _Call:
         """Of either attention kernel."""
         padded_k, padded_v = self.padded
         stride_b, stride_h, stride_n, _ = self.kv_cache.stride()
+        # An option that only NVIDIA's backend knows.
+        limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
         return {
             "q": self.q,
             "kv_cache": self.kv_cache,
@@ -162,6 +164,7 @@ class _Call:
             "stride_b": stride_b,
             "stride_h": stride_h,
             "stride_n": stride_n,
+            "num_query_heads": self.q.shape[1],
             "table_stride": self.block_table.stride(0),
             "NUM_SLOTS": self.kv_cache.shape[2],
             "HEAD_K": self.head_size_k,
@@ -178,7 +181,7 @@ class _Call:
             "WIDEN": INTERPRETED or self.q.dtype != self.kv_cache.dtype,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
-        }
+        } | limit
 
 
 def _prefill(call: _Call, out: torch.Tensor, tiles: Tiles, query_start_loc: torch.Tensor) -> None:
@@ -189,8 +192,6 @@ def _prefill(call: _Call, out: torch.Tensor, tiles: Tiles, query_start_loc: torc
         out=out,
         query_start_loc=query_start_loc,
         num_requests=num_requests,
-        out_stride_t=out.stride(0),
-        out_stride_h=out.stride(1),
     )
 
 
@@ -199,24 +200,19 @@ def _decode(
 ) -> None:
     num_requests, num_query_heads, head_size_v = out.shape
     is_split = num_splits > 1
-    split_out, split_stats = out.unsqueeze(2), None
+    split_out, split_stats = out, None
     if is_split:
         num_values = num_requests * num_query_heads * num_splits * head_size_v
         needed = split_workspace_elements(num_requests, num_query_heads, head_size_v, num_splits)
         if workspace is None:
             workspace = torch.empty(needed, dtype=torch.float32, device=out.device)
-        split_out = workspace[:num_values].view(num_requests, num_query_heads, num_splits, head_size_v)
-        split_stats = workspace[num_values:needed]
+        split_out, split_stats = workspace[:num_values], workspace[num_values:needed]
     arguments = call.arguments(tiles)
     paged_attention_decode_kernel[(num_requests, len(call.groups.kv_heads), num_splits)](
         **arguments,
         out=split_out,
         split_stats=split_stats,
         num_splits=num_splits,
-        out_stride_t=split_out.stride(0),
-        out_stride_h=split_out.stride(1),
-        out_stride_s=split_out.stride(2),
-        stats_stride_r=num_query_heads * num_splits,
         IS_SPLIT=is_split,
     )
     if is_split:
@@ -227,8 +223,6 @@ def _decode(
             split_stats=split_stats,
             out=out,
             num_splits=num_splits,
-            out_stride_t=out.stride(0),
-            out_stride_h=out.stride(1),
             TILE_KEYS=tiles.keys,
             AT_ONCE=SPLITS_AT_ONCE,
             num_warps=4,

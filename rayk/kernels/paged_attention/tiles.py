@@ -21,6 +21,8 @@ class Tiles(NamedTuple):
     """Keys in a tile; a power of two."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Told to NVIDIA's assembler, which left alone spills a few to fit one more program."""
 
 
 def choose_tiles(
@@ -29,21 +31,39 @@ def choose_tiles(
     """Tiles that fit the target's shared memory and registers.
 
     row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element as
-    it is multiplied. What is chosen here is compiled for every target by tests (no spills, shared memory).
+    it is multiplied. `make kernels` shows what each choice takes, and fails where one spills.
     """
-    rows, keys, num_warps, num_stages = _base_tiles(target, decode_only, row_elements, itemsize)
+    if itemsize == 4:
+        tiles = _exact_tiles(target, row_elements)
+    elif decode_only:
+        # 16 rows, the smallest a tensor core takes, hold the query heads of one KV head.
+        if target.is_amd:
+            tiles = Tiles(16, 32 if row_elements <= 128 else 16, 4, 1)
+        else:
+            tiles = Tiles(16, 64, 4, 2, 255) if row_elements <= 128 else Tiles(16, 32, 4, 3, 255)
+    else:
+        tiles = _prefill_tiles(target, row_elements)
+    rows = tiles.rows
     while rows < group_size:
         rows *= 2
-    return Tiles(rows, keys, num_warps, num_stages)
+    return tiles._replace(rows=rows)
 
 
-def _base_tiles(target: Target, decode_only: bool, row_elements: int, itemsize: int) -> Tiles:
-    if itemsize == 4:
-        # Exact float32 products do not use tensor cores: larger tiles, or fewer warps, spill registers.
-        return Tiles(16, 32, 8, 2)
-    if decode_only:
-        return Tiles(16, 64 if row_elements <= 128 else 32, 4, 2)
-    return Tiles(64, 64 if row_elements <= 128 else 32, 4, 2)
+def _exact_tiles(target: Target, row_elements: int) -> Tiles:
+    """Exact float32 products do not use tensor cores: larger tiles, or fewer warps, spill registers."""
+    if target.is_amd:
+        return Tiles(16, 32 if row_elements <= 128 else 16, 8, 1)
+    return Tiles(16, 32, 8, 2 if row_elements <= 128 else 1, 255)
+
+
+def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
+    """At least 64 rows: what a warp group multiplies at once on sm_90 (wgmma) and sm_100 (tcgen05)."""
+    if target.is_amd:
+        # A pipeline, or more keys, would keep masks in more scalar registers than there are.
+        return Tiles(64, 16, 4, 1)
+    if row_elements > 128:
+        return Tiles(64, 32, 8, 2, 255)
+    return Tiles(128 if target.has_warp_group_mma else 64, 64, 8, 2)
 
 
 def choose_num_splits(target: Target, *, num_programs: int, max_keys: int) -> int:

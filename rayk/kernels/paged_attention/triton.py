@@ -15,7 +15,7 @@ _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_st
 
 @triton.jit
 def _tanh(x):
-    """Right to an ulp or two also near 0, where 1 - 2 / (exp(2 x) + 1) is not (Cephes' tanhf)."""
+    """Right to two ulp also near 0, where 1 - 2 / (exp(2 x) + 1) is not (Cephes' tanhf)."""
     x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
     small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
     small = small * x_squared - 5.37397155531e-2
@@ -99,8 +99,8 @@ def _attend(
         b_k = tl.load(p_row[None, :] + o_k[:, None], mask=(o_k < HEAD_K)[:, None], other=0.0)
         m_v = (o_v < HEAD_V)[None, :]
         if EDGE:
-            # Weights of zero do not undo a NaN.
-            m_v = m_v & m_key[:, None]
+            # A weight of zero does not undo a NaN.
+            m_v = m_v & m_block[:, None]
         b_v = tl.load(p_row[:, None] + HEAD_K + o_v[None, :], mask=m_v, other=0.0)
         if WIDEN:
             b_k = b_k.to(tl.float32)
@@ -108,7 +108,7 @@ def _attend(
         b_broken = tl.where(m_block, 0.0, float("nan"))
         b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale + b_broken[None, :]
         if HAS_CAP:
-            b_scores = soft_cap * _tanh(b_scores / soft_cap)
+            b_scores = soft_cap * _tanh(b_scores * (1.0 / soft_cap))
         if EDGE:
             m_seen = m_key[None, :]
             if CAUSAL:
@@ -162,8 +162,7 @@ def paged_attention_kernel(
     stride_b,
     stride_h,
     stride_n,
-    out_stride_t,
-    out_stride_h,
+    num_query_heads,
     table_stride,
     NUM_SLOTS: tl.constexpr,
     HEAD_K: tl.constexpr,
@@ -193,10 +192,12 @@ def paged_attention_kernel(
     o_m = tl.arange(0, ROWS)
     o_query = first_query + o_m // GROUP
     m_row = (o_m < TILE_Q * GROUP) & (o_query < num_queries)
-    b_head = tl.load(group_query_heads + i_g * GROUP + o_m % GROUP).to(tl.int64)
+    b_head = tl.load(group_query_heads + i_g * GROUP + o_m % GROUP)
     m_row = m_row & (b_head >= 0)
     b_token = (first_token + o_query).to(tl.int64)
-    b_q = _load_queries(q + b_token * q_stride_t + b_head * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN)
+    b_q = _load_queries(
+        q + b_token * q_stride_t + b_head.to(tl.int64) * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN
+    )
 
     # Keys that some row of the tile sees, and of those the tiles that every row sees whole.
     end_key = num_before + tl.minimum(first_query + TILE_Q, num_queries)
@@ -264,7 +265,7 @@ def paged_attention_kernel(
     )
     b_out = b_acc / tl.where(m_row, b_sum, 1.0)[:, None]
     o_v = tl.arange(0, PADDED_V)
-    p_out = out + b_token * out_stride_t + b_head * out_stride_h
+    p_out = out + (b_token * num_query_heads + b_head) * HEAD_V
     tl.store(
         p_out[:, None] + o_v[None, :],
         b_out.to(out.dtype.element_ty),
@@ -300,10 +301,7 @@ def paged_attention_decode_kernel(
     stride_b,
     stride_h,
     stride_n,
-    out_stride_t,
-    out_stride_h,
-    out_stride_s,
-    stats_stride_r,
+    num_query_heads,
     table_stride,
     NUM_SLOTS: tl.constexpr,
     HEAD_K: tl.constexpr,
@@ -340,9 +338,11 @@ def paged_attention_decode_kernel(
         end_key = tl.minimum(first_key + size, seq_len)
 
     o_m = tl.arange(0, ROWS)
-    b_head = tl.load(group_query_heads + i_g * GROUP + o_m, mask=o_m < GROUP, other=-1).to(tl.int64)
+    b_head = tl.load(group_query_heads + i_g * GROUP + o_m, mask=o_m < GROUP, other=-1)
     m_row = b_head >= 0
-    b_q = _load_queries(q + i_r * q_stride_t + b_head * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN)
+    b_q = _load_queries(
+        q + i_r * q_stride_t + b_head.to(tl.int64) * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN
+    )
     # A sink counts once: the combining kernel adds it where keys are split.
     b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS and not IS_SPLIT)
     p_cache = kv_cache + tl.load(group_kv_heads + i_g).to(tl.int64) * stride_h
@@ -400,17 +400,17 @@ def paged_attention_decode_kernel(
         HAS_CAP,
         WIDEN,
     )
+    b_row = (i_r * num_query_heads + b_head) * num_splits + i_s
     if IS_SPLIT:
-        p_stats = split_stats + (i_r * stats_stride_r + b_head * num_splits + i_s) * 2
+        p_stats = split_stats + b_row * 2
         tl.store(p_stats, b_max, mask=m_row)
         tl.store(p_stats + 1, b_sum, mask=m_row)
     else:
         # A request without any key (padding of a captured batch) gets zeros.
         b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     o_v = tl.arange(0, PADDED_V)
-    p_out = out + i_r * out_stride_t + b_head * out_stride_h + i_s * out_stride_s
     tl.store(
-        p_out[:, None] + o_v[None, :],
+        out + (b_row * HEAD_V)[:, None] + o_v[None, :],
         b_acc.to(out.dtype.element_ty),
         mask=m_row[:, None] & (o_v < HEAD_V)[None, :],
     )
@@ -425,8 +425,6 @@ def combine_splits_kernel(
     sinks,
     window,
     num_splits,
-    out_stride_t,
-    out_stride_h,
     HEAD_V: tl.constexpr,
     PADDED_V: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -468,5 +466,4 @@ def combine_splits_kernel(
         b_acc = b_acc * b_shrink + tl.sum(b_split * b_weight[:, None], 0)
         b_max = b_new_max
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
-    p_out = out + i_r * out_stride_t + i_h * out_stride_h + o_v
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=o_v < HEAD_V)
+    tl.store(out + i_row * HEAD_V + o_v, b_out.to(out.dtype.element_ty), mask=o_v < HEAD_V)

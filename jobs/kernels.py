@@ -1,0 +1,163 @@
+"""Compile every Triton kernel for GPUs that need not be here; print what each uses of registers and memory.
+
+python jobs/kernels.py [--quick] [--json]
+
+The launchers are called as an engine calls them, with CPU tensors, and their launches compile. Exit code 1
+when a kernel spills registers or takes more shared memory than its target has. Without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from rayk.kernels.paged_attention import head_groups
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
+SPLITS = 4
+COLUMNS = ("kernel", "phase", "target", "dtype", "head", "group", "variant")
+MEASURED = ("registers", "spills", "shared_bytes", "instruction")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher."""
+
+    target: str
+    phase: str
+    """prefill, decode (one program a sequence), split (several), store."""
+    dtype: str
+    head: tuple[int, int]
+    """Head sizes of keys and values."""
+    group: int = 4
+    """Query heads a KV head; odd ones come with a smaller second group."""
+    variant: str = "window+sinks+cap"
+
+
+def all_cases() -> Iterator[Case]:
+    """What `make kernels` shows."""
+    everything = VARIANTS[-1]
+    for target in TARGETS:
+        for phase in ("prefill", "split"):
+            for head, group in ((64, 4), (80, 3), (128, 8), (192, 1), (256, 7)):
+                for variant in VARIANTS:
+                    yield Case(target, phase, "bfloat16", (head, head), group, variant)
+            for head in (64, 128, 256):
+                yield Case(target, phase, "float16", (head, head))
+                for variant in ("plain", everything):
+                    yield Case(target, phase, "float32", (head, head), 4, variant)
+            yield Case(target, phase, "bfloat16", (192, 128), 16, everything)
+        for head in (64, 128, 256):
+            yield Case(target, "decode", "bfloat16", (head, head))
+            for dtype in ("float32", "float16", "bfloat16"):
+                yield Case(target, "store", dtype, (head, head), 1, "plain")
+
+
+def quick_cases() -> Iterator[Case]:
+    """Some of each, for the test suite."""
+    for target in TARGETS:
+        for head in (64, 128, 256):
+            yield Case(target, "prefill", "bfloat16", (head, head))
+        yield Case(target, "prefill", "bfloat16", (128, 128), 8, "plain")
+        yield Case(target, "prefill", "float16", (80, 80), 3)
+        yield Case(target, "prefill", "float32", (256, 256))
+        yield Case(target, "split", "bfloat16", (128, 128))
+        yield Case(target, "split", "float32", (256, 256), 4, "plain")
+        yield Case(target, "decode", "float16", (256, 256), 7)
+        yield Case(target, "store", "bfloat16", (128, 128), 1, "plain")
+
+
+def build(case: Case) -> list[dict[str, Any]]:
+    """Compile one case: a row per kernel launched."""
+    # Here, so that a parent process does without Triton.
+    from rayk.kernels.ahead import compiling
+    from rayk.kernels.target import TARGETS as KNOWN
+
+    with compiling(KNOWN[case.target]) as built:
+        (_store if case.phase == "store" else _attend)(case)
+    about = {**asdict(case), "head": case.head[0] if len({*case.head}) == 1 else "{}/{}".format(*case.head)}
+    return [about | asdict(kernel) | {"problems": kernel.problems} for kernel in built]
+
+
+def _store(case: Case) -> None:
+    from rayk.kernels.store_kv.triton import store_kv_triton
+
+    head_k, head_v = case.head
+    dtype = getattr(torch, case.dtype)
+    k, v = torch.empty(32, 8, head_k, dtype=dtype), torch.empty(32, 8, head_v, dtype=dtype)
+    store_kv_triton(k, v, _cache(case, 8), torch.empty(32, dtype=torch.int64))
+
+
+def _attend(case: Case) -> None:
+    from rayk.kernels.paged_attention.launch import paged_attention_triton
+
+    num_requests = 4
+    num_tokens = 256 if case.phase == "prefill" else num_requests
+    num_heads = case.group + (case.group + 1) // 2
+    kv_index = torch.tensor([0] * case.group + [1] * (num_heads - case.group))
+    paged_attention_triton(
+        torch.empty(num_tokens, num_heads, case.head[0], dtype=getattr(torch, case.dtype)),
+        _cache(case, 2),
+        torch.empty(num_requests, 64, dtype=torch.int32),
+        torch.empty(num_requests + 1, dtype=torch.int32),
+        torch.empty(num_requests, dtype=torch.int32),
+        groups=head_groups(kv_index),
+        scale=0.1,
+        window=100 if "window" in case.variant else None,
+        head_size_k=case.head[0],
+        sinks=torch.empty(num_heads) if "sinks" in case.variant else None,
+        soft_cap=30.0 if "cap" in case.variant else None,
+        num_splits=SPLITS if case.phase == "split" else 1,
+    )
+
+
+def _cache(case: Case, num_kv_heads: int) -> torch.Tensor:
+    return torch.empty(4, num_kv_heads, 16, sum(case.head), dtype=getattr(torch, case.dtype))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as text, a blank line between targets."""
+    names = (*COLUMNS, *MEASURED)
+    lines = [[str(row[name]) for name in names] + ["; ".join(row["problems"])] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *(line[:-1] for line in lines), strict=True)]
+    text = ["  ".join(name.ljust(w) for name, w in zip(names, widths, strict=True))]
+    for row, line in zip(rows, lines, strict=True):
+        text.append("  ".join(v.ljust(w) for v, w in zip(line, [*widths, 0], strict=True)).rstrip())
+        if row is not rows[-1] and rows[rows.index(row) + 1]["target"] != row["target"]:
+            text.append("")
+    return "\n".join(text)
+
+
+def main() -> int:
+    """Compile, print, and say whether every limit holds."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="only some cases")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("TRITON_INTERPRET=1 is set: nothing would be compiled", file=sys.stderr)
+        return 2
+    cases = list(quick_cases() if options.quick else all_cases())
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
+        rows = [row for built in pool.map(build, cases, chunksize=4) for row in built]
+    if options.json:
+        print("\n".join(map(json.dumps, rows)))
+    else:
+        print(table(rows))
+    broken = sum(bool(row["problems"]) for row in rows)
+    print(f"{len(rows)} kernels, {broken} over a limit", file=sys.stderr)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
