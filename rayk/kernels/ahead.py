@@ -119,7 +119,7 @@ def _nvidia_use(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as handle:
         handle.write(cubin)
         handle.flush()
-        command = [tool, "-res-usage", handle.name]
+        command = [str(tool), "-res-usage", handle.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
     return found["REG"], found["STACK"] + found["LOCAL"]

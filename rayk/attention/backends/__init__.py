@@ -32,6 +32,7 @@ def get_backend(name: str, device: str) -> AttentionBackend:
         return PagedBackend(name, "cpu-torch", store="reference", attend="torch")
     if name == "triton" and not on_cuda:
         _require_interpreter(device)
+        return PagedBackend(name, "triton (interpreter)", store=name, attend=name)
     return PagedBackend(name, name, store=name, attend=name)
 
 
