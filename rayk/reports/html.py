@@ -52,7 +52,7 @@ def render(result: Result) -> str:
         plots_json=script_json(plots),
         plotly_js=_plotly_js() if plots else "",
         reproduce=_reproduce(result, spec.get("name", "run")),
-        environment=_environment_items(environment),
+        environment=[*_environment_items(environment), *_attention_items(result.cells)],
         spec_yaml=result.spec_yaml,
     )
 
@@ -140,6 +140,16 @@ def _reproduce(result: Result, name: str) -> str:
     if commit:
         lines.insert(0, f"git checkout {commit.removesuffix('+changes')}")
     return "\n".join(lines)
+
+
+def _attention_items(cells: pd.DataFrame) -> list[tuple[str, str]]:
+    """What computed attention on each side, in all cells: an interpreter must not pass for a GPU."""
+    items = []
+    for side in ("prefill", "decode"):
+        used = sorted(cells[f"{side}.attention_implementation"].dropna().unique())
+        if used:
+            items.append((f"{side} attention", ", ".join(used)))
+    return items
 
 
 def _environment_items(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
