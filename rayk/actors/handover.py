@@ -105,8 +105,11 @@ class TransferHandover:
     ) -> None:
         """Fetch a request's KV and go on decoding after `output_token_ids`.
 
-        It may wait `reserve_s` for blocks (by default as long as for the transfer itself).
+        It may wait `reserve_s` for blocks (by default as long as for the transfer itself). A request that
+        draws tokens carries the seed it was prefilled with.
         """
+        sampling = request.sampling
+        assert not sampling.temperature or sampling.seed is not None, "another seed would draw other tokens"
         now = time.monotonic_ns()
 
         def start() -> None:

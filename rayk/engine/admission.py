@@ -16,6 +16,7 @@ def bad_sampling(sampling: SamplingParams) -> UserError | None:
     logprobs, penalty = f"0 to {MAX_LOGPROBS}", f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}"
     for name, fits, allowed in (
         ("max_tokens", _is_int(s.max_tokens, 1), "at least 1"),
+        ("ignore_eos", isinstance(s.ignore_eos, bool), "true or false"),
         ("temperature", _is_number(s.temperature) and s.temperature >= 0, "at least 0"),
         ("top_k", s.top_k is None or _is_int(s.top_k, 1), "at least 1, or none"),
         ("top_p", _is_number(s.top_p) and 0 < s.top_p <= 1, "above 0, at most 1"),

@@ -54,6 +54,7 @@ row as a share of its layer's bound."""
 
 _INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 _INTS, _FLOATS = pa.list_(pa.int64()), pa.list_(pa.float64())
+_TOPS = pa.list_(pa.list_(pa.struct([("token_id", _INT), ("logprob", _FLOAT)])))
 
 CELL_FIELDS: dict[str, Any] = {
     "cell_id": _TEXT,
@@ -109,6 +110,8 @@ REQUEST_FIELDS: dict[str, Any] = {
     "seed": _INT,
     "output_logprobs": _FLOATS,
     "prompt_logprobs": _FLOATS,
+    "output_top_logprobs": _TOPS,
+    "prompt_top_logprobs": _TOPS,
 }
 
 TRANSFER_FIELDS: dict[str, Any] = {
@@ -136,6 +139,8 @@ def request_record(row: RequestRow) -> dict[str, Any]:
     gaps_ms = [(b - a) / NS_PER_MS for a, b in pairwise(times)]
     record: dict[str, Any] = {name: getattr(row, name) for name in REQUEST_FIELDS if hasattr(row, name)}
     record |= {
+        "output_top_logprobs": _tops(row.output_top_logprobs),
+        "prompt_top_logprobs": _tops(row.prompt_top_logprobs),
         "ttft_ms": (times[0] - row.arrival_ns) / NS_PER_MS if times else None,
         "tpot_ms": sum(gaps_ms) / len(gaps_ms) if gaps_ms else None,
         "itl_ms": gaps_ms,
@@ -144,6 +149,13 @@ def request_record(row: RequestRow) -> dict[str, Any]:
     for stage in dict.fromkeys((*STAGES, *row.stage_ns)):
         record[f"stage_{stage}_ns"] = row.stage_ns.get(stage)
     return record
+
+
+def _tops(tops: Sequence[Sequence[tuple[int, float]] | None] | None) -> list[Any] | None:
+    """Best tokens per position, as structs."""
+    if tops is None:
+        return None
+    return [top and [{"token_id": token, "logprob": value} for token, value in top] for top in tops]
 
 
 def transfer_record(row: TransferRow) -> dict[str, Any]:

@@ -35,6 +35,10 @@ class RequestRow:
     """Of each output token, if asked for: natural logarithms, of the model's own logits."""
     prompt_logprobs: list[float | None] | None = None
     """Of each prompt token, if asked for; the first has none."""
+    output_top_logprobs: list[list[tuple[int, float]]] | None = None
+    """(token id, log probability) of the best tokens at each output token, best first, if asked for."""
+    prompt_top_logprobs: list[list[tuple[int, float]] | None] | None = None
+    """The same at each prompt token but the first."""
     token_times_ns: list[int] = field(default_factory=list)
     """When each output token reached the coordinator (time.monotonic_ns)."""
     arrival_ns: int = 0

@@ -78,3 +78,9 @@ def test_rows_tell_why_requests_ended_and_how_likely_tokens_were(drawn_run, chec
                 torch.tensor(getattr(eager, name), dtype=torch.float32),
                 what=f"{name} of {row.request_id}",
             )
+        assert row.prompt_top_logprobs is None, "nothing beside the prompt's own tokens was asked for"
+        best = [position[0] for position in row.output_top_logprobs]
+        assert len(best) == len(output)
+        for chosen, logprob, top in zip(output, row.output_logprobs, best, strict=True):
+            assert top["logprob"] >= logprob
+            assert (top["token_id"] == chosen) == (top["logprob"] == logprob)
