@@ -37,6 +37,8 @@ MAX_STREAMS = 96
 """Requests of one cell in flight at once: each holds a thread of its worker's io group while it streams."""
 STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
+END_S = 20.0
+"""Deadline for all of them together."""
 RELEASE_POLL_S = 0.02
 COMM_S = 60.0
 """How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
@@ -86,7 +88,7 @@ class Coordinator:
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
     ) -> CellOutcome:
         """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
-        never outlasts the cell's deadline by more than the time to kill workers."""
+        never outlasts the cell's deadline by more than END_S and the time to kill workers."""
         outcome = CellOutcome()
         started = time.monotonic_ns()
         engines: list[EngineHandle] = []
@@ -112,10 +114,6 @@ class Coordinator:
     async def shutdown(self) -> None:
         """Give every placement group back; its workers end."""
         self._pool.free_all()
-
-    async def worker_pids(self) -> dict[str, int]:
-        """Worker name -> process id."""
-        return await self._pool.pids()
 
     async def _form(self, cell: Cell) -> list[EngineHandle]:
         self._epoch += 1
@@ -168,8 +166,11 @@ class Coordinator:
         """Free an engine's workers for the next one: by its leave if it lives, else by replacing them."""
         try:
             if engine.is_running:
-                await self._stop(engine)
+                async with asyncio.timeout(END_S):
+                    await self._stop(engine)
                 return
+        except TimeoutError:
+            outcome.errors.append(DeadlineExceeded(f"the end of {engine.name}", END_S))
         except RaykError as error:
             if str(error) not in {str(e) for e in outcome.errors}:
                 outcome.errors.append(error)
@@ -186,10 +187,13 @@ class Coordinator:
 
     async def _await_releases(self, engine: EngineHandle) -> None:
         """Every lease ends by its readers' notifications. Raises TransferError when some do not."""
-        for _ in range(int(STOP_S / RELEASE_POLL_S)):
+        until = time.monotonic() + STOP_S
+        while True:
             status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
             if not status.get("leases"):
                 return
+            if time.monotonic() > until:
+                break
             await asyncio.sleep(RELEASE_POLL_S)
         raise TransferError(", ".join(status["leases"]), "leases that were never released", engine.name)
 

@@ -63,13 +63,15 @@ class EngineHandle:
         """Await a reply from this engine, but no longer than it lives, nor than `timeout_s`."""
         task = asyncio.ensure_future(awaitable)
         waiting: set[asyncio.Future[Any]] = {task, self.died}
-        done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()  # does nothing to one that is done
         if task in done:
             try:
                 return task.result()
             except RayError as error:
                 raise translate(error, self.name, node=self.node) from None
-        task.cancel()
         if self.died in done:
             self.died.result()
         raise DeadlineExceeded(f"{what} on {self.name}", timeout_s)

@@ -7,7 +7,6 @@ cannot hold the engine, that is said at once: Ray itself would wait for a node f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
@@ -100,6 +99,8 @@ class WorkerPool:
                 async with asyncio.timeout(FORM_S):
                     return await self._prepare(asks, how, model)
             except TimeoutError:
+                for name in [n for n, s in self._slots.items() if s.is_asked]:  # others start in their place
+                    self._free(name)
                 raise DeadlineExceeded(self._waiting_for, FORM_S) from None
             finally:  # also when the cell's deadline cancels this
                 for name in [n for n, s in self._slots.items() if s.node is None or s.hangs]:
@@ -125,11 +126,6 @@ class WorkerPool:
         slot.has_answered = False
         for index in range(num_workers):
             slot.workers[index] = self._start(name, slot, index)
-
-    async def pids(self) -> dict[str, int]:
-        """Worker name -> process id."""
-        found = await asyncio.gather(*(w.describe.remote() for s in self._slots.values() for w in s.workers))
-        return {d["name"]: d["pid"] for d in found}
 
     def free_all(self) -> None:
         """Give every placement group back; its workers end."""
@@ -254,7 +250,7 @@ class WorkerPool:
 
     def _free(self, name: str) -> None:
         slot = self._slots.pop(name)
-        if slot.hangs:  # a process that is stopped would outlive its group
+        if slot.is_asked:  # a process that is stopped would outlive its group
             for worker in slot.workers:
                 placement.kill(worker)
         placement.free_group(slot.group)
@@ -273,8 +269,8 @@ async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
                 raise _NodeLost
     finally:
         task.cancel()
-        with contextlib.suppress(BaseException):  # its end is awaited, its result is not wanted
-            await task
+        # Its end is awaited, its result is not wanted. Not `suppress`: this may be cancelled meanwhile.
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:

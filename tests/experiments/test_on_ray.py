@@ -251,8 +251,8 @@ def test_workers_share_gpus_and_stay_for_smaller_engines(ray_address):
             }
             assert len(set(pids.values())) == 4, "a process each"
             wait_until(lambda: not ray.available_resources().get("GPU"), "four halves of two GPUs")
-            ray.get(coordinator.prepare.remote(asks(prefill0=1, decode0=2)))
-            assert ray.get(coordinator.worker_pids.remote()) == pids, "the same workers"
+            fewer = asks(prefill0=1, decode0=2)
+            assert ray.get(coordinator.prepare.remote(fewer)) == pids, "the same workers"
             ray.get(coordinator.shutdown.remote())
         finally:
             ray.kill(coordinator)

@@ -1,0 +1,189 @@
+"""Waits that end: workers that never answer, waits that are cancelled, engines that do not stop. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayk.actors import pool as pool_module
+from rayk.actors.coordinator import CellOutcome, Coordinator
+from rayk.actors.engines import EngineHandle
+from rayk.actors.nodes import EngineAsk, Node
+from rayk.actors.pool import WorkerPool
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded
+
+NODE = Node(node_id="n0", address="10.0.0.1", resources={"CPU": 8.0}, free={"CPU": 8.0}, labels={})
+CPU = {"CPU": 1.0}
+
+
+@dataclass
+class Method:
+    """What a handle's method looks like: `.remote()` starts it and gives something to await."""
+
+    answer: Callable[[], Coroutine[Any, Any, object]]
+
+    def remote(self, *_: object, **__: object) -> Awaitable[object]:
+        return asyncio.ensure_future(self.answer())
+
+    def options(self, **_: object) -> Method:
+        return self
+
+
+@dataclass
+class Cluster:
+    """Stands for rayk.actors.placement: one node, workers that answer unless they are to hang."""
+
+    hung: set[str] = field(default_factory=set)
+    """Engines whose workers do not answer."""
+    started: list[str] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=lambda: [NODE])
+
+    def live_nodes(self) -> list[Node]:
+        return list(self.nodes)
+
+    def reserve_group(self, name: str, *_: object) -> str:
+        return name
+
+    def node_of(self, group: str) -> str:
+        return NODE.node_id
+
+    def start_worker(self, name: str, *_: object) -> Any:
+        self.started.append(name)
+        hangs = name.split("/")[2] in self.hung
+
+        async def describe() -> dict[str, object]:
+            if hangs:
+                await asyncio.Event().wait()
+            return {"name": name, "pid": len(self.started)}
+
+        return SimpleNamespace(name=name, describe=Method(describe))
+
+    def kill(self, worker: Any) -> None:
+        self.killed.append(worker.name)
+
+    def free_group(self, group: str) -> None:
+        self.freed.append(group)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster()
+    monkeypatch.setattr(pool_module, "placement", made)
+    monkeypatch.setattr(pool_module, "WATCH_S", 0.01)
+    return made
+
+
+ASKS = [EngineAsk(name=n, num_workers=2, resources=CPU) for n in ("prefill0", "decode0")]
+
+
+def test_workers_that_never_answer_are_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "FORM_S", 0.2)
+    cluster.hung = {"decode0"}
+    workers = WorkerPool("run", keep=True)
+
+    async def twice() -> dict[str, int]:
+        with pytest.raises(DeadlineExceeded, match="starting 4 workers"):
+            await workers.prepare(ASKS, "auto")
+        cluster.hung = set()
+        return await workers.prepare(ASKS, "auto")
+
+    pids = asyncio.run(twice())
+    assert cluster.killed == ["rayk/run/decode0/r0", "rayk/run/decode0/r1"]
+    assert cluster.freed == ["rayk/run/decode0"], "those that answered stay"
+    assert sorted(pids) == [
+        "rayk/run/decode0/r0#1",
+        "rayk/run/decode0/r1#1",
+        "rayk/run/prefill0/r0",
+        "rayk/run/prefill0/r1",
+    ]
+
+
+def test_a_cells_own_deadline_spares_workers_that_are_still_starting(cluster: Cluster) -> None:
+    cluster.hung = {"decode0"}
+    workers = WorkerPool("run", keep=True)
+
+    async def hasty() -> None:
+        async with asyncio.timeout(0.1):
+            await workers.prepare(ASKS, "auto")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(hasty())
+    assert (cluster.killed, cluster.freed) == ([], [])
+
+
+def test_a_cancellation_is_not_lost_while_a_lost_nodes_wait_ends(cluster: Cluster) -> None:
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)
+
+    async def cancel_meanwhile() -> None:
+        waiting = asyncio.ensure_future(pool_module._while_alive(slow_to_end(), [NODE]))
+        await asyncio.sleep(0.02)
+        cluster.nodes.clear()
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        await waiting
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel_meanwhile())
+
+
+def test_a_cancelled_guard_leaves_nothing_running() -> None:
+    ends: list[str] = []
+
+    async def reply() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    async def cancel() -> None:
+        engine = EngineHandle("e", "decode", 1, EngineConfig(model="m"), [])
+        waiting = asyncio.ensure_future(engine.guard(reply(), "a reply", 60.0))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await asyncio.sleep(0)
+        assert ends == ["cancelled"]
+
+    asyncio.run(cancel())
+
+
+def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is within its own; a cell must not wait for all of them one after the other."""
+    monkeypatch.setattr("rayk.actors.coordinator.STOP_S", 0.4)
+    monkeypatch.setattr("rayk.actors.coordinator.END_S", 0.5)
+
+    async def slow() -> dict[str, object]:
+        await asyncio.sleep(0.3)
+        return {}
+
+    parts = ("status", "stop", "check_integrity", "dissolve", "run")
+    worker = SimpleNamespace(**{part: Method(slow) for part in parts})
+    replaced: list[tuple[str, int]] = []
+
+    async def end() -> tuple[CellOutcome, float]:
+        coordinator = Coordinator("rayk/coordinator/x")
+        monkeypatch.setattr(coordinator._pool, "replace_workers", lambda *which: replaced.append(which))
+        engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [worker])
+        engine.start()
+        outcome, started = CellOutcome(), time.monotonic()
+        await coordinator._end(engine, outcome)
+        return outcome, time.monotonic() - started
+
+    outcome, took_s = asyncio.run(end())
+    assert took_s < 0.75
+    assert [str(e) for e in outcome.errors] == ["the end of decode0 exceeded its deadline of 0.5 s"]
+    assert replaced == [("decode0", 1)]
