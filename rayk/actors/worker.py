@@ -127,8 +127,8 @@ class Worker:
             timeout_s=spec.comm_timeout_s,
         )
         try:
-            self._rank = EngineRank(spec.config, comm)
-            commit_wrong_kv(self._rank.decoder, spec.faults)
+            commit = functools.partial(commit_wrong_kv, faults=spec.faults)
+            self._rank = EngineRank(spec.config, comm, on_loaded=commit)
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
                 self._handover = TransferHandover(engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp)

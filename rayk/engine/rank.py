@@ -5,7 +5,7 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from rayk.engine.inputs import InputBuilder
 from rayk.engine.plan import plan_engine
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
+from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
 from rayk.models.loader import load_decoder
 from rayk.parallel.comm import Comm
@@ -40,12 +41,14 @@ class EngineRank:
         *,
         poison: int | None = None,
         recorder: Recorder | None = None,
+        on_loaded: Callable[[Decoder], None] = lambda decoder: None,
     ) -> None:
         """Load this rank's weights and allocate its cache.
 
         `poison` fills the cache with that byte instead of zeros. `recorder` repeats decode steps in place of
-        CUDA graphs, on any device. Raises CheckpointError,
-        UnsupportedArchitecture, Unsupported (TP size), LayoutVetoed, or UserError for a setting.
+        CUDA graphs, on any device. `on_loaded` may change the decoder, loaded and its cache bound, before
+        decode steps are recorded from it. Raises CheckpointError, UnsupportedArchitecture, Unsupported (TP
+        size), LayoutVetoed, or UserError for a setting.
         """
         assert comm.size == config.tp, (comm.size, config.tp)
         for setting in ("prefix_caching", "fast_prefill"):
@@ -69,6 +72,7 @@ class EngineRank:
             backend=self.backend,
         )
         self.caches.bind(self.decoder.attention_layers)
+        on_loaded(self.decoder)
         self._inputs = InputBuilder(
             geometry,
             max_seqs=config.max_seqs,

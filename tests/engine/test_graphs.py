@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from rayk.actors import planted
+from rayk.actors import worker as worker_module
 from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.engine.graphs import DecodeGraphs, Replay, graph_sizes
 from rayk.engine.inputs import ModelInputs
@@ -139,6 +142,46 @@ def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, r
     outputs = run_greedy(rank, prompts, lengths)
     assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
     assert recorder.num_replays == 23, "every step but the prefill"
+
+
+@pytest.mark.parametrize("point", ["rope", "store_kv"])
+def test_a_planted_fault_is_in_what_a_worker_records(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """A graph repeats the kernels it was recorded from: a layer replaced afterwards never runs."""
+    wrong = {"rope": planted._OnePositionOn, "store_kv": planted._OneSlotOn}[point]
+    forward, num_wrong = wrong.forward, 0
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal num_wrong
+        num_wrong += 1
+        return forward(*args)
+
+    monkeypatch.setattr(wrong, "forward", counted)
+    recorder = Again()
+    monkeypatch.setattr(worker_module, "EngineRank", functools.partial(EngineRank, recorder=recorder))
+    config = EngineConfig(
+        model=str(checkpoint("llama")), attention_backend="reference", num_blocks=64, max_seqs=4
+    )
+    fault = planted.PlantedFault(kind="wrong_kv", point=point, layer=1)
+    spec = worker_module.RankSpec(
+        engine="e",
+        epoch=1,
+        role="aggregated",
+        rank=0,
+        config=config,
+        address="127.0.0.1:0",
+        comm_timeout_s=10.0,
+        lease_s=10.0,
+        faults=(fault,),
+    )
+    worker = worker_module.Worker("w")
+    try:
+        worker.form(spec)
+        assert recorder.num_recorded == 3
+        assert num_wrong == 3, "once per recorded size"
+    finally:
+        worker.dissolve()
 
 
 def run_greedy(rank: EngineRank, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
