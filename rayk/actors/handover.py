@@ -290,7 +290,11 @@ class TransferHandover:
                 self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
             case MakeTicket():
                 self._on_ticket(command, answers)
-            case Capture() if error is None:
+            case Capture() if error is not None:
+                # Its blocks, or its lease, go at the next turn: before a request that takes its id comes.
+                self.leader.abort(command.request_id)
+                self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
+            case Capture():
                 # By rank; the layers' rows of each.
                 self.leader.emit(RequestEvent(request_id=command.request_id, info={"captured": answers}))
 

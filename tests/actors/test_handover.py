@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rayk.actors.commands import Capture
+from rayk.actors.extension import TransferExtension
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
 from rayk.types.errors import DeadlineExceeded, TransferError, UserError
@@ -120,6 +122,32 @@ def test_a_lease_lasts_until_every_consumer_rank_is_done(qwen3: Model) -> None:
         for agent in agents:
             agent.go = True
         assert last_event(stream, pair).error is None
+        pair.check_all_free()
+
+
+def test_a_copy_that_fails_is_its_requests_error(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of the request stays behind."""
+
+    def execute(self: Any, command: object) -> object:
+        if isinstance(command, Capture):
+            raise TransferError(command.request_id, "no such rows")
+        return whole(self, command)
+
+    whole = TransferExtension.execute
+    monkeypatch.setattr(TransferExtension, "execute", execute)
+    with Pair.open(qwen3.path, tp=(2, 1)) as pair:
+        done = pair.prefill(make_request("r", qwen3.prompts[1]), capture=True)
+        assert isinstance(done.error, TransferError)
+        assert done.error.reason == "no such rows"
+        pair.check_all_free()
+        # One that was to go on here: it stops.
+        events: Any = queue.SimpleQueue()
+        request = make_request("s", qwen3.prompts[1], 900)
+        pair.p.handover.submit(request, events.put, hand_over=False, capture=True)
+        assert isinstance(pair.p.engine.collect(events).error, TransferError)
+        pair.check_all_free(timeout_s=0.5)
+        assert pair.prefill(make_request("r", qwen3.prompts[1])).error is None
+        pair.p.handover.settle("r")
         pair.check_all_free()
 
 
