@@ -36,8 +36,8 @@ def run(
     """Run an experiment matrix and print its verdict table.
 
     Exit 0: every cell is PASS or NEAR_TIE (or met its expected verdict). 1: some cell failed.
-    2: the spec or the model is bad, nothing was started. 130: interrupted (143: by SIGTERM), finished cells
-    are on disk and --resume continues.
+    2: the spec or the model is bad, nothing was started; or the disk is full. 130: interrupted (143: by
+    SIGTERM). Finished cells are on disk and --resume continues.
     """
     raise typer.Exit(
         run_spec(spec, out, overrides=overrides or [], address=address, resume=resume, strict=strict)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import sys
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ Planned = Sequence[tuple[Cell, list[list[int]]]]
 """Cells with their prompts."""
 GRACE_S = 60.0
 """What the coordinator may take beyond a cell's deadline to kill and replace workers."""
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Quiet:
@@ -92,7 +95,8 @@ def run_experiment(
     """Run a matrix into the folder `out` and return its tables.
 
     Raises UserError before any actor starts when the spec, the model or the machine does not fit. A cell
-    that fails is a row, not an exception. Interrupted runs keep the cells that ended.
+    that fails is a row, not an exception. Interrupted runs keep the cells that ended; so does one whose disk
+    is full, a UserError.
     """
     progress = progress or Quiet()
     config = load_config(loaded.spec.model)
@@ -109,7 +113,7 @@ def run_experiment(
     )
     yaml = dump_spec(loaded.spec)
     check_directory(out, yaml, resume=resume, inputs=environment["inputs"], renew=renew_spec)
-    with locked(Path(out)):
+    with _full_disk_is_told(Path(out)), locked(Path(out)):
         writer = ResultWriter(out, spec_yaml=yaml, environment=environment, resume=resume, renew=renew_spec)
         with closing(writer):
             progress.plan(len(planned), len(writer.finished))
@@ -124,6 +128,19 @@ def run_experiment(
                     _write_unsupported(cell, writer, progress)
             writer.finish()
     return load(out)
+
+
+@contextmanager
+def _full_disk_is_told(folder: Path) -> Iterator[None]:
+    """Raises UserError when the results, or the reference's answers beside them, find no room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_IS_FULL:
+            raise
+        raise UserError(
+            f"no room on the disk: {error}", where=str(folder), mend="make room; --resume continues the run"
+        ) from error
 
 
 def _write_unsupported(cell: Cell, writer: ResultWriter, progress: Progress) -> None:
@@ -161,7 +178,7 @@ def _run_on_cluster(
             judge = CellJudge(loaded.spec.model, config, writer.directory)
             for cell, prompts in left:
                 if not cell.unsupported:
-                    judge.ask(cell, prompts)  # the workers start meanwhile
+                    _ask(judge, cell, prompts)  # the workers start meanwhile
             cluster = {"ray_address": joined, "nodes": launch.describe_nodes(), "workers": runner.ready()}
             writer.write_environment(environment | cluster)
             decided = {cell.cell_id: cell for cell in cells}
@@ -185,10 +202,45 @@ def _run_cell(
     progress.begin(cell.cell_id)
     writer.begin_cell(cell.cell_id)
     outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
-    row = judge.judge(cell, prompts, outcomes)
+    try:
+        row = judge.judge(cell, prompts, outcomes)
+    except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
+        _raise_if_full(error)
+        row = _unjudged(cell, error, sum(o.wall_ns for o in outcomes))
     requests = [r for o in outcomes for r in o.requests]
     writer.write_cell(row, requests, [t for o in outcomes for t in o.transfers])
     progress.end(cell.cell_id, row.verdict, row.reason)
+
+
+def _ask(judge: CellJudge, cell: Cell, prompts: list[list[int]]) -> None:
+    try:
+        judge.ask(cell, prompts)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it comes again when this cell is judged
+        _raise_if_full(error)
+
+
+def _raise_if_full(error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno in DISK_IS_FULL:
+        raise error
+
+
+def _unjudged(cell: Cell, error: Exception, wall_ns: int) -> CellRow:
+    """The row of a cell whose checks broke down."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
+    reason = f"the checks of this cell broke down at {place}: {type(error).__name__}: {error}"
+    # Not even a cell that was to end in ENGINE_ERROR was to end in this one.
+    expected = "PASS" if cell.expected_verdict == "ENGINE_ERROR" else cell.expected_verdict
+    return CellRow(
+        cell_id=cell.cell_id,
+        axes=cell.axes,
+        verdict="ENGINE_ERROR",
+        reason=reason,
+        expected_verdict=expected,
+        wall_ns=wall_ns,
+    )
 
 
 class _Runner:
@@ -204,9 +256,17 @@ class _Runner:
         import ray
 
         from rayk.actors.engines import translate
+        from rayk.actors.pool import FORM_S
 
+        mend = "rayk on every node, and room for an engine's workers on one; see `rayk doctor`"
         try:
-            pids: dict[str, int] = ray.get(self._prepared)
+            pids: dict[str, int] = ray.get(self._prepared, timeout=FORM_S + GRACE_S)
+        except ray.exceptions.GetTimeoutError:
+            raise DeviceError(
+                f"the workers do not start: no word of them within {FORM_S + GRACE_S:g} s",
+                where="the cluster",
+                mend=mend,
+            ) from None
         except ray.exceptions.RayError as failure:
             error = translate(failure, "coordinator")
             if isinstance(error, UserError):
@@ -214,7 +274,7 @@ class _Runner:
             raise DeviceError(
                 f"the workers do not start: {error}",
                 where="the cluster",
-                mend="rayk on every node, and room for an engine's workers on one; see `rayk doctor`",
+                mend=mend,
             ) from failure
         return pids
 

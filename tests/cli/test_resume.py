@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from rich.console import Console
@@ -51,6 +53,33 @@ def lose_a_cell(out: Path) -> None:
     """What a run looks like that was killed before its last cell was finished."""
     cells = pd.read_parquet(out / "cells.parquet")
     cells.iloc[:-1].to_parquet(out / "cells.parquet")
+
+
+def test_a_full_disk_is_a_message_and_the_run_is_continued(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room for the second cell's row: the first one's stands."""
+    out, write = tmp_path / "run", pq.write_table
+    room = [True] * 5  # requests, transfers and cells of the first cell; two tables of the second
+
+    def write_while_there_is_room(table: Any, where: Any) -> None:
+        if not room:
+            Path(where).write_bytes(b"PAR1")  # what was written before the disk was full
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room.pop()
+        write(table, where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pq, "write_table", write_while_there_is_room)
+        full = run(path, out)
+    assert full.exit_code == 2
+    assert f"rayk: {out}: no room on the disk: [Errno 28] No space left on device" in full.stderr
+    assert "mend: make room; --resume continues the run" in full.stderr
+    assert "Traceback" not in full.output
+    assert len(load(out).cells) == 1
+    assert not list(out.glob(".*.tmp"))
+    run(path, out, "--resume")
+    assert len(load(out).cells) == 2
 
 
 def test_a_run_is_continued_and_says_how_many_cells_are_left(path: Path, tmp_path: Path) -> None:
