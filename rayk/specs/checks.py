@@ -156,7 +156,8 @@ def check_prompts(
 ) -> None:
     """Refuse prompts the model or an engine's KV pool cannot hold. Raises SpecError."""
     where = loaded.where("prompts")
-    check_token_ids([0, *cell.sampling.stop_token_ids], config.vocab_size, f"{where} stop_token_ids")
+    stop_where = f"{loaded.where('sampling.stop_token_ids')}: sampling.stop_token_ids"
+    check_token_ids([0, *cell.sampling.stop_token_ids], config.vocab_size, stop_where)
     for fault in cell.faults:
         if fault.request is not None and fault.request >= len(prompts):
             raise SpecError(

@@ -313,7 +313,7 @@ def test_missing_and_empty_prompt_files(tmp_path: Path) -> None:
 
 
 def test_out_of_vocabulary_stop_token_is_refused() -> None:
-    with pytest.raises(SpecError, match="token id 500"):
+    with pytest.raises(SpecError, match=r"sampling\.stop_token_ids: token id 500"):
         plan(sampling={"stop_token_ids": [500]})
 
 
