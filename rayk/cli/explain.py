@@ -36,7 +36,8 @@ def _axis_options() -> list[inspect.Parameter]:
     for side in SIDES:
         for name, field in SideSpec.model_fields.items():
             kind = int if re.search(r"\bint\b", str(field.annotation)) else str
-            default = "as for both" if field.default is None else field.default
+            default = field.get_default(call_default_factory=True)
+            default = "as for both" if default is None else default or "none"
             text = f"{side} engine's {name} [default: {default}]"
             hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
             options.append(
