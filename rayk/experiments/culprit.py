@@ -178,7 +178,7 @@ def _keys_alone(wrong: WrongLayer) -> str | None:
     explain = (_rotation, _norm_weight, _norm_statistics)
     found = next((text for text in (e(keys) for e in explain) if text is not None), None)
     first, last = int(keys.tokens[0]), int(keys.tokens[-1])
-    where = f"tokens {first} to {last} of heads {', '.join(map(str, heads))}"
+    where = f"tokens {first} to {last} of head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
     return f"{found} ({where})" if found else f"keys alone are wrong, {where}: other values (k projection?)"
 
 

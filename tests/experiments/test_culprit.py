@@ -117,7 +117,7 @@ def test_only_the_wrong_head_and_tokens_are_looked_at() -> None:
     found = truth.clone()
     found[1, 10:] = turned(keys, ROPE, shift=2)[1, 10:]
     why = named(found, values, (truth, values), model_with(ROPE))
-    assert why == "rope: positions are off by +2 (tokens 17 to 46 of heads 1)"
+    assert why == "rope: positions are off by +2 (tokens 17 to 46 of head 1)"
 
 
 def test_another_layers_rotation_and_one_where_there_is_none() -> None:

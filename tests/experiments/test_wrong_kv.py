@@ -98,7 +98,7 @@ def test_the_culprit_is_named_in_bfloat16_at_the_rank_that_commits_it(
     assert place(mismatch) == (2, "k", 1, 0)
     assert why in mismatch.classification  # type: ignore[union-attr]
     if point == "rope":
-        assert "(tokens 0 to 36 of heads 1)" in mismatch.classification  # type: ignore[union-attr]
+        assert "(tokens 0 to 36 of head 1)" in mismatch.classification  # type: ignore[union-attr]
 
 
 def test_faults_of_other_kinds_leave_the_decoder_alone(checkpoint: Callable[..., Path]) -> None:
