@@ -78,11 +78,12 @@ def compare_headline(results: list[Result]) -> str:
     """One line: how many verdicts differ, and how many cells some run lacks."""
     table = compare(results)
     changed, missing = int(table["changed"].sum()), int(table["missing"].sum())
-    text = (
-        f"{changed} of {len(table)} cells differ in verdict"
-        if changed
-        else f"{len(table)} cells, equal verdicts"
-    )
+    if changed:
+        text = f"{changed} of {len(table)} cells differ in verdict"
+    elif missing < len(table):
+        text = f"{len(table) - missing} cells in every run, equal verdicts"
+    else:
+        text = "no cell is in every run"
     return text + (f", {missing} in some runs only" if missing else "")
 
 

@@ -37,7 +37,7 @@ class Difference:
 
 
 def differences_of(base: Result, other: Result) -> list[Difference]:
-    """Every difference in the cells both runs have, but for times, and nodes of clusters."""
+    """Every difference in the cells both runs have, but for times and nodes; output tokens come first."""
     shared = set(base.cells["cell_id"]) & set(other.cells["cell_id"])
     found = []
     for name in TABLES:
@@ -52,7 +52,7 @@ def differences_of(base: Result, other: Result) -> list[Difference]:
             if column not in incidental:
                 values = [_texts(side, column, rows) for side in (left, right)]
                 found += _column_difference(name, column, rows, *values)
-    return found
+    return sorted(found, key=lambda difference: difference.column != "output_token_ids")
 
 
 def _keyed(table: pd.DataFrame, name: str, cells: set[str]) -> pd.DataFrame:

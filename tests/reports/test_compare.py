@@ -130,7 +130,7 @@ def test_the_page_has_every_section(runs: list[Result], tmp_path: Path) -> None:
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
     cells = [pair(1), pair(2)]
     runs = [write(tmp_path / "a", cells), write(tmp_path / "b", cells, slower=3.0)]
-    assert compare_headline(runs) == "2 cells, equal verdicts"
+    assert compare_headline(runs) == "2 cells in every run, equal verdicts"
     assert differences_of(*runs) == []
     assert "equal tables in the cells both have, times and nodes aside" in compare_markdown(runs)
 
@@ -164,6 +164,17 @@ def test_every_value_but_times_counts(
     found = [str(d) for d in differences_of(base, change(base, table, column, value))]
     assert len(found) == 1
     assert found[0].startswith(expected)
+
+
+def test_output_tokens_come_first(tmp_path: Path) -> None:
+    base = write(tmp_path / "a", [pair(1)])
+    other = change(change(base, "cells", "verdict", "TIMEOUT"), "requests", "output_token_ids", [1, 2])
+    assert [d.column for d in differences_of(base, other)] == ["output_token_ids", "verdict"]
+
+
+def test_runs_without_a_common_cell_are_not_called_equal(tmp_path: Path) -> None:
+    runs = [write(tmp_path / "a", [pair(1)]), write(tmp_path / "b", [pair(2)])]
+    assert compare_headline(runs) == "no cell is in every run, 2 in some runs only"
 
 
 @pytest.mark.parametrize(
