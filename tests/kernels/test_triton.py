@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rayk.kernels.paged_attention import head_groups
+from rayk.kernels.paged_attention import head_groups, launch
 from rayk.kernels.paged_attention.launch import paged_attention_triton, split_workspace_elements
 from rayk.kernels.paged_attention.tiles import MAX_SPLITS, Tiles, choose_num_splits, choose_tiles
 from rayk.kernels.store_kv import store_kv
@@ -108,6 +108,10 @@ def test_split_decode_counts_every_token_once(device: str, window: int | None) -
 def test_more_splits_than_the_combining_kernel_takes_at_once(device: str) -> None:
     """34 splits with keys, of 36: two turns of its loop."""
     batch = make_batch(((1, 540),), kv_heads=1, kv_index=(0, 0))
+    # The last key is what head 0 looks for: the second turn finds a greater maximum.
+    batch.keys[0][-1, 0] = 2 * batch.q[0, 0]
+    block, slot = divmod(int(batch.slot_mapping[0]), 16)
+    batch.cache[block, 0, slot, :16] = batch.keys[0][-1, 0]
     check(batch, device, "36 splits", num_splits=36, tiles=NARROW, sinks=sinks_of(batch))
 
 
@@ -178,6 +182,23 @@ def test_head_sizes_and_groups(
     )
     softmax = {"sinks": sinks_of(batch), "soft_cap": 2.0} if capped else {}
     check(batch, device, f"{dk}/{dv}", **softmax)
+
+
+@pytest.mark.parametrize("device", ON)
+def test_a_tile_writes_its_own_tokens_and_no_more(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows are 5 tokens of 3 heads and a row left over, which another program would have to race with."""
+    kernel = launch.paged_attention_kernel
+
+    class FirstProgram:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            return kernel[(1, grid[1])]
+
+    batch = make_batch(((30, 30),), kv_heads=1, kv_index=(0, 0, 0))
+    monkeypatch.setattr(launch, "paged_attention_kernel", FirstProgram())
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, 99.0, **options))
+    out = run(batch, device, tiles=NARROW)
+    assert (out[:5].abs() < 10).all()
+    assert (out[5:] == 99).all()
 
 
 @gpu
