@@ -9,6 +9,7 @@ import typer
 import yaml
 
 from rayk.cli.guard import guarded, stderr
+from rayk.oracle.tiny import family_values
 from rayk.types.errors import UserError
 
 
@@ -42,6 +43,7 @@ def checkpoint(
     values = parse_overrides(overrides or [])
     if layers is not None:
         values["num_hidden_layers"] = layers
+    family_values(family, values)  # an unknown family is refused before anything is announced
     stderr().print(f"writing a tiny {family} checkpoint to {directory}", markup=False)
     from rayk.oracle.checkpoint import write_checkpoint  # imports torch and transformers
 
