@@ -10,8 +10,8 @@ import torch
 
 from rayk.actors.commands import CapturedRows
 from rayk.experiments.culprit import Head, WrongLayer, misplaced, name_culprit
-from rayk.experiments.noise import Bound, broken, measure, rms
-from rayk.experiments.references import References
+from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
+from rayk.experiments.references import LayerKV, References
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import DecoderConfig, ExpertsConfig
@@ -90,22 +90,36 @@ def measure_values(
     Keys and values of a layer that routed experts come before are bounded as `noise` says of those.
     """
     errors: dict[tuple[int, str], list[torch.Tensor]] = {}
+    rough_errors: dict[tuple[int, str], list[torch.Tensor]] = {}
     squares: dict[tuple[int, str], list[torch.Tensor]] = {}
     for prompt in prompts:
-        exact, eager = references.kv(prompt), references.eager_kv(prompt)
-        for layer, (right, found) in enumerate(zip(exact, eager, strict=True)):
-            for name, r, f in zip(("k", "v"), right, found, strict=True):
-                errors.setdefault((layer, name), []).append(row_errors(f.double(), r.double()).flatten())
-                squares.setdefault((layer, name), []).append(r.double().square().mean(-1).flatten())
-    return {
-        (layer, name): measure(
+        exact = references.kv(prompt)
+        _add_errors(errors, exact, references.eager_kv(prompt))
+        _add_errors(rough_errors, exact, references.rough_kv(prompt))
+        for layer, fields in enumerate(exact):
+            for name, right in zip(("k", "v"), fields, strict=True):
+                squares.setdefault((layer, name), []).append(right.double().square().mean(-1).flatten())
+    bounds: dict[tuple[int, str], Bound] = {}
+    for (layer, name), noise in errors.items():
+        before = model.layers[:layer]
+        routed = references.routed and any(isinstance(b.mlp, ExpertsConfig) for b in before)
+        rough = rough_errors.get((layer, name)) if routed else None
+        bounds[layer, name] = measure(
             torch.cat(noise),
             floor=KV_VALUES_RELATIVE * float(torch.cat(squares[layer, name]).mean().sqrt()),
-            routed=references.routed
-            and any(isinstance(before.mlp, ExpertsConfig) for before in model.layers[:layer]),
+            routed=ROUTED_ROWS if routed else None,
+            further=None if rough is None else torch.cat(rough),
         )
-        for (layer, name), noise in errors.items()
-    }
+    return bounds
+
+
+def _add_errors(
+    errors: dict[tuple[int, str], list[torch.Tensor]], exact: LayerKV, found: LayerKV | None
+) -> None:
+    """Append one prompt's row errors, [H * T] of each layer and field."""
+    for layer, (right, other) in enumerate(zip(exact, found, strict=True) if found is not None else ()):
+        for name, r, f in zip(("k", "v"), right, other, strict=True):
+            errors.setdefault((layer, name), []).append(row_errors(f.double(), r.double()).flatten())
 
 
 def row_errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -147,9 +161,9 @@ def compare_values(
                 max_error = max(max_error, float(errors.max()))
                 max_share = max(max_share, float(errors.max()) / limits[name].worst)
             is_wrong = broken(errors, limits[name])
-            median = limits[name].median
-            if median is not None and not bool(is_wrong.any()):
-                is_wrong = misplaced(values, truth, errors > limits[name].worst, 2 * median)
+            if limits[name].quantiles and not bool(is_wrong.any()):
+                usual = limits[name].quantiles[0].expected(len(errors))
+                is_wrong = misplaced(values, truth, errors > limits[name].worst, 2 * usual)
             # Of replicas the first wrong one is looked at.
             if (name, head) not in wrong or not bool(wrong[name, head].any()):
                 found[name, head], wrong[name, head] = values, is_wrong
@@ -165,7 +179,7 @@ def compare_values(
 def _bound(bounds: KVBounds | None, layer: int, name: str, truth: Mapping[str, torch.Tensor]) -> Bound:
     if bounds is not None:
         return bounds[layer, name]
-    return measure(torch.zeros(1), floor=KV_VALUES_RELATIVE * rms(truth[name]), routed=False)
+    return measure(torch.zeros(1), floor=KV_VALUES_RELATIVE * rms(truth[name]))
 
 
 def _heads(captured: Sequence[CapturedRows], layer: int) -> Iterator[tuple[str, int, np.ndarray]]:

@@ -284,7 +284,8 @@ def _norm_weight(keys: _Keys) -> str | None:
         return None
     low, high = float(factors.min()), float(factors.max())
     if high - low < ALIKE * max(abs(low), abs(high)):
-        return f"k-norm: all keys are {float(factors.mean()):.4g} times what they should be"
+        name = _norm_name(keys).removesuffix(":")
+        return f"{name}: all keys are {float(factors.mean()):.4g} times what they should be"
     channel = int((factors - 1).abs().argmax())
     return (
         f"{_norm_name(keys)} weight: un-rotated keys are off by one factor per channel, "

@@ -9,8 +9,9 @@ Bounds come from `noise`: outside float32 they are measured, in float32 they are
 
 What it cannot see: an error that changes no chosen token's probability by more than rounding does (in
 bfloat16 that of a few tiny weights; keys and queries turned by the same wrong angle), an error of the drawing
-itself, and, outside float32 where experts are routed, one that leaves half of the tokens right. `kv_values`
-looks at the cache itself, `tokens` in float32 at every choice.
+itself, and, outside float32 where experts are routed, one that leaves half of the tokens right or is no
+larger than a few times rounding (see `noise`). `kv_values` looks at the cache itself, `tokens` in float32 at
+every choice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rayk.experiments.noise import Bound, broken, measure, rms
+from rayk.experiments.noise import ROUTED_TOKENS, Bound, broken, excess, measure, rms
 from rayk.experiments.references import References
 from rayk.oracle.reference import TextScores
 from rayk.types.request import SamplingParams
@@ -64,7 +65,8 @@ class _Tokens:
     def bound(self, *, routed: bool) -> Bound:
         """From eager's errors."""
         noise = (_tensor(self.eager) - _tensor(self.exact)).abs()
-        return measure(noise, floor=LOGPROB_FLOOR, routed=routed, further=_tensor(self.further).abs())
+        factors = ROUTED_TOKENS if routed else None
+        return measure(noise, floor=LOGPROB_FLOOR, routed=factors, further=_tensor(self.further).abs())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,27 +137,26 @@ def _judge(tokens: _Tokens, references: References) -> tuple[LogprobErrors, list
     """The errors of one kind of tokens, and a reason for every token that breaks their bound."""
     errors, bound = tokens.errors(), tokens.bound(routed=references.routed)
     worst = float(errors.max()) if len(errors) else 0.0
-    typical = rms(errors) if bound.median is None else float(errors.median())
-    found = LogprobErrors(len(errors), worst, typical, bound)
+    typical = float(errors.median()) if bound.quantiles and len(errors) else rms(errors)
     measured = "" if references.is_exact else f", measured from eager {references.eager_dtype}"
     reasons = []
     for i in broken(errors, bound).nonzero()[:, 0].tolist():
         request, token = tokens.places[i]
+        off_by = _limit(float(errors[i]), errors, bound)
         reasons.append(
             f"logprobs: request {request}, {tokens.kind} token {token}: {tokens.found[i]:.4g}, the "
-            f"reference's is {tokens.exact[i]:.4g} (off by {_limit(float(errors[i]), found)}{measured})"
+            f"reference's is {tokens.exact[i]:.4g} (off by {off_by}{measured})"
         )
-    return found, reasons
+    return LogprobErrors(len(errors), worst, typical, bound), reasons
 
 
-def _limit(error: float, found: LogprobErrors) -> str:
-    """An error that breaks its bound, and the bound."""
-    bound, count = found.bound, found.num_checked
-    if bound.median is None and error > bound.worst:
+def _limit(error: float, errors: torch.Tensor, bound: Bound) -> str:
+    """One of the errors, which breaks their bound, and the bound."""
+    over = excess(errors, bound)
+    if over is None or (not bound.quantiles and error > bound.worst):
         return f"{error:.3g}; bound {bound.worst:.3g}"
-    kind = "RMS" if bound.median is None else "median"
-    over_all = f"{found.typical_error:.3g} {kind} over {count} tokens"
-    return f"{error:.3g}, {over_all}; bound {bound.limit(count):.3g} {kind}"
+    found = f"{over.found:.3g} {over.name} over {len(errors)} tokens"
+    return f"{error:.3g}, {found}; bound {over.limit:.3g} {over.name}"
 
 
 def _worse_choices(tokens: _Tokens, gaps: Sequence[float], bound: Bound) -> list[str]:
@@ -164,7 +165,7 @@ def _worse_choices(tokens: _Tokens, gaps: Sequence[float], bound: Bound) -> list
     The logits of both may be off by the bound.
     """
     twice = bound.times(2)
-    limit = twice.worst if bound.median is None else twice.limit(len(gaps))
+    limit = twice.limit(len(gaps)) if bound.quantiles else twice.worst
     return [
         f"logprobs: request {tokens.places[i][0]}, output token {tokens.places[i][1]} was chosen greedily "
         f"{gaps[i]:.3g} logits below the reference's best (bound {limit:.3g})"

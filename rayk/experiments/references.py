@@ -78,6 +78,9 @@ class References:
         return self._kv[key]
 
     def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
-        """Eager's, the rough one: of a layer's rows too few are compared at a time. Not kept: it serves to
-        measure, once."""
-        return self.kv(prompt) if self.is_exact else self._rough.kv_cache(prompt)
+        """Eager's. Not kept: it serves to measure, once."""
+        return self.kv(prompt) if self.is_exact else self._eager.kv_cache(prompt)
+
+    def rough_kv(self, prompt: Sequence[int]) -> LayerKV | None:
+        """The rough one; None where eager's tells enough."""
+        return None if self._rough is self._eager else self._rough.kv_cache(prompt)

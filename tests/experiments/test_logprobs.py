@@ -119,7 +119,8 @@ def test_flipped_routes_are_let_through_and_a_lost_head_is_not() -> None:
     """Eager: small errors and two flips. Flips at other tokens pass; most tokens wrong do not."""
     told = Told([0.05, -0.1] * 35 + [4.0, -7.0], routed=True)
     assert not judged([0.1, -0.05] * 25 + [6.0, 0.7, -5.0, 3.0, 0.9, 11.0] * 3 + [0.1] * 4, told)
-    assert not judged([0.2] * 72, told)
+    assert not judged([0.14] * 72, told)
+    assert "0.2 lower quartile over 72 tokens; bound 0.147 lower quartile" in judged([0.2] * 72, told)[0]
     assert "0.9 median over 72 tokens" in judged([0.9, -0.9] * 36, told)[0]
 
 
@@ -135,7 +136,8 @@ def test_a_flipped_route_in_few_tokens_is_let_through_where_few_are_met() -> Non
     """float16: eager met none in these tokens, bfloat16 did at the same steps."""
     assert not judged([0.23, 0.2, 0.002, 0.3], Told([0.005] * 4, further=[0.25] * 4, routed=True))
     assert judged([0.23, 0.2, 0.002, 0.3], Told([0.005] * 4, routed=True))
-    assert judged([0.23, 0.2, 0.002, 0.3] * 18, Told([0.005] * 72, further=[0.25] * 72, routed=True))
+    many = [0.005] * 1200
+    assert judged([0.23, 0.2, 0.002, 0.3] * 300, Told(many, further=[0.25] * 1200, routed=True))
 
 
 # With engines.
@@ -244,16 +246,33 @@ def lose_the_sinks_of_a_layer(engine: ThreadEngine) -> None:
     attention.params = replace(attention.params, sinks=None)
 
 
-@pytest.mark.parametrize("change", [None, lose_expert_biases, lose_the_sinks_of_a_layer])
-def test_float16_shows_what_flipped_routes_hide_in_bfloat16(
-    checkpoint: Callable[..., Path], change: Callable[[ThreadEngine], None] | None
+def sharpen_attention(engine: ThreadEngine) -> None:
+    """Scores of all layers are 1.1 times what they should be."""
+    for attention in engine.ranks[0].decoder.attention_layers.values():
+        attention.params = replace(attention.params, scale=1.1 * attention.params.scale)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        ("bfloat16", lose_expert_biases),
+        ("bfloat16", sharpen_attention),
+        ("float16", None),
+        ("float16", lose_expert_biases),
+        ("float16", sharpen_attention),
+        # Too little for bfloat16.
+        ("float16", lose_the_sinks_of_a_layer),
+    ],
+)
+def test_small_errors_show_between_flipped_routes(
+    checkpoint: Callable[..., Path], dtype: str, change: Callable[[ThreadEngine], None] | None
 ) -> None:
     path = checkpoint("gpt_oss")
-    references = References(str(path), CHECKPOINTS / "reference-cache", "float16", routed=True)
-    rows = run_engine(path, change or (lambda engine: None), "float16")
+    references = References(str(path), CHECKPOINTS / "reference-cache", dtype, routed=True)
+    rows = run_engine(path, change or (lambda engine: None), dtype)
     reasons = compare_logprobs(rows, references, GREEDY).reasons
     assert bool(reasons) == (change is not None), reasons
-    assert all("measured from eager float16" in reason for reason in reasons[:1])
+    assert all(f"measured from eager {dtype}" in reason for reason in reasons[:1])
 
 
 def test_near_ties_outside_float32_are_as_wide_as_eagers_noise(qwen3: Path, bfloat16: References) -> None:

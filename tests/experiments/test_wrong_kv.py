@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 
 from rayk.actors.planted import PlantedFault, commit_wrong_kv
 from rayk.experiments.compare import ValueComparison, compare_values, measure_values
+from rayk.experiments.noise import ROUTED_ROWS, broken, measure
 from rayk.experiments.references import References
 from rayk.models.config import ExpertsConfig
+from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
 from rayk.types.errors import KVMismatch
 from tests.experiments.teacher import handed_over, prompts_of
@@ -23,7 +25,14 @@ NUM_TOKENS = 37
 
 
 def compare_with_fault(
-    path: Path, point: str, layer: int, *, tp: int = 1, rank: int = 0, dtype: str = "float32"
+    path: Path,
+    point: str,
+    layer: int,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    dtype: str = "float32",
+    commit: Callable[[Decoder, Sequence[PlantedFault]], None] = commit_wrong_kv,
 ) -> ValueComparison:
     """Prefill and hand over one prompt, with the fault at one rank of P."""
     config, prompts = load_config(path), prompts_of(path)
@@ -33,7 +42,7 @@ def compare_with_fault(
     with Pair.open(path, tp=(tp, 1), dtype=dtype) as pair:
         engine_rank = pair.p.engine.ranks[rank]
         fault = PlantedFault(kind="wrong_kv", point=point, layer=layer)
-        pair.p.run(lambda: commit_wrong_kv(engine_rank.decoder, [fault]))
+        pair.p.run(lambda: commit(engine_rank.decoder, [fault]))
         # D takes the bytes for right: as bytes, they are.
         _, (captured,) = handed_over(pair, [prompt])
         groups = engine_rank.plan.groups
@@ -99,6 +108,40 @@ def test_the_culprit_is_named_in_bfloat16_at_the_rank_that_commits_it(
     assert why in mismatch.classification  # type: ignore[union-attr]
     if point == "rope":
         assert "(tokens 0 to 36 of head 1)" in mismatch.classification  # type: ignore[union-attr]
+
+
+def stretch_keys(decoder: Decoder, faults: Sequence[PlantedFault]) -> None:
+    """The layer's keys come out 1.1 times as long."""
+    attention = decoder.attention_layers[faults[0].layer or 0]
+    qkv, params = attention._weights.qkv, attention.params
+    sizes = [n * params.head_size_k for n in (attention.num_query_heads, len(attention.kv_head_ids))]
+    for part in (qkv.weight, qkv.bias):
+        part[sizes[0] : sum(sizes)] *= 1.1
+
+
+@pytest.mark.parametrize("commit", [stretch_keys, None])
+def test_stretched_keys_show_in_float16_between_flipped_routes(
+    checkpoint: Callable[..., Path], commit: Callable[[Decoder, Sequence[PlantedFault]], None] | None
+) -> None:
+    """Behind routed experts, where eager bfloat16's noise would hide them."""
+    commit = commit or (lambda decoder, faults: None)
+    found = compare_with_fault(checkpoint("gpt_oss"), "k_scale", 2, dtype="float16", commit=commit)
+    if commit is stretch_keys:
+        assert place(found.mismatch) == (2, "k", 0, 0)
+        assert "k projection" in found.mismatch.classification  # type: ignore[union-attr]
+        assert "1.1 times" in found.mismatch.classification  # type: ignore[union-attr]
+    else:
+        assert found.mismatch is None
+
+
+def test_a_flipped_route_passes_in_a_prompt_too_short_to_meet_one_twice() -> None:
+    """Rows of 5 tokens as far off as bfloat16's, where eager float16 met no flip; not those of 1000."""
+    own, rough = torch.full((5,), 0.01), torch.full((5,), 0.1)
+    bound = measure(own, floor=0.0, routed=ROUTED_ROWS, further=rough)
+    flipped = torch.tensor([0.01, 0.2, 0.15, 0.3, 0.2])
+    assert not broken(flipped, bound).any()
+    assert broken(flipped.repeat(200), bound).sum() == 800
+    assert broken(flipped, measure(own, floor=0.0, routed=ROUTED_ROWS)).sum() == 4
 
 
 def test_faults_of_other_kinds_leave_the_decoder_alone(checkpoint: Callable[..., Path]) -> None:
