@@ -101,6 +101,7 @@ class Reference:
         self.weights_dtype = weights_dtype or dtype
         self.device = device
         self._identity: dict[str, Any] = {
+            "answers": 1,  # raise when the same question gets another answer
             "checkpoint": checkpoint_hash(self.model_path),
             "dtype": dtype,
             "device": device,
