@@ -56,18 +56,18 @@ def test_an_interrupted_run_ends_with_the_tables_of_a_whole_one(
 ) -> None:
     matrix = [
         {"mode": "aggregated", "prefill.layout": ["BHLNC", "LBNHC", "LHBNC"]},
-        {"decode.layout": ["BHLNC", "LBNHC"], "decode.tp": [1, 2]},
+        {"decode.layout": ["BHLNC", "LBNHC"], "decode.tp": 2},
     ]
-    whole = spec(matrix, repeat=2, **SHORT)
+    whole = spec(matrix, **SHORT)
     path, out = write_spec(tmp_path, whole), tmp_path / "run"
     run = Interrupted(path, out, environment={"RAY_ADDRESS": ray_address})
     early = run.interrupt(Interrupt(signal.SIGINT, 0, 1.0), resume=False)
     assert early.rstrip().endswith("rayk: interrupted")
     printed = run.interrupt(Interrupt(signal.SIGTERM, 2, 0.0), resume=True)
     assert printed.rstrip().endswith("rayk: terminated")
-    assert f"of 7 cells are finished: --out {out} --resume continues" in printed
+    assert f"of 5 cells are finished: --out {out} --resume continues" in printed
     before = load(out).cells
-    assert 1 <= len(before) < 7
+    assert 1 <= len(before) < 5
     wait_until(lambda: not named_actors(ray_address), "an interrupted run leaves no worker")
     refused = subprocess.run(run.command(resume=False), capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -75,8 +75,8 @@ def test_an_interrupted_run_ends_with_the_tables_of_a_whole_one(
     run.interrupt(Interrupt(signal.SIGKILL, 2, 0.05), resume=True)
     wait_until(lambda: not named_actors(ray_address), "the actors of a killed driver end")
     printed = run.finish()
-    assert "of 7 cells are on disk" in printed
-    assert run.check(7)["begins"] <= 7 + 3
+    assert "of 5 cells are on disk" in printed
+    assert run.check(5)["begins"] <= 5 + 3
     after = load(out).cells.set_index("cell_id")
     kept = after.loc[before["cell_id"], "wall_s"].tolist()
     assert kept == before["wall_s"].tolist(), "finished cells were not run again"
@@ -87,8 +87,7 @@ def test_an_interrupted_run_ends_with_the_tables_of_a_whole_one(
     assert finished[:2] == [0, len(before)]
     Experiment(whole).run(tmp_path / "whole", address=ray_address)
     assert_same_tables(tmp_path / "whole", out)
-    requests = load(out).requests
-    assert requests.groupby(["cell_id", "repeat"]).size().tolist() == [2] * 14
+    assert load(out).requests.groupby("cell_id").size().tolist() == [2] * 5
 
 
 @pytest.mark.slow
