@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rayk.models.config import NormConfig
 from rayk.models.families import common, gemma3
 from rayk.models.families.raw import RawConfig
 
@@ -26,27 +25,8 @@ DEFAULTS = {
 def parse(raw: RawConfig) -> DecoderConfig:
     """Even layers slide where `layer_types` is absent; a cap that is null is none."""
     raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
-    if raw.flag("use_bidirectional_attention"):
-        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
-    bias = raw.flag("attention_bias")
-    config = common.parse_llama_like(
-        raw,
-        family="gemma2",
-        windows=common.periodic_windows(raw, period=2),
-        norm=NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0),
-        mlp=common.parse_mlp(raw, key="hidden_activation"),
-        tied=True,
-    )
-    return replace(
-        config,
-        block="post_norms",
-        qkv_bias=bias,
-        o_bias=bias,
-        query_scalar=raw.number("query_pre_attn_scalar"),
-        embedding_scale=config.hidden_size**0.5,
-        attention_soft_cap=raw.optional_number("attn_logit_softcapping"),
-        final_soft_cap=raw.optional_number("final_logit_softcapping"),
-    )
+    config = gemma3.parse_gemma(raw, family="gemma2", windows=common.periodic_windows(raw, period=2))
+    return replace(config, attention_soft_cap=raw.optional_number("attn_logit_softcapping"))
 
 
 FAMILY = common.Family(

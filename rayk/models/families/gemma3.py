@@ -39,16 +39,28 @@ FULL_THETA, SLIDING_THETA = 1e6, 1e4
 def parse(raw: RawConfig) -> DecoderConfig:
     """Of a model with vision, the text model: its settings stand in `text_config`."""
     raw = _text_config(raw)
-    if raw.flag("use_bidirectional_attention"):
-        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
     windows = common.periodic_windows(raw, period=6)
     full, sliding = _ropes(raw, raw.count("head_dim"))
+    ropes = tuple(full if window is None else sliding for window in windows)
+    return replace(parse_gemma(raw, family="gemma3", windows=windows, ropes=ropes), qk_norm=True)
+
+
+def parse_gemma(
+    raw: RawConfig,
+    *,
+    family: str,
+    windows: tuple[int | None, ...],
+    ropes: tuple[RopeConfig | None, ...] | None = None,
+) -> DecoderConfig:
+    """What Gemma 2 and 3 share; `raw` holds the family's defaults. Arguments as parse_llama_like's."""
+    if raw.flag("use_bidirectional_attention"):
+        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
     bias = raw.flag("attention_bias")
     config = common.parse_llama_like(
         raw,
-        family="gemma3",
+        family=family,
         windows=windows,
-        ropes=tuple(full if window is None else sliding for window in windows),
+        ropes=ropes,
         norm=NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0),
         mlp=common.parse_mlp(raw, key="hidden_activation"),
         tied=True,
@@ -58,7 +70,6 @@ def parse(raw: RawConfig) -> DecoderConfig:
         block="post_norms",
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=True,
         query_scalar=raw.number("query_pre_attn_scalar"),
         embedding_scale=config.hidden_size**0.5,
         final_soft_cap=raw.optional_number("final_logit_softcapping"),
