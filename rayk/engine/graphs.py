@@ -103,7 +103,7 @@ class DecodeGraphs:
         """Whether a recorded step computes just this."""
         num_requests = inputs.metadata[0].num_requests
         decodes = len(inputs.token_ids) == num_requests == len(inputs.logits_index)
-        return decodes and num_requests <= self.sizes[-1]
+        return decodes and inputs.prompt_index is None and num_requests <= self.sizes[-1]
 
     def replay(self, inputs: ModelInputs) -> torch.Tensor:
         """Logits [R, vocab] of a step that fits; valid until the next replay."""

@@ -127,7 +127,7 @@ class EngineRank:
         inputs = self._inputs.build(batch)
         self._prompt_hidden = None
         self.fence.begin()
-        if self._graphs is not None and inputs.prompt_index is None and self._graphs.fits(inputs):
+        if self._graphs is not None and self._graphs.fits(inputs):
             logits = self._graphs.replay(inputs)
         else:
             hidden = self._forward(inputs.token_ids, inputs.positions, inputs.metadata)
