@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rayk.parallel.shard import kv_heads
 
@@ -15,26 +17,48 @@ ITEMSIZE: dict[str, int] = {
 }
 """Bytes per element of every dtype a cache may hold."""
 
+FIELD_IDS: Mapping[str, int] = MappingProxyType(
+    {
+        name: number
+        for number, name in enumerate(
+            (
+                *("k", "v"),
+                *("latent", "rope"),
+                *("conv_x", "conv_b", "conv_c", "ssm"),
+                *("conv_q", "conv_k", "conv_v", "delta"),
+            )
+        )
+    }
+)
+"""Every field that a spec may lower to, and the number that stands for it in digests. Only append."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageField:
     """One kind of content of a page: `units` x `rows` x `row_bytes`.
 
-    For attention, units are KV heads and rows are the token slots of a block. `readers` are what tensor
-    parallelism divides evenly (query heads); reader r reads unit r // (readers // units), so a rank
-    holds the units its readers need: replicas and uneven overlaps follow from that alone.
+    For attention, units are KV heads and rows are the token slots of a block; a recurrent state has one row
+    per block. `readers` are what tensor parallelism divides evenly (query heads, state heads); reader r
+    reads unit r // (readers // units), so a rank holds the units its readers need: replicas and uneven
+    overlaps follow from that alone.
     """
 
     name: str
+    """A key of FIELD_IDS."""
     units: int
     rows: int
     row_bytes: int
     dtype: str
     readers: int
+    bundle: str = "kv"
+    """Fields of one bundle lie side by side in each (unit, row) and are bound as one view; they have the
+    same units, rows and dtype. Another bundle is a stretch of its own."""
+    reader_name: str = "query heads"
+    """What the readers are, for messages."""
 
     def shard(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
         """Global unit ids one rank holds, ascending. Raises Unsupported if TP does not divide `readers`."""
-        return kv_heads(self.readers, self.units, tp_size, tp_rank)
+        return kv_heads(self.readers, self.units, tp_size, tp_rank, self.reader_name)
 
     @property
     def unit_bytes(self) -> int:

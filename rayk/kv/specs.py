@@ -6,9 +6,13 @@ Nothing outside this file asks what kind of spec it has: it reads fields, and wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Protocol
 
 from rayk.kv.fields import ITEMSIZE, PageField
+
+CHANNELS_PER_UNIT = 16
+"""Channels of a Mamba1 layer that stay together: a slice of so many starts at a multiple of 16 bytes."""
 
 
 class KVCacheSpec(Protocol):
@@ -16,21 +20,26 @@ class KVCacheSpec(Protocol):
 
     @property
     def kind(self) -> str:
-        """A name people read: full, sliding."""
+        """A name people read: full, sliding, mla, mamba1, mamba2, gdn."""
+        ...
+
+    @property
+    def part(self) -> str:
+        """Which of a layer's caches it is: attention or state. A layer may have one of each."""
         ...
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Tokens per block. Where fields have fewer rows, a row stands for several tokens."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Element type of the bound view."""
+        """Element type of the first field."""
         ...
 
     def fields(self) -> tuple[PageField, ...]:
-        """The page's fields, in the order they lie in the content axis."""
+        """The page's fields, in the order in which they lie in it. All have the same `rows`."""
         ...
 
     def live_rows(self, num_tokens: int) -> range:
@@ -53,6 +62,11 @@ class FullAttentionSpec:
     def kind(self) -> str:
         """A name people read."""
         return "full"
+
+    @property
+    def part(self) -> str:
+        """Which of a layer's caches it is."""
+        return "attention"
 
     def fields(self) -> tuple[PageField, ...]:
         """K then V, packed in the content axis of each (head, token)."""
@@ -88,6 +102,170 @@ class SlidingWindowSpec(FullAttentionSpec):
     def live_rows(self, num_tokens: int) -> range:
         """The next token, at position num_tokens, sees keys > num_tokens - window."""
         return range(max(0, num_tokens + 1 - self.window), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention: per token one latent vector and one rotated key that all heads share.
+
+    One unit, which every rank holds (deepseek_v3/modeling_deepseek_v3.py:457).
+    """
+
+    block_size: int
+    latent_size: int
+    rope_size: int
+    dtype: str
+    num_query_heads: int
+
+    @property
+    def kind(self) -> str:
+        """A name people read."""
+        return "mla"
+
+    @property
+    def part(self) -> str:
+        """Which of a layer's caches it is."""
+        return "attention"
+
+    def fields(self) -> tuple[PageField, ...]:
+        """The latent, then the rotated key, packed in the content axis of each token."""
+        size = ITEMSIZE[self.dtype]
+        return tuple(
+            PageField(name, 1, self.block_size, width * size, self.dtype, self.num_query_heads)
+            for name, width in (("latent", self.latent_size), ("rope", self.rope_size))
+        )
+
+    def live_rows(self, num_tokens: int) -> range:
+        """Every token."""
+        return range(num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateSpec:
+    """What recurrent layers share: a block holds the state after the last of its tokens that are computed.
+
+    With a block size of the longest sequence, a request has one block, which is updated in place.
+    """
+
+    block_size: int
+    dtype: str
+    """Of the convolution's taps; the recurrent state is float32."""
+    conv_width: int
+    """Taps of the causal convolution; the last `conv_width - 1` inputs are kept."""
+
+    @property
+    def part(self) -> str:
+        """Which of a layer's caches it is."""
+        return "state"
+
+    def live_rows(self, num_tokens: int) -> range:
+        """The position of the last token: its state holds all that came before."""
+        return range(max(0, num_tokens - 1), num_tokens)
+
+    def _conv(self, name: str, units: int, channels: int, readers: int, what: str) -> PageField:
+        """Taps of `units` x `channels`, [channels, conv_width - 1] each."""
+        row_bytes = channels * (self.conv_width - 1) * ITEMSIZE[self.dtype]
+        return PageField(name, units, 1, row_bytes, self.dtype, readers, name, what)
+
+    def _state(self, name: str, units: int, elements: int, readers: int, what: str) -> PageField:
+        """A float32 state of `elements` per unit."""
+        return PageField(name, units, 1, elements * ITEMSIZE["float32"], "float32", readers, name, what)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Spec(_StateSpec):
+    """Mamba1 keeps, per channel, the taps of x and a state [state_size] (jamba/modeling_jamba.py:444).
+
+    Units are runs of channels, since each channel has a state of its own.
+    """
+
+    num_channels: int
+    state_size: int
+
+    @property
+    def kind(self) -> str:
+        """A name people read."""
+        return "mamba1"
+
+    @property
+    def channels_per_unit(self) -> int:
+        """Channels of a unit."""
+        return gcd(self.num_channels, CHANNELS_PER_UNIT)
+
+    def fields(self) -> tuple[PageField, ...]:
+        """Taps, then states."""
+        per_unit = self.channels_per_unit
+        units = self.num_channels // per_unit
+        what = f"runs of {per_unit} channels"
+        return (
+            self._conv("conv_x", units, per_unit, units, what),
+            self._state("ssm", units, per_unit * self.state_size, units, what),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec(_StateSpec):
+    """Mamba2 keeps taps of x per head, of B and C per group, and a state [head_size, state_size] per head.
+
+    Head h reads group h // (num_heads / num_groups) (mamba2/modeling_mamba2.py:257).
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+
+    @property
+    def kind(self) -> str:
+        """A name people read."""
+        return "mamba2"
+
+    def fields(self) -> tuple[PageField, ...]:
+        """Taps of x, B and C, then states."""
+        heads, what = self.num_heads, "Mamba heads"
+        return (
+            self._conv("conv_x", heads, self.head_size, heads, what),
+            self._conv("conv_b", self.num_groups, self.state_size, heads, what),
+            self._conv("conv_c", self.num_groups, self.state_size, heads, what),
+            self._state("ssm", heads, self.head_size * self.state_size, heads, what),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNetSpec(_StateSpec):
+    """A gated delta net keeps taps of q and k per key head, of v per value head, and a state
+    [key_head_size, value_head_size] per value head.
+
+    Value head h reads key head h // (num_value_heads / num_key_heads)
+    (qwen3_next/modeling_qwen3_next.py:582).
+    """
+
+    num_key_heads: int
+    key_head_size: int
+    num_value_heads: int
+    value_head_size: int
+
+    @property
+    def kind(self) -> str:
+        """A name people read."""
+        return "gdn"
+
+    def fields(self) -> tuple[PageField, ...]:
+        """Taps of q, k and v, then states."""
+        heads, what = self.num_value_heads, "value heads"
+        return (
+            self._conv("conv_q", self.num_key_heads, self.key_head_size, heads, what),
+            self._conv("conv_k", self.num_key_heads, self.key_head_size, heads, what),
+            self._conv("conv_v", heads, self.value_head_size, heads, what),
+            self._state("delta", heads, self.key_head_size * self.value_head_size, heads, what),
+        )
+
+
+def rows_per_block(spec: KVCacheSpec) -> int:
+    """Rows of a block: one per token, or one in all."""
+    rows = {field.rows for field in spec.fields()}
+    assert len(rows) == 1, "all fields of a spec have the same rows"
+    return rows.pop()
 
 
 def page_bytes(spec: KVCacheSpec) -> int:

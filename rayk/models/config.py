@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIXERS = ("attention", "mla", "mamba1", "mamba2", "gdn", "none")
+"""What may mix tokens in a layer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
@@ -57,28 +60,134 @@ class NormConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpConfig:
-    """Feed-forward half of a layer: `down(act(gate x) * up x)`."""
+    """Feed-forward half of a layer: `down(act(gate x) * up x)`, or `down(act(up x))` without `gated`."""
 
     activation: str = "silu"
-    """silu or gelu_tanh."""
+    """silu, gelu_tanh or relu2 (relu squared)."""
     intermediate_size: int
     bias: bool = False
+    gated: bool = True
+    gate_multiplier: float = 1.0
+    """On gate x, before the activation (falcon_h1)."""
+    down_multiplier: float = 1.0
+    """On the result (falcon_h1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """Which experts a token goes to, and with what weights.
+
+    `scoring`: softmax_chosen (the largest logits choose; weights are the softmax over the chosen),
+    softmax_all (weights are entries of the softmax over all), sigmoid (weights are sigmoids; a correction
+    bias is added for choosing only). `num_groups`, `num_chosen_groups`: experts stand in groups, of which
+    only those with the largest sum of their two best scores may be chosen from
+    (deepseek_v3/modeling_deepseek_v3.py:120).
+    """
+
+    scoring: str = "softmax_chosen"
+    wide: bool = False
+    """The logits are computed in float32."""
+    bias: bool = False
+    """The router's linear map has a bias."""
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    renormalise: bool = False
+    """The chosen weights are divided by their sum."""
+    scale: float = 1.0
+    """On the weights, at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Feed-forward half of a layer: a router sends each token to `num_chosen` experts.
+    """Feed-forward half of a layer: a router sends each token to `num_chosen` of `num_experts` experts.
 
-    The router's largest logits choose, and their softmax weighs the experts' outputs. An expert is
-    down((up + 1) * gate * sigmoid(alpha * gate)), gate cut off above `limit` and up beyond +-limit;
-    router and experts have biases.
+    `kind` of an expert: clamped (down((up + 1) * gate * sigmoid(alpha * gate)), gate cut off above `limit`
+    and up beyond +-limit, biases on both matrices; gpt_oss), swiglu (down(silu(gate) * up)), relu2
+    (down(relu(up)^2)). How they are stored is the family's WeightNames' matter.
     """
 
     num_experts: int
     num_chosen: int
     intermediate_size: int
-    alpha: float
-    limit: float
+    kind: str = "clamped"
+    router: RouterConfig = RouterConfig(bias=True)
+    alpha: float = 1.0
+    """clamped."""
+    limit: float = 0.0
+    """clamped."""
+    latent_size: int | None = None
+    """Experts work on a projection of the hidden states to this size (nemotron_h)."""
+    shared: MlpConfig | None = None
+    """An expert that every token goes to, besides."""
+    shared_gate: bool = False
+    """The shared expert's output is multiplied by sigmoid(w . x)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention (deepseek_v3/modeling_deepseek_v3.py:349). Sizes in elements."""
+
+    query_rank: int | None
+    """Size of the compressed query; None: queries are projected at once."""
+    latent_size: int
+    nope_size: int
+    """Per head, the part of query and key without positions."""
+    rope_size: int
+    value_size: int
+    scale: float
+    """On q . k."""
+    norm_eps: float = 1e-6
+    """Of the norms of the compressed query and of the latent."""
+    bias: bool = False
+    """On the down projections and the output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1Config:
+    """Selective scan per channel (jamba/modeling_jamba.py:444)."""
+
+    num_channels: int
+    state_size: int
+    conv_width: int
+    dt_rank: int
+    conv_bias: bool
+    proj_bias: bool
+    inner_norm_eps: float | None
+    """RMSNorm on each of dt, B and C; None: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Config:
+    """State-space duality per head (mamba2/modeling_mamba2.py:257). Inner width = num_heads * head_size."""
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    conv_bias: bool
+    proj_bias: bool
+    gate: str
+    """gate_norm: norm(y * silu(z)); norm_gate: norm(y) * silu(z), norms over groups of inner / num_groups
+    channels; plain: y * silu(z)."""
+    norm_eps: float
+    in_multiplier: float = 1.0
+    """On the layer's input (falcon_h1)."""
+    out_multiplier: float = 1.0
+    part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """On the z, x, B, C and dt parts of the input projection (falcon_h1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GdnConfig:
+    """Gated delta net (qwen3_next/modeling_qwen3_next.py:582)."""
+
+    num_key_heads: int
+    key_head_size: int
+    num_value_heads: int
+    value_head_size: int
+    conv_width: int
+    norm_eps: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +195,13 @@ class LayerConfig:
     """One layer: what mixes tokens, how positions enter, and the feed-forward half."""
 
     mixer: str = "attention"
+    """attention, mla, mamba1, mamba2, gdn, attention+mamba2 (side by side, summed), or none."""
     window: int | None = None
     """Keys a query sees, the current token included; None is all of them."""
     rope: RopeConfig | None
     """None: the layer has no positions."""
-    mlp: MlpConfig | ExpertsConfig
+    mlp: MlpConfig | ExpertsConfig | None
+    """None: the layer ends with its mixer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,13 +246,34 @@ class DecoderConfig:
     logit_scale: float = 1.0
     final_soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
+    score_multiplier: float | None = None
+    """What q . k is multiplied by, in place of a root (granite)."""
+    attention_gate: bool = False
+    """q's projection gives, per head, q and a gate: the head's output is multiplied by sigmoid(gate)."""
+    key_multiplier: float = 1.0
+    """On keys, before the rotation (falcon_h1)."""
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """On what each half of a layer adds (granite)."""
+    residual_wide: bool = False
+    """The residual stream is float32, whatever the weights' dtype (mamba2)."""
+    mla: MlaConfig | None = None
+    mamba1: Mamba1Config | None = None
+    mamba2: Mamba2Config | None = None
+    gdn: GdnConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.layers) == self.num_layers, (len(self.layers), self.num_layers)
-        assert self.num_query_heads % self.num_kv_heads == 0
+        if self.attention_layers:
+            assert self.num_query_heads % self.num_kv_heads == 0
+        for layer in self.layers:
+            for kind in layer.mixer.split("+"):
+                assert kind in MIXERS, kind
+                assert kind in ("attention", "none") or getattr(self, kind) is not None, f"no {kind} settings"
 
     @property
     def head_size_k(self) -> int:
@@ -156,6 +288,8 @@ class DecoderConfig:
     @property
     def attention_scale(self) -> float:
         """What q k^T is multiplied by."""
+        if self.score_multiplier is not None:
+            return self.score_multiplier
         return float((self.query_scalar or self.head_size) ** -0.5)
 
     @property
@@ -170,5 +304,15 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that keep keys and values."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.mixer == "attention")
+        """Indices of the layers that keep something of every token: keys and values, or latents."""
+        return self._layers_with("attention", "mla")
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that keep a recurrent state."""
+        return self._layers_with("mamba1", "mamba2", "gdn")
+
+    def _layers_with(self, *kinds: str) -> tuple[int, ...]:
+        return tuple(
+            i for i, layer in enumerate(self.layers) if any(k in kinds for k in layer.mixer.split("+"))
+        )

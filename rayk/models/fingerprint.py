@@ -48,7 +48,7 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
         ),
         # Keys and values of a layer are made of all that the layers below it computed.
         "block": f"{config.block}, embedding scale {config.embedding_scale!r}",
-        "mlps": _per_layer([asdict(layer.mlp) for layer in config.layers]),
+        "mlps": _per_layer([None if layer.mlp is None else asdict(layer.mlp) for layer in config.layers]),
         "vocab_size": str(config.vocab_size),
         "weights": weights_digest(Path(path)),
     }

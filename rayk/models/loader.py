@@ -174,6 +174,7 @@ class _Loader:
     def _mlp(self, index: int, layer: LayerConfig) -> Mlp:
         if isinstance(layer.mlp, ExpertsConfig):
             return self._moe(index, layer.mlp)
+        assert layer.mlp is not None, "a layer without a feed-forward half"
         return self._gated_mlp(index, layer.mlp)
 
     def _gated_mlp(self, index: int, mlp: MlpConfig) -> GatedMlp:

@@ -32,18 +32,26 @@ def shard_range(size: int, tp_size: int, tp_rank: int) -> range:
     return range(size * tp_rank // tp_size, size * (tp_rank + 1) // tp_size)
 
 
-def query_heads(num_query_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
+def query_heads(
+    num_query_heads: int, tp_size: int, tp_rank: int, what: str = "query heads"
+) -> tuple[int, ...]:
     """Query heads of one rank. Raises Unsupported unless `tp_size` divides them."""
     if num_query_heads % tp_size:
-        raise Unsupported(f"TP {tp_size} does not divide the model's {num_query_heads} query heads")
+        raise Unsupported(f"TP {tp_size} does not divide the model's {num_query_heads} {what}")
     return shard_units(num_query_heads, tp_size, tp_rank)
 
 
-def kv_heads(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
-    """KV heads that one rank's query heads attend to, ascending (replicated where ranks share one)."""
+def kv_heads(
+    num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int, what: str = "query heads"
+) -> tuple[int, ...]:
+    """KV heads that one rank's query heads attend to, ascending (replicated where ranks share one).
+
+    The same for heads of a recurrent state and the groups of B and C, or the key heads, they share; `what`
+    names the former.
+    """
     assert num_query_heads % num_kv_heads == 0, (num_query_heads, num_kv_heads)
     groups = num_query_heads // num_kv_heads
-    return tuple(sorted({q // groups for q in query_heads(num_query_heads, tp_size, tp_rank)}))
+    return tuple(sorted({q // groups for q in query_heads(num_query_heads, tp_size, tp_rank, what)}))
 
 
 def kv_index(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:

@@ -1,0 +1,99 @@
+"""What a step's batch looks like to kernels that carry a state from token to token.
+
+Each request's packed tokens are cut into segments, at whose ends the state is written to a slot: the last
+segment ends with the request's last token, others end where a block of the state cache does. Slots are
+indices of the first axis of the state views. A request reads its state from one slot and writes it to
+another (equal when nobody else reads it), so that a state that others hold is never changed.
+
+R requests, S segments, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+NO_SLOT = -1
+"""As a read slot: the state begins at zero. As a write slot: the state is not kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """One step. Filled by the engine; never changed."""
+
+    query_start_loc: torch.Tensor
+    """[R + 1] int32, where each request's tokens start among the T packed ones; the last is T."""
+    read_slots: torch.Tensor
+    """[R] int64, where each request's state before this step is, or NO_SLOT."""
+    segment_start_loc: torch.Tensor
+    """[R + 1] int32, the first segment of each request; the last is S. Every request has one at least."""
+    segment_ends: torch.Tensor
+    """[S] int32, packed index one past each segment's last token, ascending."""
+    write_slots: torch.Tensor
+    """[S] int64, where the state after each segment goes, or NO_SLOT."""
+    query_start_loc_cpu: tuple[int, ...]
+    read_slots_cpu: tuple[int, ...]
+    segment_start_loc_cpu: tuple[int, ...]
+    segment_ends_cpu: tuple[int, ...]
+    write_slots_cpu: tuple[int, ...]
+    max_query_len: int
+    """Most tokens of one request in this step; 1 means that every request takes a single step."""
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return len(self.query_start_loc_cpu) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.query_start_loc_cpu[-1]
+
+    @property
+    def is_single_step(self) -> bool:
+        """Whether every request has one token."""
+        return self.max_query_len == 1
+
+    @classmethod
+    def from_host(
+        cls,
+        *,
+        query_lens: Sequence[int],
+        read_slots: Sequence[int],
+        ends: Sequence[Sequence[int]],
+        write_slots: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+    ) -> Segments:
+        """From plain numbers, one entry per request: its tokens, its read slot, the tokens after which a
+        segment ends (counted within the request, the last being `query_lens`), and the slots to write."""
+        starts, segment_starts = [0], [0]
+        flat_ends: list[int] = []
+        flat_slots: list[int] = []
+        for n, cuts, slots in zip(query_lens, ends, write_slots, strict=True):
+            assert len(cuts) == len(slots) > 0, "a slot per segment"
+            assert list(cuts) == sorted(set(cuts)), cuts
+            assert cuts[0] > 0, cuts
+            assert cuts[-1] == n, (cuts, n)
+            flat_ends += [starts[-1] + cut for cut in cuts]
+            flat_slots += slots
+            starts.append(starts[-1] + n)
+            segment_starts.append(len(flat_ends))
+
+        def tensor(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(device)
+
+        return cls(
+            query_start_loc=tensor(starts, torch.int32),
+            read_slots=tensor(read_slots, torch.int64),
+            segment_start_loc=tensor(segment_starts, torch.int32),
+            segment_ends=tensor(flat_ends, torch.int32),
+            write_slots=tensor(flat_slots, torch.int64),
+            query_start_loc_cpu=tuple(starts),
+            read_slots_cpu=tuple(read_slots),
+            segment_start_loc_cpu=tuple(segment_starts),
+            segment_ends_cpu=tuple(flat_ends),
+            write_slots_cpu=tuple(flat_slots),
+            max_query_len=max(query_lens),
+        )
