@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,39 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
+
+
+CacheView = torch.Tensor | Mapping[str, torch.Tensor]
+"""What a layer binds: attention one tensor [B, H, N, C]; a state its bundles, [B, U, 1, C] each."""
+
+
+@dataclass(frozen=True)
+class FieldView:
+    """One field of a layer's cache as its kernels see it, to prove what they wrote.
+
+    `view` is [B, U, N, C of this field], typed, a view of the tensors the kernels use. `units`: global ids of
+    its U units, as the layer's weights were cut.
+    """
+
+    name: str
+    view: torch.Tensor
+    units: tuple[int, ...]
+
+
+class OwnsCache(Protocol):
+    """What keeps one part of a layer's cache: attention, or a recurrent mixer."""
+
+    def bind_kv_cache(self, view: Any) -> None:
+        """Use the view (see CacheView) from now on; strides are arbitrary but C is dense."""
+        ...
+
+    def unbind_kv_cache(self) -> None:
+        """Forget the cache, so that its buffer can be freed."""
+        ...
+
+    def field_views(self) -> tuple[FieldView, ...]:
+        """Every field of the bound cache, derived from the tensors that the kernels use."""
+        ...
 
 
 class BindsKVCache(Protocol):

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from rayk.kv.specs import KVCacheSpec, page_bytes
 
+CacheKey = tuple[int, str]
+"""(layer, part): one of a layer's caches; part is the spec's, attention or state."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
