@@ -31,3 +31,9 @@ class EngineConfig:
     """Whether decode steps are replayed from CUDA graphs: auto (where they can be) or never."""
     comm: str = "auto"
     """How tensor-parallel ranks talk: auto, shm (CPU ranks of one host), gloo, nccl."""
+    state_block_size: int | None = None
+    """Tokens per block of a recurrent state; None: the longest sequence, one block updated in place."""
+    kernel_block_sizes: tuple[tuple[str, int], ...] = ()
+    """(kind of a KV group, rows of its kernel blocks), in place of `kernel_block_size`."""
+    layer_backends: tuple[tuple[int, str], ...] = ()
+    """(layer, attention backend), in place of `attention_backend`."""
