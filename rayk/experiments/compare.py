@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,7 @@ class ValueComparison:
 
 
 KVBounds = Mapping[tuple[int, str], Bound]
-"""(layer, k or v) -> what the largest error of each row, a head and token, keeps."""
+"""(layer, field) -> what the largest error of each row, a unit (head) and token or a unit's state, keeps."""
 
 
 def measure_values(
@@ -87,7 +87,7 @@ def measure_values(
 ) -> KVBounds:
     """What eager code in the cell's dtype gets wrong of these prompts' caches, layer by layer.
 
-    Keys and values of a layer that routed experts come before are bounded as `noise` says of those.
+    What layers keep that routed experts come before is bounded as `noise` says of those.
     """
     errors: dict[tuple[int, str], list[torch.Tensor]] = {}
     rough_errors: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -97,7 +97,7 @@ def measure_values(
         _add_errors(errors, exact, references.eager_kv(prompt))
         _add_errors(rough_errors, exact, references.rough_kv(prompt))
         for layer, fields in enumerate(exact):
-            for name, right in zip(("k", "v"), fields, strict=True):
+            for name, right in fields.items():
                 squares.setdefault((layer, name), []).append(right.double().square().mean(-1).flatten())
     bounds: dict[tuple[int, str], Bound] = {}
     for (layer, name), noise in errors.items():
@@ -116,10 +116,11 @@ def measure_values(
 def _add_errors(
     errors: dict[tuple[int, str], list[torch.Tensor]], exact: LayerKV, found: LayerKV | None
 ) -> None:
-    """Append one prompt's row errors, [H * T] of each layer and field."""
+    """Append one prompt's row errors, [U * T] of each layer and field."""
     for layer, (right, other) in enumerate(zip(exact, found, strict=True) if found is not None else ()):
-        for name, r, f in zip(("k", "v"), right, other, strict=True):
-            errors.setdefault((layer, name), []).append(row_errors(f.double(), r.double()).flatten())
+        for name, values in right.items():
+            error = row_errors(other[name].double(), values.double())
+            errors.setdefault((layer, name), []).append(error.flatten())
 
 
 def row_errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -131,30 +132,31 @@ def row_errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def compare_values(
     request_id: str,
     captured: Sequence[CapturedRows],
-    reference: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    reference: LayerKV,
     groups: Sequence[KVCacheGroup],
     num_tokens: int,
     bounds: KVBounds | None = None,
     model: DecoderConfig | None = None,
+    others: Mapping[int, LayerKV] | None = None,
 ) -> ValueComparison:
-    """Compare every rank's live rows with the reference's keys and values, layer by layer.
+    """Compare every rank's live rows with what the reference's cache holds, layer by layer.
 
-    `captured` by rank. `bounds`: of `measure_values`; None: the fixed ones of float32. `model` helps to name
-    the culprit. The first difference in the order (layer, field, head, token) is named.
+    `captured` by rank. `bounds`: of `measure_values`; None: the fixed ones of float32. To name the culprit:
+    `model`, and `others`, the reference's caches of the cell's other requests by prompt index. The first
+    difference in the order (layer, group, field, unit, token) is named.
     """
     num_values, max_error, max_share = 0, 0.0, 0.0
     mismatch: KVMismatch | None = None
-    for layer, group in sorted((layer, g) for g in groups for layer in g.layers):
+    owners = sorted((layer, g.index, g) for g in groups for layer in g.layers)
+    for layer, _, group in owners:
         live = group.spec.live_rows(num_tokens)
-        truth = {
-            name: tensor[:, live.start : live.stop].double()
-            for name, tensor in zip(("k", "v"), reference[layer], strict=True)
-        }
+        fields = {field.name: field for field in group.spec.fields()}
+        truth = {name: _live(reference[layer][name], live, num_tokens) for name in fields}
         found: dict[Head, torch.Tensor] = {}
         wrong: dict[Head, torch.Tensor] = {}
         limits = {name: _bound(bounds, layer, name, truth) for name in truth}
-        for name, head, rows in _heads(captured, layer):
-            values = _values(rows, group.spec.dtype)
+        for name, head, rows in _heads(captured, layer, fields):
+            values = _values(rows, fields[name].dtype)
             errors = row_errors(values, truth[name][head])
             num_values += values.numel()
             if errors.numel():
@@ -171,8 +173,12 @@ def compare_values(
         assert not unseen, f"no rank shows {unseen} of layer {layer}"
         if mismatch is None and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
-            layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model)
-            mismatch = _mismatch(request_id, group, layer_of)
+            layer_of = WrongLayer(
+                layer, live.start, found, truth, wrong, worst, model, {n: f.dtype for n, f in fields.items()}
+            )
+            mismatch = _mismatch(
+                request_id, group, layer_of, {i: kv[layer] for i, kv in (others or {}).items()}
+            )
     return ValueComparison(num_values, max_error, max_share, mismatch)
 
 
@@ -182,14 +188,31 @@ def _bound(bounds: KVBounds | None, layer: int, name: str, truth: Mapping[str, t
     return measure(torch.zeros(1), floor=KV_VALUES_RELATIVE * rms(truth[name]))
 
 
-def _heads(captured: Sequence[CapturedRows], layer: int) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(field, global head, rows) of every rank, replicas of a head one after the other."""
-    held = [(name, head, rank) for rank, layers in enumerate(captured) for name, head in layers[layer]]
+def _live(values: torch.Tensor, live: range, num_tokens: int) -> torch.Tensor:
+    """The live rows [U, live, D] of one field, in float64. A state has one row, which is always live."""
+    if values.shape[1] == num_tokens:
+        values = values[:, live.start : live.stop]
+    assert values.shape[1] == len(live), (values.shape, live)
+    return values.double()
+
+
+def _heads(
+    captured: Sequence[CapturedRows], layer: int, fields: Collection[str]
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(field, global unit, rows) of every rank, replicas of a unit one after the other."""
+    held = [
+        (name, head, rank)
+        for rank, layers in enumerate(captured)
+        for name, head in layers[layer]
+        if name in fields
+    ]
     for name, head, rank in sorted(held):
         yield name, head, captured[rank][layer][name, head]
 
 
-def _mismatch(request_id: str, group: KVCacheGroup, wrong: WrongLayer) -> KVMismatch:
+def _mismatch(
+    request_id: str, group: KVCacheGroup, wrong: WrongLayer, others: Mapping[int, Mapping[str, torch.Tensor]]
+) -> KVMismatch:
     name, head = wrong.first
     rows = wrong.rows(wrong.first)
     error = float(row_errors(wrong.found[name, head], wrong.truth[name][head])[rows].max())
@@ -201,7 +224,7 @@ def _mismatch(request_id: str, group: KVCacheGroup, wrong: WrongLayer) -> KVMism
         head,
         wrong.first_token + int(rows[0]),
         f"the prefill engine's cache differs from the reference's by up to {error:.3g} "
-        f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong)}",
+        f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong, others)}",
     )
 
 

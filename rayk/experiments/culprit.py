@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from rayk.experiments.culprit_state import LayerState, is_state, name_state_culprit
 from rayk.models.config import DecoderConfig, RopeConfig
 from rayk.models.layers.rope import inverse_frequencies
 
 Head = tuple[str, int]
-"""(k or v, global KV head)"""
+"""(field, global unit): k or v of a KV head, or what else a layer keeps"""
 MAX_SHIFT = 64
 """Shifts of tokens and of positions that are looked for."""
 MAX_SUSPECTS = 256
@@ -47,13 +48,15 @@ class WrongLayer:
     found: Mapping[Head, torch.Tensor]
     """float64 [T, D], of every head that some rank holds."""
     truth: Mapping[str, torch.Tensor]
-    """k and v, float64 [H, T, D]."""
+    """By field, float64 [U, T, D]: of k and v, U are KV heads."""
     wrong: Mapping[Head, torch.Tensor]
     """bool [T]"""
     limit: Mapping[str, float]
-    """Largest error of a right value of k and v."""
+    """Largest error of a right value of each field."""
     model: DecoderConfig | None = None
     """None: keys' rotation is not known."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Of each field's cache."""
 
     @property
     def first(self) -> Head:
@@ -69,9 +72,14 @@ class WrongLayer:
         return ((found - expected).abs() <= SLACK * self.limit[name]).all(-1)
 
 
-def name_culprit(wrong: WrongLayer) -> str:
-    """What most likely went wrong, e.g. `rope: positions are off by +1`."""
-    for explain in (_never_written, _other_rows, _keys_alone, _values_alone):
+def name_culprit(wrong: WrongLayer, others: Mapping[int, LayerState] | None = None) -> str:
+    """What most likely went wrong, e.g. `rope: positions are off by +1`.
+
+    `others`: of a recurrent state, what the layer should hold of other requests, by prompt index.
+    """
+    if is_state(wrong.first[0]):
+        return name_state_culprit(wrong, others or {})
+    for explain in (_never_written, _other_rows, _latent_alone, _keys_alone, _values_alone):
         text = explain(wrong)
         if text is not None:
             return text
@@ -182,8 +190,29 @@ def _keys_alone(wrong: WrongLayer) -> str | None:
     return f"{found} ({where})" if found else f"keys alone are wrong, {where}: other values (k projection?)"
 
 
+def _latent_alone(wrong: WrongLayer) -> str | None:
+    """Of latent attention, only the latents or only the rotated keys are wrong."""
+    names = {name for (name, _), rows in wrong.wrong.items() if bool(rows.any())}
+    rows = wrong.rows(wrong.first)
+    if names == {"latent"}:
+        return f"latents alone are wrong: {len(rows)} tokens hold other values (kv_a projection or its norm?)"
+    if names != {"rope"}:
+        return None
+    rope = wrong.model.layers[wrong.layer].rope if wrong.model is not None else None
+    found, truth = wrong.found["rope", 0][rows], wrong.truth["rope"][:, rows]
+    for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs) if rope is not None else ():
+        assert rope is not None
+        # Rotated pairs are stored as halves, whatever the weights pair.
+        turned = _turn(truth, rope, torch.full_like(rows, shift), "half")[0]
+        if shift and bool(wrong.fits("rope", found, turned).all()):
+            return f"rope: positions are off by {shift:+d}"
+    return f"rotated keys alone are wrong: {len(rows)} tokens (rope, or the kv_a projection's last rows?)"
+
+
 def _values_alone(wrong: WrongLayer) -> str | None:
-    if any(bool(rows.any()) for (name, _), rows in wrong.wrong.items() if name == "k"):
+    if "v" not in wrong.truth or any(
+        bool(rows.any()) for (name, _), rows in wrong.wrong.items() if name == "k"
+    ):
         return None
     num_rows = len(wrong.rows(wrong.first))
     return f"values alone are wrong: {num_rows} tokens hold other values (v projection?)"

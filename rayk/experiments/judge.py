@@ -169,7 +169,14 @@ class CellJudge:
         for index, captured in sorted(outcome.captured.items()):
             name, prompt = f"{cell.cell_id}/{index}", prompts[index]
             compared = compare_values(
-                name, captured, references.kv(prompt), groups, len(prompt), bounds, self._config
+                name,
+                captured,
+                references.kv(prompt),
+                groups,
+                len(prompt),
+                bounds,
+                self._config,
+                others={i: references.kv(p) for i, p in enumerate(prompts) if i != index},
             )
             counts.num_values = (counts.num_values or 0) + compared.num_values
             counts.max_value_error = max(counts.max_value_error or 0.0, compared.max_error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
 
-LayerKV = list[tuple[Tensor, Tensor]]
-"""Per layer: keys (after RoPE) and values, [H, T, D] each."""
+LayerKV = Sequence[Mapping[str, Tensor]]
+"""Per layer, what it caches by field: [U, T, elements] of every token, [U, 1, elements] of a state."""
 
 
 class References:
@@ -74,13 +74,18 @@ class References:
         """The cache after the prompt."""
         key = tuple(prompt)
         if key not in self._kv:
-            self._kv[key] = self._exact.kv_cache(prompt)
+            self._kv[key] = caches_of(self._exact, prompt)
         return self._kv[key]
 
     def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
         """Eager's. Not kept: it serves to measure, once."""
-        return self.kv(prompt) if self.is_exact else self._eager.kv_cache(prompt)
+        return self.kv(prompt) if self.is_exact else caches_of(self._eager, prompt)
 
     def rough_kv(self, prompt: Sequence[int]) -> LayerKV | None:
         """The rough one; None where eager's tells enough."""
-        return None if self._rough is self._eager else self._rough.kv_cache(prompt)
+        return None if self._rough is self._eager else caches_of(self._rough, prompt)
+
+
+def caches_of(reference: Reference, prompt: Sequence[int]) -> LayerKV:
+    """What the reference caches of a prompt, by layer and field."""
+    return [dict(zip(("k", "v"), pair, strict=True)) for pair in reference.kv_cache(prompt)]

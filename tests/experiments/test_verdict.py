@@ -120,7 +120,7 @@ def cache():
     full = FullAttentionSpec(4, HEADS, SIZE, SIZE, "float32", HEADS)
     sliding = SlidingWindowSpec(4, HEADS, SIZE, SIZE, "float32", HEADS, WINDOW)
     groups = group_layers({0: full, 1: sliding, 2: full})
-    reference = [(torch.randn(HEADS, TOKENS, SIZE), torch.randn(HEADS, TOKENS, SIZE)) for _ in range(LAYERS)]
+    reference = [{name: torch.randn(HEADS, TOKENS, SIZE) for name in "kv"} for _ in range(LAYERS)]
     captured = []
     for head in range(HEADS):
         rank = {}
@@ -128,7 +128,7 @@ def cache():
             first = TOKENS + 1 - WINDOW if layer == 1 else 0
             rank[layer] = {
                 (name, head): tensor[head, first:].clone().view(torch.uint8).numpy()
-                for name, tensor in zip("kv", reference[layer], strict=True)
+                for name, tensor in reference[layer].items()
             }
         captured.append(rank)
     return captured, reference, groups
@@ -145,9 +145,9 @@ def test_equal_caches_have_no_difference(cache):
 @pytest.mark.parametrize(
     ("plant", "what"),
     [
-        (lambda rows, ref: ref[2][0][0, 3], "K holds|head 1 holds head 0"),
-        (lambda rows, ref: ref[2][1][1, 3], "K holds V of head 1"),
-        (lambda rows, ref: ref[2][0][1, 2], "token t holds token t-1"),
+        (lambda rows, ref: ref[2]["k"][0, 3], "K holds|head 1 holds head 0"),
+        (lambda rows, ref: ref[2]["v"][1, 3], "K holds V of head 1"),
+        (lambda rows, ref: ref[2]["k"][1, 2], "token t holds token t-1"),
         (lambda rows, ref: torch.full((SIZE,), float("nan")), "never written"),
         (lambda rows, ref: torch.zeros(SIZE), "never written"),
         (lambda rows, ref: torch.arange(SIZE) * 9.0, "other values"),
