@@ -83,6 +83,7 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
         weight.copy_(weight.roll(1, -1))
         return
     mixer = decoder.layers[layer].mixer
+    assert mixer is not None, f"layer {layer} has no mixer"
     if point == "rope":
         rope = decoder.layers[layer].rope
         assert rope is not None, f"layer {layer} has no positions"

@@ -156,7 +156,9 @@ class EngineRank:
         positions: torch.Tensor,
         commons: Sequence[CommonAttentionMetadata],
     ) -> torch.Tensor:
-        return self.decoder.forward(token_ids, positions, self.attention_groups.build(commons))
+        built = self.attention_groups.build(commons)
+        metadata = {(layer, "attention"): of_layer for layer, of_layer in built.items()}
+        return self.decoder.forward(token_ids, positions, metadata)
 
     def _why_no_graphs(self) -> str | None:
         if self.device.type != "cuda":

@@ -6,10 +6,14 @@ Every number is global (before tensor parallelism). What may differ between laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-MIXERS = ("attention", "mla", "mamba1", "mamba2", "gdn", "none")
-"""What may mix tokens in a layer."""
+PARTS: Mapping[str, str] = MappingProxyType(
+    {"attention": "attention", "mla": "attention", "mamba1": "state", "mamba2": "state", "gdn": "state"}
+)
+"""Mixer -> the part of a layer's cache that it owns (see KVCacheSpec.part)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +207,16 @@ class LayerConfig:
     mlp: MlpConfig | ExpertsConfig | None
     """None: the layer ends with its mixer."""
 
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """What mixes tokens, side by side where there are two; empty for none."""
+        return () if self.mixer == "none" else tuple(self.mixer.split("+"))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The caches that the layer owns, one per mixer."""
+        return tuple(PARTS[kind] for kind in self.mixers)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
@@ -271,9 +285,9 @@ class DecoderConfig:
         if self.attention_layers:
             assert self.num_query_heads % self.num_kv_heads == 0
         for layer in self.layers:
-            for kind in layer.mixer.split("+"):
-                assert kind in MIXERS, kind
-                assert kind in ("attention", "none") or getattr(self, kind) is not None, f"no {kind} settings"
+            for kind in layer.mixers:
+                assert kind in PARTS, kind
+                assert kind == "attention" or getattr(self, kind) is not None, f"no {kind} settings"
 
     @property
     def head_size_k(self) -> int:
@@ -313,6 +327,4 @@ class DecoderConfig:
         return self._layers_with("mamba1", "mamba2", "gdn")
 
     def _layers_with(self, *kinds: str) -> tuple[int, ...]:
-        return tuple(
-            i for i, layer in enumerate(self.layers) if any(k in kinds for k in layer.mixer.split("+"))
-        )
+        return tuple(i for i, layer in enumerate(self.layers) if any(k in kinds for k in layer.mixers))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from rayk.models.layers.attention import Attention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
+    from rayk.kv.caches import OwnsCache
+    from rayk.kv.groups import CacheKey
     from rayk.models.config import DecoderConfig, RopeConfig
     from rayk.models.layers.embedding import LmHead, VocabEmbedding
     from rayk.models.layers.norm import Norm
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Mixer(Protocol):
-    """What mixes tokens in a layer: attention, or a state-space mixer."""
+    """What mixes tokens in a layer: attention, a recurrent mixer, or both side by side."""
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
@@ -37,22 +39,41 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)); each half normed once more where there are such norms."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); each half normed once more where there are such norms.
 
-    input_norm: Norm
-    mixer: Mixer
-    post_mixer_norm: Norm | None
-    mlp_norm: Norm
-    mlp: Mlp
-    post_mlp_norm: Norm | None
+    A layer may have one half only: then the other's norms are None too.
+    """
+
+    input_norm: Norm | None
+    mixer: Mixer | None
+    post_mixer_norm: Norm | None = None
+    mlp_norm: Norm | None
+    mlp: Mlp | None
+    post_mlp_norm: Norm | None = None
     rope: RopeConfig | None
+    residual_multiplier: float = 1.0
+    """On what each half adds."""
+    dtype: torch.dtype | None = None
+    """What the halves compute in where x is wider; None: as x is."""
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        mixed = self.mixer.forward(self.input_norm.forward(x), rotation, metadata)
-        x = x + (mixed if self.post_mixer_norm is None else self.post_mixer_norm.forward(mixed))
-        out = self.mlp.forward(self.mlp_norm.forward(x))
-        return x + (out if self.post_mlp_norm is None else self.post_mlp_norm.forward(out))
+        """[T, hidden] -> [T, hidden]. `metadata` is the mixer's."""
+        if self.mixer is not None:
+            assert self.input_norm is not None
+            mixed = self.mixer.forward(self._normed(self.input_norm, x), rotation, metadata)
+            x = self._added(x, mixed, self.post_mixer_norm)
+        if self.mlp is not None:
+            assert self.mlp_norm is not None
+            x = self._added(x, self.mlp.forward(self._normed(self.mlp_norm, x)), self.post_mlp_norm)
+        return x
+
+    def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        return norm.forward(x if self.dtype is None else x.to(self.dtype))
+
+    def _added(self, x: torch.Tensor, out: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is not None:
+            out = norm.forward(out)
+        return x + (out if self.residual_multiplier == 1.0 else out * self.residual_multiplier)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,38 +102,53 @@ class Decoder:
         config: DecoderConfig,
         embedding: VocabEmbedding,
         layers: tuple[Layer | ParallelLayer, ...],
+        cache_owners: Mapping[CacheKey, OwnsCache],
         final_norm: Norm,
         lm_head: LmHead,
         rotaries: tuple[Rotary, ...],
+        dtype: torch.dtype,
     ) -> None:
+        """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `dtype`: the
+        weights'."""
         self.config = config
         self.layers = layers
+        self.cache_owners = dict(cache_owners)
         self.attention_layers: dict[int, Attention] = {
-            i: layer.mixer for i, layer in enumerate(layers) if isinstance(layer.mixer, Attention)
+            layer: owner for (layer, _), owner in self.cache_owners.items() if isinstance(owner, Attention)
         }
         self._embedding = embedding
         self._final_norm = final_norm
         self._lm_head = lm_head
         self._rotaries = rotaries
+        self._dtype = dtype
+        self._residual_dtype = torch.float32 if config.residual_wide else dtype
 
     def forward(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        metadata: Mapping[int, Any],
+        metadata: Mapping[CacheKey, Any],
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, the same on every rank.
 
         token_ids, positions: int64 [T], the requests' tokens one after the other, no padding.
-        metadata: layer index -> what that layer's attention backend built for this step.
+        metadata: (layer, part) -> what was built for that cache and this step: an attention backend's, or
+        the Segments of a recurrent state.
         """
         # One rotation per distinct rope, not per layer.
         rotations = {rotary.config: rotary.at(positions) for rotary in self._rotaries}
-        x = self._embedding.forward(token_ids)
+        x = self._embedding.forward(token_ids).to(self._residual_dtype)
         for index, layer in enumerate(self.layers):
             rotation = None if layer.rope is None else rotations[layer.rope]
-            x = layer.forward(x, rotation, metadata.get(index))
-        return self._final_norm.forward(x)
+            x = layer.forward(x, rotation, self._metadata_of(index, metadata))
+        return self._final_norm.forward(x).to(self._dtype)
+
+    def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
+        """What its mixer takes: that of its only cache, or by part where it has two."""
+        parts = self.config.layers[layer].parts
+        if len(parts) == 1:
+            return metadata[layer, parts[0]]
+        return {part: metadata[layer, part] for part in parts}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 [R, vocab] on every rank."""

@@ -242,7 +242,8 @@ class Paged:
             slot_mapping=torch.tensor(slots),
         )
         metadata = {
-            i: layer.backend.build(common, layer.window) for i, layer in self.decoder.attention_layers.items()
+            (i, "attention"): layer.backend.build(common, layer.window)
+            for i, layer in self.decoder.attention_layers.items()
         }
         hidden = self.decoder.forward(torch.tensor(flat), torch.tensor(positions), metadata)
         logits = self.decoder.logits(hidden).split([len(tokens[r]) for r in active])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rayk.kv.caches import FieldView
 from rayk.models.layers.rope import Rotation, rotate
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ class Attention:
     def unbind_kv_cache(self) -> None:
         """Forget the cache, so that its buffer can be freed."""
         self.kv_cache = None
+
+    def field_views(self) -> tuple[FieldView, ...]:
+        """k and v [B, H, N, D] of the bound cache."""
+        assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        size_k = self.params.head_size_k
+        return (
+            FieldView("k", self.kv_cache[..., :size_k], self.kv_head_ids),
+            FieldView("v", self.kv_cache[..., size_k:], self.kv_head_ids),
+        )
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; stores k and v of the T tokens. `metadata` is the backend's."""

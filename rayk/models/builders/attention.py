@@ -1,0 +1,67 @@
+"""Building attention: query heads are divided, each rank holds the KV heads they read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rayk.attention.backend import AttentionParams
+from rayk.models.layers.attention import Attention, AttentionWeights
+from rayk.models.layers.norm import Norm
+from rayk.models.pieces import Rows, head_rows
+from rayk.parallel import shard
+
+if TYPE_CHECKING:
+    from rayk.models.builders.context import Build
+
+
+def build_attention(build: Build, index: int) -> Attention:
+    """The rank's heads of layer `index`."""
+    config = build.config
+    q_heads = shard.query_heads(config.num_query_heads, *build.tp)
+    kv_heads = shard.kv_heads(config.num_query_heads, config.num_kv_heads, *build.tp)
+    size_k, size_v = config.head_size_k, config.head_size_v
+    parts = (
+        Rows("q", config.num_query_heads * size_k, head_rows(q_heads, size_k)),
+        Rows("k", config.num_kv_heads * size_k, head_rows(kv_heads, size_k)),
+        Rows("v", config.num_kv_heads * size_v, head_rows(kv_heads, size_v)),
+    )
+    out = Rows("o", config.num_query_heads * size_v, head_rows(q_heads, size_v))
+    weights = AttentionWeights(
+        qkv=build.linear(index, parts, bias=config.qkv_bias),
+        out=build.row_parallel(index, out, bias=config.o_bias),
+        qk_norm=_qk_norm(build, index, len(q_heads), len(kv_heads)) if config.qk_norm else None,
+    )
+    kv_index = shard.kv_index(config.num_query_heads, config.num_kv_heads, *build.tp)
+    params = AttentionParams(
+        scale=config.attention_scale,
+        window=config.layers[index].window,
+        kv_index=torch.tensor(kv_index, dtype=torch.int64, device=build.pieces.device),
+        head_size_k=size_k,
+        head_size_v=size_v,
+        sinks=_sinks(build, index, q_heads) if config.sinks else None,
+        soft_cap=config.attention_soft_cap,
+    )
+    return Attention(
+        layer=index,
+        weights=weights,
+        kv_head_ids=kv_heads,
+        params=params,
+        backend=build.backend_for(index),
+    )
+
+
+def _sinks(build: Build, index: int, q_heads: tuple[int, ...]) -> torch.Tensor:
+    """Rounded to the model's dtype, as its other weights are; float32 for the kernels."""
+    (rows,) = head_rows(q_heads, 1)
+    name = build.name(index, "sinks")
+    return build.pieces.rows(name, (build.config.num_query_heads,), rows).float()
+
+
+def _qk_norm(build: Build, index: int, num_q: int, num_kv: int) -> Norm:
+    """The head norms of q and k as one weight [Q + H, D]."""
+    size = build.config.head_size_k
+    q = build.pieces.whole(build.name(index, "q_norm.weight"), size)
+    k = build.pieces.whole(build.name(index, "k_norm.weight"), size)
+    return Norm(torch.cat([q.expand(num_q, size), k.expand(num_kv, size)]), build.config.norm)
