@@ -1,12 +1,12 @@
 """Attention over the paged KV cache: what a step's batch looks like, who computes it, which layers share.
 
-metadata: `CommonAttentionMetadata`, built once per step and KV group. backend: the protocol that a way
-of computing attention fulfils, and a layer's constants (`AttentionParams`). backends: reference (plain
-torch), cpu (C++ or torch), triton; `get_backend` finds one by name. groups: layers of one KV group that
-share a builder (`AttentionGroup`).
+metadata: `CommonAttentionMetadata`, built once per step and KV group. backend: the protocol that a way of
+computing attention fulfils, and a layer's constants (`AttentionParams`; `MlaParams` of latent attention).
+backends: reference (plain torch), cpu (C++ or torch), triton; `get_backend` finds one by name. groups:
+layers of one KV group that share a builder (`AttentionGroup`).
 """
 
-from rayk.attention.backend import AttentionBackend, AttentionParams, PagedAttentionMetadata
+from rayk.attention.backend import AttentionBackend, AttentionParams, MlaParams, PagedAttentionMetadata
 from rayk.attention.backends import get_backend
 from rayk.attention.groups import AttentionGroup, AttentionGroups, AttentionLayer, make_attention_groups
 from rayk.attention.metadata import CommonAttentionMetadata
@@ -18,6 +18,7 @@ __all__ = [
     "AttentionLayer",
     "AttentionParams",
     "CommonAttentionMetadata",
+    "MlaParams",
     "PagedAttentionMetadata",
     "get_backend",
     "make_attention_groups",

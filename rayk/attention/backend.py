@@ -40,6 +40,16 @@ class AttentionParams:
 
 
 @dataclass(frozen=True)
+class MlaParams:
+    """Constants of one latent-attention layer (MLA). Filled by the layer when it is built."""
+
+    scale: float
+    """Factor on q . row before the softmax."""
+    latent_size: int
+    """R, elements of a cached row that are its latent: the value, and the first part of the key."""
+
+
+@dataclass(frozen=True)
 class PagedAttentionMetadata:
     """What `build` makes of the common metadata for the layers of one attention group."""
 
@@ -84,4 +94,19 @@ class AttentionBackend(Protocol):
         params: AttentionParams,
     ) -> torch.Tensor:
         """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv]."""
+        ...
+
+    def forward_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+        params: MlaParams,
+    ) -> torch.Tensor:
+        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr], then attend q [T, Q, R + Dr].
+
+        Returns [T, Q, R]: each query head's weighted latents.
+        """
         ...

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayk.attention.backend import AttentionParams, PagedAttentionMetadata
+from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
+from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import Workspace, paged_attention
 from rayk.kernels.store_kv import store_kv
 from rayk.kv.fields import ITEMSIZE
@@ -21,6 +22,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
 """Implementation -> the largest key or value it has room for, where there is a limit."""
 
+MAX_LATENT_SIZES = {"triton": (512, 128)}
+"""Implementation -> the widest latent and rotated key it has room for, where there is a limit."""
+
 
 class PagedBackend:
     """Stores with one kernel implementation and attends with another."""
@@ -30,20 +34,27 @@ class PagedBackend:
         self.implementation = implementation
         self._store = store
         self._attend = attend
+        self._attend_latent = "torch" if attend == "native" else attend
         self.graph_safe = attend == "triton"
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
-        """Layouts are read by their strides; pages must be K | V of a dtype and size the kernels know."""
+        """Layouts are read by their strides; pages must be K | V, or latent | rotated key, of a dtype and
+        size the kernels know."""
         names = tuple(field.name for field in spec.fields())
-        if names != ("k", "v"):
+        if names not in (("k", "v"), ("latent", "rope")):
             return f"pages hold {names}, not keys and values"
         if spec.dtype not in DTYPES:
             return f"KV dtype {spec.dtype} is not one of {', '.join(DTYPES)}"
+        sizes = tuple(field.row_bytes // ITEMSIZE[spec.dtype] for field in spec.fields())
+        if names == ("latent", "rope"):
+            most = MAX_LATENT_SIZES.get(self._attend_latent, sizes)
+            if sizes[0] > most[0] or sizes[1] > most[1]:
+                return f"latents of {sizes} elements are larger than the {most} of {self.implementation}"
+            return None
         limit = MAX_HEAD_SIZE.get(self._attend)
-        size = max(field.row_bytes // ITEMSIZE[spec.dtype] for field in spec.fields())
-        if limit is not None and size > limit:
-            return f"heads of {size} elements are larger than the {limit} of {self.implementation}"
+        if limit is not None and max(sizes) > limit:
+            return f"heads of {max(sizes)} elements are larger than the {limit} of {self.implementation}"
         return None
 
     def build(self, common: CommonAttentionMetadata, window: int | None) -> PagedAttentionMetadata:
@@ -77,5 +88,37 @@ class PagedBackend:
             groups=params.groups,
             sinks=params.sinks,
             soft_cap=params.soft_cap,
+            workspace=self._workspace,
+        )
+
+    def forward_latent(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+        params: MlaParams,
+    ) -> torch.Tensor:
+        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr], then attend q [T, Q, R + Dr]."""
+        assert metadata.window is None, "latent attention has no window"
+        common = metadata.common
+        # To the storing kernel these are the key and the value of a single head.
+        store_kv(
+            latent.unsqueeze(1),
+            rope.unsqueeze(1),
+            cache.unsqueeze(1),
+            common.slot_mapping,
+            impl=self._store,
+        )
+        return mla_attention(
+            q,
+            cache,
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            scale=params.scale,
+            latent_size=params.latent_size,
+            impl=self._attend_latent,
             workspace=self._workspace,
         )

@@ -1,0 +1,32 @@
+"""Latent attention written to be read: one sequence, one query token at a time."""
+
+from __future__ import annotations
+
+import torch
+
+
+def mla_attention_reference(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    latent_size: int,
+) -> torch.Tensor:
+    """Arguments and result as `mla_attention`. Computes in q's dtype, float32 at least."""
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], latent_size)
+    num_slots = cache.shape[1]
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for r, seq_len in enumerate(lens):
+        num_queries = starts[r + 1] - starts[r]
+        for i in range(num_queries):
+            positions = torch.arange(seq_len - num_queries + i + 1, device=cache.device)
+            blocks = block_table[r, positions // num_slots].long()
+            rows = cache[blocks, positions % num_slots].to(compute_dtype)  # [keys, R + Dr]
+            scores = scale * (q[starts[r] + i].to(compute_dtype) @ rows.mT)  # [Q, keys]
+            weights = torch.softmax(scores, dim=-1)
+            out[starts[r] + i] = (weights @ rows[:, :latent_size]).to(q.dtype)
+    return out

@@ -1,0 +1,67 @@
+"""Latent attention for CPUs: gather a sequence's rows into kept memory, then two matrix products.
+
+All (token, query head) pairs are rows of one problem, since they share their keys. Some tokens are taken at
+a time: enough for large products, few enough that the scores stay small.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rayk.kernels.paged_attention.torch_cpu import Workspace
+
+_SCORES_AT_ONCE = 1 << 22
+"""Scores held at a time: 16 MiB in float32."""
+_TOKENS_AT_ONCE = 64
+"""Most query tokens of a product: each also computes, in vain, the scores of the tokens after it."""
+
+
+def mla_attention_torch(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    latent_size: int,
+    workspace: Workspace | None = None,
+) -> torch.Tensor:
+    """Arguments and result as `mla_attention`; `workspace` is kept by the caller between calls."""
+    workspace = workspace or Workspace()
+    num_slots = cache.shape[1]
+    compute_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], latent_size)
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for r, seq_len in enumerate(lens):
+        packed = slice(starts[r], starts[r + 1])
+        if packed.start == packed.stop:
+            continue
+        block_ids = block_table[r, : -(-seq_len // num_slots)]
+        gathered = workspace.take((len(block_ids), *cache.shape[1:]), cache.dtype)
+        torch.index_select(cache, 0, block_ids, out=gathered)
+        # What lies beyond the sequence in its last block is cut off here, and so never multiplied.
+        rows = gathered.flatten(0, 1)[:seq_len].to(compute_dtype)
+        out[packed] = _attend(q[packed].to(compute_dtype), rows, scale, latent_size).to(q.dtype)
+    return out
+
+
+def _attend(q: torch.Tensor, rows: torch.Tensor, scale: float, latent_size: int) -> torch.Tensor:
+    """q [n, Q, R + Dr] are the last n tokens of the sequence that rows [keys, R + Dr] are. [n, Q, R]."""
+    num_queries, num_heads, _ = q.shape
+    out = q.new_empty(num_queries, num_heads, latent_size)
+    num_before = len(rows) - num_queries
+    step = max(1, min(_TOKENS_AT_ONCE, _SCORES_AT_ONCE // (num_heads * len(rows))))
+    for begin in range(0, num_queries, step):
+        some = q[begin : begin + step]
+        seen = rows[: num_before + begin + len(some)]
+        scores = (some.flatten(0, 1) @ seen.mT).mul_(scale).view(len(some), num_heads, -1)
+        if len(some) > 1:
+            # Only its own tokens' keys can be hidden from a token.
+            hidden = torch.ones(len(some), len(some), dtype=torch.bool).triu(1).unsqueeze(1)
+            scores[..., num_before + begin :].masked_fill_(hidden, float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        out[begin : begin + step] = (weights.flatten(0, 1) @ seen[:, :latent_size]).view_as(
+            out[begin : begin + step]
+        )
+    return out
