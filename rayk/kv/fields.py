@@ -55,6 +55,10 @@ class PageField:
     same units, rows and dtype. Another bundle is a stretch of its own."""
     reader_name: str = "query heads"
     """What the readers are, for messages."""
+    unit_name: str = "head"
+    """What a unit is, for messages."""
+    taps: int = 0
+    """A convolution's field is [channels, taps] per unit, oldest tap first; 0 for other fields."""
 
     def shard(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
         """Global unit ids one rank holds, ascending. Raises Unsupported if TP does not divide `readers`."""

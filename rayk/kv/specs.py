@@ -162,14 +162,20 @@ class _StateSpec:
         """The position of the last token: its state holds all that came before."""
         return range(max(0, num_tokens - 1), num_tokens)
 
-    def _conv(self, name: str, units: int, channels: int, readers: int, what: str) -> PageField:
+    def _conv(
+        self, name: str, units: int, channels: int, readers: int, what: str, unit: str = "head"
+    ) -> PageField:
         """Taps of `units` x `channels`, [channels, conv_width - 1] each."""
-        row_bytes = channels * (self.conv_width - 1) * ITEMSIZE[self.dtype]
-        return PageField(name, units, 1, row_bytes, self.dtype, readers, name, what)
+        taps = self.conv_width - 1
+        row_bytes = channels * taps * ITEMSIZE[self.dtype]
+        return PageField(name, units, 1, row_bytes, self.dtype, readers, name, what, unit, taps)
 
-    def _state(self, name: str, units: int, elements: int, readers: int, what: str) -> PageField:
+    def _state(
+        self, name: str, units: int, elements: int, readers: int, what: str, unit: str = "head"
+    ) -> PageField:
         """A float32 state of `elements` per unit."""
-        return PageField(name, units, 1, elements * ITEMSIZE["float32"], "float32", readers, name, what)
+        row_bytes = elements * ITEMSIZE["float32"]
+        return PageField(name, units, 1, row_bytes, "float32", readers, name, what, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +204,8 @@ class Mamba1Spec(_StateSpec):
         units = self.num_channels // per_unit
         what = f"runs of {per_unit} channels"
         return (
-            self._conv("conv_x", units, per_unit, units, what),
-            self._state("ssm", units, per_unit * self.state_size, units, what),
+            self._conv("conv_x", units, per_unit, units, what, "channel run"),
+            self._state("ssm", units, per_unit * self.state_size, units, what, "channel run"),
         )
 
 
@@ -225,8 +231,8 @@ class Mamba2Spec(_StateSpec):
         heads, what = self.num_heads, "Mamba heads"
         return (
             self._conv("conv_x", heads, self.head_size, heads, what),
-            self._conv("conv_b", self.num_groups, self.state_size, heads, what),
-            self._conv("conv_c", self.num_groups, self.state_size, heads, what),
+            self._conv("conv_b", self.num_groups, self.state_size, heads, what, "group"),
+            self._conv("conv_c", self.num_groups, self.state_size, heads, what, "group"),
             self._state("ssm", heads, self.head_size * self.state_size, heads, what),
         )
 
@@ -254,10 +260,10 @@ class GatedDeltaNetSpec(_StateSpec):
         """Taps of q, k and v, then states."""
         heads, what = self.num_value_heads, "value heads"
         return (
-            self._conv("conv_q", self.num_key_heads, self.key_head_size, heads, what),
-            self._conv("conv_k", self.num_key_heads, self.key_head_size, heads, what),
-            self._conv("conv_v", heads, self.value_head_size, heads, what),
-            self._state("delta", heads, self.key_head_size * self.value_head_size, heads, what),
+            self._conv("conv_q", self.num_key_heads, self.key_head_size, heads, what, "key head"),
+            self._conv("conv_k", self.num_key_heads, self.key_head_size, heads, what, "key head"),
+            self._conv("conv_v", heads, self.value_head_size, heads, what, "value head"),
+            self._state("delta", heads, self.key_head_size * self.value_head_size, heads, what, "value head"),
         )
 
 
