@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rayk.attention.backend import AttentionBackend, PagedAttentionMetadata
@@ -78,22 +78,23 @@ class AttentionGroups:
     """An engine's attention groups: initialised once, built every step."""
 
     def __init__(self) -> None:
-        self._groups: tuple[AttentionGroup, ...] = ()
+        self._groups: tuple[AttentionGroup, ...] | None = None
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """All groups, in layer order of their first layers."""
-        return self._groups
+        """All groups, in layer order of their first layers. None in a model without attention."""
+        return self._groups or ()
 
     def initialise(self, layers: Iterable[AttentionLayer]) -> None:
         """Form the groups. Doing it twice would leave layers with another group's metadata: an error."""
-        assert not self._groups, "attention groups are already initialised"
+        assert self._groups is None, "attention groups are already initialised"
         self._groups = make_attention_groups(layers)
-        assert self._groups, "no attention layer"
 
-    def build(self, commons: Sequence[CommonAttentionMetadata]) -> dict[int, PagedAttentionMetadata]:
-        """Metadata by layer, from the common metadata of each KV group."""
-        assert self._groups, "attention groups are not initialised"
+    def build(
+        self, commons: Sequence[CommonAttentionMetadata] | Mapping[int, CommonAttentionMetadata]
+    ) -> dict[int, PagedAttentionMetadata]:
+        """Metadata by layer, from the common metadata of each KV group that has attention layers."""
+        assert self._groups is not None, "attention groups are not initialised"
         built: dict[int, PagedAttentionMetadata] = {}
         for group in self._groups:
             metadata = group.build(commons[group.kv_group])
