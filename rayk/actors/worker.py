@@ -141,7 +141,7 @@ class Worker:
         self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step)
         plan = self._rank.plan
         return {
-            "backend": self._rank.backend.implementation,
+            "backend": self._rank.backends.implementation,
             "comm": comm.name,
             "comm_reason": comm_reason,
             "decode_graphs": self._rank.graphs_note,

@@ -1,6 +1,6 @@
 """From a scheduled batch to the tensors of a forward pass. Block tables persist between steps.
 
-Legend: R requests of the batch, T packed tokens, B kernel blocks.
+Legend: R requests of the batch, T packed tokens, B kernel blocks, S segments.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ import numpy as np
 import torch
 
 from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.kernels.segments import NO_SLOT, Segments
+from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.types.batch import ScheduledBatch
+
+GroupMetadata = CommonAttentionMetadata | Segments
+"""One KV group's view of a step: by tokens for attention, by segments for recurrent states."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,35 @@ class ModelInputs:
     """int64 [T]"""
     logits_index: torch.Tensor
     """int64 [requests that need logits]: packed index of their last token"""
-    metadata: tuple[CommonAttentionMetadata, ...]
+    metadata: tuple[GroupMetadata, ...]
     """Per KV group."""
     prompt_index: torch.Tensor | None = None
     """int64: packed index of every token of the batch's `prompt_logits`; None where there is none"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What all KV groups are told of a step, on the host; the two that go to the device, there too."""
+
+    rows: np.ndarray
+    """[R] int64, each request's row of the block tables."""
+    computed: np.ndarray
+    """[R] int64, tokens before this step."""
+    seq_lens: np.ndarray
+    """[R] int32, tokens after this step."""
+    starts: np.ndarray
+    """[R + 1] int32, where each request's tokens start among the packed ones."""
+    request_of: np.ndarray
+    """[T] int64"""
+    positions: np.ndarray
+    """[T] int64"""
+    device_starts: torch.Tensor
+    device_seq_lens: torch.Tensor
+
+    @property
+    def max_query_len(self) -> int:
+        """Most tokens of one request."""
+        return int(np.diff(self.starts).max())
 
 
 class InputBuilder:
@@ -39,40 +69,49 @@ class InputBuilder:
     ) -> None:
         self._groups = geometry.groups
         self._device = device
-        self._tables = [
-            np.zeros(
-                (max_seqs, -(-max_positions // g.kernel_block_size) + g.kernel_blocks_per_block), np.int32
-            )
-            for g in self._groups
-        ]
+        self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
 
     @property
-    def table_widths(self) -> tuple[int, ...]:
-        """Columns of each KV group's block table, in kernel blocks."""
-        return tuple(table.shape[1] for table in self._tables)
+    def table_widths(self) -> tuple[int | None, ...]:
+        """Columns of each KV group's block table, in kernel blocks; None where metadata has slots instead."""
+        return tuple(
+            None if _is_state(g) else table.shape[1]
+            for g, table in zip(self._groups, self._tables, strict=True)
+        )
 
     def build(self, batch: ScheduledBatch) -> ModelInputs:
         """Apply the batch's table updates and return its tensors."""
         self._update_tables(batch)
-        counts = np.array([len(r.token_ids) for r in batch.requests], dtype=np.int32)
-        computed = np.array([r.num_computed_tokens for r in batch.requests], dtype=np.int32)
-        rows = np.array([r.row for r in batch.requests], dtype=np.int64)
-        starts = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
+        step = self._step(batch)
         token_ids = np.fromiter((t for r in batch.requests for t in r.token_ids), dtype=np.int64)
-        request_of = np.repeat(np.arange(len(counts)), counts)
-        positions = computed[request_of].astype(np.int64) + np.arange(len(token_ids)) - starts[request_of]
         wanted = np.array([r.needs_logits for r in batch.requests], dtype=bool)
-        metadata = tuple(
-            self._metadata(g, table, rows, starts, computed + counts, request_of, positions)
-            for g, table in zip(self._groups, self._tables, strict=True)
-        )
         return ModelInputs(
             token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
-            logits_index=self._tensor((starts[1:] - 1)[wanted].astype(np.int64)),
-            prompt_index=self._prompt_index(batch, starts),
-            metadata=metadata,
+            positions=self._tensor(step.positions),
+            logits_index=self._tensor((step.starts[1:] - 1)[wanted].astype(np.int64)),
+            prompt_index=self._prompt_index(batch, step.starts),
+            metadata=tuple(
+                self._segments(g, table, step) if _is_state(g) else self._attention(g, table, step)
+                for g, table in zip(self._groups, self._tables, strict=True)
+            ),
+        )
+
+    def _step(self, batch: ScheduledBatch) -> _Step:
+        counts = np.array([len(r.token_ids) for r in batch.requests], dtype=np.int32)
+        computed = np.array([r.num_computed_tokens for r in batch.requests], dtype=np.int64)
+        starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        request_of = np.repeat(np.arange(len(counts)), counts)
+        seq_lens = (computed + counts).astype(np.int32)
+        return _Step(
+            rows=np.array([r.row for r in batch.requests], dtype=np.int64),
+            computed=computed,
+            seq_lens=seq_lens,
+            starts=starts,
+            request_of=request_of,
+            positions=computed[request_of] + np.arange(len(request_of)) - starts[request_of],
+            device_starts=self._tensor(starts),
+            device_seq_lens=self._tensor(seq_lens),
         )
 
     def _prompt_index(self, batch: ScheduledBatch, starts: np.ndarray) -> torch.Tensor | None:
@@ -91,30 +130,51 @@ class InputBuilder:
                     at = start * g.kernel_blocks_per_block
                     table[request.row, at : at + len(kernel_ids)] = kernel_ids
 
-    def _metadata(
-        self,
-        group: GroupGeometry,
-        table: np.ndarray,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        seq_lens: np.ndarray,
-        request_of: np.ndarray,
-        positions: np.ndarray,
-    ) -> CommonAttentionMetadata:
+    def _attention(self, group: GroupGeometry, table: np.ndarray, step: _Step) -> CommonAttentionMetadata:
         size = group.kernel_block_size
-        width = -(-int(seq_lens.max()) // size)
-        block_table = table[rows, :width]
-        slots = block_table[request_of, positions // size].astype(np.int64) * size + positions % size
+        longest = int(step.seq_lens.max())
+        block_table = table[step.rows, : -(-longest // size)]
+        blocks = block_table[step.request_of, step.positions // size].astype(np.int64)
         return CommonAttentionMetadata(
-            query_start_loc=self._tensor(starts),
-            seq_lens=self._tensor(seq_lens),
+            query_start_loc=step.device_starts,
+            seq_lens=step.device_seq_lens,
             block_table=self._tensor(block_table),
-            slot_mapping=self._tensor(slots),
-            num_tokens=len(positions),
-            max_query_len=int(np.diff(starts).max()),
-            max_seq_len=int(seq_lens.max()),
-            query_start_loc_cpu=tuple(starts.tolist()),
-            seq_lens_cpu=tuple(seq_lens.tolist()),
+            slot_mapping=self._tensor(blocks * size + step.positions % size),
+            num_tokens=len(step.positions),
+            max_query_len=step.max_query_len,
+            max_seq_len=longest,
+            query_start_loc_cpu=tuple(step.starts.tolist()),
+            seq_lens_cpu=tuple(step.seq_lens.tolist()),
+        )
+
+    def _segments(self, group: GroupGeometry, table: np.ndarray, step: _Step) -> Segments:
+        """A segment per block that the step touches: each block ends up with the state at its last token."""
+        size = group.block_size
+        first = step.computed // size
+        counts = (step.seq_lens - 1) // size - first + 1
+        segment_starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=segment_starts[1:])
+        request_of = np.repeat(np.arange(len(counts)), counts)
+        blocks = first[request_of] + np.arange(len(request_of)) - segment_starts[request_of]
+        end_positions = np.minimum((blocks + 1) * size, step.seq_lens[request_of])
+        ends = (step.starts[:-1] - step.computed)[request_of] + end_positions
+        writes = table[step.rows[request_of], blocks].astype(np.int64)
+        last_block = np.maximum(step.computed - 1, 0) // size
+        reads = np.where(step.computed > 0, table[step.rows, last_block], NO_SLOT).astype(np.int64)
+        assert not np.any(writes == NULL_BLOCK), "a state is to be kept in a block that nobody gave"
+        assert not np.any(reads == NULL_BLOCK), "a state is to be read from a block that nobody gave"
+        return Segments(
+            query_start_loc=step.device_starts,
+            read_slots=self._tensor(reads),
+            segment_start_loc=self._tensor(segment_starts),
+            segment_ends=self._tensor(ends.astype(np.int32)),
+            write_slots=self._tensor(writes),
+            query_start_loc_cpu=tuple(step.starts.tolist()),
+            read_slots_cpu=tuple(reads.tolist()),
+            segment_start_loc_cpu=tuple(segment_starts.tolist()),
+            segment_ends_cpu=tuple(ends.tolist()),
+            write_slots_cpu=tuple(writes.tolist()),
+            max_query_len=step.max_query_len,
         )
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -128,3 +188,13 @@ def to_kernel_blocks(block_ids: tuple[int, ...] | list[int], ratio: int) -> np.n
     """
     ids = np.asarray(block_ids, dtype=np.int32)
     return (ids[:, None] * ratio + np.arange(ratio, dtype=np.int32)).reshape(-1)
+
+
+def _is_state(group: GroupGeometry) -> bool:
+    return group.group.spec.part == "state"
+
+
+def _table_width(group: GroupGeometry, max_positions: int) -> int:
+    """Kernel blocks of a row: those of the longest sequence, whose last block is whole."""
+    ratio = group.kernel_blocks_per_block
+    return -(-max_positions // group.block_size) * ratio

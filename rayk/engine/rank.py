@@ -6,16 +6,21 @@ Legend: R requests of the batch, T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from rayk.attention import AttentionGroups, AttentionLayer, CommonAttentionMetadata, get_backend
+from rayk.attention import AttentionGroups, AttentionLayer, CommonAttentionMetadata
+from rayk.engine.backends import LayerBackends, veto_of
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
-from rayk.engine.inputs import InputBuilder
+from rayk.engine.inputs import GroupMetadata, InputBuilder
 from rayk.engine.plan import plan_engine
+from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
+from rayk.kv.groups import CacheKey
 from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
 from rayk.models.loader import load_decoder
@@ -58,8 +63,8 @@ class EngineRank:
         self.comm = comm
         self.device = torch.device(config.device)
         self.model_config = load_config(Path(config.model))
-        self.backend = get_backend(config.attention_backend, config.device)
-        vetoes = [(f"backend {self.backend.name}", self.backend.veto)]
+        self.backends = LayerBackends(config, self.model_config)
+        vetoes = [(f"backend {b.name}", partial(veto_of, b)) for b in self.backends.used]
         self.plan = plan_engine(config, self.model_config, vetoes)
         geometry = self.plan.ranks[comm.rank]
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=0 if poison is None else poison)
@@ -69,9 +74,9 @@ class EngineRank:
             comm=comm,
             dtype=TORCH_DTYPES[config.dtype],
             device=self.device,
-            backend=self.backend,
+            backend=self.backends.__getitem__,
         )
-        self.caches.bind(self.decoder.attention_layers)
+        self.caches.bind(self.decoder.cache_owners)
         on_loaded(self.decoder)
         self._inputs = InputBuilder(
             geometry,
@@ -89,18 +94,18 @@ class EngineRank:
         self._graphs = self._record_graphs(recorder) if self.why_no_graphs is None else None
 
     def _attention_layers(self) -> list[AttentionLayer]:
-        layers = self.decoder.attention_layers
         return [
             AttentionLayer(
-                layer=index,
+                layer=layer,
                 kv_group=group.index,
-                backend=self.backend,
+                backend=self.backends[layer],
                 spec=group.spec,
-                num_query_heads=layers[index].num_query_heads,
-                window=layers[index].window,
+                num_query_heads=self.model_config.num_query_heads // self.comm.size,
+                window=self.model_config.layers[layer].window,
             )
             for group in self.plan.groups
-            for index in group.layers
+            if group.spec.part == "attention"
+            for layer in group.layers
         ]
 
     @property
@@ -151,22 +156,31 @@ class EngineRank:
             yield logits
 
     def _forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        commons: Sequence[CommonAttentionMetadata],
+        self, token_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupMetadata]
     ) -> torch.Tensor:
-        built = self.attention_groups.build(commons)
-        metadata = {(layer, "attention"): of_layer for layer, of_layer in built.items()}
-        return self.decoder.forward(token_ids, positions, metadata)
+        return self.decoder.forward(token_ids, positions, self._by_cache(groups))
+
+    def _by_cache(self, groups: Sequence[GroupMetadata]) -> dict[CacheKey, Any]:
+        """What each cache's layer is told, from what is known of each KV group."""
+        built: dict[CacheKey, Any] = {}
+        commons: dict[int, CommonAttentionMetadata] = {}
+        for group, metadata in zip(self.plan.groups, groups, strict=True):
+            if isinstance(metadata, Segments):
+                built |= dict.fromkeys(group.keys, metadata)
+            else:
+                commons[group.index] = metadata
+        for layer, attention in self.attention_groups.build(commons).items():
+            built[layer, "attention"] = attention
+        return built
 
     def _why_no_graphs(self) -> str | None:
         if self.device.type != "cuda":
             return f"device {self.device.type}"
         if self.config.cuda_graphs == "never":
             return "engine.cuda_graphs: never"
-        if not self.backend.graph_safe:
-            return f"attention backend {self.backend.name} works from the host"
+        for backend in self.backends.used:
+            if not backend.graph_safe:
+                return f"attention backend {backend.name} works from the host"
         if self.comm.size > 1 and self.comm.name != "nccl":
             return f"comm {self.comm.name} goes through the host"
         return None
@@ -174,9 +188,9 @@ class EngineRank:
     @torch.inference_mode()
     def _record_graphs(self, recorder: Recorder | None) -> DecodeGraphs:
         def decode(
-            token_ids: torch.Tensor, positions: torch.Tensor, commons: Sequence[CommonAttentionMetadata]
+            token_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupMetadata]
         ) -> torch.Tensor:
-            return self.decoder.logits(self._forward(token_ids, positions, commons))
+            return self.decoder.logits(self._forward(token_ids, positions, groups))
 
         return DecodeGraphs(
             decode,
@@ -189,5 +203,4 @@ class EngineRank:
 
     def close(self) -> None:
         """Unbind the cache."""
-        for layer in self.decoder.attention_layers.values():
-            layer.unbind_kv_cache()
+        self.caches.unbind(self.decoder.cache_owners)

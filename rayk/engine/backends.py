@@ -1,0 +1,61 @@
+"""Which attention backend computes each layer. All layers of a KV group keep pages alike, so one group's
+layers may have several."""
+
+from __future__ import annotations
+
+from rayk.attention import AttentionBackend, get_backend
+from rayk.kv.specs import KVCacheSpec
+from rayk.models.config import DecoderConfig
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+
+
+class LayerBackends:
+    """The engine's backend, and those of layers that have another."""
+
+    def __init__(self, config: EngineConfig, model: DecoderConfig) -> None:
+        """Raises UserError for an unknown backend, one that cannot run on the device, and a layer without
+        attention."""
+        self.default = get_backend(config.attention_backend, config.device)
+        made = {self.default.name: self.default}
+        self._of_layer: dict[int, AttentionBackend] = {}
+        for layer, name in config.layer_backends:
+            if layer not in model.attention_layers:
+                raise UserError(
+                    f"layer_backends: layer {layer} has no attention", mend=attention_layers_text(model)
+                )
+            backend = get_backend(name, config.device)
+            # Layers of one backend share its workspace and, in a KV group, its metadata.
+            self._of_layer[layer] = made.setdefault(backend.name, backend)
+        self._layers = model.attention_layers
+
+    def __getitem__(self, layer: int) -> AttentionBackend:
+        """The layer's backend."""
+        return self._of_layer.get(layer, self.default)
+
+    @property
+    def used(self) -> tuple[AttentionBackend, ...]:
+        """Each backend that some layer has, once; the engine's own where no layer has attention."""
+        found = {id(b): b for b in (self[layer] for layer in self._layers)}
+        return tuple(found.values()) or (self.default,)
+
+    @property
+    def implementation(self) -> str:
+        """What runs in fact, for the results: `cpu-native`, or `cpu-native; reference (layers 1, 3)`."""
+        text = self.default.implementation
+        for backend in self.used:
+            layers = [str(i) for i, b in sorted(self._of_layer.items()) if b is backend]
+            if backend is not self.default:
+                text += f"; {backend.implementation} (layer{'s'[: len(layers) > 1]} {', '.join(layers)})"
+        return text
+
+
+def veto_of(backend: AttentionBackend, layout_name: str, spec: KVCacheSpec) -> str | None:
+    """A backend's veto on pages that attention reads; states are none of its business."""
+    return backend.veto(layout_name, spec) if spec.part == "attention" else None
+
+
+def attention_layers_text(model: DecoderConfig) -> str:
+    """What a layer's number may be, for messages."""
+    layers = ", ".join(map(str, model.attention_layers))
+    return f"one of {layers}" if layers else "the model has no attention layer"
