@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rayk.actors.planted_state import STATE_POINTS, wrong_state
 from rayk.models.layers.rope import Rotary, Rotation
 from rayk.transfer.faults import FlipBit
 
@@ -75,6 +76,11 @@ def commit_wrong_kv(decoder: Decoder, faults: Sequence[PlantedFault]) -> None:
 
 
 def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
+    if point is not None and point in STATE_POINTS:
+        width = decoder.config.conv_width(layer)
+        assert width is not None, f"layer {layer} keeps no state"
+        _replace_mixer(decoder, layer, wrong_state(decoder, layer, point, width))
+        return
     attention = decoder.attention_layers[layer]
     assert attention.kv_cache is not None, "bind the cache first"
     if point == "k_norm":
@@ -93,8 +99,12 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
     else:
         assert point == "store_kv", point
         wrong = _OneSlotOn(mixer, attention.kv_cache.shape[2])
+    _replace_mixer(decoder, layer, wrong)
+
+
+def _replace_mixer(decoder: Decoder, layer: int, mixer: Mixer) -> None:
     layers = list(decoder.layers)
-    layers[layer] = replace(layers[layer], mixer=wrong)
+    layers[layer] = replace(layers[layer], mixer=mixer)
     decoder.layers = tuple(layers)
 
 

@@ -120,13 +120,8 @@ def _fits_moved(wrong: WrongLayer, unit: tuple[str, int], num_taps: int, shift: 
 
 
 def _num_taps(wrong: WrongLayer) -> int | None:
-    model = wrong.model
-    if model is None:
-        return None
-    kinds = model.layers[wrong.layer].mixer.split("+")
-    settings = {"mamba1": model.mamba1, "mamba2": model.mamba2, "gdn": model.gdn}
-    chosen = next((s for kind, s in settings.items() if kind in kinds and s is not None), None)
-    return None if chosen is None else chosen.conv_width - 1
+    width = wrong.model.conv_width(wrong.layer) if wrong.model is not None else None
+    return None if width is None else width - 1
 
 
 def _other_dtype(wrong: WrongLayer) -> str | None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
 from rayk.types.errors import SpecError
 
+STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
+"""Points of wrong_kv in a recurrent layer."""
+
 FAULT_POINTS: dict[str, tuple[str, ...]] = {
     "kill": ("prefill", "transfer", "decode"),
     "kill_node": ("prefill", "transfer", "decode"),
     "flip_bit": ("transfer",),
     "early_reuse": ("transfer",),
-    "wrong_kv": ("k_norm", "rope", "store_kv"),
+    "wrong_kv": ("k_norm", "rope", "store_kv", *STATE_POINTS),
 }
 """Fault kinds and where each can strike: at points of a request's life, or in a layer's computation.
 
 kill ends the worker process of a rank, kill_node its whole Ray node: the raylet, and with it every worker
 there, of any job. wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes
-tokens to stand one position later, or stores them one slot later in their block.
+tokens to stand one position later, or stores them one slot later in their block; in a recurrent layer it
+exchanges the taps of B and C (of q and k), moves all taps one place on, writes the state as bfloat16 where
+float32 is read, or starts a request from what its page held before.
 """
 
 FAULT_FIELDS: dict[str, tuple[str, ...]] = {
@@ -134,14 +141,27 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
 def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str]:
     """(what the model lacks, how to mend it); empty texts if nothing."""
     layer = fault.layer or 0
-    if layer not in config.attention_layers:
-        return (
-            f"layer {layer} of a model of {config.num_layers} keeps no keys",
-            f"layer: 0 to {config.num_layers - 1}",
-        )
+    if fault.point in STATE_POINTS:
+        return _no_state(fault.point, layer, config)
+    if not 0 <= layer < config.num_layers or "attention" not in config.layers[layer].mixer.split("+"):
+        kept = [i for i, other in enumerate(config.layers) if "attention" in other.mixer.split("+")]
+        return f"layer {layer} of {config.num_layers} keeps no keys and values", _one_of(kept)
     if fault.point == "k_norm" and not config.qk_norm:
         return f"{config.architecture} does not norm its keys", "point: rope or store_kv"
     if fault.point == "rope" and config.layers[layer].rope is None:
         rotated = [i for i in config.attention_layers if config.layers[i].rope is not None]
         return f"layer {layer} has no positions", f"layer: {rotated[0]}" if rotated else "point: store_kv"
     return "", ""
+
+
+def _no_state(point: str | None, layer: int, config: DecoderConfig) -> tuple[str, str]:
+    """As `_no_place`, of a point in a recurrent layer."""
+    if layer not in config.state_layers:
+        return f"layer {layer} of {config.num_layers} keeps no state", _one_of(config.state_layers)
+    if point == "swap_taps" and "mamba1" in config.layers[layer].mixer:
+        return "Mamba1 keeps no taps of B and C", "point: shift_taps"
+    return "", ""
+
+
+def _one_of(layers: Sequence[int]) -> str:
+    return f"layer: {', '.join(map(str, layers))}" if layers else "another point, or another model"
