@@ -1,0 +1,81 @@
+"""selective_scan on a CPU: one multiply-add per token over all channels, on tiles that stay in cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rayk.kernels.segments import NO_SLOT, Segments
+from rayk.kernels.states import Singles, read_states, split_singles, write_states
+
+TILE_ELEMENTS = 1 << 17
+"""Of [tokens, C, N] in float32: decays and states of a tile, half a MiB each, fit a core's cache."""
+
+
+def selective_scan_torch(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    z: torch.Tensor | None,
+    state: torch.Tensor,
+    segments: Segments,
+) -> torch.Tensor:
+    """Arguments and result as `selective_scan`."""
+    x_f = x.float()
+    dt = F.softplus(dt.float() + dt_bias)
+    dt_x, b, c = dt * x_f, b.float(), c.float()
+    y = torch.empty_like(dt)
+    singles, walks = split_singles(segments)
+    if singles is not None:
+        _step(y, singles, dt, dt_x, a, b, c, state)
+    tile = max(1, TILE_ELEMENTS // a.numel())
+    for walk in walks:
+        h = read_states(state, torch.tensor([walk.read_slot])).reshape(a.shape)
+        for start, stop, slot in walk.chunks(tile):
+            tokens = slice(start, stop)
+            h = _scan(y[tokens], dt[tokens], dt_x[tokens], a, b[tokens], c[tokens], h)
+            if slot != NO_SLOT:
+                state[slot] = h.view(state.shape[1:])
+    y.addcmul_(d, x_f)
+    return (y if z is None else y.mul_(F.silu(z.float()))).to(x.dtype)
+
+
+def _step(
+    y: torch.Tensor,
+    singles: Singles,
+    dt: torch.Tensor,
+    dt_x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    state: torch.Tensor,
+) -> None:
+    """Fill y of requests with one token, without d and z."""
+    at = singles.tokens
+    h = read_states(state, singles.read_slots).reshape(-1, *a.shape)  # [R, C, N]
+    h *= torch.exp(dt[at].unsqueeze(2) * a)
+    h.addcmul_(dt_x[at].unsqueeze(2), b[at].unsqueeze(1))
+    y[at] = (h @ c[at].unsqueeze(2)).squeeze(2)
+    write_states(state, singles.write_slots, h.view(-1, *state.shape[1:]))
+
+
+def _scan(
+    y: torch.Tensor,
+    dt: torch.Tensor,
+    dt_x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    h: torch.Tensor,
+) -> torch.Tensor:
+    """Fill y [tokens, C] of one request's next tokens, without d and z; returns h [C, N] after them."""
+    decays = torch.exp(dt.unsqueeze(2) * a)  # [tokens, C, N]
+    states = dt_x.unsqueeze(2) * b.unsqueeze(1)
+    for h_t, decay in zip(states.unbind(0), decays.unbind(0), strict=True):
+        h = torch.addcmul(h_t, decay, h, out=h_t)
+    torch.matmul(states, c.unsqueeze(2), out=y.unsqueeze(2))
+    return h
