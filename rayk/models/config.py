@@ -121,6 +121,8 @@ class ExpertsConfig:
     """clamped."""
     latent_size: int | None = None
     """Experts work on a projection of the hidden states to this size (nemotron_h)."""
+    latent_bias: bool = False
+    """The projections to and from the latent have biases."""
     shared: MlpConfig | None = None
     """An expert that every token goes to, besides."""
     shared_gate: bool = False

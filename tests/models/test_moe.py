@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
-from rayk.models.config import ExpertsConfig
+from rayk.models.config import ExpertsConfig, RouterConfig
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.moe import Experts, Moe
+from rayk.models.layers.router import Router
 from rayk.models.weights import WeightReader
 from rayk.parallel import shard
 from rayk.parallel.comm import Comm
@@ -46,7 +47,11 @@ def moe(theirs: Any, comm: Comm) -> Moe:
     held = shard.shard_range(experts.num_experts, comm.size, comm.rank)
     part = slice(held.start, held.stop)
     return Moe(
-        router=Linear(theirs.router.weight.detach(), theirs.router.bias.detach()),
+        router=Router(
+            Linear(theirs.router.weight.detach(), theirs.router.bias.detach()),
+            RouterConfig(bias=True),
+            theirs.router.top_k,
+        ),
         experts=Experts.from_interleaved(
             gate_up=experts.gate_up_proj.detach()[part],
             gate_up_bias=experts.gate_up_proj_bias.detach()[part],

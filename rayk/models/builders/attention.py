@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.attention.backend import AttentionParams
-from rayk.models.layers.attention import Attention, AttentionWeights
+from rayk.models.layers.attention import Attention, AttentionMultipliers, AttentionWeights
 from rayk.models.layers.norm import Norm
 from rayk.models.pieces import Rows, head_rows
 from rayk.parallel import shard
@@ -23,7 +23,7 @@ def build_attention(build: Build, index: int) -> Attention:
     kv_heads = shard.kv_heads(config.num_query_heads, config.num_kv_heads, *build.tp)
     size_k, size_v = config.head_size_k, config.head_size_v
     parts = (
-        Rows("q", config.num_query_heads * size_k, head_rows(q_heads, size_k)),
+        _query_rows(config.num_query_heads, q_heads, size_k, gated=config.attention_gate),
         Rows("k", config.num_kv_heads * size_k, head_rows(kv_heads, size_k)),
         Rows("v", config.num_kv_heads * size_v, head_rows(kv_heads, size_v)),
     )
@@ -49,7 +49,22 @@ def build_attention(build: Build, index: int) -> Attention:
         kv_head_ids=kv_heads,
         params=params,
         backend=build.backend_for(index),
+        gated=config.attention_gate,
+        multipliers=AttentionMultipliers(
+            inputs=config.attention_in_multiplier,
+            keys=config.key_multiplier,
+            outputs=config.attention_out_multiplier,
+        ),
     )
+
+
+def _query_rows(num_heads: int, held: tuple[int, ...], size: int, *, gated: bool) -> Rows:
+    """Rows of `q`, which holds, per head, q and then the gate where heads are `gated`; gates come first."""
+    if not gated:
+        return Rows("q", num_heads * size, head_rows(held, size))
+    # In halves of a head: 2 h is the query of head h, 2 h + 1 its gate.
+    halves = [2 * head + 1 for head in held] + [2 * head for head in held]
+    return Rows("q", 2 * num_heads * size, head_rows(halves, size))
 
 
 def _sinks(build: Build, index: int, q_heads: tuple[int, ...]) -> torch.Tensor:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayk.models.layers.mlp import GatedMlp
+from rayk.models.layers.mlp import GatedMlp, PlainMlp
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
 
 if TYPE_CHECKING:
     from rayk.models.builders.context import Build
     from rayk.models.config import MlpConfig
-    from rayk.models.decoder import Mlp
 
 
-def build_mlp(build: Build, index: int, mlp: MlpConfig) -> Mlp:
-    """The rank's rows of the feed-forward half of layer `index`."""
-    assert mlp.gated, "no feed-forward half without a gate yet"
+def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> GatedMlp | PlainMlp:
+    """The rank's rows of the feed-forward half of layer `index`, whose names begin with `prefix`."""
     size = mlp.intermediate_size
     rows = (shard.shard_range(size, *build.tp),)
+    gate, up, down = (Rows(prefix + name, size, rows) for name in ("gate", "up", "down"))
+    columns = build.row_parallel(index, down, bias=mlp.bias)
+    if not mlp.gated:
+        assert mlp.gate_multiplier == mlp.down_multiplier == 1.0, mlp
+        return PlainMlp(build.linear(index, (up,), bias=mlp.bias), columns, mlp.activation)
     return GatedMlp(
-        build.linear(index, (Rows("gate", size, rows), Rows("up", size, rows)), bias=mlp.bias),
-        build.row_parallel(index, Rows("down", size, rows), bias=mlp.bias),
+        build.linear(index, (gate, up), bias=mlp.bias),
+        columns,
         mlp.activation,
+        gate_multiplier=mlp.gate_multiplier,
+        down_multiplier=mlp.down_multiplier,
     )

@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rayk.models.layers.moe import Experts, Moe
+import torch
+
+from rayk.models.builders.experts import build_experts
+from rayk.models.builders.mlp import build_mlp
+from rayk.models.layers.linear import Linear
+from rayk.models.layers.moe import Latent, Moe, SharedExpert
+from rayk.models.layers.router import Router
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
 
 if TYPE_CHECKING:
-    import torch
-
     from rayk.models.builders.context import Build
     from rayk.models.config import ExpertsConfig
 
 
 def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:
-    """The router of layer `index` and the rank's experts."""
-    hidden, size, total = build.config.hidden_size, mlp.intermediate_size, mlp.num_experts
-    held = shard.shard_range(total, *build.tp)
-
-    def read(parameter: str, *shape: int) -> torch.Tensor:
-        return build.pieces.experts(index, parameter, held, (total, *shape))
-
-    experts = Experts.from_interleaved(
-        gate_up=read("experts_gate_up.weight", hidden, 2 * size),
-        gate_up_bias=read("experts_gate_up.bias", 2 * size),
-        down=read("experts_down.weight", size, hidden),
-        down_bias=read("experts_down.bias", hidden),
-    )
-    every = (Rows("router", total, (range(total),)),)
+    """The router of layer `index`, the rank's experts, and its part of the shared one."""
+    held = shard.shard_range(mlp.num_experts, *build.tp)
     return Moe(
-        router=build.linear(index, every, bias=True),
-        experts=experts,
+        router=_router(build, index, mlp),
+        experts=build_experts(build, index, mlp, held),
         first_expert=held.start,
         config=mlp,
         comm=build.comm,
+        latent=None if mlp.latent_size is None else _latent(build, index, mlp, mlp.latent_size),
+        shared=_shared(build, index, mlp),
         reduce=build.reduce,
     )
+
+
+def _router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
+    config, total = mlp.router, mlp.num_experts
+    every = (Rows("router", total, (range(total),)),)
+    linear = build.linear(index, every, bias=config.bias)
+    if config.wide:
+        assert not config.bias, config
+        # As stored in the model's dtype; only the product is float32.
+        linear = Linear(
+            build.pieces.stacked(index, every, "weight", (build.config.hidden_size,)).float(), None
+        )
+    correction = None
+    if config.scoring == "sigmoid":
+        # Kept in float32 whatever the model's dtype (deepseek_v3/modeling_deepseek_v3.py:550).
+        wide = replace(build.pieces, dtype=torch.float32)
+        correction = wide.whole(build.name(index, "router.correction"), total)
+    return Router(linear, config, mlp.num_chosen, correction)
+
+
+def _latent(build: Build, index: int, mlp: ExpertsConfig, size: int) -> Latent:
+    every = (range(size),)
+    return Latent(
+        down=build.linear(index, (Rows("latent_down", size, every),), bias=mlp.latent_bias),
+        up=build.row_parallel(index, Rows("latent_up", size, every), bias=mlp.latent_bias, reduce=False),
+    )
+
+
+def _shared(build: Build, index: int, mlp: ExpertsConfig) -> SharedExpert | None:
+    if mlp.shared is None:
+        return None
+    gate = None
+    if mlp.shared_gate:
+        gate = build.linear(index, (Rows("shared_sigmoid", 1, (range(1),)),), bias=False)
+    return SharedExpert(mlp=build_mlp(replace(build, reduce=False), index, mlp.shared, "shared_"), gate=gate)

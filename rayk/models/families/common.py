@@ -41,10 +41,18 @@ class WeightNames:
     """Tensors of parts that are not text, which nothing reads."""
     nested: tuple[tuple[str, str], ...] = ()
     """How names may begin where the text model is part of a larger one -> how the names above begin."""
+    experts: str = "interleaved"
+    """How routed experts are stored: interleaved (of all experts in one tensor, x @ W, gate and up columns
+    taking turns, with biases), stacked (of all experts in one tensor, rows of W, gate before up) or single
+    (tensors of one expert each, rows of W, `{{e}}` in their names)."""
 
     def in_layer(self, index: int, parameter: str) -> str:
         """Name on disk of `parameter` of layer `index`."""
         return self.layer[parameter].format(i=index)
+
+    def of_expert(self, index: int, expert: int, parameter: str) -> str:
+        """Name on disk of `parameter` of one expert of layer `index`."""
+        return self.in_layer(index, parameter).format(e=expert)
 
     def plain(self, stored: str) -> str:
         """`stored` as the names above have it."""

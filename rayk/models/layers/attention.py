@@ -21,10 +21,21 @@ class AttentionWeights:
     """One rank's weights of an attention layer."""
 
     qkv: Linear
-    """Rows of the rank's query heads, then its key heads, then its value heads."""
+    """Rows of the rank's query heads, then its key heads, then its value heads. Gates, where there are any,
+    come before all of them, of the size of a query head each."""
     out: RowParallelLinear
     qk_norm: Norm | None
     """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMultipliers:
+    """Factors besides the scale of scores (falcon_h1/modeling_falcon_h1.py:865)."""
+
+    inputs: float = 1.0
+    keys: float = 1.0
+    """Before the rotation."""
+    outputs: float = 1.0
 
 
 class Attention:
@@ -38,7 +49,10 @@ class Attention:
         kv_head_ids: tuple[int, ...],
         params: AttentionParams,
         backend: AttentionBackend,
+        gated: bool = False,
+        multipliers: AttentionMultipliers | None = None,
     ) -> None:
+        """`gated`: a head's output is multiplied by the sigmoid of its gate."""
         self.layer = layer
         self.kv_head_ids = kv_head_ids
         """Global ids of the rank's KV heads, in cache order, as the weights were cut."""
@@ -48,6 +62,8 @@ class Attention:
         self.backend = backend
         self.kv_cache: torch.Tensor | None = None
         self._weights = weights
+        self._gated = gated
+        self._multipliers = multipliers or AttentionMultipliers()
 
     @property
     def key_norm_weight(self) -> torch.Tensor | None:
@@ -81,14 +97,22 @@ class Attention:
         """[T, hidden] -> [T, hidden]; stores k and v of the T tokens. `metadata` is the backend's."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
         num_q, num_kv = self.num_query_heads, len(self.kv_head_ids)
-        params = self.params
-        qkv = self._weights.qkv.forward(x)
+        params, multipliers = self.params, self._multipliers
+        qkv = self._weights.qkv.forward(x if multipliers.inputs == 1.0 else x * multipliers.inputs)
+        gate = None
+        if self._gated:
+            gate, qkv = qkv.tensor_split((num_q * params.head_size_k,), dim=-1)
         num_qk = (num_q + num_kv) * params.head_size_k
-        qk = qkv[:, :num_qk].view(-1, num_q + num_kv, params.head_size_k)
-        v = qkv[:, num_qk:].view(-1, num_kv, params.head_size_v)
+        qk = qkv[:, :num_qk].unflatten(-1, (-1, params.head_size_k))
+        v = qkv[:, num_qk:].unflatten(-1, (-1, params.head_size_v))
+        if multipliers.keys != 1.0:
+            qk[:, num_q:] *= multipliers.keys
         if self._weights.qk_norm is not None:
             qk = self._weights.qk_norm.forward(qk)
         if rotation is not None:
             qk = rotate(qk, rotation)
-        out = self.backend.forward(qk[:, :num_q], qk[:, num_q:], v, self.kv_cache, metadata, params)
-        return self._weights.out.forward(out.flatten(1))
+        out = self.backend.forward(qk[:, :num_q], qk[:, num_q:], v, self.kv_cache, metadata, params).flatten(
+            1
+        )
+        out = self._weights.out.forward(out if gate is None else out * gate.sigmoid())
+        return out if multipliers.outputs == 1.0 else out * multipliers.outputs

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+
+from rayk.models.layers.mlp import activate
 
 if TYPE_CHECKING:
     from rayk.models.config import ExpertsConfig
-    from rayk.models.layers.linear import Linear
+    from rayk.models.layers.linear import Linear, RowParallelLinear
+    from rayk.models.layers.mlp import GatedMlp, PlainMlp
+    from rayk.models.layers.router import Router
     from rayk.parallel.comm import Comm
 
 MAX_DENSE_TOKENS = 64
@@ -18,16 +23,19 @@ MAX_DENSE_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """The rank's E experts (none is allowed), of inner size I: x @ weight + bias, twice."""
+    """The rank's E experts (none is allowed), of inner size I: x @ weight + bias, twice.
+
+    `width` is the size of what they work on: the hidden size, or that of a latent.
+    """
 
     gate_up: torch.Tensor
-    """[E, hidden, 2 I]: gate columns, then up columns."""
-    gate_up_bias: torch.Tensor
-    """[E, 2 I]"""
+    """[E, width, 2 I]: gate columns, then up columns; [E, width, I] where there is no gate."""
+    gate_up_bias: torch.Tensor | None
+    """[E, 2 I] or [E, I]"""
     down: torch.Tensor
-    """[E, I, hidden]"""
-    down_bias: torch.Tensor
-    """[E, hidden]"""
+    """[E, I, width]"""
+    down_bias: torch.Tensor | None
+    """[E, width]"""
 
     @classmethod
     def from_interleaved(
@@ -46,14 +54,45 @@ class Experts:
             down_bias=down_bias,
         )
 
+    @classmethod
+    def from_rows(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """Matrices as linear maps have them: gate_up [E, 2 I or I, width], down [E, width, I]; no biases."""
+        return cls(gate_up=gate_up.mT, gate_up_bias=None, down=down.mT, down_bias=None)
+
     @property
     def count(self) -> int:
         """E."""
         return self.down.shape[0]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """A smaller space that experts work in, in place of the hidden one."""
+
+    down: Linear
+    """hidden -> latent, whole on every rank."""
+    up: RowParallelLinear
+    """latent -> hidden, whole on every rank. It is linear, so it takes partial sums; it leaves them partial,
+    and one rank only adds its bias."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedExpert:
+    """What every token goes to, besides."""
+
+    mlp: GatedMlp | PlainMlp
+    """Leaves its sums partial."""
+    gate: Linear | None
+    """hidden -> 1, whole on every rank: its sigmoid is multiplied by the output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> the rank's partial sums."""
+        out = self.mlp.forward(x)
+        return out if self.gate is None else torch.sigmoid(self.gate.forward(x)) * out
+
+
 class Moe:
-    """sum over a token's chosen experts of softmax(chosen logits) * expert(x).
+    """sum over a token's chosen experts of weight * expert(x), and a shared expert where there is one.
 
     Two ways, which differ in rounding only. `_grouped` runs each expert on its own tokens and asks the
     device how many they are, so it waits for it once a layer. `_dense` runs all local experts on all
@@ -64,16 +103,20 @@ class Moe:
     def __init__(
         self,
         *,
-        router: Linear,
+        router: Router,
         experts: Experts,
         first_expert: int,
         config: ExpertsConfig,
         comm: Comm,
+        latent: Latent | None = None,
+        shared: SharedExpert | None = None,
         reduce: bool = True,
     ) -> None:
         """`first_expert`: global index of the rank's first one. `reduce` as in RowParallelLinear."""
         self.router = router
         self.experts = experts
+        self.latent = latent
+        self.shared = shared
         self._first = first_expert
         self._config = config
         self._comm = comm
@@ -82,15 +125,19 @@ class Moe:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank, or the rank's partial sums."""
         # The same bits of x on every rank: all ranks choose alike.
-        chosen = self.router.forward(x).topk(self._config.num_chosen, dim=-1)
-        shares = chosen.values.softmax(dim=-1)
+        routes = self.router.forward(x)
         way = self._dense if _runs_dense(x) else self._grouped
-        out = way(x, chosen.indices, shares)
+        if self.latent is None:
+            out = way(x, *routes)
+        else:
+            out = self.latent.up.forward(way(self.latent.down.forward(x), *routes))
+        if self.shared is not None:
+            out = out + self.shared.forward(x)
         return self._comm.all_reduce(out) if self._reduce else out
 
     def _grouped(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """chosen, shares [T, K]: global expert ids and their weights."""
-        out = torch.zeros_like(x)
+        """x [T, width]; chosen, shares [T, K]: global expert ids and their weights."""
+        out = torch.zeros_like(x, dtype=shares.dtype)
         local = chosen.flatten() - self._first
         order = local.argsort(stable=True)
         # Ids below and above the rank's own fall to the ends of the order.
@@ -102,27 +149,45 @@ class Moe:
             places = order[start:stop]
             tokens = places // chosen.shape[1]
             w = self.experts
-            inner = self._activate(torch.addmm(w.gate_up_bias[expert], x[tokens], w.gate_up[expert]))
-            result = torch.addmm(w.down_bias[expert], inner, w.down[expert])
+            inner = self._activate(_product(x[tokens], w.gate_up, w.gate_up_bias, expert))
+            result = _product(inner, w.down, w.down_bias, expert)
             out.index_add_(0, tokens, result * shares.flatten()[places, None])
-        return out
+        return out.to(x.dtype)
 
     def _dense(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """As `_grouped`."""
         w = self.experts
-        weights = x.new_zeros(x.shape[0], self._config.num_experts).scatter_(1, chosen, shares)
+        weights = shares.new_zeros(x.shape[0], self._config.num_experts).scatter_(1, chosen, shares)
         local = weights[:, self._first : self._first + w.count]
-        every = x.expand(w.count, *x.shape)
-        inner = self._activate(torch.baddbmm(w.gate_up_bias[:, None], every, w.gate_up))
-        results = torch.baddbmm(w.down_bias[:, None], inner, w.down)
-        return torch.einsum("eth,te->th", results, local)
+        inner = self._activate(_products(x.expand(w.count, *x.shape), w.gate_up, w.gate_up_bias))
+        results = _products(inner, w.down, w.down_bias)
+        return torch.einsum("eth,te->th", results.to(shares.dtype), local).to(x.dtype)
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """(up + 1) * gate * sigmoid(alpha * gate), both cut off at the limit."""
+        """What `config.kind` says."""
+        if self._config.kind == "relu2":
+            return activate(gate_up, "relu2")
         gate, up = gate_up.chunk(2, dim=-1)
+        if self._config.kind == "swiglu":
+            return F.silu(gate) * up
+        assert self._config.kind == "clamped", self._config
         limit = self._config.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self._config.alpha))
+
+
+def _product(
+    x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int
+) -> torch.Tensor:
+    """x [tokens, in] through one expert's matrix."""
+    if biases is None:
+        return torch.mm(x, weights[expert])
+    return torch.addmm(biases[expert], x, weights[expert])
+
+
+def _products(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
+    """x [E, T, in] through every expert's matrix."""
+    return torch.bmm(x, weights) if biases is None else torch.baddbmm(biases[:, None], x, weights)
 
 
 def _runs_dense(x: torch.Tensor) -> bool:

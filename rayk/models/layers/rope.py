@@ -125,3 +125,16 @@ def _rotate_interleaved(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
     turned = turned.flatten(-2).to(x.dtype)
     return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+
+
+def rotate_into_halves(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """x [T, heads, rotary_size], all of it turned; pairs come out as i and i + rotary_size / 2.
+
+    Interleaved pairs are taken apart on the way, as deepseek_v3/modeling_deepseek_v3.py:339 does: only
+    products of two vectors that were both turned like this mean something.
+    """
+    if not rotation.interleaved:
+        return rotate(x, rotation)
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin, _ = rotation
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

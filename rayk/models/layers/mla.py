@@ -1,0 +1,112 @@
+"""Multi-head latent attention: all heads read one latent vector and one rotated key per token.
+
+A head's key and value are linear maps of the latent (deepseek_v3/modeling_deepseek_v3.py:349), so neither is
+made: the query goes through the key's map into the latent space, where it meets the cached latents, and what
+the latents sum to goes through the value's map.
+
+Shapes: T packed tokens, Q query heads of the rank, R latent, N and P the parts of a head's query and key
+without and with positions, V value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayk.kv.caches import FieldView
+from rayk.models.layers.rope import Rotation, rotate_into_halves
+
+if TYPE_CHECKING:
+    from rayk.attention.backend import AttentionBackend, MlaParams
+    from rayk.models.layers.linear import Linear, RowParallelLinear
+    from rayk.models.layers.norm import Norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedQuery:
+    """hidden -> a smaller query, normed: whole on every rank."""
+
+    down: Linear
+    norm: Norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, query rank]."""
+        return self.norm.forward(self.down.forward(x))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaWeights:
+    """One rank's weights. What makes the latent is whole on every rank, all else is the rank's heads'."""
+
+    compressed: CompressedQuery | None
+    """None: `query` takes hidden states."""
+    query: Linear
+    """-> [T, Q * (N + P)]"""
+    latent: Linear
+    """hidden -> [T, R + P]: the latent, then the shared key."""
+    latent_norm: Norm
+    key: torch.Tensor
+    """[Q, N, R]: latent -> a head's key, to be applied to queries from the left."""
+    value: torch.Tensor
+    """[Q, R, V]"""
+    out: RowParallelLinear
+    """[T, Q * V] -> hidden"""
+
+
+class Mla:
+    """One rank's heads of one layer. Every rank caches the same latents."""
+
+    def __init__(
+        self, *, layer: int, weights: MlaWeights, params: MlaParams, backend: AttentionBackend
+    ) -> None:
+        self.layer = layer
+        self.num_query_heads, self.nope_size, latent_size = weights.key.shape
+        assert latent_size == params.latent_size, (latent_size, params)
+        self.window: int | None = None
+        self.params = params
+        self.backend = backend
+        self.kv_cache: torch.Tensor | None = None
+        """[B, N, R + P]: the latent of a token slot, then its key."""
+        self._weights = weights
+
+    def bind_kv_cache(self, view: torch.Tensor) -> None:
+        """Use `view` [B, 1, N, R + P] from now on; its head axis is dropped."""
+        assert view.dim() == 4, view.shape
+        assert view.shape[1] == 1, view.shape
+        assert view.shape[3] > self.params.latent_size, (view.shape, self.params)
+        assert view.stride(3) == 1, view.stride()
+        self.kv_cache = view.squeeze(1)
+
+    def unbind_kv_cache(self) -> None:
+        """Forget the cache, so that its buffer can be freed."""
+        self.kv_cache = None
+
+    def field_views(self) -> tuple[FieldView, ...]:
+        """latent and rope [B, 1, N, size] of the bound cache; every rank holds the one unit."""
+        assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        cache, size = self.kv_cache.unsqueeze(1), self.params.latent_size
+        return FieldView("latent", cache[..., :size], (0,)), FieldView("rope", cache[..., size:], (0,))
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; stores the T tokens' latents. `metadata` is the backend's."""
+        assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        assert rotation is not None, f"layer {self.layer}: latent attention has positions"
+        w, latent_size = self._weights, self.params.latent_size
+        q = w.query.forward(x if w.compressed is None else w.compressed.forward(x))
+        q = q.unflatten(-1, (self.num_query_heads, -1))
+        cached = w.latent.forward(x)
+        latent = w.latent_norm.forward(cached[:, :latent_size])
+        key = rotate_into_halves(cached[:, None, latent_size:], rotation)
+        into_latents = torch.einsum("tqn,qnr->tqr", q[..., : self.nope_size], w.key)
+        turned = rotate_into_halves(q[..., self.nope_size :], rotation)
+        out = self.backend.forward_latent(
+            torch.cat([into_latents, turned], dim=-1),
+            latent,
+            key.squeeze(1),
+            self.kv_cache,
+            metadata,
+            self.params,
+        )
+        return w.out.forward(torch.einsum("tqr,qrv->tqv", out, w.value).flatten(1))

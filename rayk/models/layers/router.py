@@ -1,0 +1,89 @@
+"""Which experts a token goes to, and with what weights.
+
+Shapes: T tokens, E experts of the whole model, K chosen ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from rayk.models.config import RouterConfig
+    from rayk.models.layers.linear import Linear
+
+_SMALLEST_SUM = 1e-20
+"""Added to the sum of sigmoids that weights are divided by (deepseek_v3/modeling_deepseek_v3.py:152)."""
+
+
+class Routes(NamedTuple):
+    """Where the tokens of a step go."""
+
+    experts: torch.Tensor
+    """[T, K] int64, global ids."""
+    weights: torch.Tensor
+    """[T, K], in the model's dtype, or float32 where the logits are."""
+
+
+class Router:
+    """The same on every rank: equal inputs choose alike."""
+
+    def __init__(
+        self,
+        linear: Linear,
+        config: RouterConfig,
+        num_chosen: int,
+        correction: torch.Tensor | None = None,
+    ) -> None:
+        """`linear` gives logits [T, E]; where config.wide, its weight is float32.
+
+        `correction`: float32 [E], added to the scores for choosing only.
+        """
+        assert config.scoring in ("softmax_chosen", "softmax_all", "sigmoid"), config
+        assert (correction is not None) == (config.scoring == "sigmoid"), config
+        self.linear = linear
+        self.correction = correction
+        self._config = config
+        self._num_chosen = num_chosen
+
+    def forward(self, x: torch.Tensor) -> Routes:
+        """x [T, hidden]."""
+        return self.choose(self.linear.forward(x.float() if self._config.wide else x))
+
+    def choose(self, logits: torch.Tensor) -> Routes:
+        """logits [T, E]. Among equal scores the choice is torch.topk's."""
+        experts, weights = self._chosen(logits)
+        if self._config.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + self._smallest_sum)
+        if self._config.scale != 1.0:
+            weights = weights * self._config.scale
+        return Routes(experts, weights.to(logits.dtype))
+
+    def _chosen(self, logits: torch.Tensor) -> Routes:
+        """Weights in float32, not yet scaled."""
+        if self._config.scoring == "softmax_chosen":
+            best = logits.topk(self._num_chosen, dim=-1)
+            return Routes(best.indices, best.values.softmax(-1, dtype=torch.float32))
+        if self._config.scoring == "softmax_all":
+            best = logits.softmax(-1, dtype=torch.float32).topk(self._num_chosen, dim=-1)
+            return Routes(best.indices, best.values)
+        scores = logits.float().sigmoid()
+        ranked = self._in_best_groups(scores + self.correction)
+        experts = ranked.topk(self._num_chosen, dim=-1, sorted=False).indices
+        return Routes(experts, scores.gather(1, experts))
+
+    def _in_best_groups(self, ranked: torch.Tensor) -> torch.Tensor:
+        """[T, E] with -inf outside the groups whose two best scores have the largest sums."""
+        groups, num_kept = self._config.num_groups, self._config.num_chosen_groups
+        if num_kept == groups:
+            return ranked
+        grouped = ranked.unflatten(-1, (groups, -1))
+        kept = grouped.topk(2, dim=-1).values.sum(-1).topk(num_kept, dim=-1, sorted=False).indices
+        left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=ranked.device)
+        left_out.scatter_(1, kept, value=False)
+        return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(1)
+
+    @property
+    def _smallest_sum(self) -> float:
+        return _SMALLEST_SUM if self._config.scoring == "sigmoid" else 0.0
