@@ -173,6 +173,9 @@ class Mamba2Config:
     conv_width: int
     conv_bias: bool
     proj_bias: bool
+    """On the input projection."""
+    out_bias: bool = False
+    """On the output projection."""
     gate: str
     """gate_norm: norm(y * silu(z)); norm_gate: norm(y) * silu(z), norms over groups of inner / num_groups
     channels; plain: y * silu(z)."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 if TYPE_CHECKING:
     from rayk.models.config import NormConfig
+    from rayk.parallel.comm import Comm
 
 
 class Norm:
@@ -35,3 +37,61 @@ class Norm:
         if self._wide:
             return (normed * self.weight).to(x.dtype)
         return normed.to(x.dtype) * self.weight
+
+
+class GatedNorm:
+    """What follows a Mamba2 scan: RMSNorm over groups of channels, and the gate.
+
+    A rank holds some heads, and each group is the channels of several heads. Where groups do not lie whole on
+    one rank, the sums of squares of all groups are added over the ranks; nothing else crosses them.
+    Shapes: T packed tokens, H heads of the rank of P channels, G groups of the whole model.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None,
+        *,
+        kind: str,
+        eps: float,
+        head_groups: torch.Tensor,
+        num_groups: int,
+        group_size: int,
+        comm: Comm,
+        is_whole: bool,
+    ) -> None:
+        """weight [H * P]; None where nothing is normed. `kind`: as Mamba2Config.gate.
+
+        `head_groups` [H] int64: each head's group. `group_size` in channels. `is_whole`: every group lies on
+        one rank.
+        """
+        assert kind in ("gate_norm", "norm_gate", "plain"), kind
+        assert (weight is None) == (kind == "plain"), kind
+        self._weight = None if weight is None else weight.float()
+        self._kind = kind
+        self._eps = eps
+        self._head_groups = head_groups
+        # A product with it adds up heads in a fixed order, which index_add does not on a GPU.
+        self._members = F.one_hot(head_groups, num_groups).float()
+        self._group_size = group_size
+        self._comm = comm
+        self._sums_over_ranks = not is_whole and comm.size > 1
+
+    def forward(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """y [T, H, P] and gate [T, H * P] -> [T, H * P] in y's dtype; float32 inside."""
+        gates = F.silu(gate.float()).view_as(y)
+        wide = y.float()
+        if self._kind != "norm_gate":
+            wide = wide * gates
+        if self._weight is not None:
+            wide = self._normed(wide)
+        if self._kind == "norm_gate":
+            wide = wide * gates
+        return wide.to(y.dtype).flatten(1)
+
+    def _normed(self, wide: torch.Tensor) -> torch.Tensor:
+        assert self._weight is not None
+        sums = wide.square().sum(-1) @ self._members
+        if self._sums_over_ranks:
+            sums = self._comm.all_reduce(sums)
+        scale = torch.rsqrt(sums / self._group_size + self._eps)[:, self._head_groups]
+        return wide * scale[:, :, None] * self._weight.view(wide.shape[1:])

@@ -1,0 +1,106 @@
+"""Mamba1: a vector per channel, each element of which decays at its own rate (jamba/modeling_jamba.py:444).
+
+Shapes: T packed tokens, B state slots, U runs of D channels of the rank, C = U * D, N the state's size, R the
+rank of dt, W taps of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayk.kernels.selective_scan import selective_scan
+from rayk.kv.caches import FieldView
+
+if TYPE_CHECKING:
+    from rayk.kernels.segments import Segments
+    from rayk.models.layers.causal_conv import CausalConv
+    from rayk.models.layers.linear import Linear, RowParallelLinear
+    from rayk.models.layers.norm import Norm
+    from rayk.models.layers.rope import Rotation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1Norms:
+    """RMSNorm on each of dt, B and C."""
+
+    dt: Norm
+    b: Norm
+    c: Norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1Weights:
+    """One rank's weights: channels are divided."""
+
+    inputs: Linear
+    """hidden -> x and z of the rank's channels."""
+    conv: CausalConv
+    """Over x."""
+    selection: RowParallelLinear
+    """[T, C] -> [T, R + 2 N], dt, B and C of all channels: summed over the ranks."""
+    norms: Mamba1Norms | None
+    dt: Linear
+    """[T, R] -> [T, C], without its bias."""
+    decay: torch.Tensor
+    """[C, N] float32: -exp(A_log)."""
+    skip: torch.Tensor
+    """[C] float32: D."""
+    dt_bias: torch.Tensor
+    """[C] float32"""
+    out: RowParallelLinear
+    """[T, C] -> hidden"""
+
+
+class Mamba1:
+    """One rank's channels of one layer. The state cache is bound by the engine before the first step."""
+
+    def __init__(self, *, layer: int, unit_ids: tuple[int, ...], weights: Mamba1Weights) -> None:
+        """`unit_ids`: global ids of the rank's runs of channels, as the weights were cut."""
+        self.layer = layer
+        self.unit_ids = unit_ids
+        self._weights = weights
+        self._state: torch.Tensor | None = None
+
+    def bind_kv_cache(self, view: Mapping[str, torch.Tensor]) -> None:
+        """Use the bundles [B, U, 1, C] of conv_x and ssm from now on."""
+        bundle = view["ssm"]
+        num_channels, state_size = self._weights.decay.shape
+        shape = (num_channels // len(self.unit_ids), state_size)
+        assert bundle.shape[1:] == (len(self.unit_ids), 1, shape[0] * shape[1]), bundle.shape
+        assert bundle.dtype == torch.float32, bundle.dtype
+        self._weights.conv.bind(view)
+        self._state = bundle.view(*bundle.shape[:2], *shape)
+
+    def unbind_kv_cache(self) -> None:
+        """Forget the cache, so that its buffer can be freed."""
+        self._weights.conv.unbind()
+        self._state = None
+
+    def field_views(self) -> tuple[FieldView, ...]:
+        """Taps [B, U, 1, D * (W - 1)] and states [B, U, 1, D * N] of the bound cache."""
+        state = self._bound()
+        ssm = FieldView("ssm", state.view(*state.shape[:2], 1, -1), self.unit_ids)
+        return (*self._weights.conv.field_views(), ssm)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
+        state = self._bound()
+        segments: Segments = metadata
+        w = self._weights
+        state_size = w.decay.shape[1]
+        xs, z = w.inputs.forward(x).chunk(2, dim=-1)
+        xs = w.conv.forward(xs, segments)
+        selected = w.selection.forward(xs)
+        dt, b, c = torch.split(selected, [selected.shape[1] - 2 * state_size, state_size, state_size], dim=-1)
+        if w.norms is not None:
+            dt, b, c = w.norms.dt.forward(dt), w.norms.b.forward(b), w.norms.c.forward(c)
+        y = selective_scan(xs, w.dt.forward(dt), w.decay, b, c, w.skip, w.dt_bias, z, state, segments)
+        return w.out.forward(y)
+
+    def _bound(self) -> torch.Tensor:
+        assert self._state is not None, f"layer {self.layer}: no state cache is bound"
+        return self._state

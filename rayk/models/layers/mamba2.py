@@ -1,0 +1,139 @@
+"""Mamba2: a matrix per head that decays at one rate (mamba2/modeling_mamba2.py:373).
+
+Shapes: T packed tokens, B state slots, H heads of the rank of P channels each, G groups of B and C that they
+read, N the state's size, W taps of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rayk.kernels.ssd_scan import ssd_scan
+from rayk.kv.caches import FieldView
+
+if TYPE_CHECKING:
+    from rayk.kernels.segments import Segments
+    from rayk.models.layers.causal_conv import CausalConv
+    from rayk.models.layers.linear import Linear, RowParallelLinear
+    from rayk.models.layers.norm import GatedNorm
+    from rayk.models.layers.rope import Rotation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Heads:
+    """The rank's heads: heads are divided, and each rank holds the groups of B and C that its heads read."""
+
+    ids: tuple[int, ...]
+    """Global, of the heads."""
+    groups: tuple[int, ...]
+    """Global, of the groups."""
+    head_size: int
+    state_size: int
+    group_index: torch.Tensor
+    """[H] int64, on the layer's device: the local group of each local head."""
+
+    @property
+    def inner(self) -> int:
+        """H * P."""
+        return len(self.ids) * self.head_size
+
+    @property
+    def group_width(self) -> int:
+        """G * N."""
+        return len(self.groups) * self.state_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2Weights:
+    """One rank's weights."""
+
+    inputs: Linear
+    """hidden -> z, x, B, C and dt of the rank's heads and groups."""
+    multipliers: torch.Tensor | None
+    """[outputs of `inputs`]: what they are multiplied by; None: by one."""
+    conv: CausalConv
+    """Over x, B and C."""
+    decay: torch.Tensor
+    """[H] float32: -exp(A_log)."""
+    skip: torch.Tensor
+    """[H] float32: D."""
+    dt_bias: torch.Tensor
+    """[H] float32"""
+    norm: GatedNorm
+    out: RowParallelLinear
+    """[T, H * P] -> hidden"""
+
+
+class Mamba2:
+    """One rank's heads of one layer. The state cache is bound by the engine before the first step."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        heads: Mamba2Heads,
+        weights: Mamba2Weights,
+        in_multiplier: float = 1.0,
+        out_multiplier: float = 1.0,
+    ) -> None:
+        self.layer = layer
+        self.heads = heads
+        self._weights = weights
+        self._in_multiplier = in_multiplier
+        self._out_multiplier = out_multiplier
+        self._state: torch.Tensor | None = None
+
+    def bind_kv_cache(self, view: Mapping[str, torch.Tensor]) -> None:
+        """Use the bundles [B, units, 1, C] of conv_x, conv_b, conv_c and ssm from now on."""
+        heads, bundle = self.heads, view["ssm"]
+        shape = (heads.head_size, heads.state_size)
+        assert bundle.shape[1:] == (len(heads.ids), 1, shape[0] * shape[1]), bundle.shape
+        assert bundle.dtype == torch.float32, bundle.dtype
+        self._weights.conv.bind(view)
+        self._state = bundle.view(*bundle.shape[:2], *shape)
+
+    def unbind_kv_cache(self) -> None:
+        """Forget the cache, so that its buffer can be freed."""
+        self._weights.conv.unbind()
+        self._state = None
+
+    def field_views(self) -> tuple[FieldView, ...]:
+        """Taps [B, units, 1, channels * (W - 1)] and states [B, H, 1, P * N] of the bound cache."""
+        state = self._bound()
+        ssm = FieldView("ssm", state.view(*state.shape[:2], 1, -1), self.heads.ids)
+        return (*self._weights.conv.field_views(), ssm)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
+        state = self._bound()
+        segments: Segments = metadata
+        w, heads = self._weights, self.heads
+        parts = w.inputs.forward(x if self._in_multiplier == 1.0 else x * self._in_multiplier)
+        if w.multipliers is not None:
+            parts = parts * w.multipliers
+        inner, group_width = heads.inner, heads.group_width
+        z, xbc, dt = torch.split(parts, [inner, inner + 2 * group_width, len(heads.ids)], dim=-1)
+        xbc = w.conv.forward(xbc, segments)
+        xs, b, c = torch.split(xbc, [inner, group_width, group_width], dim=-1)
+        y = ssd_scan(
+            xs.view(len(x), -1, heads.head_size),
+            dt,
+            w.decay,
+            b.view(len(x), -1, heads.state_size),
+            c.view(len(x), -1, heads.state_size),
+            w.skip,
+            w.dt_bias,
+            heads.group_index,
+            state,
+            segments,
+        )
+        out = w.out.forward(w.norm.forward(y, z))
+        return out if self._out_multiplier == 1.0 else out * self._out_multiplier
+
+    def _bound(self) -> torch.Tensor:
+        assert self._state is not None, f"layer {self.layer}: no state cache is bound"
+        return self._state
