@@ -31,6 +31,12 @@ class RawConfig:
             raise CheckpointError(f"`{key}` must be a positive integer, not {value!r}", where=self.where)
         return value
 
+    def whole(self, key: str, default: int | None = None) -> int:
+        """An integer of zero or more. Raises CheckpointError when absent without default, or not one."""
+        if self.get(key, default) == 0 and self.get(key, default) is not False:
+            return 0
+        return self.count(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number. Raises CheckpointError when absent without default, or not one."""
         value = self.get(key, default)
