@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rayk.kv.geometry import RankGeometry, layout_veto, plan_rank
-from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.geometry import RankGeometry, kernel_block_sizes, layout_veto, plan_rank
+from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
@@ -31,13 +31,11 @@ def plan_engine(
 ) -> EnginePlan:
     """Groups from canonical sizes, the layout nobody vetoes, and each rank's geometry.
 
-    `parties` are (name, veto) of the backend and the connector, asked about every group's spec; the groups'
-    own veto is added here.
+    `parties` are (name, veto) of attention backends and the like, asked about every group's spec that is not
+    a state (whose kernels read any layout by its strides); the groups' own veto is added here.
     Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left.
     """
-    dtype = config.dtype if config.kv_dtype == "auto" else config.kv_dtype
-    specs = kv_cache_specs(model, block_size=config.block_size, dtype=dtype, hybrid_kv=config.hybrid_kv)
-    groups = group_layers(specs)
+    groups = group_layers(plan_specs(config, model))
     resolution = resolve_layout(
         config.layout,
         [
@@ -45,6 +43,7 @@ def plan_engine(
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
+    kernel_blocks = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes))
     ranks = tuple(
         plan_rank(
             groups,
@@ -52,18 +51,30 @@ def plan_engine(
             tp_size=config.tp,
             tp_rank=rank,
             num_blocks=config.num_blocks,
-            kernel_block_size=config.kernel_block_size,
+            kernel_block_sizes=kernel_blocks,
         )
         for rank in range(config.tp)
     )
     return EnginePlan(groups, resolution, ranks)
 
 
+def plan_specs(config: EngineConfig, model: DecoderConfig) -> dict[CacheKey, KVCacheSpec]:
+    """What every layer of the model keeps on this engine."""
+    return kv_cache_specs(
+        model,
+        block_size=config.block_size,
+        dtype=config.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        hybrid_kv=config.hybrid_kv,
+        state_block_size=config.state_block_size,
+        conv_dtype=config.dtype,
+    )
+
+
 def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:
     """A veto on a layout: the first group's spec that the party cannot serve in it."""
 
     def refuse(layout: KVCacheLayout) -> str | None:
-        reasons = (veto(layout.name, group.spec) for group in groups)
+        reasons = (veto(layout.name, g.spec) for g in groups if g.spec.part != "state")
         return next((reason for reason in reasons if reason is not None), None)
 
     return refuse

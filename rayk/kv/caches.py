@@ -1,6 +1,7 @@
 """CanonicalKVCaches: one int8 buffer per rank, and everything that is a view of it.
 
-Legend: B kernel blocks, H head slots, N token slots of a kernel block, C content elements (K then V).
+Legend: B kernel blocks, H head slots, U slots of any units, N token slots of a kernel block, C content
+elements (K then V).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from rayk.kv.geometry import GENERATION_BYTES, GroupGeometry, RankGeometry
+from rayk.kv.geometry import GENERATION_BYTES, FieldGeometry, GroupGeometry, RankGeometry
+from rayk.kv.groups import CacheKey
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -55,14 +57,6 @@ class OwnsCache(Protocol):
         ...
 
 
-class BindsKVCache(Protocol):
-    """A layer that owns state in the cache."""
-
-    def bind_kv_cache(self, view: torch.Tensor) -> None:
-        """Take the layer's view [B, H, N, C]; strides are arbitrary but C is dense."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class BlockReference:
     """Where one block of a group lies in one tensor: bytes [offset, offset + num_bytes) of a row."""
@@ -93,19 +87,31 @@ class CanonicalKVCaches:
         table = self.buffer[start : start + self.geometry.num_blocks * GENERATION_BYTES]
         return table.view(torch.int64)
 
-    def view(self, layer: int) -> torch.Tensor:
-        """The typed view [B, H, N, C] a layer's kernels write and read."""
+    def view(self, layer: int, part: str = "attention") -> CacheView:
+        """The typed view that a layer's kernels write and read: [B, H, N, C], C dense and with the fields one
+        after the other; of a state a view per bundle [B, U, 1, C]. KeyError if the layer keeps no such part.
+        """
         for group in self.geometry.groups:
-            if layer in group.group.layers:
-                return _layer_view(self.buffer, self.geometry, group, group.group.layers.index(layer))
-        raise KeyError(f"layer {layer} keeps no KV")
+            if (layer, part) in group.group.keys:
+                position = group.group.layers.index(layer)
+                views = {
+                    fields[0].field.bundle: _bundle_view(self.buffer, self.geometry, group, fields, position)
+                    for fields in group.bundles
+                }
+                return views if part == "state" else views.popitem()[1]
+        raise KeyError(f"layer {layer} keeps no {part} in the cache")
 
-    def bind(self, layers: Mapping[int, BindsKVCache]) -> None:
-        """Give every layer its view. AssertionError unless exactly the cached layers are there."""
-        cached = {layer for g in self.geometry.groups for layer in g.group.layers}
-        assert cached == set(layers), f"layers {sorted(set(layers) ^ cached)} do not match the cache"
-        for index, layer in layers.items():
-            layer.bind_kv_cache(self.view(index))
+    def bind(self, owners: Mapping[CacheKey, OwnsCache]) -> None:
+        """Give every owner its view. AssertionError unless exactly the cached layers are there."""
+        cached = {key for g in self.geometry.groups for key in g.group.keys}
+        assert cached == set(owners), f"layers {sorted(set(owners) ^ cached)} do not match the cache"
+        for key, owner in owners.items():
+            owner.bind_kv_cache(self.view(*key))
+
+    def unbind(self, owners: Mapping[CacheKey, OwnsCache]) -> None:
+        """Make every owner forget its view: the buffer is free when this object goes, too."""
+        for owner in owners.values():
+            owner.unbind_kv_cache()
 
 
 def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0) -> CanonicalKVCaches:
@@ -118,35 +124,58 @@ def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0)
     if fill is not None:
         buffer.fill_(fill)
     buffer[geometry.pages_bytes :] = 0
-    pages = buffer[: geometry.pages_bytes]
-    if geometry.layout.block_outermost:
-        # One tensor holds whole blocks, of every group.
-        tensors: tuple[torch.Tensor, ...] = (pages.view(geometry.num_blocks, geometry.block_bytes),)
-        used = [1 for _ in geometry.groups]
-    else:
-        # One tensor per index of the axes outside B; a group's padding positions come last.
-        outside = geometry.layout.name.split("B")[0]
-        per_position = len(geometry.groups[0].fields[0].units) if "H" in outside else 1
-        count = geometry.groups[0].group.num_positions * per_position
-        tensors = pages.view(count, geometry.num_blocks, geometry.block_bytes // count).unbind()
-        used = [len(g.group.layers) * per_position for g in geometry.groups]
-    references = tuple(tuple(BlockReference(i, 0, tensors[i].shape[1]) for i in range(n)) for n in used)
+    tensors, references = _tensors(buffer[: geometry.pages_bytes], geometry)
     return CanonicalKVCaches(buffer, geometry, tensors, references)
 
 
-def _layer_view(
-    buffer: torch.Tensor, geometry: RankGeometry, group: GroupGeometry, position: int
+def _tensors(
+    pages: torch.Tensor, geometry: RankGeometry
+) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[BlockReference, ...], ...]]:
+    """The tensors that cover the pages, and each group's references."""
+    blocks = geometry.num_blocks
+    if geometry.layout.block_outermost:
+        # One tensor holds whole blocks, of every group.
+        whole = pages.view(blocks, geometry.block_bytes)
+        return (whole,), tuple((BlockReference(0, 0, geometry.block_bytes),) for _ in geometry.groups)
+    # One tensor per index of the axes outside B; a group's padding positions come last.
+    positions = geometry.groups[0].group.num_positions
+    if "H" in geometry.layout.name.split("B")[0]:
+        # Groups are alike here: the first one's heads are everybody's.
+        first = geometry.groups[0]
+        sizes = [
+            fields[0].block_stride * first.kernel_blocks_per_block
+            for fields in first.bundles
+            for _ in fields[0].units
+        ]
+    else:
+        sizes = [geometry.block_bytes // positions]
+    stretches = torch.split(pages, [size * blocks for size in sizes * positions])
+    tensors = tuple(stretch.view(blocks, -1) for stretch in stretches)
+    references = tuple(
+        tuple(BlockReference(i, 0, tensors[i].shape[1]) for i in range(len(g.group.layers) * len(sizes)))
+        for g in geometry.groups
+    )
+    return tensors, references
+
+
+def _bundle_view(
+    buffer: torch.Tensor,
+    geometry: RankGeometry,
+    group: GroupGeometry,
+    fields: tuple[FieldGeometry, ...],
+    position: int,
 ) -> torch.Tensor:
-    field = group.fields[0]
-    dtype = TORCH_DTYPES[field.field.dtype]
-    content = sum(f.field.row_bytes for f in group.fields)
-    strides = (field.block_stride, field.unit_stride, field.row_stride)
-    offset = field.offset + position * field.layer_stride
+    """[B, U, N, C] of one bundle and layer."""
+    first = fields[0]
+    dtype = TORCH_DTYPES[first.field.dtype]
+    content = sum(f.field.row_bytes for f in fields)
+    strides = (first.block_stride, first.unit_stride, first.row_stride)
+    offset = first.offset + position * first.layer_stride
     itemsize = dtype.itemsize
     assert all(n % itemsize == 0 for n in (*strides, offset, content)), "unaligned for its dtype"
     shape = (
         geometry.num_blocks * group.kernel_blocks_per_block,
-        len(field.units),
+        len(first.units),
         group.kernel_block_size,
         content // itemsize,
     )

@@ -3,22 +3,30 @@
 The address of a field's row is affine:
     offset + position * layer_stride + block * block_stride + slot * unit_stride + row * row_stride
 with `block` a *kernel* block (a manager's block is `kernel_blocks_per_block` consecutive ones), `slot` the
-place of a global unit in the rank's shard, and `row` the token slot inside the kernel block. All groups
-of a rank share one buffer and one pool of block ids.
+place of a global unit in the rank's shard, and `row` the row inside the kernel block: a token slot, or 0 in
+a state. All groups of a rank share one buffer and one pool of block ids.
+
+Fields of one bundle interleave in the content of each (unit, row); each further bundle of a group is a
+stretch of its own, with units of its own. Bundles follow each other just outside the first of the axes (H, N)
+of the layout: BLHNC becomes B L [bundle] H N C, BHLNC becomes B [bundle] H L N C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 
 from rayk.kv.fields import ITEMSIZE, PageField
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
+from rayk.kv.specs import rows_per_block
 
 GENERATION_BYTES = 8
 """Each block has an int64 generation behind the pages, in the same buffer and registration."""
+BUNDLE_ALIGNMENT = 16
+"""Where a group has several bundles, of unlike dtypes: each, and each page, starts at a multiple of so many
+bytes, the widest load of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class Coordinate:
     field: str
     unit: int
     row: int
-    """Token slot inside the (manager's) block."""
+    """Row inside the (manager's) block: a token slot, or 0 in a state."""
     byte: int
     block: int
 
@@ -65,6 +73,7 @@ class GroupGeometry:
 
     group: KVCacheGroup
     kernel_block_size: int
+    """Rows of a kernel block."""
     fields: tuple[FieldGeometry, ...]
     page_bytes: int
     """Bytes of one layer for one (manager's) block on this rank, without padding."""
@@ -75,9 +84,32 @@ class GroupGeometry:
         return self.group.spec.block_size
 
     @property
+    def rows(self) -> int:
+        """Rows per manager's block."""
+        return rows_per_block(self.group.spec)
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that one row stands for: one, or in a state all of a block."""
+        return self.block_size // self.rows
+
+    @property
     def kernel_blocks_per_block(self) -> int:
         """Kernel blocks in one manager's block."""
-        return self.block_size // self.kernel_block_size
+        return self.rows // self.kernel_block_size
+
+    @property
+    def bundles(self) -> tuple[tuple[FieldGeometry, ...], ...]:
+        """The fields by bundle, in page order."""
+        names = dict.fromkeys(f.field.bundle for f in self.fields)
+        return tuple(tuple(f for f in self.fields if f.field.bundle == name) for name in names)
+
+    def field(self, name: str) -> FieldGeometry:
+        """The field of this name. KeyError if the group has none."""
+        for f in self.fields:
+            if f.field.name == name:
+                return f
+        raise KeyError(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +152,43 @@ def plan_rank(
     tp_size: int,
     tp_rank: int,
     num_blocks: int,
-    kernel_block_size: int | None = None,
+    kernel_block_sizes: Sequence[int] | None = None,
 ) -> RankGeometry:
     """Lay out all groups of one rank in one buffer.
 
-    `kernel_block_size` must divide every group's block size (None: equal to it). Pages of unlike size are
-    padded to the largest; the layout must accept them (`layout_veto`). Raises Unsupported (from the
+    `kernel_block_sizes`: rows of a kernel block, by group; each divides the rows of a block (None: equals).
+    Groups of unlike pages lie in a block each in its own way where blocks are outermost, and are padded to
+    the largest page elsewhere; the layout must accept them (`layout_veto`). Raises Unsupported (from the
     shard) when the TP size does not fit the model.
     """
     assert num_blocks >= 2, "a null block and at least one other"
     positions = groups[0].num_positions
-    assert all(g.num_positions == positions for g in groups), "groups fill the same block bytes"
-    page = max(_page_bytes(g, tp_size, tp_rank) for g in groups)
-    # Every group cuts its kernel blocks from the page, and each must start at a whole element.
-    alignment = lcm(*(_kernel_blocks(g, kernel_block_size) * ITEMSIZE[g.spec.dtype] for g in groups))
-    page = -(-page // alignment) * alignment
-    laid_out = tuple(
-        _plan_group(g, layout, tp_size, tp_rank, num_blocks, kernel_block_size, page) for g in groups
-    )
-    return RankGeometry(tp_size, tp_rank, layout, num_blocks, page * positions, laid_out)
+    assert all(g.num_positions == positions for g in groups), "groups have the same positions"
+    rows = kernel_block_sizes or [rows_per_block(g.spec) for g in groups]
+    shares = [
+        _lay_out(g, layout, tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks, kernel_block_size=n)
+        for g, n in zip(groups, rows, strict=True)
+    ]
+    # What one index of the block axis takes for all groups: whole blocks, or pages inside a layer.
+    step = max(share.step for share in shares)
+    # Every group cuts its kernel blocks from it, and each must start at a whole element.
+    alignment = lcm(*(share.ratio * share.alignment for share in shares))
+    step = _round_up(step, alignment)
+    laid_out = tuple(share.place(step) for share in shares)
+    block_bytes = step if layout.block_outermost else step * positions
+    return RankGeometry(tp_size, tp_rank, layout, num_blocks, block_bytes, laid_out)
+
+
+def kernel_block_sizes(
+    groups: Sequence[KVCacheGroup], default: int | None, by_kind: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Rows of a kernel block for each group: by kind, else `default`, else (and in states) a whole block."""
+    sizes = []
+    for g in groups:
+        rows = rows_per_block(g.spec)
+        wanted = by_kind.get(g.spec.kind) or default or rows
+        sizes.append(rows if g.spec.part == "state" else wanted)
+    return tuple(sizes)
 
 
 def layout_veto(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -> str | None:
@@ -147,75 +197,146 @@ def layout_veto(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -> str | 
     Only LHBNC puts blocks inside heads: a block id then means the same bytes in every group only when all
     groups have the same heads and head bytes.
     """
-    shapes = {
-        (fields[0].units, sum(f.unit_bytes for f in fields)) for fields in (g.spec.fields() for g in groups)
-    }
+    shapes = {tuple(_bundle_shape(b) for b in _bundles(g.spec.fields())) for g in groups}
     if layout.name == "LHBNC" and len(shapes) > 1:
-        return f"groups of unlike (heads, bytes per head) cannot share a pool: {sorted(shapes)}"
+        listed = sorted(", ".join(f"({units}, {size})" for units, _, size in shape) for shape in shapes)
+        return f"groups of unlike (heads, bytes per head) cannot share a pool: {'; '.join(listed)}"
     return None
 
 
-def _kernel_blocks(group: KVCacheGroup, kernel_block_size: int | None) -> int:
-    """Kernel blocks per manager's block."""
-    block_size = group.spec.block_size
-    rows = kernel_block_size or block_size
-    assert block_size % rows == 0, f"kernel block size {rows} does not divide {block_size}"
-    return block_size // rows
-
-
-def _page_bytes(group: KVCacheGroup, tp_size: int, tp_rank: int) -> int:
-    return sum(len(f.shard(tp_size, tp_rank)) * f.unit_bytes for f in group.spec.fields())
-
-
-def _plan_group(
-    group: KVCacheGroup,
-    layout: KVCacheLayout,
-    tp_size: int,
-    tp_rank: int,
-    num_blocks: int,
-    kernel_block_size: int | None,
-    padded_page_bytes: int,
-) -> GroupGeometry:
-    fields = group.spec.fields()
-    units = fields[0].shard(tp_size, tp_rank)
-    assert all(f.shard(tp_size, tp_rank) == units for f in fields), "fields of one content axis share units"
-    ratio = _kernel_blocks(group, kernel_block_size)
-    rows = group.spec.block_size // ratio
-    content = sum(f.row_bytes for f in fields)
-    sizes = {
-        "L": group.num_positions,
-        "B": num_blocks * ratio,
-        "H": len(units),
-        "N": rows,
-        "C": content,
-    }
-    strides = layout.strides(sizes)
-    page = len(units) * group.spec.block_size * content
-    if page != padded_page_bytes:
-        if layout.block_outermost:
-            strides["B"] = padded_page_bytes * group.num_positions // ratio
-        else:
-            assert layout.name.startswith("LB"), "vetoed by layout_veto"
-            strides["B"] = padded_page_bytes // ratio
-            strides["L"] = padded_page_bytes * num_blocks
-    offset = 0
-    laid_out = []
-    for f in fields:
-        laid_out.append(
-            FieldGeometry(f, units, offset, strides["L"], strides["B"], strides["H"], strides["N"])
-        )
-        offset += f.row_bytes
-    return GroupGeometry(group, rows, tuple(laid_out), page)
-
-
 def canonical_page(group: KVCacheGroup) -> GroupGeometry:
-    """The canonical page of a group's layers: [unit, layer, row, byte], all units, no padding.
+    """The canonical page of a group's layers: per bundle [unit, layer, row, byte], all units, no padding.
 
     It is the geometry of an imaginary rank that holds everything, in BHLNC order, over the group's real
     layers only.
     """
     real = KVCacheGroup(group.index, group.spec, group.layers, len(group.layers))
-    return _plan_group(real, KVCacheLayout("BHLNC"), 1, 0, 1, None, _page_bytes(real, 1, 0))
+    share = _lay_out(
+        real,
+        KVCacheLayout("BHLNC"),
+        tp_size=1,
+        tp_rank=0,
+        num_blocks=1,
+        kernel_block_size=rows_per_block(real.spec),
+        is_packed=True,
+    )
+    return share.place(share.step)
+
+
+def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
+    """Fields by bundle, in page order."""
+    bundles: dict[str, list[PageField]] = {}
+    for f in fields:
+        bundles.setdefault(f.bundle, []).append(f)
+    return list(bundles.values())
+
+
+def _bundle_shape(fields: Sequence[PageField]) -> tuple[int, int, int]:
+    """(units, readers, bytes of a unit): what decides how a bundle lies on any rank."""
+    return fields[0].units, fields[0].readers, sum(f.unit_bytes for f in fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """One bundle of a group on one rank: where it starts, and the strides of the axes inside it."""
+
+    fields: list[PageField]
+    units: tuple[int, ...]
+    offset: int
+    strides: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One group laid out by itself on one rank; `place` fits it into the pool."""
+
+    group: KVCacheGroup
+    layout: KVCacheLayout
+    num_blocks: int
+    kernel_block_size: int
+    ratio: int
+    alignment: int
+    """What the start of every kernel block must be a multiple of."""
+    bundles: tuple[_Bundle, ...]
+    outer: dict[str, int]
+    """Strides of the axes outside the bundles."""
+    step: int
+    """Bytes of one (manager's) block inside one index of the axes outside B."""
+
+    def place(self, step: int) -> GroupGeometry:
+        """The group in a pool whose step is `step`, padding at the end of each kernel block."""
+        outer = dict(self.outer)
+        if "B" in outer:
+            outer["B"] = step // self.ratio
+            if not self.layout.block_outermost:
+                outer["L"] = step * self.num_blocks
+        else:
+            assert step == self.step, "vetoed by layout_veto"
+        laid_out = []
+        for bundle in self.bundles:
+            offset, strides = bundle.offset, outer | bundle.strides
+            for f in bundle.fields:
+                axes = (strides[axis] for axis in "LBHN")
+                laid_out.append(FieldGeometry(f, bundle.units, offset, *axes))
+                offset += f.row_bytes
+        page = sum(len(f.units) * f.field.unit_bytes for f in laid_out)
+        return GroupGeometry(self.group, self.kernel_block_size, tuple(laid_out), page)
+
+
+def _lay_out(
+    group: KVCacheGroup,
+    layout: KVCacheLayout,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    num_blocks: int,
+    kernel_block_size: int,
+    is_packed: bool = False,
+) -> _Share:
+    """Lay out one group; `is_packed`: nothing is aligned."""
+    rows = rows_per_block(group.spec)
+    assert rows % kernel_block_size == 0, f"kernel block size {kernel_block_size} does not divide {rows}"
+    ratio = rows // kernel_block_size
+    fields = _bundles(group.spec.fields())
+    alignment = BUNDLE_ALIGNMENT if len(fields) > 1 else ITEMSIZE[fields[0][0].dtype]
+    padding = 1 if is_packed or len(fields) == 1 else alignment
+    axes = layout.name.removesuffix("C")
+    cut = min(axes.index("H"), axes.index("N"))
+    sizes = {"L": group.num_positions, "B": num_blocks * ratio, "N": kernel_block_size}
+    bundles: list[_Bundle] = []
+    size = 0
+    for members in fields:
+        units = _shared_units(members, tp_size, tp_rank)
+        content = sum(f.row_bytes for f in members)
+        strides, used = _strides(axes[cut:], sizes | {"H": len(units)}, content, padding)
+        bundles.append(_Bundle(members, units, size, strides))
+        size = _round_up(size + used, padding)
+    outer, size = _strides(axes[:cut], sizes, size, padding)
+    step = outer["B"] * ratio if "B" in outer else size // group.num_positions // num_blocks
+    return _Share(group, layout, num_blocks, kernel_block_size, ratio, alignment, tuple(bundles), outer, step)
+
+
+def _strides(axes: str, sizes: Mapping[str, int], step: int, padding: int) -> tuple[dict[str, int], int]:
+    """Strides of `axes` around something of `step` bytes, and the bytes of it all. Pages and blocks start at
+    multiples of `padding`."""
+    strides: dict[str, int] = {}
+    for axis in reversed(axes):
+        if axis in "LB":
+            step = _round_up(step, padding)
+        strides[axis] = step
+        step *= sizes[axis]
+    return strides, step
+
+
+def _shared_units(fields: Sequence[PageField], tp_size: int, tp_rank: int) -> tuple[int, ...]:
+    units = fields[0].shard(tp_size, tp_rank)
+    assert all(f.shard(tp_size, tp_rank) == units for f in fields), "fields of one bundle share units"
+    assert all(f.dtype == fields[0].dtype for f in fields), "fields of one bundle share a dtype"
+    return units
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _decode(group: GroupGeometry, field: FieldGeometry, byte: int, num_blocks: int) -> Iterator[Coordinate]:

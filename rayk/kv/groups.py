@@ -1,8 +1,9 @@
 """KV cache groups: layers of equal spec that share one block table.
 
 Every group draws block ids from one pool, so each must fill the same block bytes: groups have the same
-number of positions, short ones are padded. Chosen from canonical sizes, never from TP, rank or layout,
-so that both sides of a transfer choose alike.
+number of positions, short ones are padded, and pages of attention grow by whole blocks towards the largest
+page. Chosen from canonical sizes, never from TP, rank or layout, so that both sides of a transfer choose
+alike; and which layers share a group does not depend on block sizes either, which may differ between them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rayk.kv.specs import KVCacheSpec, page_bytes
+from rayk.kv.specs import KVCacheSpec, page_bytes, rows_per_block, with_block_size
 
 CacheKey = tuple[int, str]
 """(layer, part): one of a layer's caches; part is the spec's, attention or state."""
+
+REFERENCE_TOKENS = 4096
+"""Length of the request by which groupings are compared."""
+REFERENCE_BLOCK_SIZE = 16
+"""Tokens of an attention block, before it grows, of the engine by which groupings are compared."""
+BLOCK_COST_BYTES = 8 << 10
+"""What a block costs beside its bytes: moving it takes one descriptor at least. A scattered descriptor costs
+NIXL 1.6 to 2 us at about 5 GB/s (measured, 64 MiB in 128 to 32768 descriptors), the time of 8 to 10 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +35,102 @@ class KVCacheGroup:
     num_positions: int
     """Positions of a block; those past len(layers) are padding."""
 
+    @property
+    def keys(self) -> tuple[CacheKey, ...]:
+        """The caches of the group, by position."""
+        return tuple((layer, self.spec.part) for layer in self.layers)
 
-def group_size(counts: list[int]) -> int:
-    """Positions per group for these layer counts per kind.
 
-    The smallest count, unless the largest is within half of it: then padding the small kind wastes less
-    than splitting the large one (as vLLM's grouping does; the fixtures agree).
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """What a request holds beyond what its layers need, over all groups, before tensor parallelism.
+
+    Positions without a layer, pages smaller than the largest, and rows of blocks that no live token fills.
     """
-    low, high = min(counts), max(counts)
-    return high if high < 1.5 * low else low
+
+    allocated_bytes: int
+    needed_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Held but not needed."""
+        return self.allocated_bytes - self.needed_bytes
+
+    @property
+    def percent(self) -> float:
+        """Of what is held."""
+        return 100.0 * self.bytes / self.allocated_bytes if self.allocated_bytes else 0.0
+
+
+def group_layers(specs: Mapping[CacheKey, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Groups for the caches of a model, kinds in order of first appearance.
+
+    A kind with more layers than a group has positions is dealt round-robin into several groups. A group's
+    spec has the block size to which its pages have grown.
+    """
+    kinds: dict[KVCacheSpec, list[int]] = {}
+    for key in sorted(specs):
+        assert specs[key].part == key[1], f"{key} with a spec of {specs[key].part}"
+        kinds.setdefault(specs[key], []).append(key[0])
+    if not kinds:
+        return ()
+    positions = choose_positions([(spec, len(layers)) for spec, layers in kinds.items()])
+    groups: list[KVCacheGroup] = []
+    for spec, layers in zip(unify_pages(tuple(kinds)), kinds.values(), strict=True):
+        num_groups = -(-len(layers) // positions)
+        for i in range(num_groups):
+            groups.append(KVCacheGroup(len(groups), spec, tuple(layers[i::num_groups]), positions))
+    return tuple(groups)
+
+
+def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
+    """Positions per group for kinds of layers (spec, number of layers): those that cost a reference request
+    least, then those that make the fewest groups.
+
+    Block sizes of the specs do not count.
+    """
+    specs = unify_pages([_reference(spec) for spec, _ in kinds])
+    page = max(page_bytes(spec) for spec in specs)
+    held = [held_blocks(spec, REFERENCE_TOKENS) for spec in specs]
+
+    def cost(positions: int) -> tuple[int, int]:
+        num_groups = [-(-count // positions) for _, count in kinds]
+        blocks = sum(n * b for n, b in zip(num_groups, held, strict=True))
+        return blocks * (positions * page + BLOCK_COST_BYTES), sum(num_groups)
+
+    return min(range(1, max(count for _, count in kinds) + 1), key=cost)
+
+
+def unify_pages(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
+    """The specs with pages as near to the largest as whole blocks of tokens bring them.
+
+    States do not grow: they hold one row, however many tokens a block covers.
+    """
+    largest = max(page_bytes(spec) for spec in specs)
+    return tuple(
+        spec
+        if spec.part == "state"
+        else with_block_size(spec, spec.block_size * (largest // page_bytes(spec)))
+        for spec in specs
+    )
+
+
+def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
+    """Blocks of one group that a request holds when `num_tokens` are computed."""
+    live = spec.live_rows(num_tokens)
+    return -(-live.stop // spec.block_size) - live.start // spec.block_size
+
+
+def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS) -> Waste:
+    """The canonical waste of a request of `num_tokens`."""
+    page = max((page_bytes(g.spec) for g in groups), default=0)
+    allocated = needed = 0
+    for g in groups:
+        allocated += held_blocks(g.spec, num_tokens) * g.num_positions * page
+        # A state has one live row: that of the last token.
+        row_bytes = page_bytes(g.spec) // rows_per_block(g.spec)
+        needed += len(g.spec.live_rows(num_tokens)) * len(g.layers) * row_bytes
+    return Waste(allocated, needed)
 
 
 def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
@@ -44,20 +140,6 @@ def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     return tuple(g.num_positions * page - len(g.layers) * page_bytes(g.spec) for g in groups)
 
 
-def group_layers(specs: Mapping[int, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Groups for layer index -> spec, kinds in order of first appearance.
-
-    A kind with more layers than a group's size is dealt round-robin into several groups.
-    """
-    kinds: dict[KVCacheSpec, list[int]] = {}
-    for layer in sorted(specs):
-        kinds.setdefault(specs[layer], []).append(layer)
-    if not kinds:
-        return ()
-    size = group_size([len(layers) for layers in kinds.values()])
-    groups: list[KVCacheGroup] = []
-    for spec, layers in kinds.items():
-        num_groups = -(-len(layers) // size)
-        for i in range(num_groups):
-            groups.append(KVCacheGroup(len(groups), spec, tuple(layers[i::num_groups]), size))
-    return tuple(groups)
+def _reference(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec of the engine by which groupings are compared: a state has one block per request."""
+    return with_block_size(spec, REFERENCE_TOKENS if spec.part == "state" else REFERENCE_BLOCK_SIZE)

@@ -7,7 +7,7 @@ joined where they continue on both sides. Transfer plans, page maps and `rayk ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,25 +56,25 @@ def coalesce(source: Ints, destination: Ints, lengths: Ints) -> Runs:
 def match_rows(
     source: GroupGeometry,
     destination: GroupGeometry,
-    units: Iterable[int],
+    units: Mapping[str, Sequence[int]],
     *,
     source_row: int,
     destination_row: int,
     num_rows: int,
 ) -> Runs:
-    """Runs that copy `num_rows` rows of `units`, all layers and fields, from block 0 of the source's buffer
-    to block 0 of the destination's.
+    """Runs that copy `num_rows` rows of all layers from block 0 of the source's buffer to block 0 of the
+    destination's: of each field the global units that `units` names (a field left out is not copied).
 
-    Rows count from the start of each side's (manager's) block and may cross kernel blocks but not blocks.
-    For other blocks add `block_id * kernel_blocks_per_block * block_stride` on each side: addresses are
-    affine in the block.
+    Rows count from the start of each side's (manager's) block and may cross kernel blocks but not blocks; a
+    state has one. For other blocks add `block_id * block_strides(side, runs of the side)` on each side:
+    addresses are affine in the block.
     """
-    assert source_row + num_rows <= source.block_size, "rows leave the source block"
-    assert destination_row + num_rows <= destination.block_size, "rows leave the destination block"
-    chosen = list(units)
+    assert source_row + num_rows <= source.rows, "rows leave the source block"
+    assert destination_row + num_rows <= destination.rows, "rows leave the destination block"
     parts: list[tuple[Ints, Ints, Ints]] = []
     for src, dst in zip(source.fields, destination.fields, strict=True):
         assert src.field.name == dst.field.name, (src.field.name, dst.field.name)
+        chosen = units.get(src.field.name, ())
         here = _rows(source, src, chosen, source_row, num_rows)
         there = _rows(destination, dst, chosen, destination_row, num_rows)
         parts.append((here, there, np.full(len(here), src.field.row_bytes, dtype=np.int64)))
@@ -84,13 +84,24 @@ def match_rows(
 def page_map(rank: GroupGeometry) -> Runs:
     """Runs from one block of a rank (offsets from that block's first byte) to the canonical page."""
     whole = canonical_page(rank.group)
-    units = rank.fields[0].units
-    return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.block_size)
+    units = {f.field.name: f.units for f in rank.fields}
+    return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.rows)
 
 
-def block_stride(group: GroupGeometry) -> int:
-    """Bytes from one manager's block to the next."""
-    return group.kernel_blocks_per_block * group.fields[0].block_stride
+def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
+    """Bytes from what lies at each address of block 0 to the same of the next (manager's) block, int64.
+
+    One number for all, but where blocks lie inside heads (LHBNC): there each bundle has its own.
+    """
+    strides = {f.block_stride for f in group.fields}
+    ratio = group.kernel_blocks_per_block
+    if len(strides) == 1:
+        return np.full(len(addresses), strides.pop() * ratio, dtype=np.int64)
+    # Layers are outermost there, and a bundle goes from its first field to the next bundle's.
+    starts = np.array([bundle[0].offset for bundle in group.bundles], dtype=np.int64)
+    steps = np.array([bundle[0].block_stride * ratio for bundle in group.bundles], dtype=np.int64)
+    found: Ints = steps[np.searchsorted(starts, addresses % group.fields[0].layer_stride, side="right") - 1]
+    return found
 
 
 def _rows(

@@ -5,9 +5,9 @@ Nothing outside this file asks what kind of spec it has: it reads fields, and wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from rayk.kv.fields import ITEMSIZE, PageField
 
@@ -272,6 +272,11 @@ def rows_per_block(spec: KVCacheSpec) -> int:
     rows = {field.rows for field in spec.fields()}
     assert len(rows) == 1, "all fields of a spec have the same rows"
     return rows.pop()
+
+
+def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
+    """The same spec with blocks of `block_size` tokens."""
+    return cast(KVCacheSpec, replace(cast(Any, spec), block_size=block_size))
 
 
 def page_bytes(spec: KVCacheSpec) -> int:

@@ -2,42 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.kv.groups import CacheKey
+from rayk.kv.specs import (
+    FullAttentionSpec,
+    GatedDeltaNetSpec,
+    KVCacheSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    MlaSpec,
+    SlidingWindowSpec,
+)
 
 if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
+    from rayk.models.config import DecoderConfig, LayerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    """What an engine adds to a model."""
+
+    block_size: int
+    dtype: str
+    hybrid_kv: bool
+    state_block_size: int
+    conv_dtype: str
 
 
 def kv_cache_specs(
-    config: DecoderConfig, *, block_size: int, dtype: str, hybrid_kv: bool = True
-) -> dict[int, KVCacheSpec]:
-    """Layer index -> spec, for the layers that keep anything; `block_size` in tokens.
+    config: DecoderConfig,
+    *,
+    block_size: int,
+    dtype: str,
+    hybrid_kv: bool = True,
+    state_block_size: int | None = None,
+    conv_dtype: str | None = None,
+) -> dict[CacheKey, KVCacheSpec]:
+    """(layer, part) -> spec, for the layers that keep anything; block sizes in tokens.
 
-    Without `hybrid_kv`, windowed layers keep every token too (their attention still slides), so
-    that all layers fall into one group.
+    Without `hybrid_kv`, windowed layers keep every token too (their attention still slides), so that all
+    layers of attention fall into full groups; states stay. `state_block_size` None: the model's positions, so
+    that a request has one block of states. `conv_dtype`: of a convolution's inputs that are kept; None:
+    `dtype`.
     """
-    specs: dict[int, KVCacheSpec] = {}
-    for index in config.attention_layers:
-        window = config.layers[index].window
-        full = FullAttentionSpec(
-            block_size=block_size,
-            num_kv_heads=config.num_kv_heads,
-            head_size_k=config.head_size_k,
-            head_size_v=config.head_size_v,
-            dtype=dtype,
-            num_query_heads=config.num_query_heads,
-        )
-        specs[index] = full
-        if hybrid_kv and window is not None:
-            specs[index] = SlidingWindowSpec(
-                block_size=full.block_size,
-                num_kv_heads=full.num_kv_heads,
-                head_size_k=full.head_size_k,
-                head_size_v=full.head_size_v,
-                dtype=full.dtype,
-                num_query_heads=full.num_query_heads,
-                window=window,
-            )
+    settings = _Settings(
+        block_size=block_size,
+        dtype=dtype,
+        hybrid_kv=hybrid_kv,
+        state_block_size=state_block_size or config.max_positions,
+        conv_dtype=conv_dtype or dtype,
+    )
+    specs: dict[CacheKey, KVCacheSpec] = {}
+    for index, layer in enumerate(config.layers):
+        for mixer in layer.mixer.split("+"):
+            if mixer != "none":
+                spec = _LOWERED[mixer](config, layer, settings)
+                specs[index, spec.part] = spec
     return specs
+
+
+def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -> KVCacheSpec:
+    full = (
+        settings.block_size,
+        config.num_kv_heads,
+        config.head_size_k,
+        config.head_size_v,
+        settings.dtype,
+        config.num_query_heads,
+    )
+    if settings.hybrid_kv and layer.window is not None:
+        return SlidingWindowSpec(*full, layer.window)
+    return FullAttentionSpec(*full)
+
+
+def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
+    assert config.mla is not None
+    return MlaSpec(
+        block_size=settings.block_size,
+        latent_size=config.mla.latent_size,
+        rope_size=config.mla.rope_size,
+        dtype=settings.dtype,
+        num_query_heads=config.num_query_heads,
+    )
+
+
+def _mamba1(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
+    assert config.mamba1 is not None
+    return Mamba1Spec(
+        block_size=settings.state_block_size,
+        dtype=settings.conv_dtype,
+        conv_width=config.mamba1.conv_width,
+        num_channels=config.mamba1.num_channels,
+        state_size=config.mamba1.state_size,
+    )
+
+
+def _mamba2(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
+    assert config.mamba2 is not None
+    return Mamba2Spec(
+        block_size=settings.state_block_size,
+        dtype=settings.conv_dtype,
+        conv_width=config.mamba2.conv_width,
+        num_heads=config.mamba2.num_heads,
+        head_size=config.mamba2.head_size,
+        num_groups=config.mamba2.num_groups,
+        state_size=config.mamba2.state_size,
+    )
+
+
+def _gdn(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
+    assert config.gdn is not None
+    return GatedDeltaNetSpec(
+        block_size=settings.state_block_size,
+        dtype=settings.conv_dtype,
+        conv_width=config.gdn.conv_width,
+        num_key_heads=config.gdn.num_key_heads,
+        key_head_size=config.gdn.key_head_size,
+        num_value_heads=config.gdn.num_value_heads,
+        value_head_size=config.gdn.value_head_size,
+    )
+
+
+_LOWERED: Mapping[str, Callable[[DecoderConfig, LayerConfig, _Settings], KVCacheSpec]] = MappingProxyType(
+    {"attention": _attention, "mla": _mla, "mamba1": _mamba1, "mamba2": _mamba2, "gdn": _gdn}
+)
+"""Mixer -> its spec."""
