@@ -17,7 +17,7 @@ from rayk.types.request import Request, SamplingParams
 from tests.kv.brute import full, sliding
 
 BLOCK = 8
-GROUPS = group_layers({0: full(BLOCK), 1: sliding(11, full(BLOCK))})
+GROUPS = group_layers({(0, "attention"): full(BLOCK), (1, "attention"): sliding(11, full(BLOCK))})
 
 
 def make_builder(kernel_block_size: int) -> InputBuilder:
@@ -27,7 +27,7 @@ def make_builder(kernel_block_size: int) -> InputBuilder:
         tp_size=1,
         tp_rank=0,
         num_blocks=40,
-        kernel_block_size=kernel_block_size,
+        kernel_block_sizes=(kernel_block_size,) * len(GROUPS),
     )
     return InputBuilder(geometry, max_seqs=3, max_positions=100, device=torch.device("cpu"))
 

@@ -119,7 +119,8 @@ def cache():
     torch.manual_seed(0)
     full = FullAttentionSpec(4, HEADS, SIZE, SIZE, "float32", HEADS)
     sliding = SlidingWindowSpec(4, HEADS, SIZE, SIZE, "float32", HEADS, WINDOW)
-    groups = group_layers({0: full, 1: sliding, 2: full})
+    specs = enumerate((full, sliding, full))
+    groups = group_layers({(layer, "attention"): spec for layer, spec in specs})
     reference = [{name: torch.randn(HEADS, TOKENS, SIZE) for name in "kv"} for _ in range(LAYERS)]
     captured = []
     for head in range(HEADS):

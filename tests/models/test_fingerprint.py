@@ -180,9 +180,9 @@ def test_kv_specs_follow_the_layers() -> None:
     full = FullAttentionSpec(16, 2, 16, 16, "float32", 8)
     sliding = SlidingWindowSpec(16, 2, 16, 16, "float32", 8, 40)
     assert kv_cache_specs(config, block_size=16, dtype="float32", hybrid_kv=True) == {
-        0: full, 1: full, 2: full, 3: sliding,
+        (0, "attention"): full, (1, "attention"): full, (2, "attention"): full, (3, "attention"): sliding,
     }  # fmt: skip
     flat = kv_cache_specs(config, block_size=16, dtype="float32", hybrid_kv=False)
-    assert flat == dict.fromkeys(range(4), full)
+    assert flat == {(layer, "attention"): full for layer in range(4)}
     other = dataclasses.replace(full, block_size=8, dtype="bfloat16")
-    assert kv_cache_specs(config, block_size=8, dtype="bfloat16")[0] == other
+    assert kv_cache_specs(config, block_size=8, dtype="bfloat16")[0, "attention"] == other
