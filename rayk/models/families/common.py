@@ -112,7 +112,7 @@ def parse_llama_like(
     `num_kv_heads` and `tied` are the family's defaults where config.json has none (hidden / heads;
     required). What else a family differs in, it replaces in the result.
     """
-    _refuse_quantized(raw)
+    refuse_quantized(raw)
     hidden_size = raw.count("hidden_size")
     num_query_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.count("num_key_value_heads", num_kv_heads)
@@ -165,7 +165,7 @@ def parse_mlp(raw: RawConfig, *, bias: bool = False, key: str = "hidden_act") ->
     )
 
 
-def _refuse_quantized(raw: RawConfig) -> None:
+def refuse_quantized(raw: RawConfig) -> None:
     """Raise UnsupportedArchitecture for quantized weights."""
     quantization = raw.get("quantization_config")
     if quantization is None:

@@ -1,0 +1,66 @@
+"""Bamba: Mamba2 in most layers, attention in a few, whose positions turn half of each head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rayk.models.families import common, hybrid
+from rayk.models.families.raw import RawConfig
+from rayk.models.families.rope import parse_rope
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig
+
+# configuration_bamba.py, which fixes the share of a head that rotates
+DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+
+
+def parse(raw: RawConfig) -> DecoderConfig:
+    """`attn_layer_indices` attend, the others recur; each has a feed-forward half."""
+    raw = RawConfig({**hybrid.DEFAULTS, **DEFAULTS, **raw.values}, raw.where, raw.architecture)
+    windows = common.no_windows(raw)
+    bias = raw.flag("attention_bias")
+    head_size = raw.count("head_dim", common.default_head_size(raw))
+    config = common.parse_llama_like(
+        raw,
+        family="bamba",
+        windows=windows,
+        num_kv_heads=hybrid.num_kv_heads(raw),
+        ropes=(parse_rope(raw, head_size, partial=True),) * len(windows),
+        mlp=common.parse_mlp(raw, bias=raw.flag("mlp_bias")),
+    )
+    attending = _attending(raw, len(windows))
+    mixers = ["attention" if i in attending else "mamba2" for i in range(len(windows))]
+    return replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        layers=hybrid.with_mixers(config, mixers),
+        mamba2=hybrid.parse_mamba2(
+            raw, inner=raw.count("mamba_expand") * config.hidden_size, norm_eps=config.norm.eps
+        ),
+    )
+
+
+def _attending(raw: RawConfig, num_layers: int) -> frozenset[int]:
+    found = raw.get("attn_layer_indices", [])
+    if not isinstance(found, list) or not all(i in range(num_layers) for i in found):
+        raise CheckpointError(
+            f"`attn_layer_indices` must list some of layers 0 to {num_layers - 1}, not {found!r}",
+            where=raw.where,
+        )
+    return frozenset(found)
+
+
+FAMILY = common.Family(
+    name="bamba",
+    architectures=("BambaForCausalLM",),
+    parse=parse,
+    weights=common.WeightNames(
+        final_norm=hybrid.FINAL_NORM,
+        layer=MappingProxyType({**hybrid.HYBRID_LAYER, **hybrid.mamba2_names("model.layers.{i}.mamba")}),
+    ),
+)

@@ -1,0 +1,201 @@
+"""What families with recurrent layers share: kinds of layers, Mamba settings, weight names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rayk.models.config import LayerConfig, Mamba2Config
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
+
+RECURRENT, ATTENTION = "linear_attention", "full_attention"
+_OLD_KINDS: Mapping[str, str] = MappingProxyType({"mamba": RECURRENT, "attention": ATTENTION})
+
+DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 256,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "mamba_proj_bias": False,
+    }
+)
+"""configuration_{bamba,granitemoehybrid,falcon_h1}.py."""
+
+
+def layer_kinds(raw: RawConfig, keys: Sequence[str], num_layers: int | None) -> tuple[str, ...] | None:
+    """The list under the first of `keys` that config.json has, in today's names; None where it has none.
+
+    `num_layers`: how many there must be. Raises CheckpointError.
+    """
+    key = next((k for k in keys if raw.get(k) is not None), None)
+    if key is None:
+        return None
+    kinds = raw.get(key)
+    if not isinstance(kinds, list) or not kinds or len(kinds) != (num_layers or len(kinds)):
+        raise CheckpointError(
+            f"`{key}` must list {num_layers or 'the'} layers" + " (`num_hidden_layers`)" * bool(num_layers),
+            where=raw.where,
+        )
+    return tuple(_OLD_KINDS.get(kind, str(kind)) for kind in kinds)
+
+
+def require_kinds(raw: RawConfig, kinds: Sequence[str], known: Sequence[str]) -> None:
+    """Raise UnsupportedArchitecture for a layer of another kind."""
+    for i, kind in enumerate(kinds):
+        if kind not in known:
+            raise raw.refuse(f"layer {i} of kind {kind!r} is not supported in this family")
+
+
+def with_mixers(config: DecoderConfig, mixers: Sequence[str]) -> tuple[LayerConfig, ...]:
+    """config's layers with a mixer each; only attention keeps its positions and window."""
+    return tuple(
+        layer if mixer == "attention" else replace(layer, mixer=mixer, rope=None, window=None)
+        for layer, mixer in zip(config.layers, mixers, strict=True)
+    )
+
+
+def parse_mamba2(raw: RawConfig, *, inner: int, gate: str = "gate_norm", norm_eps: float) -> Mamba2Config:
+    """From the keys `mamba_*`, DEFAULTS merged in. `inner`: channels of all heads."""
+    num_heads = raw.count("mamba_n_heads")
+    head_size = inner // num_heads if raw.get("mamba_d_head") == "auto" else raw.count("mamba_d_head")
+    if num_heads * head_size != inner:
+        raise CheckpointError(
+            f"`mamba_n_heads` {num_heads} x `mamba_d_head` {head_size} is not the inner width {inner}",
+            where=raw.where,
+        )
+    refuse_time_steps(raw)
+    require_silu(raw, "hidden_act")
+    bias = raw.flag("mamba_proj_bias")
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_size=head_size,
+        num_groups=num_groups(raw, "mamba_n_groups", num_heads),
+        state_size=raw.count("mamba_d_state"),
+        conv_width=conv_width(raw, "mamba_d_conv"),
+        conv_bias=raw.flag("mamba_conv_bias"),
+        proj_bias=bias,
+        out_bias=bias,
+        gate=gate,
+        norm_eps=norm_eps,
+    )
+
+
+def num_kv_heads(raw: RawConfig) -> int:
+    """The families' default; null means as many as query heads."""
+    is_null = raw.values.get("num_key_value_heads", 8) is None
+    return raw.count("num_attention_heads") if is_null else 8
+
+
+def conv_width(raw: RawConfig, key: str) -> int:
+    """Taps of the convolution, checked."""
+    width = raw.count(key)
+    if width < 2:
+        raise raw.refuse(f"`{key}` {width}: a convolution that sees one token is not supported")
+    return width
+
+
+def num_groups(raw: RawConfig, key: str, num_heads: int) -> int:
+    """Groups of B and C, checked."""
+    groups = raw.count(key)
+    if num_heads % groups:
+        raise CheckpointError(
+            f"`{key}` {groups} does not divide the {num_heads} Mamba heads", where=raw.where
+        )
+    return groups
+
+
+def refuse_time_steps(raw: RawConfig, key: str = "time_step_limit") -> None:
+    """Raise UnsupportedArchitecture for limits of dt. Infinity may be written as today's transformers does.
+
+    transformers clamps dt in prefill but not in decode (mamba2/modeling_mamba2.py:279 and :195), so that no
+    answer would be the right one.
+    """
+    limits = raw.get(key, [0.0, math.inf])
+    if not isinstance(limits, list | tuple) or len(limits) != 2:
+        raise CheckpointError(f"`{key}` must list two numbers, not {limits!r}", where=raw.where)
+    low, high = (value.get("__float__") if isinstance(value, dict) else value for value in limits)
+    if not _is_free(low, high):
+        raise raw.refuse(
+            f"`{key}` {limits!r} limits the time steps, which is not supported",
+            "transformers itself limits them in prefill but not in decode",
+        )
+
+
+def _is_free(low: object, high: object) -> bool:
+    """Whether no time step lies outside; Infinity may be a word."""
+    return isinstance(low, int | float) and low <= 0 and high in (math.inf, "Infinity", "inf")
+
+
+def require_silu(raw: RawConfig, key: str) -> None:
+    """Raise UnsupportedArchitecture for another activation behind the convolution."""
+    if raw.get(key, "silu") not in ("silu", "swish"):
+        raise raw.refuse(f"`{key}` {raw.get(key)!r} is not supported with recurrent layers", "silu")
+
+
+def mamba2_names(module: str) -> dict[str, str]:
+    """Parameter -> name on disk of the mixer `module`, e.g. model.layers.{i}.mamba."""
+    return {
+        "ssm_a": f"{module}.A_log",
+        "ssm_d": f"{module}.D",
+        "ssm_dt_bias": f"{module}.dt_bias",
+        "ssm_norm.weight": f"{module}.norm.weight",
+        **_module_names(module, {"ssm_in": "in_proj", "ssm_conv": "conv1d", "ssm_out": "out_proj"}),
+    }
+
+
+def mamba1_names(module: str) -> dict[str, str]:
+    """As `mamba2_names`."""
+    modules = {
+        "ssm_in": "in_proj",
+        "ssm_conv": "conv1d",
+        "ssm_selection": "x_proj",
+        "ssm_dt": "dt_proj",
+        "ssm_dt_norm": "dt_layernorm",
+        "ssm_b_norm": "b_layernorm",
+        "ssm_c_norm": "c_layernorm",
+        "ssm_out": "out_proj",
+    }
+    return {"ssm_a": f"{module}.A_log", "ssm_d": f"{module}.D", **_module_names(module, modules)}
+
+
+def attention_names(module: str) -> dict[str, str]:
+    """As `mamba2_names`, of an attention module."""
+    return _module_names(module, {name: f"{name}_proj" for name in "qkvo"})
+
+
+def mlp_names(module: str) -> dict[str, str]:
+    """As `mamba2_names`, of a feed-forward module."""
+    return _module_names(module, {name: f"{name}_proj" for name in ("gate", "up", "down")})
+
+
+def _module_names(module: str, names: Mapping[str, str]) -> dict[str, str]:
+    return {
+        f"{ours}.{part}": f"{module}.{stored}.{part}"
+        for ours, stored in names.items()
+        for part in ("weight", "bias")
+    }
+
+
+HYBRID_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "input_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "mlp_norm.weight": "model.layers.{i}.pre_ff_layernorm.weight",
+        **attention_names("model.layers.{i}.self_attn"),
+        **mlp_names("model.layers.{i}.feed_forward"),
+    }
+)
+"""Of jamba, bamba and falcon_h1, whose mixers stand in model.layers.{i}.mamba."""
+FINAL_NORM = "model.final_layernorm.weight"
+"""Theirs."""

@@ -1,0 +1,137 @@
+"""Nemotron-H: one half per layer, which is Mamba2, attention without positions, an MLP, or experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rayk.models.config import LayerConfig, Mamba2Config, MlpConfig, NormConfig
+from rayk.models.families import common, experts, hybrid
+from rayk.models.families.raw import RawConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rayk.models.config import DecoderConfig
+
+# configuration_nemotron_h.py
+DEFAULTS: Mapping[str, object] = {
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 128,
+    "max_position_embeddings": 4096,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "use_conv_bias": True,
+}
+_OLD_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+}
+_PATTERN = {"M": hybrid.RECURRENT, "*": hybrid.ATTENTION, "-": "mlp", "E": "moe"}
+_DEFAULT_KINDS = (hybrid.RECURRENT, "moe", hybrid.ATTENTION, "mlp")
+MAX_TIME_STEP_MIN = 1e-3
+"""What released models have."""
+
+
+def parse(raw: RawConfig) -> DecoderConfig:
+    """`layers_block_type`, or the older `hybrid_override_pattern`, says what each layer is."""
+    old = {_OLD_NAMES[key]: value for key, value in raw.values.items() if key in _OLD_NAMES}
+    raw = RawConfig({**DEFAULTS, **raw.values, **old}, raw.where, raw.architecture)
+    kinds = _kinds(raw)
+    eps = raw.number("layer_norm_epsilon", 1e-5)
+    config = common.parse_llama_like(
+        raw,
+        family="nemotron_h",
+        windows=(None,) * len(kinds),
+        num_kv_heads=hybrid.num_kv_heads(raw),
+        ropes=(None,) * len(kinds),
+        norm=NormConfig(eps=eps, wide=True),
+        mlp=_mlp(raw),
+    )
+    halves = {
+        hybrid.RECURRENT: LayerConfig(mixer="mamba2", rope=None, mlp=None),
+        hybrid.ATTENTION: LayerConfig(rope=None, mlp=None),
+        "mlp": LayerConfig(mixer="none", rope=None, mlp=_mlp(raw)),
+    }
+    if "moe" in kinds:
+        halves["moe"] = LayerConfig(mixer="none", rope=None, mlp=experts.parse_nemotron_h_experts(raw))
+    return replace(config, layers=tuple(halves[kind] for kind in kinds), mamba2=_mamba2(raw, eps))
+
+
+def _kinds(raw: RawConfig) -> tuple[str, ...]:
+    # Released files have `num_hidden_layers` besides, which transformers leaves unread too.
+    kinds = hybrid.layer_kinds(raw, ("layers_block_type", "layer_types"), None)
+    pattern = raw.get("hybrid_override_pattern")
+    if kinds is None and pattern is not None:
+        kinds = tuple(_PATTERN.get(letter, letter) for letter in str(pattern))
+    kinds = kinds or _DEFAULT_KINDS
+    hybrid.require_kinds(raw, kinds, tuple(_PATTERN.values()))
+    return kinds
+
+
+def _mlp(raw: RawConfig) -> MlpConfig:
+    if raw.get("mlp_hidden_act", "relu2") != "relu2":
+        raise raw.refuse(f"`mlp_hidden_act` {raw.get('mlp_hidden_act')!r} is not supported", "relu2")
+    return MlpConfig(
+        activation="relu2",
+        intermediate_size=raw.count("intermediate_size"),
+        bias=raw.flag("mlp_bias"),
+        gated=False,
+    )
+
+
+def _mamba2(raw: RawConfig, eps: float) -> Mamba2Config:
+    """`time_step_limit` is unused (nemotron_h/modeling_nemotron_h.py:414)."""
+    hybrid.require_silu(raw, "mamba_hidden_act")
+    if raw.number("time_step_min", MAX_TIME_STEP_MIN) > MAX_TIME_STEP_MIN:
+        # In prefill transformers takes no step below it, in decode it does.
+        raise raw.refuse(
+            f"`time_step_min` {raw.get('time_step_min')} limits the time steps, which is not supported",
+            f"at most {MAX_TIME_STEP_MIN}",
+        )
+    num_heads, bias = raw.count("mamba_num_heads"), raw.flag("use_bias")
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_size=raw.count("mamba_head_dim"),
+        num_groups=hybrid.num_groups(raw, "n_groups", num_heads),
+        state_size=raw.count("ssm_state_size"),
+        conv_width=hybrid.conv_width(raw, "conv_kernel"),
+        conv_bias=raw.flag("use_conv_bias"),
+        proj_bias=bias,
+        out_bias=bias,
+        gate="gate_norm",
+        norm_eps=eps,
+    )
+
+
+_LAYER = "backbone.layers.{i}"
+
+FAMILY = common.Family(
+    name="nemotron_h",
+    architectures=("NemotronHForCausalLM",),
+    parse=parse,
+    weights=common.WeightNames(
+        embedding="backbone.embeddings.weight",
+        final_norm="backbone.norm_f.weight",
+        layer=MappingProxyType(
+            {
+                # A layer has one half and one norm.
+                "input_norm.weight": f"{_LAYER}.norm.weight",
+                "mlp_norm.weight": f"{_LAYER}.norm.weight",
+                **hybrid.mamba2_names(f"{_LAYER}.mixer"),
+                **hybrid.attention_names(f"{_LAYER}.mixer"),
+                **hybrid.mlp_names(f"{_LAYER}.mixer"),
+                **experts.NEMOTRON_H_NAMES,
+            }
+        ),
+        # Layers that predict a token further, as transformers leaves them out.
+        ignored_prefixes=("mtp.",),
+        experts="single",
+    ),
+)
