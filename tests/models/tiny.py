@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,14 @@ import torch
 import transformers
 
 from rayk.attention import CommonAttentionMetadata, get_backend
+from rayk.kernels.segments import NO_SLOT, Segments
+from rayk.kv.caches import TORCH_DTYPES
+from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
+from rayk.models.kv_specs import kv_cache_specs
+from rayk.models.layers.attention import Attention
 from rayk.models.loader import load_decoder
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
@@ -45,6 +51,8 @@ CLASSES = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 
 LONGROPE: dict[str, Any] = {
@@ -98,6 +106,35 @@ FAMILY_DIMS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.5,  # small, so that it cuts
     },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "mlp_only_layers": [2],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 27,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+    },
+    "deepseek_v3": {
+        "head_dim": "absent",
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 28,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 2,
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+    },
 }
 """Family -> what it has beyond, or instead of, DIMS."""
 
@@ -119,8 +156,11 @@ def draw(model: Any) -> None:
     """Every parameter anew, in place."""
     torch.manual_seed(7)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
+        buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *buffers]:
+            if name.endswith(("A_log", "dt_bias", "e_score_correction_bias")):
+                parameter.uniform_(-0.5, 0.5)
+            elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif "embed_tokens" in name or name.endswith("sinks"):
                 parameter.normal_(0, 1.0)
@@ -208,25 +248,46 @@ def load(
 
 
 class Paged:
-    """Runs requests through a decoder with a cache of scattered blocks, poisoned where unused."""
+    """Runs requests through a decoder with caches of scattered blocks and slots, poisoned where unused."""
 
-    def __init__(self, decoder: Decoder, num_requests: int, max_tokens: int = 128) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_requests: int,
+        max_tokens: int = 128,
+        *,
+        tp: tuple[int, int] = (1, 0),
+        state_block_size: int | None = None,
+    ) -> None:
+        """`tp`: size and rank, for models with states. `state_block_size` None: one slot per request."""
         self.decoder = decoder
         self.block_size = 8
         self.seen = [0] * num_requests
-        per_request = -(-max_tokens // self.block_size)
-        num_blocks = 1 + num_requests * per_request
-        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(3)) + 1
-        self.block_table = order.view(num_requests, per_request).int()
-        for attention in decoder.attention_layers.values():
-            params = attention.params
-            content = params.head_size_k + params.head_size_v
-            shape = (num_blocks, len(attention.kv_head_ids), self.block_size, content)
-            attention.bind_kv_cache(torch.full(shape, float("nan")))
+        self.state_block_size = state_block_size or max_tokens
+        self.block_table = self._table(num_requests, max_tokens, self.block_size)
+        self.slots = self._table(num_requests, max_tokens, self.state_block_size)
+        specs = kv_cache_specs(decoder.config, block_size=self.block_size, dtype="float32")
+        for key, owner in decoder.cache_owners.items():
+            if key[1] == "state":
+                owner.bind_kv_cache(poisoned_state(specs[key], self.slots.numel() + 1, *tp))
+                continue
+            units = len(owner.kv_head_ids) if isinstance(owner, Attention) else 1
+            content = sum(f.row_bytes for f in specs[key].fields()) // 4
+            shape = (self.block_table.numel() + 1, units, self.block_size, content)
+            owner.bind_kv_cache(torch.full(shape, float("nan")))
+
+    @staticmethod
+    def _table(num_requests: int, max_tokens: int, block_size: int) -> torch.Tensor:
+        """[request, block] int32: scattered blocks; block 0 is nobody's."""
+        per_request = -(-max_tokens // block_size)
+        generator = torch.Generator().manual_seed(3)
+        order = torch.randperm(num_requests * per_request, generator=generator) + 1
+        return order.view(num_requests, per_request).int()
 
     def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Feed each request its next tokens (none: it sits out); logits [tokens, vocab] of each."""
         active = [r for r, new in enumerate(tokens) if new]
+        segments = self._segments(active, tokens)
         positions, slots, flat = [], [], []
         for r in active:
             for position, token in enumerate(tokens[r], start=self.seen[r]):
@@ -242,13 +303,41 @@ class Paged:
             slot_mapping=torch.tensor(slots),
         )
         metadata = {
-            (i, "attention"): layer.backend.build(common, layer.window)
-            for i, layer in self.decoder.attention_layers.items()
+            key: segments if key[1] == "state" else owner.backend.build(common, owner.window)
+            for key, owner in self.decoder.cache_owners.items()
         }
         hidden = self.decoder.forward(torch.tensor(flat), torch.tensor(positions), metadata)
         logits = self.decoder.logits(hidden).split([len(tokens[r]) for r in active])
         by_request = dict(zip(active, logits, strict=True))
         return [by_request.get(r, torch.empty(0)) for r in range(len(tokens))]
+
+    def _segments(self, active: Sequence[int], tokens: Sequence[Sequence[int]]) -> Segments:
+        """A segment ends at every border of a state block inside the step, and with the last token."""
+        size, read_slots, ends, write_slots = self.state_block_size, [], [], []
+        for r in active:
+            first, last = self.seen[r], self.seen[r] + len(tokens[r]) - 1
+            read_slots.append(NO_SLOT if first == 0 else int(self.slots[r, (first - 1) // size]))
+            blocks = range(first // size, last // size + 1)
+            ends.append([min((b + 1) * size - 1, last) - first + 1 for b in blocks])
+            write_slots.append([int(self.slots[r, b]) for b in blocks])
+        return Segments.from_host(
+            query_lens=[len(tokens[r]) for r in active],
+            read_slots=read_slots,
+            ends=ends,
+            write_slots=write_slots,
+        )
+
+
+def poisoned_state(spec: KVCacheSpec, num_slots: int, tp_size: int, tp_rank: int) -> dict[str, torch.Tensor]:
+    """A rank's bundles [B, U, 1, C] of a state, side by side in one page per slot, all NaN."""
+    sizes = [len(f.shard(tp_size, tp_rank)) * f.row_bytes for f in spec.fields()]
+    starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
+    pages = torch.full((num_slots, starts[-1]), -1, dtype=torch.int8)
+    bundles = {}
+    for f, size, start in zip(spec.fields(), sizes, starts, strict=False):
+        typed = pages[:, start : start + size].view(TORCH_DTYPES[f.dtype])
+        bundles[f.bundle] = typed.view(num_slots, len(f.shard(tp_size, tp_rank)), 1, -1)
+    return bundles
 
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from rayk.models.layers.moe import Experts
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Expert
             reader.read(outer, (width, size), range(0))
             continue
         slot = expert - held.start
-        for rows, name in zip(gate_up[slot].split(size), inner, strict=True):
+        for rows, name in zip(torch.split(gate_up[slot], size), inner, strict=True):
             rows.copy_(reader.read(name, (size, width)))
         down[slot].copy_(reader.read(outer, (width, size)))
     return Experts.from_rows(gate_up=gate_up, down=down)

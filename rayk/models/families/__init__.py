@@ -9,14 +9,35 @@ from __future__ import annotations
 from pathlib import Path
 
 from rayk.models.config import DecoderConfig
-from rayk.models.families import cohere2, gemma2, gemma3, gpt_oss, llama, mistral, phi3, qwen2, qwen3
+from rayk.models.families import (
+    bamba,
+    cohere2,
+    deepseek_v3,
+    falcon_h1,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granitemoehybrid,
+    jamba,
+    llama,
+    mamba2,
+    mistral,
+    nemotron_h,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_next,
+)
 from rayk.models.families.common import Family, WeightNames
 from rayk.models.families.raw import RawConfig, read_json
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 __all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
 
-_MODULES = (llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, cohere2, gpt_oss)
+_MODULES = (
+    *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, cohere2, gpt_oss),
+    *(mamba2, jamba, bamba, granitemoehybrid, nemotron_h, falcon_h1, qwen3_next, deepseek_v3),
+)
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 

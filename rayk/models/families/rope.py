@@ -104,14 +104,15 @@ def _yarn(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
 
 def _yarn_attention_factor(rope: RawConfig, factor: float) -> float:
     """0.1 ln(factor) + 1, or the ratio of the mscale and mscale_all_dim versions where both are set."""
-
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and mscale_all:
-        return grown(rope.number("mscale")) / grown(rope.number("mscale_all_dim"))
-    return grown(1.0)
+        return yarn_growth(factor, rope.number("mscale")) / yarn_growth(factor, rope.number("mscale_all_dim"))
+    return yarn_growth(factor, 1.0)
+
+
+def yarn_growth(factor: float, mscale: float) -> float:
+    """By how much yarn lets scores grow with its factor, to the power of one half."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:

@@ -103,8 +103,8 @@ class Attention:
         if self._gated:
             gate, qkv = qkv.tensor_split((num_q * params.head_size_k,), dim=-1)
         num_qk = (num_q + num_kv) * params.head_size_k
-        qk = qkv[:, :num_qk].unflatten(-1, (-1, params.head_size_k))
-        v = qkv[:, num_qk:].unflatten(-1, (-1, params.head_size_v))
+        qk = qkv[:, :num_qk].view(-1, num_q + num_kv, params.head_size_k)
+        v = qkv[:, num_qk:].view(-1, num_kv, params.head_size_v)
         if multipliers.keys != 1.0:
             qk[:, num_q:] *= multipliers.keys
         if self._weights.qk_norm is not None:

@@ -95,7 +95,7 @@ class Mla:
         assert rotation is not None, f"layer {self.layer}: latent attention has positions"
         w, latent_size = self._weights, self.params.latent_size
         q = w.query.forward(x if w.compressed is None else w.compressed.forward(x))
-        q = q.unflatten(-1, (self.num_query_heads, -1))
+        q = q.view(len(x), self.num_query_heads, -1)
         cached = w.latent.forward(x)
         latent = w.latent_norm.forward(cached[:, :latent_size])
         key = rotate_into_halves(cached[:, None, latent_size:], rotation)

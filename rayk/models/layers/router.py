@@ -68,6 +68,7 @@ class Router:
         if self._config.scoring == "softmax_all":
             best = logits.softmax(-1, dtype=torch.float32).topk(self._num_chosen, dim=-1)
             return Routes(best.indices, best.values)
+        assert self.correction is not None
         scores = logits.float().sigmoid()
         ranked = self._in_best_groups(scores + self.correction)
         experts = ranked.topk(self._num_chosen, dim=-1, sorted=False).indices
@@ -78,11 +79,12 @@ class Router:
         groups, num_kept = self._config.num_groups, self._config.num_chosen_groups
         if num_kept == groups:
             return ranked
-        grouped = ranked.unflatten(-1, (groups, -1))
+        grouped = ranked.view(len(ranked), groups, -1)
         kept = grouped.topk(2, dim=-1).values.sum(-1).topk(num_kept, dim=-1, sorted=False).indices
         left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=ranked.device)
         left_out.scatter_(1, kept, value=False)
-        return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(1)
+        masked: torch.Tensor = grouped.masked_fill(left_out[..., None], float("-inf"))
+        return masked.flatten(1)
 
     @property
     def _smallest_sum(self) -> float:

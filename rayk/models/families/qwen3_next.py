@@ -1,0 +1,148 @@
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts beside a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rayk.models.config import ExpertsConfig, GdnConfig, LayerConfig, MlpConfig, NormConfig, RouterConfig
+from rayk.models.families import common, experts
+from rayk.models.families.raw import RawConfig
+from rayk.models.families.rope import parse_rope
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig
+
+# configuration_qwen3_next.py
+DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+}
+_MIXERS = {"linear_attention": "gdn", "full_attention": "attention"}
+
+
+def parse(raw: RawConfig) -> DecoderConfig:
+    """`layer_types`, or else every `full_attention_interval`-th layer attends and the others recur."""
+    raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
+    experts.require_silu(raw)
+    kinds = _layer_types(raw)
+    rope = parse_rope(raw, raw.count("head_dim"), partial=True)
+    norm = NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0)
+    config = common.parse_llama_like(
+        raw,
+        family="qwen3_next",
+        windows=(None,) * len(kinds),
+        ropes=(rope,) * len(kinds),
+        norm=norm,
+    )
+    layers = tuple(
+        LayerConfig(mixer=_MIXERS[kind], rope=rope if kind == "full_attention" else None, mlp=mlp)
+        for kind, mlp in zip(kinds, _mlps(raw, len(kinds)), strict=True)
+    )
+    bias = raw.flag("attention_bias")
+    return replace(
+        config,
+        layers=layers,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        attention_gate=True,
+        gdn=_gdn(raw, norm.eps),
+    )
+
+
+def _layer_types(raw: RawConfig) -> tuple[str, ...]:
+    num_layers, interval = raw.count("num_hidden_layers"), raw.count("full_attention_interval")
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointError(
+            f"`layer_types` must list {num_layers} layers (`num_hidden_layers`)", where=raw.where
+        )
+    for i, kind in enumerate(kinds):
+        if kind not in _MIXERS:
+            raise raw.refuse(f"`layer_types`[{i}] {kind!r} is not supported in this family")
+    return tuple(kinds)
+
+
+def _gdn(raw: RawConfig, norm_eps: float) -> GdnConfig:
+    num_key, num_value = raw.count("linear_num_key_heads"), raw.count("linear_num_value_heads")
+    if num_value % num_key:
+        raise CheckpointError(
+            f"`linear_num_key_heads` {num_key} does not divide `linear_num_value_heads` {num_value}",
+            where=raw.where,
+        )
+    return GdnConfig(
+        num_key_heads=num_key,
+        key_head_size=raw.count("linear_key_head_dim"),
+        num_value_heads=num_value,
+        value_head_size=raw.count("linear_value_head_dim"),
+        conv_width=raw.count("linear_conv_kernel_dim"),
+        norm_eps=norm_eps,
+    )
+
+
+def _mlps(raw: RawConfig, num_layers: int) -> list[MlpConfig | ExpertsConfig]:
+    """Experts in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    step, dense = raw.count("decoder_sparse_step"), common.parse_mlp(raw)
+    left_out = raw.get("mlp_only_layers", [])
+    if not isinstance(left_out, list):
+        raise CheckpointError(f"`mlp_only_layers` must list layers, not {left_out!r}", where=raw.where)
+    num_experts = raw.whole("num_experts")
+    if num_experts == 0:
+        return [dense] * num_layers
+    routed = ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=experts.num_chosen(raw, num_experts, 10),
+        intermediate_size=raw.count("moe_intermediate_size"),
+        kind="swiglu",
+        router=RouterConfig(scoring="softmax_all", renormalise=raw.flag("norm_topk_prob", default=True)),
+        shared=MlpConfig(intermediate_size=raw.count("shared_expert_intermediate_size")),
+        shared_gate=True,
+    )
+    return [dense if i in left_out or (i + 1) % step else routed for i in range(num_layers)]
+
+
+_GDN = {
+    "gdn_qkvz.weight": "in_proj_qkvz.weight",
+    "gdn_ba.weight": "in_proj_ba.weight",
+    "gdn_conv.weight": "conv1d.weight",
+    "gdn_A_log": "A_log",
+    "gdn_dt_bias": "dt_bias",
+    "gdn_norm.weight": "norm.weight",
+    "gdn_out.weight": "out_proj.weight",
+}
+_MLP = "model.layers.{i}.mlp"
+
+FAMILY = common.Family(
+    name="qwen3_next",
+    architectures=("Qwen3NextForCausalLM",),
+    parse=parse,
+    weights=common.WeightNames(
+        layer=MappingProxyType(
+            {
+                **common.LLAMA_LAYER,
+                **{ours: f"model.layers.{{i}}.linear_attn.{stored}" for ours, stored in _GDN.items()},
+                **experts.single_names(_MLP, router="gate"),
+                **experts.shared_names(f"{_MLP}.shared_expert"),
+                "shared_sigmoid.weight": f"{_MLP}.shared_expert_gate.weight",
+            }
+        ),
+        # Layers that predict a token further, as transformers leaves them out.
+        ignored_prefixes=("mtp.",),
+        experts="single",
+    ),
+)
