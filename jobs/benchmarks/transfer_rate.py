@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayk.kv.caches import CanonicalKVCaches, allocate
+from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import get_layout
@@ -91,7 +91,7 @@ class Side:
 def make_side(case: Case, side: int, num_blocks: int, life: int) -> Side:
     """One engine: caches, agents, ranks."""
     made = Side([], [], [], [])
-    groups = group_layers(dict.fromkeys(range(NUM_LAYERS), SPEC))
+    groups = group_layers({(layer, SPEC.part): SPEC for layer in range(NUM_LAYERS)})
     for tp_rank in range(case.tp[side]):
         geometry = plan_rank(
             groups,
@@ -103,13 +103,22 @@ def make_side(case: Case, side: int, num_blocks: int, life: int) -> Side:
         caches = allocate(geometry, torch.device("cpu"))
         agent = NixlAgent(f"{'pd'[side]}{tp_rank}-{life}-{os.getpid()}")
         heads = geometry.groups[0].fields[0].units
-        views = [make_layer_view(layer, groups[0], caches.view(layer), heads) for layer in range(NUM_LAYERS)]
+        views = [
+            make_layer_view(layer, groups[0], field_views(caches.view(layer), heads))
+            for layer in range(NUM_LAYERS)
+        ]
         description = describe_cache(agent, caches, engine="pd"[side], fingerprint={})
         made.agents.append(agent)
         made.caches.append(caches)
         made.heads.append(heads)
         made.ranks.append(TransferRank(agent, caches, views, description))
     return made
+
+
+def field_views(view: torch.Tensor, heads: tuple[int, ...]) -> tuple[FieldView, FieldView]:
+    """Keys and values of a bound view [B, H, N, C]."""
+    size = SPEC.head_size_k
+    return FieldView("k", view[..., :size], heads), FieldView("v", view[..., size:], heads)
 
 
 def block_table(case: Case, side: int, num_tokens: int, num_blocks: int) -> list[int]:
@@ -213,7 +222,7 @@ def same_descriptors(
             theirs = np.concatenate([_flat(r, producer.base_address, is_source=True) for r in reads])
             ours = np.concatenate([_flat(r, rank.description.base_address, is_source=False) for r in reads])
             sizes = np.concatenate([np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads])
-            local, remote = (DescriptorList(a, sizes, int(sizes.max()), 1) for a in (ours, theirs))
+            local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (ours, theirs))
             raw.append((agent, agent.prepare(producer.agent_name, local, remote), len(sizes)))
             lengths.append(sizes)
     return Raw(tuple(raw)), np.concatenate(lengths)
@@ -223,8 +232,8 @@ def _flat(read: BlockReads, base: int, *, is_source: bool) -> np.ndarray:
     pattern = read.pattern
     runs = pattern.runs.source if is_source else pattern.runs.destination
     blocks = read.source_blocks if is_source else read.destination_blocks
-    stride = pattern.source_stride if is_source else pattern.destination_stride
-    return (base + runs[:, None] + blocks[None, :] * stride).reshape(-1)
+    strides = pattern.source_strides if is_source else pattern.destination_strides
+    return (base + runs[:, None] + blocks[None, :] * strides[:, None]).reshape(-1)
 
 
 def large_descriptors(
@@ -238,7 +247,7 @@ def large_descriptors(
     sizes = np.minimum(num_bytes - starts, MIB)
     theirs = producer.base_address + starts % (producer.geometry.pages_bytes // MIB * MIB)
     agent.add_peer(producer.agent_name, producer.agent_metadata)
-    local, remote = (DescriptorList(a, sizes, MIB, 1) for a in (here + starts, theirs))
+    local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (here + starts, theirs))
     handle = agent.prepare(producer.agent_name, local, remote)
     return Raw(((agent, handle, len(sizes)),)), landing
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import Rows
+from rayk.transfer.verify import Digests, Rows
 
 BlockTables = tuple[tuple[int, ...], ...]
 """Manager's block ids per KV group."""
 CapturedRows = dict[int, Rows]
-"""Layer -> its live rows on one rank."""
+"""Layer -> its live rows on one rank, of all the layer's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Capture:
 @dataclass(frozen=True, slots=True)
 class Diagnose:
     """After a mismatch: compare with the producer's rows; the answer is a list of KVMismatch, one per
-    wrong layer."""
+    wrong cache of a layer."""
 
     request_id: str
     fetched: tuple[CapturedRows, ...]
@@ -88,5 +85,5 @@ class ReleaseMismatch:
 class TicketPart:
     """One rank's answer to MakeTicket."""
 
-    digests: npt.NDArray[np.int64]
+    digests: Digests
     generations: tuple[tuple[int, ...], ...]

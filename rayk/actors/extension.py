@@ -41,22 +41,22 @@ class RankNews:
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
-    """The bound views of a rank's layers with the head ids its weights were cut for."""
-    views = []
-    for group in rank.plan.groups:
-        for layer in group.layers:
-            attention = rank.decoder.attention_layers[layer]
-            assert attention.kv_cache is not None
-            views.append(make_layer_view(layer, group, attention.kv_cache, attention.kv_head_ids))
-    return views
+    """What a rank's layers show of their bound caches, with the unit ids their weights were cut for."""
+    owners = rank.decoder.cache_owners
+    return [
+        make_layer_view(layer, group, owners[layer, part].field_views())
+        for group in rank.plan.groups
+        for layer, part in group.keys
+    ]
 
 
 def capture(views: Sequence[LayerView], command: Capture) -> CapturedRows:
     """Copy a request's live rows of every layer out of the bound views."""
-    return {
-        view.layer: fetch_rows(view, command.block_tables[view.group.index], command.num_tokens)
-        for view in views
-    }
+    captured: CapturedRows = {}
+    for view in views:
+        rows = fetch_rows(view, command.block_tables[view.group.index], command.num_tokens)
+        captured.setdefault(view.layer, {}).update(rows)
+    return captured
 
 
 class CaptureExtension:
@@ -188,9 +188,12 @@ class TransferExtension:
             return []
         found = (
             self.transfer.diagnose(
-                command.request_id, v.layer, {r: rows[v.layer] for r, rows in enumerate(command.fetched)}
+                command.request_id,
+                view.layer,
+                view.group.index,
+                {r: rows[view.layer] for r, rows in enumerate(command.fetched)},
             )
-            for v in self._views
+            for view in self._views
         )
         return [mismatch for mismatch in found if mismatch is not None]
 

@@ -24,12 +24,12 @@ Transfer = NewType("Transfer", int)
 
 @dataclass(frozen=True, eq=False)
 class DescriptorList:
-    """Runs repeated over blocks: run i covers [addresses[i] + b * stride, ... + lengths[i]) for every block
-    b < num_blocks. Descriptor index = i * num_blocks + b. Bytes; addresses absolute."""
+    """Runs repeated over blocks: run i covers [addresses[i] + b * strides[i], ... + lengths[i]) for every
+    block b < num_blocks. Descriptor index = i * num_blocks + b. Bytes; addresses absolute."""
 
     addresses: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    stride: int
+    strides: npt.NDArray[np.int64]
     num_blocks: int
 
     def strided(self, device_index: int) -> npt.NDArray[np.uint64]:
@@ -38,7 +38,7 @@ class DescriptorList:
         rows[:, 0] = self.addresses
         rows[:, 1] = self.lengths
         rows[:, 2] = device_index
-        rows[:, 3] = self.stride
+        rows[:, 3] = self.strides
         rows[:, 4] = self.num_blocks
         return rows
 

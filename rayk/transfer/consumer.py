@@ -164,10 +164,14 @@ class Consumption:
         geometry = self.link.producers[producer_rank].geometry.groups[group]
         first = index * geometry.block_size
         last = min(first + geometry.block_size, self.ticket.num_tokens) - 1
-        units = sorted(u for (g, u), rank in self.link.sources.items() if (g, rank) == (group, producer_rank))
         layers = ", ".join(map(str, geometry.group.layers))
-        heads = ", ".join(map(str, units))
-        return f"tokens {first} to {last} of layers {layers} (group {group}), heads {heads}"
+        read = next(r for r in self.link.plan.reads if (r.producer_rank, r.group) == (producer_rank, group))
+        # Fields with the same units are named once.
+        named = dict.fromkeys(
+            f"{geometry.field(name).field.unit_name}s {', '.join(map(str, units))}"
+            for name, units in read.units.items()
+        )
+        return f"tokens {first} to {last} of layers {layers} (group {group}), {'; '.join(named)}"
 
     def _handle(self, event: s.Event, now_ns: int) -> None:
         self._run(self.session.handle(event, now_ns))
@@ -297,7 +301,14 @@ class Consumption:
     def _verify(self) -> KVMismatch | None:
         ticket = self.ticket
         found = compute_digests(self.views, self.block_tables, ticket.num_tokens, self.rows_per_group)
-        self._wrong = compare_digests(self.views, ticket.digests, found, self.link.sources)
+        self._wrong = compare_digests(
+            self.views,
+            ticket.digests,
+            found,
+            self.link.plan.sources,
+            ticket.num_tokens,
+            self.rows_per_group,
+        )
         self._stage("verify")
         if not self._wrong:
             return None

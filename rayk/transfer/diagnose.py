@@ -7,20 +7,25 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from rayk.kv.caches import TORCH_DTYPES
+from rayk.kv.fields import ITEMSIZE, PageField
 from rayk.transfer.verify import LayerView, Rows
 from rayk.types.errors import KVMismatch
 
 Bytes = npt.NDArray[np.uint8]
 MAX_ROW_SHIFT = 64
 """Token shifts that are looked for."""
+MAX_PARTS = 16
+"""A unit is looked at in up to so many equal parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Difference:
     """The first wrong (field, unit): its rows on both sides, and everything of the producer's layer."""
 
-    field: str
+    page_field: PageField
     unit: int
     expected: Bytes
     found: Bytes
@@ -33,47 +38,61 @@ class _Difference:
     all_found: Rows
 
     @property
+    def field(self) -> str:
+        """The field's name."""
+        return self.page_field.name
+
+    @property
     def wrong_found(self) -> Bytes:
         """Only the differing rows."""
         return self.found[self.wrong_rows]
 
+    @property
+    def wrong_expected(self) -> Bytes:
+        """What they should hold."""
+        return self.expected[self.wrong_rows]
 
-def merge_rows(parts: Mapping[int, Rows], sources: Mapping[int, int]) -> Rows:
-    """One layer of a whole producer engine: `parts` by producer rank, `sources`: unit -> elected rank.
+
+def merge_rows(parts: Mapping[int, Rows], sources: Mapping[tuple[str, int], int]) -> Rows:
+    """One layer of a whole producer engine: `parts` by producer rank, `sources`: (field, unit) -> elected
+    rank.
 
     Units nobody here reads are taken from any rank that holds them (they only help to classify).
     """
     merged: Rows = {}
     for rank, rows in parts.items():
-        for (name, unit), values in rows.items():
-            if sources.get(unit, rank) == rank:
-                merged.setdefault((name, unit), values)
+        for key, values in rows.items():
+            if sources.get(key, rank) == rank:
+                merged.setdefault(key, values)
     return merged
 
 
 def first_difference(
     request_id: str, view: LayerView, num_tokens: int, expected: Rows, found: Rows
 ) -> KVMismatch | None:
-    """Compare one layer's live rows byte by byte; None when all are equal.
+    """Compare the live rows of one of a layer's caches byte by byte; None when all are equal.
 
     `expected` holds every unit of the producer's layer, `found` this rank's.
     """
-    live = view.group.spec.live_rows(num_tokens)
+    live = view.live_rows(num_tokens)
     num_wrong = sum(int((expected[key] != values).sum()) for key, values in found.items())
     if num_wrong == 0:
         return None
-    order = [(name, unit) for name, _, _ in view.fields for unit in sorted(view.head_ids)]
-    name, unit = next(key for key in order if not np.array_equal(expected[key], found[key]))
-    theirs, ours = expected[name, unit], found[name, unit]
+    page_fields = view.group.spec.fields()
+    order = [(p, u) for p, f in zip(page_fields, view.fields, strict=True) for u in sorted(f.units)]
+    page_field, unit = next(
+        (p, u) for p, u in order if not np.array_equal(expected[p.name, u], found[p.name, u])
+    )
+    theirs, ours = expected[page_field.name, unit], found[page_field.name, unit]
     wrong_rows = np.flatnonzero((theirs != ours).any(axis=1))
     difference = _Difference(
-        name, unit, theirs, ours, wrong_rows, live.start, view.group.spec.block_size, expected, found
+        page_field, unit, theirs, ours, wrong_rows, live.start, view.group.spec.block_size, expected, found
     )
     return KVMismatch(
         request_id,
         view.layer,
         view.group.index,
-        name,
+        page_field.name,
         unit,
         live.start + int(wrong_rows[0]),
         classify(difference),
@@ -88,8 +107,8 @@ def classify(difference: _Difference) -> str:
         text = explain(difference)
         if text is not None:
             return text
-    first, last = _wrong_tokens(difference)
-    return f"other content in {len(difference.wrong_rows)} rows between tokens {first} and {last}"
+    wrong = int((difference.expected != difference.found).sum())
+    return f"other content in {wrong} bytes of {_tokens(difference)[0]}"
 
 
 def _flipped_bit(d: _Difference) -> str | None:
@@ -100,6 +119,13 @@ def _flipped_bit(d: _Difference) -> str | None:
     return f"one flipped bit in byte {byte} of token {d.first_token + row}"
 
 
+def _never_written(d: _Difference) -> str | None:
+    values = np.unique(d.wrong_found)
+    if len(values) > 1:
+        return None
+    return f"{_blocks(d)}never written: {_hold(d)} only 0x{int(values[0]):02x}"
+
+
 def _swapped_fields(d: _Difference) -> str | None:
     for name, unit in d.all_expected:
         if name == d.field or unit != d.unit:
@@ -107,25 +133,18 @@ def _swapped_fields(d: _Difference) -> str | None:
         other = d.all_expected[name, unit]
         if other.shape == d.expected.shape and np.array_equal(d.wrong_found, other[d.wrong_rows]):
             mine = d.all_found.get((name, unit))
-            if mine is not None and np.array_equal(mine[d.wrong_rows], d.expected[d.wrong_rows]):
-                return f"{d.field.upper()} and {name.upper()} swapped"
-            return f"{d.field.upper()} holds {name.upper()}"
+            if mine is not None and np.array_equal(mine[d.wrong_rows], d.wrong_expected):
+                return f"{_label(d.field)} and {_label(name)} swapped"
+            return f"{_label(d.field)} holds {_label(name)}"
     return None
 
 
-def _other_head(d: _Difference) -> str | None:
+def _other_unit(d: _Difference) -> str | None:
+    word = d.page_field.unit_name
     for (name, unit), other in d.all_expected.items():
         if name == d.field and unit != d.unit and np.array_equal(d.wrong_found, other[d.wrong_rows]):
-            return f"head {d.unit} holds head {unit} of the producer"
+            return f"{word} {d.unit} holds {word} {unit} of the producer"
     return None
-
-
-def _never_written(d: _Difference) -> str | None:
-    values = np.unique(d.wrong_found)
-    if len(values) > 1:
-        return None
-    first, last = _wrong_tokens(d)
-    return f"{_blocks(d)}never written: tokens {first} to {last} hold only 0x{int(values[0]):02x}"
 
 
 def _shifted_rows(d: _Difference) -> str | None:
@@ -141,24 +160,103 @@ def _shifted_rows(d: _Difference) -> str | None:
     return None
 
 
-def _shifted_bytes(d: _Difference) -> str | None:
-    row_bytes = d.expected.shape[1]
-    wrong = d.expected[d.wrong_rows]
-    for shift in range(1, row_bytes // 2 + 1):
-        if np.array_equal(d.wrong_found[:, :-shift], wrong[:, shift:]):
-            return f"bytes shifted: byte b holds byte b+{shift}"
-        if np.array_equal(d.wrong_found[:, shift:], wrong[:, :-shift]):
-            return f"bytes shifted: byte b holds byte b-{shift}"
+def _shifted_taps(d: _Difference) -> str | None:
+    """Of a convolution, whatever came into the taps that were left free."""
+    taps, itemsize = d.page_field.taps, ITEMSIZE[d.page_field.dtype]
+    theirs, ours = (
+        side.reshape(len(d.wrong_rows), -1, taps, itemsize) if taps else side
+        for side in (d.wrong_expected, d.wrong_found)
+    )
+    for by in range(1, taps):
+        how = f"taps shifted by {'one' if by == 1 else by}: tap i of each channel holds tap"
+        if np.array_equal(ours[:, :, :-by], theirs[:, :, by:]):
+            return f"{how} i+{by}"
+        if np.array_equal(ours[:, :, by:], theirs[:, :, :-by]):
+            return f"{how} i-{by}"
     return None
+
+
+def _shifted_bytes(d: _Difference) -> str | None:
+    theirs, ours = d.wrong_expected, d.wrong_found
+    for shift in _byte_shifts(theirs[0], ours[0]):
+        by = abs(shift)
+        later, earlier = (theirs, ours) if shift > 0 else (ours, theirs)
+        if np.array_equal(later[:, by:], earlier[:, :-by]):
+            return f"bytes shifted: byte b holds byte b{shift:+d}"
+    return None
+
+
+def _byte_shifts(theirs: Bytes, ours: Bytes) -> list[int]:
+    """By how much a row may be shifted, up to half of it, the smallest first."""
+    most = len(theirs) // 2
+    probe = min(8, most)
+    found: list[int] = []
+    for sign, whole, part in ((1, theirs, ours), (-1, ours, theirs)):
+        start, text = part[:probe].tobytes(), whole[: most + probe].tobytes()
+        at = text.find(start, 1) if probe else -1
+        while at > 0:
+            found.append(sign * at)
+            at = text.find(start, at + 1)
+    return sorted((s for s in found if abs(s) <= most), key=abs)
+
+
+def _other_dtype(d: _Difference) -> str | None:
+    """The right values, stored through a view of another dtype."""
+    mine = d.page_field.dtype
+    if not TORCH_DTYPES[mine].is_floating_point:
+        return None
+    values = torch.from_numpy(d.wrong_expected.copy()).view(TORCH_DTYPES[mine])
+    for other, dtype in TORCH_DTYPES.items():
+        if other == mine or not dtype.is_floating_point:
+            continue
+        stored = values.to(dtype).view(torch.uint8).numpy()
+        size = min(stored.shape[1], d.found.shape[1])
+        if np.array_equal(stored[:, :size], d.wrong_found[:, :size]):
+            return f"stored through a view of {other}: the page holds {mine}"
+    return None
+
+
+def _sliced(d: _Difference) -> str | None:
+    """A unit that a rank needs whole was cut, as if each rank held its share of it."""
+    num_elements = d.page_field.row_bytes // ITEMSIZE[d.page_field.dtype]
+    for parts in (n for n in range(2, MAX_PARTS + 1) if num_elements % n == 0):
+        theirs, ours = (side.reshape(len(side), parts, -1) for side in (d.wrong_expected, d.wrong_found))
+        how = f"sliced as if sharded {parts} ways: part"
+        unit = f"{d.page_field.unit_name} {d.unit}"
+        moves = _moves(theirs, ours)
+        # All parts by one distance: the row was shifted.
+        if len(moves) == 1 or len({i - j for i, j in moves}) > 1:
+            return f"{how} {moves[0][0]} of {unit} holds its part {moves[0][1]}"
+        if _only_first(theirs, ours):
+            return f"{how} 0 of {unit} is all that came"
+    return None
+
+
+def _moves(theirs: Bytes, ours: Bytes) -> list[tuple[int, int]]:
+    """(i, j): part i, which is wrong, holds part j. Arrays [rows, parts, bytes]."""
+    parts = range(theirs.shape[1])
+    # Parts of one value, zeros above all, prove nothing.
+    wrong = (
+        i for i in parts if not np.array_equal(theirs[:, i], ours[:, i]) and len(np.unique(ours[:, i])) > 1
+    )
+    return [(i, j) for i in wrong for j in parts if np.array_equal(theirs[:, j], ours[:, i])]
+
+
+def _only_first(theirs: Bytes, ours: Bytes) -> bool:
+    """Part 0 is right and the others are not: none of them, and most of their bytes."""
+    is_wrong = theirs != ours
+    others = is_wrong[:, 1:]
+    return not is_wrong[:, 0].any() and bool(others.any(axis=(0, 2)).all()) and others.mean() > 0.5
 
 
 def _missing_block(d: _Difference) -> str | None:
     """Foreign content that fills whole blocks (up to the sequence's end)."""
     blocks = _blocks(d)
-    if not blocks:
+    # Where a block is one row, a few wrong bytes of it are not another's content.
+    is_most = (d.wrong_expected != d.wrong_found).mean() > 0.5
+    if not blocks or not is_most:
         return None
-    first, last = _wrong_tokens(d)
-    return f"{blocks}missing: tokens {first} to {last} hold stale or foreign content"
+    return f"{blocks}missing: {_hold(d)} stale or foreign content"
 
 
 def _blocks(d: _Difference) -> str:
@@ -177,12 +275,31 @@ def _wrong_tokens(d: _Difference) -> tuple[int, int]:
     return d.first_token + int(d.wrong_rows[0]), d.first_token + int(d.wrong_rows[-1])
 
 
+def _tokens(d: _Difference) -> tuple[str, str]:
+    """Which tokens are wrong, and the ending of their verb."""
+    first, last = _wrong_tokens(d)
+    return (f"token {first}", "s") if first == last else (f"tokens {first} to {last}", "")
+
+
+def _hold(d: _Difference) -> str:
+    tokens, ending = _tokens(d)
+    return f"{tokens} hold{ending}"
+
+
+def _label(field: str) -> str:
+    """K and V are known by capitals."""
+    return field.upper() if len(field) == 1 else field
+
+
 _EXPLANATIONS: tuple[Callable[[_Difference], str | None], ...] = (
     _flipped_bit,
     _never_written,
     _swapped_fields,
-    _other_head,
+    _other_unit,
     _shifted_rows,
+    _shifted_taps,
+    _other_dtype,
+    _sliced,
     _shifted_bytes,
     _missing_block,
 )

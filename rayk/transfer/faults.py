@@ -133,7 +133,7 @@ class FaultyAgent:
 
     def _flip(self, fault: FlipBit, local: DescriptorList, indices: Ints32) -> None:
         run, block = divmod(int(indices[fault.descriptor]), local.num_blocks)
-        offset = self._offset(int(local.addresses[run]) + block * local.stride + fault.byte)
+        offset = self._offset(int(local.addresses[run]) + block * int(local.strides[run]) + fault.byte)
         assert offset is not None
         assert self._pages is not None
         assert fault.byte < int(local.lengths[run]), "the byte lies in the descriptor"
@@ -154,8 +154,13 @@ def reuse_early(caches: CanonicalKVCaches, block_ids: Sequence[int], fill: int =
         ratio = group.kernel_blocks_per_block
         kernel_ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).reshape(-1)
         for layer in group.group.layers:
-            view = caches.view(layer)
-            # Written as bytes: a fill byte means something else in every dtype.
-            junk = torch.full(view[kernel_ids].shape, fill, dtype=torch.int8, device=view.device)
-            junk = junk.repeat_interleave(view.element_size(), dim=-1).contiguous()
-            view[kernel_ids] = junk.view(view.dtype)
+            bound = caches.view(layer, group.group.spec.part)
+            for view in (bound,) if isinstance(bound, torch.Tensor) else tuple(bound.values()):
+                _fill(view, kernel_ids, fill)
+
+
+def _fill(view: torch.Tensor, block_ids: torch.Tensor, fill: int) -> None:
+    """Write a byte all over some blocks: it means something else in every dtype."""
+    junk = torch.full(view[block_ids].shape, fill, dtype=torch.int8, device=view.device)
+    junk = junk.repeat_interleave(view.element_size(), dim=-1).contiguous()
+    view[block_ids] = junk.view(view.dtype)

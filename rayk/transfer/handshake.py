@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from rayk.kv.caches import CanonicalKVCaches
+from rayk.kv.fields import PageField
 from rayk.kv.geometry import RankGeometry
 from rayk.transfer.agent import TransferAgent
 from rayk.types.errors import HandshakeMismatch
 
-PROTOCOL_VERSION = 1
-DIGEST_VERSION = 1
+PROTOCOL_VERSION = 2
+DIGEST_VERSION = 2
 ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
 
@@ -32,7 +33,6 @@ class CacheDescription:
     geometry: RankGeometry
     fingerprint: Mapping[str, str]
     """models.fingerprint: one entry per fact that must agree."""
-    kv_dtype: str
     device: str
     transport: str
     agent_name: str
@@ -69,7 +69,6 @@ def describe_cache(
         epoch=epoch,
         geometry=caches.geometry,
         fingerprint=dict(fingerprint),
-        kv_dtype=caches.geometry.groups[0].fields[0].field.dtype,
         device=_device_name(caches.buffer.device),
         transport=agent.transport,
         agent_name=agent.name,
@@ -118,19 +117,25 @@ def _facts(description: CacheDescription) -> Iterator[tuple[str, str]]:
     yield "transport", description.transport
     for name, value in description.fingerprint.items():
         yield f"model.{name}", value
-    yield "kv_dtype", description.kv_dtype
     yield "num_groups", str(len(description.geometry.groups))
     for geometry in description.geometry.groups:
         group = geometry.group
         name = f"group {group.index}"
         yield f"{name}.layers", ",".join(map(str, group.layers))
         yield f"{name}.kind", group.spec.kind
+        yield f"{name}.kv_dtype", group.spec.dtype
         # Which rows are live names a window without asking for the kind of spec.
         yield f"{name}.live_rows(1000000)", str(group.spec.live_rows(1_000_000))
         for f in group.spec.fields():
-            yield f"{name}.{f.name}", f"{f.units} units x {f.row_bytes} bytes of {f.dtype}"
+            yield f"{name}.{f.name}", _describe_field(f)
     yield "digest_version", str(description.digest_version)
     yield "rows_per_group", str(description.rows_per_group)
+
+
+def _describe_field(field: PageField) -> str:
+    """What its bytes mean, whatever the layout. Rows per block may differ where a row is a token."""
+    taps = f", {field.taps} taps" if field.taps else ""
+    return f"{field.units} units x {field.row_bytes} bytes of {field.dtype}{taps}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -12,7 +12,7 @@ from rayk.kv.block_pool import BlockPool
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, TransferAgent
 from rayk.transfer.handshake import CacheDescription
-from rayk.transfer.plan import Pattern, TransferPlan, plan_transfer, release_senders
+from rayk.transfer.plan import Pattern, PatternKey, TransferPlan, plan_transfer, release_senders
 from rayk.types.errors import OutOfBlocks
 
 
@@ -54,8 +54,8 @@ class ProducerLink:
 
     producers: tuple[CacheDescription, ...]
     plan: TransferPlan
-    handles: dict[tuple[int, int, int, int, int], Handle]
-    """Pattern.key -> prepared lists."""
+    handles: dict[PatternKey, Handle]
+    """Prepared lists."""
     fences: dict[int, Handle]
     """Producer rank -> its generation table, one descriptor per block; ours is the landing memory."""
     num_releases: dict[int, int]
@@ -70,11 +70,6 @@ class ProducerLink:
     def epoch(self) -> int:
         """Its life."""
         return self.producers[0].epoch
-
-    @property
-    def sources(self) -> dict[tuple[int, int], int]:
-        """(group, unit) -> producer rank it is read from."""
-        return {(r.group, unit): r.producer_rank for r in self.plan.reads for unit in r.units}
 
 
 def make_link(
@@ -106,13 +101,13 @@ def _prepare(
     local = DescriptorList(
         me.base_address + runs.destination,
         runs.lengths,
-        pattern.destination_stride,
+        pattern.destination_strides,
         me.geometry.num_blocks,
     )
     remote = DescriptorList(
         producer.base_address + runs.source,
         runs.lengths,
-        pattern.source_stride,
+        pattern.source_strides,
         producer.geometry.num_blocks,
     )
     return agent.prepare(producer.agent_name, local, remote, producer.device)
@@ -122,6 +117,6 @@ def _prepare_fence(agent: TransferAgent, landing: Landing, producer: CacheDescri
     size = np.array([GENERATION_BYTES], dtype=np.int64)
     table = np.array([producer.base_address + producer.geometry.generations_offset], dtype=np.int64)
     here = np.array([landing.base_address], dtype=np.int64)
-    local = DescriptorList(here, size, GENERATION_BYTES, landing.num_slots)
-    remote = DescriptorList(table, size, GENERATION_BYTES, producer.geometry.num_blocks)
+    local = DescriptorList(here, size, size, landing.num_slots)
+    remote = DescriptorList(table, size, size, producer.geometry.num_blocks)
     return agent.prepare(producer.agent_name, local, remote, producer.device)

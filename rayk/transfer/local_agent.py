@@ -172,10 +172,11 @@ class LocalAgent:
 def _run_view(regions: list[torch.Tensor], descriptors: DescriptorList, run: int) -> torch.Tensor:
     """int8 [num_blocks, length] of one run over all blocks. AssertionError outside registered memory."""
     address, length = int(descriptors.addresses[run]), int(descriptors.lengths[run])
-    extent = (descriptors.num_blocks - 1) * descriptors.stride + length
+    stride = int(descriptors.strides[run])
+    extent = (descriptors.num_blocks - 1) * stride + length
     for region in regions:
         offset = address - region.data_ptr()
         if offset >= 0 and offset + extent <= region.numel():
             shape = (descriptors.num_blocks, length)
-            return torch.as_strided(region, shape, (descriptors.stride, 1), offset)
+            return torch.as_strided(region, shape, (stride, 1), offset)
     raise AssertionError(f"[{address}, {address + extent}) is not registered")

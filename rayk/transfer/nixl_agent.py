@@ -285,9 +285,9 @@ def _measure(producer: NixlAgent, consumer: NixlAgent, num_bytes: int, device: t
     consumer.add_peer(producer.name, producer.metadata())
     facts: AgentFacts = {}
     for name, size, rounds in (("latency", 64, 21), ("rate", num_bytes, 5)):
+        sizes = np.array([size], dtype=np.int64)
         ours, theirs = (
-            DescriptorList(np.array([a], dtype=np.int64), np.array([size], dtype=np.int64), size, 1)
-            for a in (local, remote)
+            DescriptorList(np.array([a], dtype=np.int64), sizes, sizes, 1) for a in (local, remote)
         )
         handle = consumer.prepare(producer.name, ours, theirs, str(device))
         times = sorted(_timed_read(producer, consumer, handle) for _ in range(rounds))

@@ -1,14 +1,14 @@
 """Which bytes each consumer rank reads from which producer rank. Pure; free of torch.
 
-A plan goes through canonical coordinates: every unit a consumer rank holds has one elected source rank
-that holds it too, and rows are cut wherever a block of either side ends, so that a segment lies in one
-block on both sides. Segments that start alike in both blocks share a `Pattern`: byte runs relative to the
-block, the same for every block id. A pattern is prepared once; a request only picks block ids.
+A plan goes through canonical coordinates: of every field, every unit a consumer rank holds has one elected
+source rank that holds it too, and rows are cut wherever a block of either side ends, so that a segment lies
+in one block on both sides. Segments that lie alike in both blocks share a `Pattern`: byte runs relative to
+the block, the same for every block id. A pattern is prepared once; a request only picks block ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -17,11 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.fields import PageField
 from rayk.kv.geometry import GroupGeometry, RankGeometry
-from rayk.kv.maps import Runs, block_stride, match_rows
+from rayk.kv.maps import Runs, block_strides, match_rows
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
+PatternKey = tuple[int, int, int, int, int]
+"""(producer rank, group, first row in the source block, in the destination block, number of rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,16 @@ class UnitReads:
 
     producer_rank: int
     group: int
-    units: tuple[int, ...]
+    units: Mapping[str, tuple[int, ...]]
+    """By field name; a field of which nothing is read is absent."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """Runs that move one segment of rows, relative to block 0 of both buffers.
 
-    Block b of the source lies `b * source_stride` bytes further, likewise for the destination. A descriptor
-    list made of a pattern has index run * num_blocks + block.
+    Block b of run i lies `b * source_strides[i]` bytes further in the source, likewise in the destination. A
+    descriptor list made of a pattern has index run * num_blocks + block.
     """
 
     producer_rank: int
@@ -47,11 +51,11 @@ class Pattern:
     destination_row: int
     num_rows: int
     runs: Runs
-    source_stride: int
-    destination_stride: int
+    source_strides: Ints
+    destination_strides: Ints
 
     @property
-    def key(self) -> tuple[int, int, int, int, int]:
+    def key(self) -> PatternKey:
         """Names the pattern within one consumer rank's plan."""
         return (self.producer_rank, self.group, self.source_row, self.destination_row, self.num_rows)
 
@@ -80,8 +84,8 @@ class BlockReads:
     def num_coalesced(self) -> int:
         """Descriptors left when consecutive blocks of dense runs are read as one."""
         runs = self.pattern.runs
-        dense = (runs.lengths == self.pattern.source_stride) & (
-            runs.lengths == self.pattern.destination_stride
+        dense = (runs.lengths == self.pattern.source_strides) & (
+            runs.lengths == self.pattern.destination_strides
         )
         steps = (np.diff(self.source_blocks) == 1) & (np.diff(self.destination_blocks) == 1)
         return self.num_descriptors - int(dense.sum()) * int(steps.sum())
@@ -105,18 +109,32 @@ class TransferPlan:
     reads: tuple[UnitReads, ...]
 
     @cached_property
-    def patterns(self) -> dict[tuple[int, int, int], Pattern]:
-        """(producer rank, group, segment's first row modulo the period) -> pattern."""
-        return {
-            (r.producer_rank, r.group, start): self._pattern(r, start, stop)
-            for r in self.reads
-            for start, stop in _period(*self._sides(r))
-        }
+    def patterns(self) -> dict[PatternKey, Pattern]:
+        """Every pattern that some sequence may need, by its key."""
+        found: dict[PatternKey, Pattern] = {}
+        for read in self.reads:
+            source, destination = self._sides(read)
+            period = range(lcm(source.block_size, destination.block_size))
+            starts = _segments(period, source.block_size, destination.block_size)
+            for rows in np.unique(_rows_of(source, destination, starts), axis=0).tolist():
+                pattern = self._pattern(read, *rows)
+                found[pattern.key] = pattern
+        return found
 
     @property
     def producer_ranks(self) -> tuple[int, ...]:
         """Producer ranks this consumer rank reads from, ascending."""
         return tuple(sorted({r.producer_rank for r in self.reads}))
+
+    @cached_property
+    def sources(self) -> dict[tuple[int, str, int], int]:
+        """(group, field, unit) -> the producer rank it is read from."""
+        return {
+            (r.group, field, unit): r.producer_rank
+            for r in self.reads
+            for field, units in r.units.items()
+            for unit in units
+        }
 
     def lower(
         self,
@@ -141,32 +159,32 @@ class TransferPlan:
             to_blocks = destination_table[starts // destination.block_size]
             assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
             assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
-            phases = starts % lcm(source.block_size, destination.block_size)
-            for phase in np.unique(phases):
-                here = phases == phase
-                pattern = self.patterns[read.producer_rank, read.group, int(phase)]
+            rows = _rows_of(source, destination, starts)
+            for triple in np.unique(rows, axis=0):
+                here = (rows == triple).all(axis=1)
+                source_row, destination_row, num_rows = triple.tolist()
+                key = (read.producer_rank, read.group, source_row, destination_row, num_rows)
                 lowered.append(
-                    BlockReads(read.producer_rank, read.group, pattern, from_blocks[here], to_blocks[here])
+                    BlockReads(
+                        read.producer_rank, read.group, self.patterns[key], from_blocks[here], to_blocks[here]
+                    )
                 )
         return lowered
 
     def _sides(self, read: UnitReads) -> tuple[GroupGeometry, GroupGeometry]:
         return self.producers[read.producer_rank].groups[read.group], self.consumer.groups[read.group]
 
-    def _pattern(self, read: UnitReads, start: int, stop: int) -> Pattern:
+    def _pattern(self, read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> Pattern:
         source, destination = self._sides(read)
-        source_row, destination_row = start % source.block_size, start % destination.block_size
-        runs = match_rows(
-            source,
-            destination,
-            read.units,
-            source_row=source_row,
-            destination_row=destination_row,
-            num_rows=stop - start,
-        )
-        strides = block_stride(source), block_stride(destination)
+        rows = {"source_row": source_row, "destination_row": destination_row, "num_rows": num_rows}
+        runs = match_rows(source, destination, read.units, **rows)
         return Pattern(
-            read.producer_rank, read.group, source_row, destination_row, stop - start, runs, *strides
+            read.producer_rank,
+            read.group,
+            **rows,
+            runs=runs,
+            source_strides=block_strides(source, runs.source),
+            destination_strides=block_strides(destination, runs.destination),
         )
 
 
@@ -177,10 +195,16 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> 
     for index, group in enumerate(consumer.groups):
         sides = [p.groups[index] for p in producers]
         assert all(s.group.layers == group.group.layers for s in sides), "groups hold the same layers"
-        elected: dict[int, list[int]] = {}
-        for unit in group.fields[0].units:
-            elected.setdefault(_elect(sides, group, consumer, unit), []).append(unit)
-        reads += [UnitReads(rank, index, tuple(units)) for rank, units in elected.items()]
+        elected: dict[int, dict[str, list[int]]] = {}
+        for position, field in enumerate(group.fields):
+            held = [side.fields[position].units for side in sides]
+            for unit in field.units:
+                rank = _elect(held, field.field, consumer, unit)
+                elected.setdefault(rank, {}).setdefault(field.field.name, []).append(unit)
+        reads += [
+            UnitReads(rank, index, {name: tuple(units) for name, units in by_field.items()})
+            for rank, by_field in elected.items()
+        ]
     reads.sort(key=lambda r: (r.producer_rank, r.group))
     return TransferPlan(tuple(producers), consumer, tuple(reads))
 
@@ -212,26 +236,32 @@ def consecutive_tables(rank: RankGeometry, num_tokens: int) -> list[list[int]]:
     return tables
 
 
-def _elect(sides: Sequence[GroupGeometry], group: GroupGeometry, consumer: RankGeometry, unit: int) -> int:
-    """The producer rank a unit is read from: readers of a unit are spread evenly over its replicas."""
-    holders = [rank for rank, side in enumerate(sides) if unit in side.fields[0].units]
-    assert holders, f"no producer rank holds unit {unit}"
+def _elect(held: Sequence[Sequence[int]], field: PageField, consumer: RankGeometry, unit: int) -> int:
+    """The producer rank a unit is read from: readers of a unit are spread evenly over its replicas. `held`:
+    the field's units by producer rank."""
+    holders = [rank for rank, units in enumerate(held) if unit in units]
+    assert holders, f"no producer rank holds {field.unit_name} {unit} of {field.name}"
     if len(holders) == 1:
         return holders[0]
-    field = group.fields[0].field
     readers = [r for r in range(consumer.tp_size) if unit in field.shard(consumer.tp_size, r)]
     return holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]
 
 
-def _period(source: GroupGeometry, destination: GroupGeometry) -> list[tuple[int, int]]:
-    """Segments (start, stop) of one period, after which both sides' block borders repeat."""
-    period = lcm(source.block_size, destination.block_size)
-    starts = _segments(range(period), source.block_size, destination.block_size).tolist()
-    return list(zip(starts, [*starts[1:], period], strict=True))
+def _rows_of(source: GroupGeometry, destination: GroupGeometry, starts: Ints) -> Ints:
+    """[segments, 3]: first row in the source's block, in the destination's, and number of rows, of the
+    segments that start at these positions."""
+    here, there = starts % source.block_size, starts % destination.block_size
+    # A segment ends where the first block ends.
+    last = np.minimum(source.block_size - here, destination.block_size - there) - 1
+    source_row, destination_row = here // source.tokens_per_row, there // destination.tokens_per_row
+    num_rows = (here + last) // source.tokens_per_row - source_row + 1
+    also = (there + last) // destination.tokens_per_row - destination_row + 1
+    assert np.array_equal(num_rows, also), "a row stands for other tokens on the other side"
+    return np.stack([source_row, destination_row, num_rows], axis=1)
 
 
 def _segments(live: range, source_block_size: int, destination_block_size: int) -> Ints:
-    """First rows of the segments that hold a live row: borders of either side's blocks, ascending."""
+    """First positions of the segments that hold a live row: borders of either side's blocks, ascending."""
     if not live:
         return np.empty(0, dtype=np.int64)
     borders = [

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rayk.kv.caches import CanonicalKVCaches
@@ -25,7 +24,7 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import LayerView, Rows, compute_digests, fetch_rows
+from rayk.transfer.verify import Digests, LayerView, Rows, compute_digests, fetch_rows, sorted_views
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
 WIRE_POLL_S = 0.0003
@@ -46,7 +45,7 @@ class TransferRank:
         self.description = description
         self._agent = agent
         self._caches = caches
-        self._views = tuple(sorted(layer_views, key=lambda v: v.layer))
+        self._views = sorted_views(layer_views)
         self._clock = clock
         # Blocks of requests being read at once: no more than fit here, several times over where the
         # producers' blocks are smaller or shared. Fences that find no room wait for others to end.
@@ -194,21 +193,25 @@ class TransferRank:
         drained, self._drained = self._drained, []
         return drained
 
-    def diagnose(self, request_id: str, layer: int, fetched: Mapping[int, Rows]) -> KVMismatch | None:
-        """After a KVMismatch, before `release_now`: the exact first wrong byte of a layer and why.
+    def diagnose(
+        self, request_id: str, layer: int, group: int, fetched: Mapping[int, Rows]
+    ) -> KVMismatch | None:
+        """After a KVMismatch, before `release_now`: the first wrong byte of one of a layer's caches, and why.
 
-        `fetched`: every producer rank's `fetch_rows` of the layer, by rank. None when the bytes are equal.
-        Raises TransferError when nothing is kept of the request (any more).
+        `fetched`: every producer rank's rows of the layer, by rank (`fetch_rows`; more fields do no harm).
+        None when the bytes are equal. Raises TransferError when nothing is kept of the request (any more).
         """
         consumption = next((c for c in self._over if c.ticket.request_id == request_id), None)
         if consumption is None:
             raise TransferError(request_id, "nothing is kept of this transfer to look into")
-        view = self._view(layer)
+        view = self._view(layer, group)
         sources = {
-            unit: rank for (g, unit), rank in consumption.link.sources.items() if g == view.group.index
+            (field, unit): rank
+            for (of, field, unit), rank in consumption.link.plan.sources.items()
+            if of == group
         }
         tokens = consumption.ticket.num_tokens
-        found = fetch_rows(view, consumption.block_tables[view.group.index], tokens)
+        found = fetch_rows(view, consumption.block_tables[group], tokens)
         return first_difference(request_id, view, tokens, merge_rows(fetched, sources), found)
 
     def release_now(self, request_id: str) -> None:
@@ -231,9 +234,9 @@ class TransferRank:
         table = self._caches.generations.cpu()
         return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
 
-    def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
-        """[layer, field, global unit, row group] of a request on this rank, zero where it holds nothing.
-        The same shape on every rank: a ticket carries them stacked by rank."""
+    def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> Digests:
+        """[words] of a request on this rank, zero where it holds nothing. As long on every rank: a ticket
+        carries them stacked by rank."""
         return compute_digests(self._views, block_tables, num_tokens, self.description.rows_per_group)
 
     def make_ticket(
@@ -243,7 +246,7 @@ class TransferRank:
         lease_id: str,
         num_tokens: int,
         block_tables: Sequence[Sequence[int]],
-        digests: Sequence[npt.NDArray[np.int64]],
+        digests: Sequence[Digests],
     ) -> TransferTicket:
         """The hand-over of a request; `digests` of all ranks in order. Blocks outside the live rows may
         have been trimmed. Block ids and generations are the same on every rank."""
@@ -272,12 +275,13 @@ class TransferRank:
         """Leases whose deadline passed, each once; their blocks may be freed."""
         return self._leases.expire(now_ns)
 
-    def fetch_rows(self, layer: int, block_table: Sequence[int], num_tokens: int) -> Rows:
-        """Live rows of one layer as raw bytes through its bound view: (field, unit) -> [rows, bytes].
+    def fetch_rows(self, layer: int, group: int, block_table: Sequence[int], num_tokens: int) -> Rows:
+        """Live rows of one of a layer's caches as raw bytes through its bound views: (field, unit) ->
+        [rows, bytes].
 
-        `block_table` is that of the layer's group.
+        `block_table` is the group's.
         """
-        return fetch_rows(self._view(layer), block_table, num_tokens)
+        return fetch_rows(self._view(layer, group), block_table, num_tokens)
 
     def _take_notifications(self) -> None:
         for peer, message in self._agent.notifications():
@@ -290,8 +294,8 @@ class TransferRank:
                 continue
             self._leases.on_release(release)
 
-    def _view(self, layer: int) -> LayerView:
-        return next(v for v in self._views if v.layer == layer)
+    def _view(self, layer: int, group: int) -> LayerView:
+        return next(v for v in self._views if (v.layer, v.group.index) == (layer, group))
 
     def _step_over(self, now_ns: int) -> None:
         """Drain what failed; give up mismatches nobody has released by their deadline."""

@@ -27,4 +27,4 @@ class TransferTicket:
     generations: tuple[tuple[int, ...], ...]
     """Per group, the generation of each of those blocks when the ticket was written."""
     digests: npt.NDArray[np.int64]
-    """[producer rank, layer, field, global unit, row group] as TransferRank.digests gives per rank."""
+    """[producer rank, words], each row as TransferRank.digests gives it."""

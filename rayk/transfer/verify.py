@@ -1,12 +1,13 @@
 """Proof that D's KV is P's: digests through the views that kernels write and read, never through a map.
 
-A digest table holds one 64-bit word per (layer, field, global unit, row group); see kernels.digest. Tables
-of ranks with other shards, layouts or block sizes hold the same words for the same KV.
+A digest is one 64-bit word per (layer, field, global unit, row group); see kernels.digest. All words of a
+request lie in one vector, whose order comes from the specs and the live rows alone: ranks with other
+shards, layouts or block sizes hold the same words for the same KV at the same places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,37 +15,58 @@ import numpy.typing as npt
 import torch
 
 from rayk.kernels.digest import digest_rows
-from rayk.kv.fields import ITEMSIZE
+from rayk.kv.caches import TORCH_DTYPES, FieldView
+from rayk.kv.fields import FIELD_IDS, PageField
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import rows_per_block
 from rayk.types.errors import KVMismatch
 
 Digests = npt.NDArray[np.int64]
+"""[words] of one rank: view by view, field by field, [global unit, live row group]."""
 Rows = dict[tuple[str, int], npt.NDArray[np.uint8]]
 """(field, global unit) -> uint8 [rows, row_bytes], rows in order of token position."""
+Sources = Mapping[tuple[int, str, int], int]
+"""(group, field, unit) -> the producer rank it is read from."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """One layer's KV as its kernels see it, and the meaning of its axes."""
+    """One of a layer's caches as its kernels see it. Filled by `make_layer_view`."""
 
     layer: int
     group: KVCacheGroup
-    view: torch.Tensor
-    """[B, H, N, C]: kernel blocks, local heads, token slots, content elements."""
-    head_ids: tuple[int, ...]
-    """Global KV head of each local one, as recorded when the weights were cut."""
-    fields: tuple[tuple[str, int, int], ...]
-    """(name, first element, number of elements) in the content axis."""
+    fields: tuple[FieldView, ...]
+    """As in the spec's `fields()`; each [kernel blocks, local units, rows of a kernel block, elements]."""
 
     @property
     def kernel_block_size(self) -> int:
-        """Token slots of a kernel block."""
-        return int(self.view.shape[2])
+        """Rows of a kernel block."""
+        return int(self.fields[0].view.shape[2])
 
     @property
-    def kernel_blocks_per_block(self) -> int:
-        """Kernel blocks in a manager's block."""
-        return self.group.spec.block_size // self.kernel_block_size
+    def row_bytes(self) -> int:
+        """Bytes of one row of all fields and local units."""
+        return sum(len(f.units) * f.view.shape[3] * f.view.element_size() for f in self.fields)
+
+    def live_rows(self, num_tokens: int) -> range:
+        """Positions of the live rows of a sequence."""
+        return self.group.spec.live_rows(num_tokens)
+
+    def places(
+        self, block_table: Sequence[int], num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(kernel block ids, rows in them, token positions) of the live rows, each int64 [rows] on the
+        view's device. `block_table`: manager's ids."""
+        spec, live = self.group.spec, self.live_rows(num_tokens)
+        rows = rows_per_block(spec)
+        positions = np.arange(live.start, live.stop, dtype=np.int64)
+        block, token = np.divmod(positions, spec.block_size)
+        row = token // (spec.block_size // rows)
+        kernel_block, kernel_row = np.divmod(row, self.kernel_block_size)
+        table = np.asarray(block_table, dtype=np.int64)
+        ids = table[block] * (rows // self.kernel_block_size) + kernel_block
+        device = self.fields[0].view.device
+        return tuple(torch.from_numpy(a).to(device) for a in (ids, kernel_row, positions))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,23 +80,61 @@ class WrongWord:
     row_group: int
 
 
-def make_layer_view(
-    layer: int, group: KVCacheGroup, view: torch.Tensor, head_ids: Sequence[int]
-) -> LayerView:
-    """Describe a layer's bound view [B, H, N, C]; pass the tensor its kernels use."""
-    assert view.shape[1] == len(head_ids), "one global head id per local head"
-    fields, start = [], 0
-    for f in group.spec.fields():
-        size = f.row_bytes // ITEMSIZE[f.dtype]
-        fields.append((f.name, start, size))
-        start += size
-    assert start == view.shape[3], "the view holds every field"
-    return LayerView(layer, group, view, tuple(head_ids), tuple(fields))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where the words of one field of one view lie in the digest vector, and what they cover."""
+
+    view: LayerView
+    field_index: int
+    start: int
+    num_units: int
+    """Global ones."""
+    row_groups: range
+
+    @property
+    def field(self) -> FieldView:
+        """The view that is digested."""
+        return self.view.fields[self.field_index]
+
+    @property
+    def stop(self) -> int:
+        """First word after these."""
+        return self.start + self.num_units * len(self.row_groups)
+
+    def words(self, digests: Digests) -> Digests:
+        """[..., global unit, row group] of [..., words]: a view."""
+        shape = (*digests.shape[:-1], self.num_units, len(self.row_groups))
+        return digests[..., self.start : self.stop].reshape(shape)
 
 
-def num_row_groups(num_tokens: int, rows_per_group: int) -> int:
-    """Row groups of a sequence."""
-    return -(-num_tokens // rows_per_group)
+def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]) -> LayerView:
+    """Describe one of a layer's bound caches; pass the views its kernels use, in any order.
+
+    AssertionError, naming layer and field, where a view cannot be what the spec says lies in the page.
+    """
+    by_name = {f.name: f for f in fields}
+    wanted = group.spec.fields()
+    where = f"layer {layer} {group.spec.part}"
+    assert sorted(by_name) == sorted(f.name for f in wanted), f"{where}: fields {sorted(by_name)}"
+    ordered = tuple(by_name[f.name] for f in wanted)
+    for page_field, found in zip(wanted, ordered, strict=True):
+        _check_view(f"{where}, {found.name}", page_field, found)
+    assert len({(f.view.shape[0], f.view.shape[2]) for f in ordered}) == 1, f"{where}: unlike blocks"
+    return LayerView(layer, group, ordered)
+
+
+def _check_view(where: str, page_field: PageField, found: FieldView) -> None:
+    view = found.view
+    dtype = TORCH_DTYPES[page_field.dtype]
+    assert view.dtype == dtype, f"{where}: seen as {view.dtype}, the page holds {page_field.dtype}"
+    assert view.shape[1] == len(found.units), f"{where}: {view.shape[1]} units, ids of {len(found.units)}"
+    row_bytes = view.shape[3] * view.element_size()
+    assert row_bytes == page_field.row_bytes, f"{where}: rows of {row_bytes} bytes, {page_field.row_bytes}"
+
+
+def sorted_views(views: Sequence[LayerView]) -> tuple[LayerView, ...]:
+    """In canonical order, which both sides share and digests are laid out in."""
+    return tuple(sorted(views, key=lambda v: (v.group.index, v.layer)))
 
 
 def compute_digests(
@@ -83,52 +143,59 @@ def compute_digests(
     num_tokens: int,
     rows_per_group: int,
 ) -> Digests:
-    """Digests of a sequence's live rows: [layer (as in `views`), field, global unit, row group].
+    """Digests of a sequence's live rows, [words]; `views` in canonical order.
 
-    Zero where this rank holds no such unit or no row is live. `block_tables` per group, manager's ids.
+    Zero where this rank holds no such unit. `block_tables` per group, manager's ids.
     """
-    groups = num_row_groups(num_tokens, rows_per_group)
-    num_fields = max(len(v.fields) for v in views)
-    num_units = max(f.units for v in views for f in v.group.spec.fields())
-    table = np.zeros((len(views), num_fields, num_units, groups), dtype=np.int64)
+    parts = list(_parts(views, num_tokens, rows_per_group))
+    found = np.zeros(parts[-1].stop, dtype=np.int64)
     places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     words = []
-    for v in views:
-        key = (v.group.index, v.kernel_block_size)
+    for part in parts:
+        view, field = part.view, part.field
+        key = (view.group.index, view.kernel_block_size)
         if key not in places:
-            places[key] = _places(v, block_tables[v.group.index], num_tokens)
+            places[key] = view.places(block_tables[view.group.index], num_tokens)
         words.append(
             digest_rows(
-                v.view,
+                field.view,
                 *places[key],
-                layer=v.layer,
-                units=v.head_ids,
-                fields=[(i, start, size) for i, (_, start, size) in enumerate(v.fields)],
+                layer=view.layer,
+                units=field.units,
+                fields=[(FIELD_IDS[field.name], 0, int(field.view.shape[3]))],
                 rows_per_group=rows_per_group,
-                first_group=0,
-                num_groups=groups,
+                first_group=part.row_groups.start,
+                num_groups=len(part.row_groups),
             )
         )
-    for i, (v, word) in enumerate(zip(views, words, strict=True)):
-        table[i, : len(v.fields), list(v.head_ids)] = word.cpu().numpy().swapaxes(0, 1)
-    return table
+    for part, word in zip(parts, words, strict=True):
+        part.words(found)[list(part.field.units)] = word[0].cpu().numpy()
+    return found
 
 
 def compare_digests(
-    views: Sequence[LayerView], expected: Digests, found: Digests, sources: Mapping[tuple[int, int], int]
+    views: Sequence[LayerView],
+    expected: Digests,
+    found: Digests,
+    sources: Sources,
+    num_tokens: int,
+    rows_per_group: int,
 ) -> list[WrongWord]:
     """Words that differ, in canonical order.
 
-    `expected`: [producer rank, layer, field, unit, row group]; `sources`: (group, unit) -> the producer rank
-    it was read from, whose word counts (replicas may differ in the last bit: ranks compute them apart).
+    `expected`: [producer rank, words]. Of each unit only the rank in `sources` counts: replicas may differ
+    in the last bit, since ranks compute them apart.
     """
     wrong: list[WrongWord] = []
-    for i, v in enumerate(views):
-        ranks = [sources[v.group.index, unit] for unit in v.head_ids]
-        theirs = expected[ranks, i, :, list(v.head_ids)]
-        ours = found[i][:, list(v.head_ids)].swapaxes(0, 1)
-        for h, f, g in np.argwhere(theirs != ours).tolist():
-            wrong.append(WrongWord(v.group.index, v.layer, f, v.head_ids[h], g))
+    for part in _parts(views, num_tokens, rows_per_group):
+        view, field = part.view, part.field
+        units = list(field.units)
+        ranks = [sources[view.group.index, field.name, unit] for unit in units]
+        theirs = part.words(expected)[ranks, units]
+        ours = part.words(found)[units]
+        for u, g in np.argwhere(theirs != ours).tolist():
+            row_group = part.row_groups[g]
+            wrong.append(WrongWord(view.group.index, view.layer, part.field_index, units[u], row_group))
     return sorted(wrong)
 
 
@@ -141,53 +208,46 @@ def digest_mismatch(
 ) -> KVMismatch:
     """What the digests alone can say about the first wrong word: the row group, not yet the token."""
     first = wrong[0]
-    view = next(v for v in views if v.layer == first.layer)
-    live = view.group.spec.live_rows(num_tokens)
+    view = next(v for v in views if (v.group.index, v.layer) == (first.group, first.layer))
+    live = view.live_rows(num_tokens)
     start = max(live.start, first.row_group * rows_per_group)
     stop = min(live.stop, (first.row_group + 1) * rows_per_group)
-    name = view.fields[first.field_index][0]
-    what = f"digests differ for {len(wrong)} of the rank's words; first among tokens {start} to {stop - 1}"
+    tokens = f"among tokens {start} to {stop - 1}" if stop - start > 1 else f"at token {start}"
     return KVMismatch(
         request_id,
         first.layer,
         first.group,
-        name,
+        view.fields[first.field_index].name,
         first.unit,
         start,
-        what,
+        f"digests differ for {len(wrong)} of the rank's words; first {tokens}",
         num_bytes_checked(views, num_tokens),
     )
 
 
 def num_bytes_checked(views: Sequence[LayerView], num_tokens: int) -> int:
     """Bytes of a sequence's live rows on this rank: what its digests cover."""
-    return sum(
-        len(v.group.spec.live_rows(num_tokens)) * len(v.head_ids) * v.view.shape[3] * v.view.element_size()
-        for v in views
-    )
+    return sum(len(v.live_rows(num_tokens)) * v.row_bytes for v in views)
 
 
 def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int) -> Rows:
-    """The live rows of one layer as raw bytes, read through its bound view."""
-    block_ids, slots, _ = _places(view, block_table, num_tokens)
-    values = view.view[block_ids, :, slots]  # [rows, H, C]
+    """The live rows of one cache of a layer as raw bytes, read through its bound views."""
+    block_ids, in_block, _ = view.places(block_table, num_tokens)
     rows: Rows = {}
-    for h, unit in enumerate(view.head_ids):
-        for name, start, size in view.fields:
-            field = values[:, h, start : start + size].contiguous().cpu()
-            rows[name, unit] = field.view(torch.uint8).numpy()
+    for field in view.fields:
+        values = field.view[block_ids, :, in_block].contiguous().cpu()  # [rows, units, elements]
+        content = values.view(torch.uint8).numpy()
+        rows.update(((field.name, unit), content[:, u]) for u, unit in enumerate(field.units))
     return rows
 
 
-def _places(
-    view: LayerView, block_table: Sequence[int], num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(kernel block ids, slots, token positions) of the live rows, each int64 [rows] on the view's device."""
-    live = view.group.spec.live_rows(num_tokens)
-    rows = np.arange(live.start, live.stop, dtype=np.int64)
-    block, slot = np.divmod(rows, view.group.spec.block_size)
-    kernel_block, kernel_slot = np.divmod(slot, view.kernel_block_size)
-    table = np.asarray(block_table, dtype=np.int64)
-    ids = table[block] * view.kernel_blocks_per_block + kernel_block
-    device = view.view.device
-    return tuple(torch.from_numpy(a).to(device) for a in (ids, kernel_slot, rows))  # type: ignore[return-value]
+def _parts(views: Sequence[LayerView], num_tokens: int, rows_per_group: int) -> Iterator[_Part]:
+    """The digest vector's parts, from first to last word."""
+    start = 0
+    for view in views:
+        live = view.live_rows(num_tokens)
+        row_groups = range(live.start // rows_per_group, -(-live.stop // rows_per_group))
+        for index, page_field in enumerate(view.group.spec.fields()):
+            part = _Part(view, index, start, page_field.units, row_groups)
+            start = part.stop
+            yield part

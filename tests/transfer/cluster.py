@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
-from rayk.kv.geometry import plan_rank
-from rayk.kv.groups import group_layers
+from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, FieldView, allocate
+from rayk.kv.fields import ITEMSIZE, PageField
+from rayk.kv.geometry import kernel_block_sizes, plan_rank
+from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
-from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.handshake import CacheDescription, describe_cache
@@ -23,6 +24,7 @@ from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import make_layer_view
 from tests.transfer.brute import brute_shard
+from tests.transfer.families import FAMILIES, Specs
 
 POISON = 0x5A
 FINGERPRINT = {"weights": "w", "rope": "r"}
@@ -40,27 +42,48 @@ class Shape:
     num_layers: int = 3
     window: int | None = None
     """Layers 1, 2, 4, 5, ... slide over this many tokens."""
+    family: str | None = None
+    """Of families.py, instead of all of the above."""
     tp: tuple[int, int] = (1, 1)
     layouts: tuple[str, str] = ("BHLNC", "BHLNC")
     block_sizes: tuple[int, int] = (4, 4)
+    state_block_sizes: tuple[int, int] = (64, 64)
     kernel_block_sizes: tuple[int | None, int | None] = (None, None)
     num_blocks: tuple[int, int] = (40, 50)
 
-    def specs(self, side: int) -> dict[int, KVCacheSpec]:
+    def specs(self, side: int) -> Specs:
+        if self.family is not None:
+            return FAMILIES[self.family](self.block_sizes[side], self.state_block_sizes[side])
         common = (self.block_sizes[side], self.units, *self.head_sizes, self.dtype, self.query_heads)
         full = FullAttentionSpec(*common)
+        layers = range(self.num_layers)
         if self.window is None:
-            return dict.fromkeys(range(self.num_layers), full)
+            return {(layer, "attention"): full for layer in layers}
         slide = SlidingWindowSpec(*common, self.window)
-        return {layer: full if layer % 3 == 0 else slide for layer in range(self.num_layers)}
+        return {(layer, "attention"): full if layer % 3 == 0 else slide for layer in layers}
 
-    def values(self, num_tokens: int, seed: int = 0) -> torch.Tensor:
-        """The KV both sides should hold: [layer, head, token, content], all elements different by chance."""
-        shape = (self.num_layers, self.units, num_tokens, sum(self.head_sizes))
+    def values(self, num_tokens: int, seed: int = 0) -> Values:
+        """The caches' content, all elements different by chance."""
         generator = torch.Generator().manual_seed(seed)
-        if self.dtype == "int8":
-            return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-        return torch.randn(shape, generator=generator).to(TORCH_DTYPES[self.dtype])
+        content = {}
+        for (layer, part), spec in self.specs(0).items():
+            live = spec.live_rows(num_tokens)
+            for f in spec.fields():
+                shape = (f.units, len(live), f.row_bytes // ITEMSIZE[f.dtype])
+                if f.dtype == "int8":
+                    made = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+                else:
+                    made = torch.randn(shape, generator=generator).to(TORCH_DTYPES[f.dtype])
+                content[layer, part, f.name] = made
+        return Values(num_tokens, content)
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What both sides should hold: (layer, part, field) -> [unit, live row, element]."""
+
+    num_tokens: int
+    content: dict[tuple[int, str, str], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -77,8 +100,16 @@ class Engine:
     def descriptions(self) -> list[CacheDescription]:
         return [r.description for r in self.ranks]
 
+    def units(self, field: PageField, tp_rank: int) -> list[int]:
+        """Global ids of the units of a field that a rank holds."""
+        return brute_shard(field.units, self.shape.tp[self.side], tp_rank, field.readers)
+
     def heads(self, tp_rank: int) -> list[int]:
+        """KV heads of a rank, where the shape has no family."""
         return brute_shard(self.shape.units, self.shape.tp[self.side], tp_rank, self.shape.query_heads)
+
+    def groups(self) -> list[KVCacheGroup]:
+        return [g.group for g in self.caches[0].geometry.groups]
 
     def tables(self, num_tokens: int, seed: int = 0) -> list[list[int]]:
         """Scattered block ids, nulls where nothing is live."""
@@ -88,33 +119,61 @@ class Engine:
         )
         return [[0 if b == 0 else int(ids[b]) for b in t] for t in plain]
 
-    def places(self, layer: int, tables: list[list[int]], num_tokens: int):
-        """(live rows, kernel block, kernel slot) by plain arithmetic."""
-        for group in self.caches[0].geometry.groups:
-            if layer in group.group.layers:
-                rows = list(group.group.spec.live_rows(num_tokens))
-                size, kernel = group.block_size, group.kernel_block_size
-                table = tables[group.group.index]
-                blocks = [table[t // size] * (size // kernel) + t % size // kernel for t in rows]
-                return rows, blocks, [t % size % kernel for t in rows]
-        raise AssertionError(layer)
+    def places(self, group: KVCacheGroup, table: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
+        """(kernel block, row in it) of every live row, by plain arithmetic."""
+        size, live = group.spec.block_size, group.spec.live_rows(num_tokens)
+        if group.spec.part == "state":
+            return [table[t // size] for t in live], [0 for _ in live]
+        kernel = self.shape.kernel_block_sizes[self.side] or size
+        blocks = [table[t // size] * (size // kernel) + t % size // kernel for t in live]
+        return blocks, [t % size % kernel for t in live]
 
-    def write(self, values: torch.Tensor, tables: list[list[int]]) -> None:
-        """Store values [layer, head, token, content] through every rank's views."""
-        for rank, caches in enumerate(self.caches):
-            for layer in range(self.shape.num_layers):
-                rows, blocks, slots = self.places(layer, tables, values.shape[2])
-                heads = self.heads(rank)
-                caches.view(layer)[blocks, :, slots] = values[layer][heads][:, rows].transpose(0, 1)
+    def views(self, tp_rank: int, group: KVCacheGroup, layer: int) -> list[FieldView]:
+        """What a layer's kernels would see: a state's bundles, or slices of attention's content."""
+        bound = self.caches[tp_rank].view(layer, group.spec.part)
+        views, start = [], 0
+        for f in group.spec.fields():
+            stop = start + f.row_bytes // ITEMSIZE[f.dtype]
+            view = bound[..., start:stop] if isinstance(bound, torch.Tensor) else bound[f.name]
+            start = stop
+            views.append(FieldView(f.name, view, tuple(self.units(f, tp_rank))))
+        return views
 
-    def check(self, values: torch.Tensor, tables: list[list[int]]) -> None:
+    def slots(self, tables: list[list[int]], values: Values):
+        """(rank, field's view, kernel blocks, rows in them, right content [row, unit, element]) of all."""
+        for rank in range(len(self.caches)):
+            for group in self.groups():
+                blocks, rows = self.places(group, tables[group.index], values.num_tokens)
+                for layer in group.layers:
+                    for seen in self.views(rank, group, layer):
+                        right = values.content[layer, group.spec.part, seen.name][list(seen.units)]
+                        yield rank, seen, blocks, rows, right.transpose(0, 1).contiguous()
+
+    def write(self, values: Values, tables: list[list[int]]) -> None:
+        """Store values through every rank's views."""
+        for _, seen, blocks, rows, right in self.slots(tables, values):
+            seen.view[blocks, :, rows] = right
+
+    def check(self, values: Values, tables: list[list[int]]) -> None:
         """Every live byte of every rank is right."""
-        for rank, caches in enumerate(self.caches):
-            for layer in range(self.shape.num_layers):
-                rows, blocks, slots = self.places(layer, tables, values.shape[2])
-                found = caches.view(layer)[blocks, :, slots].contiguous().view(torch.uint8)
-                wanted = values[layer][self.heads(rank)][:, rows].transpose(0, 1).contiguous()
-                assert torch.equal(found, wanted.view(torch.uint8)), f"rank {rank} layer {layer}"
+        for rank, seen, blocks, rows, right in self.slots(tables, values):
+            found = seen.view[blocks, :, rows].contiguous().view(torch.uint8)
+            assert torch.equal(found, right.view(torch.uint8)), f"rank {rank} {seen.name}"
+
+    def check_all(self, values: Values, tables: list[list[int]]) -> None:
+        """Every live byte of every rank is right, and every other byte of its pages is poison still.
+
+        For engines whose peers are poisoned alike: rows around the live ones may have moved.
+        """
+        pages = [caches.buffer[: caches.geometry.pages_bytes] for caches in self.caches]
+        found = [p.clone() for p in pages]
+        for p in pages:
+            p.fill_(POISON)
+        self.write(values, tables)
+        for rank, (p, was) in enumerate(zip(pages, found, strict=True)):
+            wrong = int((p != was).sum())
+            p.copy_(was)
+            assert not wrong, f"rank {rank}: {wrong} of {len(p)} bytes are wrong"
 
     def digests(self, num_tokens: int, tables: list[list[int]]) -> list[np.ndarray]:
         return [r.digests(num_tokens, tables) for r in self.ranks]
@@ -138,25 +197,26 @@ def make_engine(shape: Shape, side: int, make_agent: MakeAgent, *, epoch: int = 
     engine = Engine(shape, side)
     name = "pd"[side]
     for rank in range(shape.tp[side]):
+        groups = group_layers(shape.specs(side))
         geometry = plan_rank(
-            group_layers(shape.specs(side)),
+            groups,
             LAYOUTS[shape.layouts[side]],
             tp_size=shape.tp[side],
             tp_rank=rank,
             num_blocks=shape.num_blocks[side],
-            kernel_block_size=shape.kernel_block_sizes[side],
+            kernel_block_sizes=kernel_block_sizes(groups, shape.kernel_block_sizes[side], {}),
         )
         caches = allocate(geometry, torch.device("cpu"), fill=POISON)
+        engine.caches.append(caches)
         agent = make_agent(f"{name}{epoch}.{rank}")
         fingerprint = changes.get("fingerprint", FINGERPRINT)
         description = describe_cache(agent, caches, engine=name, epoch=epoch, fingerprint=fingerprint)
         views = [
-            make_layer_view(layer, g.group, caches.view(layer), engine.heads(rank))
-            for g in geometry.groups
-            for layer in g.group.layers
+            make_layer_view(layer, group, engine.views(rank, group, layer))
+            for group in engine.groups()
+            for layer in group.layers
         ]
         engine.agents.append(agent)
-        engine.caches.append(caches)
         engine.ranks.append(TransferRank(agent, caches, views, description))
     return engine
 
@@ -192,9 +252,9 @@ class Pair:
         for rank in self.consumer.ranks:
             rank.start(ticket, tables, time.monotonic_ns() + int(deadline_s * 1e9))
 
-    def transfer(self, values: torch.Tensor, request_id: str = "r", seed: int = 0):
+    def transfer(self, values: Values, request_id: str = "r", seed: int = 0):
         """Write at P, transfer, and return (outcomes, consumer tables)."""
-        num_tokens = values.shape[2]
+        num_tokens = values.num_tokens
         tables = self.producer.tables(num_tokens, seed)
         self.producer.write(values, tables)
         ticket = self.producer.ticket(num_tokens, tables, request_id)

@@ -91,7 +91,7 @@ class Reader:
         here = self.agent.register(self.landed)
         self.agent.add_peer(peer, metadata)
         lists = [
-            DescriptorList(np.array([a]), np.array([BLOCK_BYTES]), BLOCK_BYTES, NUM_BLOCKS)
+            DescriptorList(np.array([a]), np.array([BLOCK_BYTES]), np.array([BLOCK_BYTES]), NUM_BLOCKS)
             for a in (here, address)
         ]
         self._handle = self.agent.prepare(peer, *lists, "cuda:0")

@@ -10,7 +10,7 @@ import pytest
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
-from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba2Spec, SlidingWindowSpec
 from rayk.transfer.handshake import CacheDescription, check, check_engine
 from rayk.transfer.lease import LeaseTable, ReleaseMessage
 from rayk.transfer.session import (
@@ -134,20 +134,20 @@ def test_a_lease_nobody_releases_expires_once_at_its_deadline():
 FULL = FullAttentionSpec(4, 2, 3, 3, "int8", 8)
 SLIDING = SlidingWindowSpec(4, 2, 3, 3, "int8", 8, 6)
 SPECS: dict[int, KVCacheSpec] = {0: FULL, 1: SLIDING}
+STATE = Mamba2Spec(64, "bfloat16", 4, 8, 4, 2, 6)
+HYBRID: dict[int, KVCacheSpec] = {0: FULL, 1: STATE}
 
 
 def describe(
     specs: dict[int, KVCacheSpec] | None = None, layout: str = "BHLNC", tp_size: int = 1
 ) -> CacheDescription:
-    geometry = plan_rank(
-        group_layers(specs or SPECS), LAYOUTS[layout], tp_size=tp_size, tp_rank=0, num_blocks=8 * tp_size
-    )
+    groups = group_layers({(layer, spec.part): spec for layer, spec in (specs or SPECS).items()})
+    geometry = plan_rank(groups, LAYOUTS[layout], tp_size=tp_size, tp_rank=0, num_blocks=8 * tp_size)
     return CacheDescription(
         engine="p",
         epoch=0,
         geometry=geometry,
         fingerprint={"weights": "w", "rope": "r"},
-        kv_dtype="int8",
         device="cpu",
         transport="local",
         agent_name=f"p.{tp_size}",
@@ -160,19 +160,21 @@ def test_what_the_plan_bridges_may_differ():
     larger = {0: replace(FULL, block_size=8), 1: replace(SLIDING, block_size=8)}
     for other in (describe(), describe(layout="LBNHC"), describe(tp_size=4), describe(larger)):
         check(describe(), replace(other, engine="d", epoch=3, device="cuda:0", base_address=64))
+    rarer = {0: replace(FULL, block_size=8), 1: replace(STATE, block_size=1000)}
+    for other in (describe(HYBRID, tp_size=4), describe(HYBRID, layout="LBNHC"), describe(rarer)):
+        check(describe(HYBRID), replace(other, engine="d"))
 
 
 @pytest.mark.parametrize(
     ("changes", "differing"),
     [
-        ({"protocol_version": 2}, "protocol_version"),
+        ({"protocol_version": 1}, "protocol_version"),
         ({"transport": "nixl"}, "transport"),
         ({"fingerprint": {"weights": "other", "rope": "r"}}, "model.weights"),
         ({"fingerprint": {"weights": "w", "rope": "other"}}, "model.rope"),
         ({"fingerprint": {"weights": "w"}}, "model.rope"),
         ({"fingerprint": {"weights": "w", "rope": "r", "norm": "n"}}, "model.norm"),
-        ({"kv_dtype": "float16"}, "kv_dtype"),
-        ({"digest_version": 2}, "digest_version"),
+        ({"digest_version": 1}, "digest_version"),
         ({"rows_per_group": 128}, "rows_per_group"),
     ],
     ids=str,
@@ -190,11 +192,12 @@ def test_every_field_that_must_agree_is_compared(changes: dict[str, Any], differ
         ({0: FULL, 1: replace(SLIDING, window=7)}, ["group 1.live_rows(1000000)"]),
         ({0: FULL, 2: SLIDING}, ["group 1.layers"]),
         ({0: FULL, 1: FULL}, ["num_groups", "group 0.layers"]),
+        ({0: replace(FULL, dtype="float16"), 1: SLIDING}, ["group 0.kv_dtype", "group 0.k", "group 0.v"]),
         ({0: replace(FULL, num_kv_heads=4), 1: SLIDING}, ["group 0.k", "group 0.v"]),
         ({0: replace(FULL, head_size_k=2, head_size_v=4), 1: SLIDING}, ["group 0.k", "group 0.v"]),
         ({0: SLIDING, 1: FULL}, ["group 0.kind", "group 0.live_rows(1000000)", "group 1.kind"]),
     ],
-    ids=["window", "layers", "groups", "heads", "head sizes", "kinds"],
+    ids=["window", "layers", "groups", "dtype", "heads", "head sizes", "kinds"],
 )
 def test_every_group_is_compared_field_by_field(specs: dict[int, KVCacheSpec], differing: list[str]):
     with pytest.raises(HandshakeMismatch) as caught:
@@ -202,6 +205,25 @@ def test_every_group_is_compared_field_by_field(specs: dict[int, KVCacheSpec], d
     names = [name for name, _, _ in caught.value.fields]
     assert names[: len(differing)] == differing
     assert all(a != b for _, a, b in caught.value.fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "differing"),
+    [
+        ({"dtype": "float16"}, ["kv_dtype", "conv_x", "conv_b", "conv_c"]),
+        ({"num_groups": 1}, ["conv_b", "conv_c"]),
+        ({"num_heads": 4}, ["conv_x", "ssm"]),
+        ({"conv_width": 3}, ["conv_x", "conv_b", "conv_c"]),
+        # As many bytes, other channels and taps.
+        ({"conv_width": 7, "head_size": 2, "state_size": 3}, ["conv_x", "conv_b", "conv_c", "ssm"]),
+    ],
+    ids=["dtype", "groups", "heads", "width", "channels"],
+)
+def test_states_are_compared_field_by_field(change: dict[str, Any], differing: list[str]):
+    other = {0: FULL, 1: replace(STATE, **change)}
+    with pytest.raises(HandshakeMismatch) as caught:
+        check(describe(HYBRID), describe(other))
+    assert [name for name, _, _ in caught.value.fields] == [f"group 1.{name}" for name in differing]
 
 
 def test_an_engine_is_described_by_all_its_ranks_in_order():

@@ -118,7 +118,8 @@ def test_a_killed_producer_is_noticed():
         landed = torch.zeros(1 << 18, dtype=torch.int8)
         here = agent.register(landed)
         agent.add_peer(name, bytes.fromhex(metadata))
-        lists = [DescriptorList(np.array([a]), np.array([4096]), 4096, 64) for a in (here, address)]
+        size = np.array([4096])
+        lists = [DescriptorList(np.array([a]), size, size, 64) for a in (here, address)]
         handle = agent.prepare(name, *lists)
         indices = np.arange(64, dtype=np.int32)
         transfer = agent.read(handle, indices, indices[::-1].copy())

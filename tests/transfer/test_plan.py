@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.geometry import RankGeometry, kernel_block_sizes, plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
@@ -31,7 +31,7 @@ NAMES = tuple(LAYOUTS)
 def make_ranks(
     specs: dict[int, KVCacheSpec], layout: str, tp_size: int, num_blocks: int, kernel_block_size: int | None
 ) -> list[RankGeometry]:
-    groups = group_layers(specs)
+    groups = group_layers({(layer, spec.part): spec for layer, spec in specs.items()})
     return [
         plan_rank(
             groups,
@@ -39,7 +39,7 @@ def make_ranks(
             tp_size=tp_size,
             tp_rank=rank,
             num_blocks=num_blocks,
-            kernel_block_size=kernel_block_size,
+            kernel_block_sizes=kernel_block_sizes(groups, kernel_block_size, {}),
         )
         for rank in range(tp_size)
     ]
@@ -62,13 +62,15 @@ def brute(rank: RankGeometry, group: KVCacheGroup, kernel_block_size: int | None
 
 def byte_indices(reads: BlockReads) -> tuple[np.ndarray, np.ndarray]:
     """Source and destination address of every byte the reads copy."""
-    runs = reads.pattern.runs
+    p, runs = reads.pattern, reads.pattern.runs
     within = np.arange(runs.num_bytes) - np.repeat(np.cumsum(runs.lengths) - runs.lengths, runs.lengths)
     source = np.repeat(runs.source, runs.lengths) + within
     destination = np.repeat(runs.destination, runs.lengths) + within
     return (
-        (reads.source_blocks[:, None] * reads.pattern.source_stride + source).reshape(-1),
-        (reads.destination_blocks[:, None] * reads.pattern.destination_stride + destination).reshape(-1),
+        (reads.source_blocks[:, None] * np.repeat(p.source_strides, runs.lengths) + source).reshape(-1),
+        (
+            reads.destination_blocks[:, None] * np.repeat(p.destination_strides, runs.lengths) + destination
+        ).reshape(-1),
     )
 
 
@@ -91,9 +93,9 @@ def check_pair(
     readers = lcm(num_units, producer_tp, consumer_tp)
     spec = FullAttentionSpec(2, num_units, 2, 1, "int8", readers)
     specs: dict[int, KVCacheSpec] = {0: spec, 1: spec}
-    group = group_layers(specs)[0]
     producers = make_ranks(specs, producer_layout, producer_tp, 4, None)
     consumers = make_ranks(specs, consumer_layout, consumer_tp, 5, None)
+    group = producers[0].groups[0].group
     values = coordinates(2, num_units, 4, 3)
     source_table, destination_table = [3, 1], [2, 4]
     buffers = [brute(p, group, None).buffer(values, source_table, range(4)) for p in producers]
@@ -235,10 +237,11 @@ def test_triples_of_the_fixture_all_have_a_head_map():
         )
         for consumer in consumers:
             plan = plan_transfer(producers, consumer)
-            read_units = sorted(u for r in plan.reads for u in r.units)
+            read_units = sorted(u for r in plan.reads for u in r.units["k"])
             assert read_units == brute_shard(k, d, consumer.tp_rank, lcm(k, p, d))
             for read in plan.reads:
-                assert set(read.units) <= set(brute_shard(k, p, read.producer_rank, lcm(k, p, d)))
+                assert read.units["k"] == read.units["v"]
+                assert set(read.units["k"]) <= set(brute_shard(k, p, read.producer_rank, lcm(k, p, d)))
 
 
 @pytest.mark.parametrize("triple", [(2, 4, 1), (1, 8, 2), (1, 16, 16), (4, 2, 4), (2, 4, 2)], ids=str)

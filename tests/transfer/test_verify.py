@@ -48,9 +48,10 @@ def diagnose(pair: Pair, outcome: Any, rank: int, tables: list[list[int]]) -> KV
     first = outcome.error
     assert (first.group, first.layer) == (outcome.wrong_words[0].group, outcome.wrong_words[0].layer)
     fetched = {
-        p: r.fetch_rows(first.layer, tables[first.group], TOKENS) for p, r in enumerate(pair.producer.ranks)
+        p: r.fetch_rows(first.layer, first.group, tables[first.group], TOKENS)
+        for p, r in enumerate(pair.producer.ranks)
     }
-    found = pair.consumer.ranks[rank].diagnose("r", first.layer, fetched)
+    found = pair.consumer.ranks[rank].diagnose("r", first.layer, first.group, fetched)
     assert found is not None
     assert (found.layer, found.group, found.field, found.head) == (
         first.layer,
@@ -73,8 +74,8 @@ def head_off_by_one_in_plan(monkeypatch):
     """Every run is read one head further."""
     original = TransferPlan._pattern
 
-    def shifted(self: TransferPlan, read: UnitReads, start: int, stop: int):
-        good = original(self, read, start, stop)
+    def shifted(self: TransferPlan, read: UnitReads, *rows: int):
+        good = original(self, read, *rows)
         step = self.producers[read.producer_rank].groups[read.group].fields[0].unit_stride
         return replace(good, runs=replace(good.runs, source=good.runs.source + step))
 
@@ -85,8 +86,8 @@ def swap_kv_in_plan(monkeypatch):
     """K's runs take V's source and the other way round."""
     original = TransferPlan._pattern
 
-    def swapped(self: TransferPlan, read: UnitReads, start: int, stop: int):
-        good = original(self, read, start, stop)
+    def swapped(self: TransferPlan, read: UnitReads, *rows: int):
+        good = original(self, read, *rows)
         k, v = self.producers[read.producer_rank].groups[read.group].fields
         size = k.field.row_bytes
         assert size == v.field.row_bytes
@@ -96,7 +97,11 @@ def swap_kv_in_plan(monkeypatch):
         source = (np.repeat(good.runs.source, counts) + within).reshape(-1, 2)[:, ::-1].reshape(-1)
         destination = np.repeat(good.runs.destination, counts) + within
         runs = maps.Runs(source, destination, np.full(len(source), size, dtype=np.int64))
-        return replace(good, runs=runs)
+        strides = (
+            np.full(len(source), good.source_strides[0]),
+            np.full(len(source), good.destination_strides[0]),
+        )
+        return replace(good, runs=runs, source_strides=strides[0], destination_strides=strides[1])
 
     monkeypatch.setattr(TransferPlan, "_pattern", swapped)
 

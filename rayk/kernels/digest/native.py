@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rayk.kernels.digest.reference import coordinate_key, signed
+from rayk.kernels.digest.reference import coordinate_keys
 from rayk.kernels.native import load_native
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -46,7 +46,7 @@ def digest_rows_native(
     function = native_digest()
     assert function is not None, "no native digest"
     itemsize = kv_cache.element_size()
-    keys = torch.tensor([[signed(coordinate_key(layer, f, unit)) for unit in units] for f, _, _ in fields])
+    keys = torch.stack([coordinate_keys(layer, field_id, tuple(units)) for field_id, _, _ in fields])
     starts = torch.tensor([start * itemsize for _, start, _ in fields])
     sizes = torch.tensor([num_elems * itemsize for _, _, num_elems in fields])
     block_ids, slots, rows = block_ids.contiguous(), slots.contiguous(), rows.contiguous()

@@ -44,13 +44,14 @@ def mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def coordinate_key(layer: int, field_id: int, unit: int) -> int:
-    """K of (layer, field, unit)."""
+@functools.lru_cache(maxsize=1 << 12)
+def coordinate_keys(layer: int, field_id: int, units: tuple[int, ...]) -> torch.Tensor:
+    """K of (layer, field, unit) for each unit: int64 [H], on the CPU. Not to be written to."""
     key = _SEED
-    for index in (layer, field_id, unit):
+    for index in (layer, field_id):
         key = mix64(((key + _GOLDEN) & MASK64) ^ index)
-    return key
+    of_field = signed((key + _GOLDEN) & MASK64)
+    return mix64_tensor(torch.tensor(units, dtype=torch.int64) ^ of_field)
 
 
 def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -86,8 +87,7 @@ def digest_rows_reference(
     for f, (field_id, start, num_elems) in enumerate(fields):
         word_bytes, word_dtype = _word(num_elems * kv_cache.element_size())
         num_words = num_elems * kv_cache.element_size() // word_bytes
-        keys = [signed(coordinate_key(layer, field_id, unit)) for unit in units]
-        key_H = torch.tensor(keys, dtype=torch.int64, device=device) + signed(_GOLDEN)
+        key_H = coordinate_keys(layer, field_id, tuple(units)).to(device) + signed(_GOLDEN)
         index_W = torch.arange(num_words, device=device) ^ ~signed(_GOLDEN)
         mix64_tensor(index_W)
         step = max(1, _CHUNK_WORDS // (len(units) * num_words))
