@@ -12,6 +12,7 @@ from rayk.models.families import FAMILIES
 from rayk.models.layers.embedding import LmHead, VocabEmbedding
 from rayk.models.layers.rope import Rotary
 from rayk.models.pieces import Pieces
+from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.models.weights import WeightReader
 from rayk.parallel import shard
 from rayk.types.errors import CheckpointError, Unsupported
@@ -41,7 +42,7 @@ def load_decoder(
     CheckpointError naming the tensor and file where the weights do not fit `config`, and Unsupported when
     the model cannot be split over `comm.size` ranks.
     """
-    reason = shard.why_unsupported(config.num_query_heads, config.num_kv_heads, comm.size)
+    reason = why_tp_unsupported(config, comm.size)
     if reason is not None:
         raise Unsupported(reason)
     names = FAMILIES[config.family].weights

@@ -27,6 +27,7 @@ from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.parallel.threads import ThreadComm
 from tests.helpers import assert_matches
+from tests.models.mamba_dims import MAMBA_CLASSES, MAMBA_DIMS
 
 DIMS: dict[str, Any] = {
     "vocab_size": 263,  # prime: no TP size divides it
@@ -53,6 +54,7 @@ CLASSES = {
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    **MAMBA_CLASSES,
 }
 
 LONGROPE: dict[str, Any] = {
@@ -135,6 +137,7 @@ FAMILY_DIMS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "num_experts_per_tok": 3,
     },
+    **MAMBA_DIMS,
 }
 """Family -> what it has beyond, or instead of, DIMS."""
 
@@ -162,7 +165,7 @@ def draw(model: Any) -> None:
                 parameter.uniform_(-0.5, 0.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif "embed_tokens" in name or name.endswith("sinks"):
+            elif "embed" in name or name.endswith("sinks"):
                 parameter.normal_(0, 1.0)
             else:
                 # x @ W layouts (experts) have their inputs on the axis before the last.
