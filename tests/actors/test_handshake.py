@@ -85,7 +85,7 @@ def test_caches_of_unlike_meaning_are_refused(qwen3: Model) -> None:
     with Pair.open(qwen3.path, connect=False, changes=({}, {"kv_dtype": "bfloat16"})) as pair:
         with pytest.raises(HandshakeMismatch) as caught:
             pair.connect()
-        assert "kv_dtype" in [name for name, _, _ in caught.value.fields]
+        assert "group 0.kv_dtype" in [name for name, _, _ in caught.value.fields]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

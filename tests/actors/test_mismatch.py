@@ -26,14 +26,14 @@ def qwen3(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Mod
 def flip_bit(side: Side, table: Sequence[int], layer: int, head: int, token: int) -> bool:
     """Bit 30 of element 5 of V, through the bound view of each rank that holds the head; False if none."""
     rows = [
-        view.view[table[token // 16], view.head_ids.index(head), token % 16]
+        v.view[table[token // 16], v.units.index(head), token % 16]
         for extension in side.extensions
         for view in extension._views
-        if view.layer == layer and head in view.head_ids
+        for v in view.fields
+        if view.layer == layer and v.name == "v" and head in v.units
     ]
     for row in rows:
-        # V comes after the 16 elements of K.
-        row[21:22].view(torch.int32).bitwise_xor_(1 << 30)
+        row[5:6].view(torch.int32).bitwise_xor_(1 << 30)
     return bool(rows)
 
 
@@ -63,7 +63,7 @@ def test_a_bit_flipped_in_transit_is_named(
         manager = pair.d.engine.leader.manager
         flipped = []
         for extension in pair.d.extensions:
-            if head not in extension._views[0].head_ids:
+            if head not in extension._views[0].fields[0].units:
                 continue
             (agent,) = (a for a in agents if a.name == extension.transfer.description.agent_name)
 
@@ -118,7 +118,8 @@ def spoil(pair: Pair, ticket: Any) -> None:
     """Make every byte of the ticket's first block wrong at P."""
     for extension in pair.p.extensions:
         for view in extension._views:
-            view.view[ticket.block_tables[0][0]] += 1
+            for field in view.fields:
+                field.view[ticket.block_tables[0][0]] += 1
 
 
 def test_a_mismatch_nobody_looks_into_is_let_go(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:

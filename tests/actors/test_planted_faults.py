@@ -178,10 +178,10 @@ def source_units_shifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan: every unit is read where the next one lies."""
     real = TransferPlan._pattern
 
-    def pattern(self: TransferPlan, read: Any, start: int, stop: int) -> Any:
-        found = real(self, read, start, stop)
+    def pattern(self: TransferPlan, read: Any, *rows: int) -> Any:
+        found = real(self, read, *rows)
         field = self.producers[read.producer_rank].groups[read.group].fields[0]
-        slot = field.units.index(read.units[0])
+        slot = field.units.index(read.units["k"][0])
         step = ((slot + 1) % len(field.units) - slot) * field.unit_stride
         return replace(found, runs=replace(found.runs, source=found.runs.source + step))
 
