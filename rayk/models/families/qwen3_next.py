@@ -6,8 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, GdnConfig, LayerConfig, MlpConfig, NormConfig, RouterConfig
-from rayk.models.families import common, experts
+from rayk.models.config import ExpertsConfig, GdnConfig, MlpConfig, NormConfig, RouterConfig
+from rayk.models.families import common, experts, hybrid
 from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
@@ -30,14 +30,14 @@ DEFAULTS = {
     "shared_expert_intermediate_size": 512,
     "num_experts": 512,
 }
-_MIXERS = {"linear_attention": "gdn", "full_attention": "attention"}
+_MIXERS = {hybrid.RECURRENT: "gdn", hybrid.ATTENTION: "attention"}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`layer_types`, or else every `full_attention_interval`-th layer attends and the others recur."""
     raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
     experts.require_silu(raw)
-    kinds = _layer_types(raw)
+    kinds = _layer_kinds(raw)
     rope = parse_rope(raw, raw.count("head_dim"), partial=True)
     norm = NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0)
     config = common.parse_llama_like(
@@ -47,14 +47,12 @@ def parse(raw: RawConfig) -> DecoderConfig:
         ropes=(rope,) * len(kinds),
         norm=norm,
     )
-    layers = tuple(
-        LayerConfig(mixer=_MIXERS[kind], rope=rope if kind == "full_attention" else None, mlp=mlp)
-        for kind, mlp in zip(kinds, _mlps(raw, len(kinds)), strict=True)
-    )
+    layers = hybrid.with_mixers(config, [_MIXERS[kind] for kind in kinds])
+    mlps = _mlps(raw, len(kinds))
     bias = raw.flag("attention_bias")
     return replace(
         config,
-        layers=layers,
+        layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(layers, mlps, strict=True)),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
@@ -63,19 +61,13 @@ def parse(raw: RawConfig) -> DecoderConfig:
     )
 
 
-def _layer_types(raw: RawConfig) -> tuple[str, ...]:
+def _layer_kinds(raw: RawConfig) -> tuple[str, ...]:
     num_layers, interval = raw.count("num_hidden_layers"), raw.count("full_attention_interval")
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise CheckpointError(
-            f"`layer_types` must list {num_layers} layers (`num_hidden_layers`)", where=raw.where
-        )
-    for i, kind in enumerate(kinds):
-        if kind not in _MIXERS:
-            raise raw.refuse(f"`layer_types`[{i}] {kind!r} is not supported in this family")
-    return tuple(kinds)
+    kinds = hybrid.layer_kinds(raw, ("layer_types",), num_layers) or tuple(
+        hybrid.RECURRENT if (i + 1) % interval else hybrid.ATTENTION for i in range(num_layers)
+    )
+    hybrid.require_kinds(raw, kinds, tuple(_MIXERS))
+    return kinds
 
 
 def _gdn(raw: RawConfig, norm_eps: float) -> GdnConfig:
@@ -90,7 +82,7 @@ def _gdn(raw: RawConfig, norm_eps: float) -> GdnConfig:
         key_head_size=raw.count("linear_key_head_dim"),
         num_value_heads=num_value,
         value_head_size=raw.count("linear_value_head_dim"),
-        conv_width=raw.count("linear_conv_kernel_dim"),
+        conv_width=hybrid.conv_width(raw, "linear_conv_kernel_dim"),
         norm_eps=norm_eps,
     )
 
