@@ -91,7 +91,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def every_logit(
-    checkpoint: Checkpoint, tp_size: int, num_decoded: int = 12, backend: str = "reference"
+    checkpoint: Checkpoint,
+    tp_size: int,
+    num_decoded: int = 12,
+    backend: str = "reference",
+    state_block_size: int | None = None,
 ) -> list[torch.Tensor]:
     """Logits of every position: mixed batches of chunks, then one token per step and request.
 
@@ -100,7 +104,9 @@ def every_logit(
     ids = prompts()
 
     def body(comm):
-        paged = Paged(load(checkpoint, comm, backend=backend), len(ids))
+        tp = (comm.size, comm.rank)
+        decoder = load(checkpoint, comm, backend=backend)
+        paged = Paged(decoder, len(ids), tp=tp, state_block_size=state_block_size)
         parts: list[list[torch.Tensor]] = [[] for _ in ids]
         # Request 0 whole; 1 and 2 in chunks, so that prefills and decodes share a step.
         heads = [len(p) - num_decoded if len(p) > num_decoded else 1 for p in ids]
