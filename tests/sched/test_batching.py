@@ -7,13 +7,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rayk.kv.groups import group_layers
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import RequestState, Scheduler
 from rayk.types.batch import ScheduledBatch
 from rayk.types.request import FinishReason, Request, SamplingParams
 from tests.kv.brute import full
-from tests.sched.world import BLOCK, EOS, GROUPS, STOP, World, expected_output, sampled_token
+from tests.sched.world import (
+    BLOCK,
+    EOS,
+    GROUPS,
+    STOP,
+    World,
+    expected_output,
+    one_layer_each,
+    sampled_token,
+)
 
 MAX_POSITIONS = 40
 
@@ -22,7 +30,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     """Requests come new, or prefilled after a read; leave by ending, by abort, or handed over to a lease."""
 
     @initialize(
-        num_blocks=st.integers(8, 24),
+        num_blocks=st.integers(12, 34),
         max_batch_tokens=st.sampled_from([1, 3, 7, 64]),
         max_seqs=st.integers(1, 4),
     )
@@ -201,7 +209,7 @@ TestSchedulerWalk.settings = settings(
 def small_scheduler(num_blocks: int, **changes: int) -> Scheduler:
     """One full-attention group with blocks of 4 tokens; `num_blocks` usable ones."""
     limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
-    return Scheduler(KVCacheManager(group_layers({0: full(BLOCK)}), num_blocks + 1), **limits)
+    return Scheduler(KVCacheManager(one_layer_each(full(BLOCK)), num_blocks + 1), **limits)
 
 
 def request(request_id: str, num_prompt: int, max_tokens: int = 8) -> Request:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from rayk.kv.groups import group_layers
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import RequestState, Scheduler
 from rayk.types.batch import ScheduledRequest
 from rayk.types.request import Request, SamplingParams, TokenLogprobs
 from tests.kv.brute import full
+from tests.sched.world import one_layer_each
 
 BLOCK = 4
 
@@ -29,7 +29,7 @@ def test_every_prompt_token_is_told_of_once() -> None:
 def run_requests(seed: int) -> int:
     """Some requests under a short pool, checked; how often one was preempted inside its prompt."""
     draw = random.Random(seed)
-    manager = KVCacheManager(group_layers({0: full(BLOCK)}), 13)
+    manager = KVCacheManager(one_layer_each(full(BLOCK)), 13)
     scheduler = Scheduler(manager, max_batch_tokens=draw.choice([1, 3, 7, 40]), max_seqs=3, max_positions=99)
     states: list[RequestState] = []
     for n in range(8):
@@ -64,7 +64,7 @@ def run_requests(seed: int) -> int:
 
 
 def test_an_engine_that_got_the_prompts_kv_tells_nothing_of_it() -> None:
-    manager = KVCacheManager(group_layers({0: full(BLOCK)}), 9)
+    manager = KVCacheManager(one_layer_each(full(BLOCK)), 9)
     scheduler = Scheduler(manager, max_batch_tokens=40, max_seqs=3, max_positions=99)
     request = Request(
         request_id="r", prompt_token_ids=tuple(range(10)), sampling=SamplingParams(prompt_logprobs=1)

@@ -1,13 +1,15 @@
 """What a scheduler's batches would do to a cache: a memory that knows who wrote each slot.
 
 Tables are kept per row as an engine's ranks keep them, from the updates alone. Every query then reads all
-keys it may see: a wrong table, a block held twice or a position computed twice shows at once.
+keys it may see, and every step the states it goes on from: a wrong table, a block held twice or a position
+computed twice shows at once.
 """
 
 from __future__ import annotations
 
-from rayk.kv.groups import group_layers
+from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
+from rayk.kv.specs import KVCacheSpec, Mamba2Spec
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.request import FinishReason, Request
 from tests.kv.brute import full, sliding
@@ -15,12 +17,29 @@ from tests.kv.brute import full, sliding
 BLOCK = 4
 WINDOW = 6
 WINDOWS = (None, WINDOW)
-GROUPS = group_layers({0: full(BLOCK), 1: sliding(WINDOW)})
+"""Of the groups of attention, which come first."""
+STATE_BLOCKS = (3, 1000)
+"""Tokens per block of the groups of states: smaller than a chunk, and longer than any sequence."""
 EOS = 0
 STOP = 1
 
 Slot = tuple[int, int, int]
 """(group, block, slot in the block)"""
+
+
+def state(block_size: int) -> Mamba2Spec:
+    """A small recurrent state."""
+    return Mamba2Spec(
+        block_size, "float32", conv_width=2, num_heads=2, head_size=2, num_groups=1, state_size=2
+    )
+
+
+def one_layer_each(*specs: KVCacheSpec) -> tuple[KVCacheGroup, ...]:
+    """A group per spec, its block size as it is."""
+    return tuple(KVCacheGroup(i, spec, (i,), 1) for i, spec in enumerate(specs))
+
+
+GROUPS = one_layer_each(full(BLOCK), sliding(WINDOW), *(state(size) for size in STATE_BLOCKS))
 
 
 def sampled_token(request_id: str, position: int) -> int:
@@ -61,12 +80,19 @@ class World:
                 assert block != 0, "a live row has a block"
                 written = (request.request_id, position, request.prompt_token_ids[position])
                 self.memory[group, block, position % BLOCK] = written
+        last = num_tokens - 1
+        for group, size in enumerate(STATE_BLOCKS, start=len(WINDOWS)):
+            block = tables[group][last // size]
+            assert block != 0, "the last token's state has a block"
+            self.memory[group, block, 0] = (request.request_id, last, request.prompt_token_ids[last])
         self.num_computed[request.request_id] = num_tokens
 
     def run(self, batch: ScheduledBatch) -> dict[str, int]:
         """Carry out a step: tables, writes, then reads; the sampled tokens."""
         for share in batch.requests:
             self._update_tables(share)
+            self._read_states(share)
+        for share in batch.requests:
             self._write(share)
         for share in batch.requests:
             for position in self._positions(share):
@@ -91,12 +117,27 @@ class World:
         positions = self._positions(share)
         known = self.num_computed.get(share.request_id, 0)
         assert share.num_computed_tokens == known, "a position is computed twice or left out"
-        for group in range(len(GROUPS)):
+        for group, g in enumerate(GROUPS):
+            size = g.spec.block_size
             for position, token in zip(positions, share.token_ids, strict=True):
-                block = self.rows[share.row][group][position // BLOCK]
+                block = self.rows[share.row][group][position // size]
                 assert block != 0, "tokens are written into blocks that exist"
-                self.memory[group, block, position % BLOCK] = (share.request_id, position, token)
+                slot = position % size if group < len(WINDOWS) else 0
+                self.memory[group, block, slot] = (share.request_id, position, token)
         self.num_computed[share.request_id] = positions[-1] + 1
+
+    def _read_states(self, share: ScheduledRequest) -> None:
+        """A step goes on from the state after the token before its first, unless that is the very first."""
+        last = share.num_computed_tokens - 1
+        if last < 0:
+            return
+        for group, size in enumerate(STATE_BLOCKS, start=len(WINDOWS)):
+            block = self.rows[share.row][group][last // size]
+            table = self.manager.block_tables(share.request_id)[group]
+            assert block == table[last // size] != 0, "the state lies in a block that was freed"
+            found = self.memory.get((group, block, 0))
+            assert found is not None, f"{share.request_id}: no state was ever written"
+            assert found[:2] == (share.request_id, last), f"not the state after token {last}: {found}"
 
     def _read(self, share: ScheduledRequest, query: int) -> None:
         tables = self.manager.block_tables(share.request_id)
