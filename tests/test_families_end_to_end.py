@@ -10,9 +10,10 @@ import pytest
 
 from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
-from rayk.oracle.checkpoint import SUPPORTED, read_marker
+from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
 from rayk.types.config import EngineConfig
+from tests.families import ATTENTION
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,7 +94,7 @@ def test_every_model_meets_every_tp_setting_and_chunk_size_in_every_run() -> Non
         assert {c.tp for c in drawn if c.model == model} == set(TP_SETTINGS)
         assert {c.chunk for c in drawn if c.model == model} == set(CHUNKS)
     assert {c.model for c in drawn} | WHOLE == set(MODELS)
-    assert {MODELS[c.model][0] for c in drawn} == set(SUPPORTED)
+    assert {MODELS[c.model][0] for c in drawn} == set(ATTENTION)
 
 
 class Answers(NamedTuple):

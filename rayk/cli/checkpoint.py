@@ -9,7 +9,7 @@ import typer
 import yaml
 
 from rayk.cli.guard import guarded, stderr
-from rayk.oracle.tiny import family_values
+from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.types.errors import UserError
 
 
@@ -17,9 +17,7 @@ from rayk.types.errors import UserError
 def checkpoint(
     family: Annotated[
         str,
-        typer.Argument(
-            help="cohere2, gemma2, gemma3, gpt_oss, llama, mistral, phi3, qwen2 or qwen3.", show_default=False
-        ),
+        typer.Argument(help=f"{', '.join(sorted(FAMILIES)[:-1])} or {max(FAMILIES)}.", show_default=False),
     ],
     directory: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,

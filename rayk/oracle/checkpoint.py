@@ -44,9 +44,9 @@ def write_checkpoint(
     dtype:          of the weights on disk; their greedy output is promised in float32.
 
     The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits), the
-    smallest routing gap (over 0.001; null without experts) and, under `probes`, the prompts they
-    were measured on and their greedy output. Deterministic for given parameters; the folder appears
-    whole or not at all. Returns its path.
+    smallest routing gap (over 0.001, see oracle.routing; null without experts) and, under `probes`,
+    the prompts they were measured on and their greedy output. Deterministic for given parameters;
+    the folder appears whole or not at all. Returns its path.
 
     Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
     without room for all bytes, a folder that is something else).
@@ -97,7 +97,8 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, config.max_position_embeddings)
+    positions = getattr(config, "max_position_embeddings", None)
+    prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, positions)
     dtype = getattr(torch, parameters["dtype"])
     draw = search(model, seed=parameters["seed"], dtype=dtype, prompts=prompts, eos_id=eos)
 

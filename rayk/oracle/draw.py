@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from rayk.oracle.gains import Gains
+from rayk.oracle.routing import routers, routing_gaps, settle_routers
+from rayk.oracle.text import Text
 from rayk.types.errors import UserError
 
 NUM_OUTPUT_TOKENS = 24
@@ -29,7 +31,7 @@ MIN_MARGIN = 0.03
 """Logits between the best and the second-best token, at every step."""
 
 MIN_ROUTING_GAP = 1e-3
-"""Router logits between the last expert chosen and the first one not, for every token and layer."""
+"""Between the last expert chosen and the first one not, for every token and layer; see oracle.routing."""
 
 MIN_DISTINCT_TOKENS = 16
 """Of the 24 output tokens of a prompt: greedy decoding wanders instead of repeating itself."""
@@ -73,10 +75,12 @@ class Draw:
         return min((p.routing_gap for p in self.probes if p.routing_gap is not None), default=None)
 
 
-def probe_prompts(vocab_size: int, special_ids: Sequence[int], max_positions: int) -> list[tuple[int, ...]]:
+def probe_prompts(
+    vocab_size: int, special_ids: Sequence[int], max_positions: int | None
+) -> list[tuple[int, ...]]:
     """The prompts of the promise: random ids without special ones, the same for every seed.
 
-    Lengths whose output would not fit into the model's positions are left out.
+    Lengths whose output would not fit into the model's positions (None: there is no end) are left out.
     """
     generator = torch.Generator().manual_seed(_PROBE_SEED)
     special = set(special_ids)
@@ -84,7 +88,7 @@ def probe_prompts(vocab_size: int, special_ids: Sequence[int], max_positions: in
     return [
         tuple(usable[torch.randint(len(usable), (length,), generator=generator)].tolist())
         for length in PROBE_LENGTHS
-        if length + NUM_OUTPUT_TOKENS <= max_positions
+        if max_positions is None or length + NUM_OUTPUT_TOKENS <= max_positions
     ]
 
 
@@ -100,6 +104,8 @@ def search(
     with _single_thread():
         for trial in range(MAX_TRIALS):
             draw_weights(model, seed=seed, trial=trial, dtype=dtype)
+            if not _settle(model, max(prompts, key=len, default=()), f"{seed}/{trial}", dtype):
+                continue
             probes = _probe_all(model, prompts, eos_id)
             if probes is not None:
                 _log.debug("seed %d: trial %d taken", seed, trial)
@@ -115,12 +121,36 @@ def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> No
     """Fill every parameter of `model` in place; each tensor has a generator of its own."""
     gains = Gains.of(model.config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # crc32 is the same in every process, which hash() is not.
-            tensor_seed = zlib.crc32(f"{seed}/{trial}/{name}".encode())
-            generator = torch.Generator().manual_seed(tensor_seed)
-            values = gains.draw(name, tuple(parameter.shape), generator)
-            parameter.copy_(values.to(dtype))
+        for name, tensor in drawn_tensors(model):
+            tensor.copy_(_draw(gains, name, tensor, f"{seed}/{trial}").to(dtype))
+
+
+def drawn_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """All that a checkpoint of the model holds, by name: its parameters, and the one buffer among weights."""
+    buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    return [*model.named_parameters(), *buffers]
+
+
+def _draw(gains: Gains, name: str, tensor: torch.Tensor, seed: str) -> torch.Tensor:
+    # crc32 is the same in every process, which hash() is not.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    return gains.draw(name, tuple(tensor.shape), generator)
+
+
+def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) -> bool:
+    """Give the model routers that choose clearly on the prompt; False if there are none."""
+    # gpt_oss is found without, and keeps the weights it always had.
+    if not prompt or model.config.model_type == "gpt_oss" or not routers(model):
+        return True
+    gains = Gains.of(model.config)
+    tensors = drawn_tensors(model)
+
+    def redraw(router: str, attempt: int) -> None:
+        for name, tensor in tensors:
+            if name.startswith(f"{router}."):
+                tensor.copy_(_draw(gains, name, tensor, f"{seed}/{attempt}").to(dtype))
+
+    return settle_routers(model, prompt, min_gap=MIN_ROUTING_GAP, redraw=redraw)
 
 
 def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> tuple[Probe, ...] | None:
@@ -139,24 +169,21 @@ def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> t
 
 
 def _probe(model: Any, prompt: tuple[int, ...]) -> Probe:
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    token_ids = torch.tensor([prompt])
+    text = Text(model)
+    token_ids = prompt
     output: list[int] = []
     margins: list[float] = []
     stds: list[float] = []
-    with torch.inference_mode(), _routing_gaps(model) as gaps:
+    with routing_gaps(model) as gaps:
         for _ in range(NUM_OUTPUT_TOKENS):
-            step = model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            logits = step.logits[0, -1]
+            logits = text.feed(token_ids, logits_to_keep=1)[-1]
             top = logits.topk(2).values
             margins.append(float(top[0] - top[1]))
             if margins[-1] <= MIN_MARGIN:
                 break
             stds.append(float(logits.std()))
             output.append(int(logits.argmax()))
-            token_ids = torch.tensor([[output[-1]]])
+            token_ids = (output[-1],)
     return Probe(
         prompt=prompt,
         output=tuple(output),
@@ -164,24 +191,6 @@ def _probe(model: Any, prompt: tuple[int, ...]) -> Probe:
         logit_std=sum(stds) / max(len(stds), 1),
         routing_gap=min(gaps, default=None),
     )
-
-
-@contextmanager
-def _routing_gaps(model: Any) -> Iterator[list[float]]:
-    """A list that every forward pass extends by each router's smallest gap."""
-    gaps: list[float] = []
-
-    def record(router: Any, _inputs: object, output: tuple[torch.Tensor, ...]) -> None:
-        ranked = output[0].sort(dim=-1, descending=True).values
-        gaps.append(float((ranked[:, router.top_k - 1] - ranked[:, router.top_k]).min()))
-
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-    hooks = [router.register_forward_hook(record) for router in routers]
-    try:
-        yield gaps
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Every tensor is drawn: no norm is neutral and no bias 0, so that forgetting one shows. The gains make
 attention peaked and its share of the residual stream large (dropping a cached token or mixing up a
-head changes the output) and give logits a standard deviation of about 4.
+head changes the output) and give logits a standard deviation of about 4. Recurrent states forget at
+rates of their own: some within a few tokens, some not within hundreds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import torch
 _LOGIT_STD = 4.0
 _QK_GAIN = 1.8
 """Of queries and of keys: makes the softmax peaked."""
+_STEP_STD = 0.7
+"""Of what a token adds to the bias of its time step, before softplus."""
 
-_UNIT_OFFSET = frozenset({"gemma2", "gemma3_text"})
+_UNIT_OFFSET = frozenset({"gemma2", "gemma3_text", "qwen3_next"})
 """Model types whose norms multiply by 1 + weight."""
+_CLOSING_NORMS = frozenset({"gemma2", "gemma3_text"})
+"""Those in which a norm of its own closes every branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,59 +32,85 @@ class Gains:
 
     tied: bool
     unit_offset: bool
-    """Norms multiply by 1 + weight, and a norm of its own closes every branch."""
+    closing_norms: bool
+    transposed_experts: bool
+    """Experts lie [expert, in, out]."""
     embedding_scale: float
     """What the model multiplies embeddings by."""
     logit_scale: float
     """What it multiplies logits by."""
+    branch_scale: float
+    """What it multiplies all that is added to the residual stream by."""
     value_share: float
     """Share of the rows of a fused qkv_proj that are v's, the last ones."""
+    step_rows: int
+    """Rows of a Mamba2 in_proj that are time steps, the last ones; 0 without."""
+    mixer_gain: float
+    """Of what a recurrent mixer projects out."""
+    latent: bool
+    """Keys come from a latent whose gain cannot be chosen: queries have it all."""
 
     @classmethod
     def of(cls, config: Any) -> Gains:
         """Read from transformers' config object."""
-        unit_offset = config.model_type in _UNIT_OFFSET
-        num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
+        kind = config.model_type
+        closing_norms = kind in _CLOSING_NORMS
+        num_q = getattr(config, "num_attention_heads", 1)
+        num_kv = getattr(config, "num_key_value_heads", 1)
+        scale = math.sqrt(config.hidden_size) if closing_norms else 1.0
+        logit_scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", 1))
         return cls(
             tied=bool(config.tie_word_embeddings),
-            unit_offset=unit_offset,
-            embedding_scale=math.sqrt(config.hidden_size) if unit_offset else 1.0,
-            logit_scale=getattr(config, "logit_scale", None) or 1.0,
+            unit_offset=kind in _UNIT_OFFSET,
+            closing_norms=closing_norms,
+            transposed_experts=kind == "gpt_oss",
+            embedding_scale=scale * getattr(config, "embedding_multiplier", 1.0),
+            logit_scale=logit_scale / getattr(config, "logits_scaling", 1.0),
+            branch_scale=getattr(config, "residual_multiplier", 1.0),
             value_share=num_kv / (num_q + 2 * num_kv),
+            step_rows=_mamba2_heads(config),
+            # Without a norm before it the size of the states sets that of the branch.
+            mixer_gain=1.0 if kind == "jamba" else 3.0 if getattr(config, "mamba_rms_norm", True) else 0.4,
+            latent=hasattr(config, "kv_lora_rank"),
         )
 
     def draw(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        """Random values, float32, for the parameter of this name."""
+        """Random values, float32, for the parameter or buffer of this name."""
         if len(shape) == 1 and "norm" in name:
             uniform = 0.5 + torch.rand(shape, generator=generator)
-            return uniform * self._norm_gain(name) - (1.0 if self.unit_offset else 0.0)
+            plain = "linear_attn" in name or not self.unit_offset
+            return uniform * self._norm_gain(name) - (0.0 if plain else 1.0)
+        recurrence = _recurrence(name, shape, generator)
+        if recurrence is not None:
+            return recurrence
         normal = torch.randn(shape, generator=generator)
         if name.endswith("sinks"):
             # As large as the sum of what a query sees, for some heads; next to nothing for others.
             return 3.0 + 4.0 * normal
         if name.endswith("bias"):
             return (0.5 if "router" in name else 0.2) * normal
-        # Experts lie transposed: [expert, in, out].
-        fan_in = shape[-2] if len(shape) == 3 else shape[-1]
+        fan_in = shape[-2] if len(shape) == 3 and self.transposed_experts else shape[-1]
         values = self._matrix_std(name, fan_in) * normal
         if "qkv_proj" in name:
             first = round(shape[0] * (1 - self.value_share))
             values[first:] /= _QK_GAIN
+        if name.endswith("in_proj.weight") and self.step_rows:
+            values[-self.step_rows :] *= _STEP_STD
         return values
 
     def _norm_gain(self, name: str) -> float:
         if "q_norm" in name or "k_norm" in name:
             return _QK_GAIN
-        if self.unit_offset and "layers" not in name:
+        if self.closing_norms and "layers" not in name:
             return self._final_gain
         # These norms set the size of the branches, which o_proj and down_proj do elsewhere.
         post = "post_attention" in name or "post_feedforward" in name
-        return 4.0 if self.unit_offset and post else 1.0
+        return 4.0 if self.closing_norms and post else 1.0
 
     @property
     def _final_gain(self) -> float:
         """Of the norm before lm_head. Larger where small embeddings are both scaled up and tied."""
-        return 4.0 if self.unit_offset else 1.0
+        return 4.0 if self.closing_norms else 1.0
 
     def _matrix_std(self, name: str, fan_in: int) -> float:
         """Gains by what a matrix feeds; others keep the RMS of their input."""
@@ -88,14 +119,40 @@ class Gains:
             return _LOGIT_STD * base / (self.logit_scale * self._final_gain)
         if "embed" in name:
             return 1.0 / self.embedding_scale
-        if "q_proj" in name or "k_proj" in name or "qkv_proj" in name:
-            return _QK_GAIN * base
-        if "router" in name:
+        if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "q_b_proj")):
+            return (_QK_GAIN**2 if self.latent else _QK_GAIN) * base
+        if "router" in name or name.endswith(".gate.weight"):
             return 2.0 * base
+        if name.endswith("dt_proj.weight"):
+            return _STEP_STD * base
         # A tied model would repeat its input token, were the embedding not drowned by the layers.
-        share = 3.0 / self.logit_scale if self.tied else 1.0
+        share = 3.0 / self.logit_scale if self.tied else 1.0 / self.branch_scale
         if "o_proj" in name:
             return 3.0 * share * base
-        if "down_proj" in name:
+        if "out_proj" in name:
+            return self.mixer_gain * share * base
+        if "down_proj" in name or "output_linear" in name:
             return 2.4 * share * base
         return base
+
+
+def _mamba2_heads(config: Any) -> int:
+    """0 where there is no Mamba2."""
+    if config.model_type == "mamba2":
+        return int(config.num_heads)
+    return int(getattr(config, "mamba_n_heads", None) or getattr(config, "mamba_num_heads", None) or 0)
+
+
+def _recurrence(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
+    """What decides how a state forgets; None for any other parameter.
+
+    With time steps of 0.1 to 1 and decay rates of 0.05 to 2 it keeps between a seventh and 0.995 of itself
+    per token. No step comes near 0.001, to which transformers clamps nemotron_h's in prefill only.
+    """
+    uniform = (name.endswith("A_log"), name.endswith(("dt_bias", "dt_proj.bias")))
+    if any(uniform):
+        low, high = (-3.0, 0.7) if uniform[0] else (-2.2, 0.5)
+        return low + (high - low) * torch.rand(shape, generator=generator)
+    if name.rsplit(".", 1)[-1] == "D":
+        return 0.7 * torch.randn(shape, generator=generator)
+    return None

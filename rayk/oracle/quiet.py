@@ -1,7 +1,8 @@
-"""Keep transformers from drawing progress bars on stderr, where rayk draws its own."""
+"""Keep transformers from drawing progress bars on stderr, where rayk draws its own, and from advice."""
 
 from __future__ import annotations
 
+import logging as python_logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +19,15 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if were_on:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def no_kernel_advice() -> Iterator[None]:
+    """Without the advice to install faster kernels: the reference is to be transformers' own code."""
+    logger = python_logging.getLogger("transformers.integrations.hub_kernels")
+    before = logger.level
+    logger.setLevel(python_logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -23,6 +23,9 @@ from rayk.types.errors import CheckpointError, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rayk.oracle.states import Fields
+    from rayk.oracle.text import Text
+
 NUM_TOP = 5
 """How many of the best tokens an answer lists per step."""
 NUM_FURTHER = 8
@@ -183,15 +186,26 @@ class Reference:
         told = {name: tuple(values) for name, values in answer.items()}
         return TextScores(**told, further_logprobs=further)
 
+    def caches(self, prompt_ids: Sequence[int]) -> list[Fields]:
+        """What every layer keeps of the prompt, field -> [units, rows, elements]; see oracle.states.
+
+        All tokens, also of sliding-window layers. Raises UserError as generate does.
+        """
+        from rayk.oracle.states import layer_caches
+
+        token_ids = [int(i) for i in prompt_ids]
+        self._check(token_ids, 0)
+        text = self._text()
+        text.feed(token_ids, logits_to_keep=1)
+        return layer_caches(self._model.config, text.cache)
+
     def kv_cache(self, prompt_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer after the prompt: [H, T, D] each, keys after RoPE.
 
-        All T tokens, also of sliding-window layers. Raises UserError as generate does.
+        Of a model in which all layers have them; all T tokens, also of sliding-window layers. Raises
+        UserError as generate does.
         """
-        token_ids = [int(i) for i in prompt_ids]
-        self._check(token_ids, 0)
-        cache = self._forward(token_ids, logits_to_keep=1)[1]
-        return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+        return [(fields["k"], fields["v"]) for fields in self.caches(prompt_ids)]
 
     @cached_property
     def _model(self) -> Any:
@@ -240,38 +254,23 @@ class Reference:
                 f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}", where=where
             )
         positions = _positions(config)
-        if len(prompt) + num_more > positions:
+        if positions is not None and len(prompt) + num_more > positions:
             raise UserError(
                 f"{len(prompt)} prompt tokens and {num_more} more exceed the model's {positions} positions",
                 where=where,
             )
 
-    def _forward(
-        self, token_ids: Sequence[int], cache: Any = None, *, logits_to_keep: int = 0
-    ) -> tuple[Tensor, Any]:
-        """Logits [kept tokens, vocabulary] in float32 or wider, and the cache with the tokens."""
-        import torch
-        from transformers import DynamicCache
+    def _text(self) -> Text:
+        from rayk.oracle.text import Text
 
-        # Without a config the cache keeps every token of sliding layers too; the mask hides them.
-        cache = DynamicCache() if cache is None else cache
-        with torch.inference_mode():
-            step = self._model(
-                torch.tensor([list(token_ids)], device=self.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-            )
-        logits: Tensor = step.logits[0]
-        return logits if logits.dtype == torch.float64 else logits.float(), cache
+        return Text(self._model)
 
     def _decode(self, prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int]) -> ReferenceOutput:
         self._check(prompt, max_tokens)
         steps: list[ForcedStep] = []
-        next_ids, cache = list(prompt), None
+        next_ids, text = list(prompt), self._text()
         while len(steps) < max_tokens:
-            logits, cache = self._forward(next_ids, cache, logits_to_keep=1)
-            step = _describe(logits[-1], None)
+            step = _describe(_wide(text.feed(next_ids, logits_to_keep=1))[-1], None)
             steps.append(step)
             if step.chosen_id in stop_ids:
                 break
@@ -293,7 +292,7 @@ class Reference:
         self._check(output_ids, 0)
         # The last output token is judged, never fed.
         fed = [*prompt, *output_ids[:-1]]
-        logits, _ = self._forward(fed, logits_to_keep=len(output_ids))
+        logits = _wide(self._text().feed(fed, logits_to_keep=len(output_ids)))
         return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
 
     def _score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
@@ -305,7 +304,7 @@ class Reference:
         text = torch.tensor([*prompt, *output_ids], device=self.device)
         if len(text) < 2:
             return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=(), further_logprobs=())
-        logits, _ = self._forward(text[:-1].tolist())
+        logits = _wide(self._text().feed(text[:-1].tolist()))
         chosen = logits.gather(1, text[1:, None])[:, 0]
         totals = logits.logsumexp(-1)
         logprobs = (chosen - totals).tolist()
@@ -321,11 +320,20 @@ class Reference:
         )
 
 
-def _positions(config: Any) -> int:
+def _wide(logits: Tensor) -> Tensor:
+    """In float32 or wider."""
+    import torch
+
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _positions(config: Any) -> int | None:
     """How long a text has one meaning: longrope takes other factors, also for what is cached, beyond
-    `original_max_position_embeddings`."""
+    `original_max_position_embeddings`. None: mamba2, which states no limit."""
+    stated: int | None = getattr(config, "max_position_embeddings", None)
+    if stated is None:
+        return None
     rope = getattr(config, "rope_parameters", None) or {}
-    stated = int(config.max_position_embeddings)
     if rope.get("rope_type") == "longrope":
         return min(stated, int(rope["original_max_position_embeddings"]))
     return stated

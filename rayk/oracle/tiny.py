@@ -1,4 +1,4 @@
-"""The families the checkpoint writer knows: their config classes and debug dimensions.
+"""The families the checkpoint writer knows: their config classes and debug dimensions (see also hybrids.py).
 
 Small enough for seconds on one CPU core, awkward enough to show mistakes: 2 KV heads (replicated at
 TP 4), MLP and vocabulary sizes that TP 4 splits unevenly, head sizes other than hidden / heads, a
@@ -13,6 +13,7 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
+from rayk.oracle.hybrids import FAMILIES as HYBRIDS
 from rayk.types.errors import UnsupportedArchitecture, UserError
 
 _COMMON: dict[str, Any] = {
@@ -113,6 +114,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "logit_scale": 0.25,
             "tie_word_embeddings": True,
         },
+        **HYBRIDS,
     }
 )
 """family -> values of its config class."""

@@ -13,15 +13,15 @@ from rayk.experiments.logprobs import compare_logprobs
 from rayk.experiments.references import References
 from rayk.models.config import ExpertsConfig
 from rayk.models.families import load_config
-from rayk.oracle.checkpoint import SUPPORTED
 from rayk.oracle.tiny import HYBRID
 from rayk.types.request import SamplingParams
 from tests.conftest import CHECKPOINTS
 from tests.experiments.teacher import handed_over, prompts_of
+from tests.families import ATTENTION
 from tests.pd import Pair
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in SUPPORTED},
+    **{family: (family, {}) for family in ATTENTION},
     "qwen3-hybrid": ("qwen3", {"overrides": dict(HYBRID)}),
 }
 TP = {"float32": (4, 1), "bfloat16": (2, 1), "float16": (1, 2)}

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.oracle.checkpoint import SUPPORTED, read_marker
+from rayk.oracle.checkpoint import read_marker
 from tests.conftest import CheckpointFactory
+from tests.families import ATTENTION
 
 # Mistakes of a model's author, as settings of a transformers model that makes them. A name "a.b" is
 # `b` inside the mapping `a`.
@@ -112,7 +113,7 @@ def neutral(family: str, kind: str) -> float:
     return 1.0 if "norm" in kind and family not in ("gemma2", "gemma3") else 0.0
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", ATTENTION)
 def test_one_forgotten_tensor_changes_the_output(checkpoint: CheckpointFactory, family: str) -> None:
     """One tensor of one layer, for every kind and layer."""
     path = checkpoint(family)

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.oracle.checkpoint import SUPPORTED, read_marker
+from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
 from rayk.oracle.tiny import HYBRID
 from rayk.types.errors import CheckpointError, UserError
 from tests.conftest import CheckpointFactory
+from tests.families import ATTENTION
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in SUPPORTED),
+    *((family, {}) for family in ATTENTION),
     ("qwen3", {"overrides": dict(HYBRID)}),
 ]
 
