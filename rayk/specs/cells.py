@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
-from rayk.parallel.shard import why_unsupported
+from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
@@ -135,6 +135,7 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
     """Whether every key of an exclude rule, an axis of the matrix or not, has (one of) the rule's values."""
     for key, wanted in rule.items():
         options = wanted if isinstance(wanted, list) and key not in LIST_KEYS else [wanted]
+        options = [{str(k): v for k, v in o.items()} if isinstance(o, dict) else o for o in options]
         absent = cell.decode is None and key.startswith(("decode.", "transfer."))
         found = cell.axes[key] if key in cell.axes else None if absent else _axis_value(cell.spec, key)
         if found not in options:
@@ -185,6 +186,12 @@ def _sampling(spec: SamplingSpec, checks: tuple[str, ...]) -> SamplingParams:
 
 def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:
     shared = spec.engine
+
+    def own(name: str) -> Any:
+        """The side's value where it has one, else the engines'; an empty mapping is a value."""
+        value = getattr(side, name)
+        return getattr(shared, name) if value is None else value
+
     return EngineConfig(
         model=absolute_model(spec.model),
         tp=side.tp,
@@ -192,12 +199,15 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         device=resolve_device(spec.device, device),
         layout=side.layout,
         block_size=side.block_size,
-        kernel_block_size=side.kernel_block_size or shared.kernel_block_size,
+        kernel_block_size=own("kernel_block_size"),
+        kernel_block_sizes=tuple(sorted(own("kernel_block_sizes").items())),
+        state_block_size=own("state_block_size"),
         kv_dtype=side.kv_dtype or spec.kv_dtype,
-        num_blocks=side.num_blocks or shared.num_blocks,
-        max_batch_tokens=side.max_batch_tokens or shared.max_batch_tokens,
-        max_seqs=side.max_seqs or shared.max_seqs,
-        attention_backend=side.attention_backend or shared.attention_backend,
+        num_blocks=own("num_blocks"),
+        max_batch_tokens=own("max_batch_tokens"),
+        max_seqs=own("max_seqs"),
+        attention_backend=own("attention_backend"),
+        layer_backends=tuple((int(layer), name) for layer, name in own("layer_backends").items()),
         prefix_caching=shared.prefix_caching,
         fast_prefill=shared.fast_prefill,
         hybrid_kv=shared.hybrid_kv,
@@ -216,7 +226,7 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
     for side, engine in (("prefill", prefill), ("decode", decode)):
         if engine is None:
             continue
-        why = why_unsupported(config.num_query_heads, config.num_kv_heads, engine.tp)
+        why = why_tp_unsupported(config, engine.tp)
         if why:
             return f"{side}: {why}" if decode else why
     return None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-from rayk.kv.groups import group_layers
-from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs.cells import Cell, expand
+from rayk.specs.engines import check_fits_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
-from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, SpecError
 
 
@@ -31,9 +27,9 @@ def plan_cells(
     if tokenizer_loader is not None:
         _check_stop_strings(cells, loaded, tokenizer_loader)
     for cell in cells:
-        check_cell(cell, loaded)
+        check_cell(cell, config, loaded)
         check_fits_model(cell, config, loaded)
-        _check_fits_device(cell, loaded)
+        check_fits_device(cell, loaded)
         key = cell.spec.prompts.model_dump_json()
         if key not in prompts_of:
             prompts_of[key] = resolve_prompts(cell.spec, config, tokenizer_loader)
@@ -42,13 +38,14 @@ def plan_cells(
     return planned
 
 
-def check_cell(cell: Cell, loaded: LoadedSpec) -> None:
+def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
     if "tokens" in cell.checks:
         _check_greedy(cell, loaded)
     for key, what in _not_supported(cell):
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
-    _check_kernel_blocks(cell, loaded)
+    check_kernel_blocks(cell, config, loaded)
+    check_layer_backends(cell, config, loaded)
     for fault in cell.faults:
         check_fault(fault, cell, loaded)
 
@@ -118,39 +115,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
     return [(key, what) for key, what, wrong in found if wrong]
 
 
-def _check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
-    """Refuse a backend or comm that the cell's device cannot have."""
-    engines = [e for e in (cell.prefill, cell.decode) if e is not None]
-    on_cuda = engines[0].device == "cuda"
-    # Triton's interpreter, asked for by its own variable, runs the kernels on the CPU.
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    backends = {"cpu", "cpu-torch"} if on_cuda else set() if interpreted else {"triton"}
-    comms = {"shm"} if on_cuda else {"nccl"}
-    for engine in engines:
-        for name, value, wrong in (
-            ("attention_backend", engine.attention_backend, backends),
-            ("comm", engine.comm, comms if engine.tp > 1 else set()),
-        ):
-            if value in wrong:
-                raise SpecError(
-                    problem=f"{name}: {value} cannot run on device {engine.device}",
-                    where=loaded.where(f"engine.{name}"),
-                    mend=f"{name}: auto",
-                )
-
-
-def _check_kernel_blocks(cell: Cell, loaded: LoadedSpec) -> None:
-    for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
-        if engine is None or engine.kernel_block_size is None:
-            continue
-        if engine.block_size % engine.kernel_block_size:
-            raise SpecError(
-                problem=f"{side}: kernel_block_size {engine.kernel_block_size} does not divide "
-                f"block_size {engine.block_size}",
-                where=loaded.where("engine.kernel_block_size"),
-            )
-
-
 def check_prompts(
     cell: Cell, prompts: Sequence[list[int]], config: DecoderConfig, loaded: LoadedSpec
 ) -> None:
@@ -174,20 +138,4 @@ def check_prompts(
     for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
         if engine is None:
             continue
-        needed, held = blocks_needed(total, engine, config), engine.num_blocks - 1
-        if needed > held:
-            raise SpecError(
-                problem=f"{ask} need {needed} KV blocks, over the {side} engine's pool of {held} "
-                f"({engine.num_blocks} less the null block) of {engine.block_size} tokens",
-                where=where,
-                mend=f"engine: {{num_blocks: {needed + 1}}} or more",
-            )
-
-
-def blocks_needed(num_tokens: int, engine: EngineConfig, config: DecoderConfig) -> int:
-    """Blocks of all KV groups that one request of `num_tokens` takes from an engine's pool."""
-    specs = kv_cache_specs(
-        config, block_size=engine.block_size, dtype=engine.dtype, hybrid_kv=engine.hybrid_kv
-    )
-    manager = KVCacheManager(group_layers(specs), engine.num_blocks)
-    return manager.max_request_blocks(num_tokens, engine.max_batch_tokens)
+        check_pool(ask, total, side, engine, config, where)

@@ -61,6 +61,22 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) or value is None else [value]
 
 
+def _layer_numbers(value: Any) -> Any:
+    """Keys as text, as JSON has them; layers of a mapping in ascending order."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if type(key) is not int and not (isinstance(key, str) and key.isdecimal()):
+            raise ValueError(f"{key!r} is not the number of a layer")
+    return {str(int(key)): value[key] for key in sorted(value, key=int)}
+
+
+GroupKind = Literal["full", "sliding", "mla"]
+"""KV groups whose blocks have a row per token, which kernels may cut."""
+KernelBlockSizes = dict[GroupKind, PositiveInt]
+LayerBackends = Annotated[dict[str, Backend], BeforeValidator(_layer_numbers)]
+
+
 class StrictModel(BaseModel):
     """Base of every spec model: unknown keys and wrong types are errors, values do not change."""
 
@@ -126,6 +142,12 @@ class EngineSettings(StrictModel):
     hybrid_kv: bool = True
     attention_backend: Backend = "auto"
     kernel_block_size: PositiveInt | None = None
+    kernel_block_sizes: KernelBlockSizes = Field(default_factory=dict)
+    """By kind of KV group, in place of `kernel_block_size`."""
+    state_block_size: PositiveInt | None = None
+    """Tokens per block of recurrent states; None: the model's positions, one block per request."""
+    layer_backends: LayerBackends = Field(default_factory=dict)
+    """By layer, in place of `attention_backend`."""
     comm: CommKind = "auto"
     cuda_graphs: Literal["auto", "never"] = "auto"
     """auto: decode steps are replayed from CUDA graphs where device, backend and comm allow it."""
@@ -144,6 +166,9 @@ class SideSpec(StrictModel):
     max_seqs: PositiveInt | None = None
     attention_backend: Backend | None = None
     kernel_block_size: PositiveInt | None = None
+    kernel_block_sizes: KernelBlockSizes | None = None
+    state_block_size: PositiveInt | None = None
+    layer_backends: LayerBackends | None = None
     node_labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes its engines may be on, in the words of Ray's label selectors: v, !v, in(a, b)."""
 

@@ -86,6 +86,8 @@ def _build_mapping(loader: _Loader, node: yaml.MappingNode, path: Path, marks: M
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         where = f"{marks.source}:{key_node.start_mark.line + 1}"
+        if type(key) is int:
+            key = str(key)  # the number of a layer
         if not isinstance(key, str):
             raise SpecError(problem=f"key {key!r} is not a text", where=where)
         if key in result:

@@ -102,7 +102,7 @@ def test_mistakes_in_exclude_and_faults_name_the_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("", "empty"), ("- 1\n", "mapping"), ("a: [", "not valid YAML"), ("1: 2\n", "not a text")],
+    [("", "empty"), ("- 1\n", "mapping"), ("a: [", "not valid YAML"), ("1.5: 2\n", "not a text")],
 )
 def test_files_that_are_no_mapping(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(SpecError, match=problem):

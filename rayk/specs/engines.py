@@ -1,0 +1,129 @@
+"""What is refused of an engine's own settings: backends, kernel blocks, a pool too small."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.manager import KVCacheManager
+from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import kv_cache_specs
+from rayk.specs.cells import Cell
+from rayk.specs.load import LoadedSpec
+from rayk.types.config import EngineConfig
+from rayk.types.errors import SpecError
+
+
+def check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse a backend or comm that the cell's device cannot have. Raises SpecError."""
+    on_cuda = cell.prefill.device == "cuda"
+    # Triton's interpreter, asked for by its own variable, runs the kernels on the CPU.
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    backends = {"cpu", "cpu-torch"} if on_cuda else set() if interpreted else {"triton"}
+    comms = {"shm"} if on_cuda else {"nccl"}
+    for side, engine in _engines(cell):
+        asked = [("attention_backend", engine.attention_backend, backends)]
+        asked += [("layer_backends", backend, backends) for _, backend in engine.layer_backends]
+        asked += [("comm", engine.comm, comms if engine.tp > 1 else set())]
+        for name, value, wrong in asked:
+            if value in wrong:
+                raise SpecError(
+                    problem=f"{name}: {value} cannot run on device {engine.device}",
+                    where=_where(cell, side, name, loaded),
+                    mend=f"{name}: auto",
+                )
+
+
+def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
+    """Refuse kernel blocks that do not divide a group's, or of kinds the model lacks. Raises SpecError."""
+    for side, engine in _engines(cell):
+        block_sizes = {
+            g.spec.kind: g.spec.block_size for g in kv_groups(engine, config) if g.spec.part == "attention"
+        }
+        sizes = dict(engine.kernel_block_sizes)
+        for kind in sizes:
+            if kind not in block_sizes:
+                kinds = ", ".join(block_sizes)
+                raise SpecError(
+                    problem=f"{side}: kernel_block_sizes names {kind} groups, and the model has none",
+                    where=_where(cell, side, "kernel_block_sizes", loaded),
+                    mend=f"it has {kinds}" if kinds else "it keeps states only, whose blocks are whole",
+                )
+        for kind, block_size in block_sizes.items():
+            rows = sizes.get(kind, engine.kernel_block_size)
+            if rows is not None and block_size % rows:
+                name = "kernel_block_sizes" if kind in sizes else "kernel_block_size"
+                grown = block_size != engine.block_size
+                raise SpecError(
+                    problem=f"{side}: kernel_block_size {rows} does not divide block_size {block_size}"
+                    + (f", to which blocks of {engine.block_size} grow in {kind} groups" if grown else ""),
+                    where=_where(cell, side, name, loaded),
+                    mend=f"a divisor of {block_size}",
+                )
+
+
+def check_layer_backends(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
+    """Refuse attention backends of layers that have no attention. Raises SpecError."""
+    layers = ", ".join(map(str, config.attention_layers))
+    for side, engine in _engines(cell):
+        for layer, _ in engine.layer_backends:
+            if layer not in config.attention_layers:
+                raise SpecError(
+                    problem=f"{side}: layer_backends names layer {layer}, and that has no attention",
+                    where=_where(cell, side, "layer_backends", loaded),
+                    mend=f"layers with attention: {layers}" if layers else "the model has no attention",
+                )
+
+
+def check_pool(
+    ask: str, num_tokens: int, side: str, engine: EngineConfig, config: DecoderConfig, where: str
+) -> None:
+    """Refuse a request that an engine's pool cannot hold when it is alone. Raises SpecError.
+
+    `ask`: the request of `num_tokens` in words.
+    """
+    groups = kv_groups(engine, config)
+    manager = KVCacheManager(groups, engine.num_blocks)
+    needed = manager.max_request_blocks(num_tokens, engine.max_batch_tokens)
+    held = engine.num_blocks - 1
+    if needed > held:
+        raise SpecError(
+            problem=f"{ask} need {needed} KV blocks, over the {side} engine's pool of {held} "
+            f"({engine.num_blocks} less the null block) of {_block_sizes_text(groups)}",
+            where=where,
+            mend=f"engine: {{num_blocks: {needed + 1}}} or more",
+        )
+
+
+def kv_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
+    """The KV groups that an engine forms, their blocks grown."""
+    specs = kv_cache_specs(
+        config,
+        block_size=engine.block_size,
+        dtype=engine.dtype,
+        hybrid_kv=engine.hybrid_kv,
+        state_block_size=engine.state_block_size,
+        conv_dtype=engine.dtype,
+    )
+    return group_layers(specs)
+
+
+def _block_sizes_text(groups: tuple[KVCacheGroup, ...]) -> str:
+    """`16 tokens`, or `48 tokens (full), 2048 tokens (mamba2)` where they differ."""
+    sizes = {g.spec.kind: g.spec.block_size for g in groups}
+    if len(set(sizes.values())) == 1:
+        return f"{groups[0].spec.block_size} tokens"
+    return ", ".join(f"{size} tokens ({kind})" for kind, size in sizes.items())
+
+
+def _engines(cell: Cell) -> Iterator[tuple[str, EngineConfig]]:
+    yield "prefill", cell.prefill
+    if cell.decode is not None:
+        yield "decode", cell.decode
+
+
+def _where(cell: Cell, side: str, name: str, loaded: LoadedSpec) -> str:
+    """Where a setting that both sides share, or one has of its own, was given."""
+    own = getattr(getattr(cell.spec, side), name, None) is not None
+    return loaded.where(f"{side if own else 'engine'}.{name}")
