@@ -134,7 +134,7 @@ def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tup
     )
     (cell,) = expand(loaded.spec, config, device="cpu")
     try:
-        check_cell(cell, loaded)
+        check_cell(cell, config, loaded)
     except SpecError as error:
         if not error.problem.startswith("not supported yet"):
             raise  # nonsense, which no version will do
@@ -181,7 +181,7 @@ def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[
                     consumer_rank=rank.tp_rank,
                     group=unit_reads.group,
                     layers=rank.groups[unit_reads.group].group.layers,
-                    kv_heads=unit_reads.units,
+                    kv_heads=next(iter(unit_reads.units.values())),
                     bytes=num_bytes,
                     num_descriptors=descriptors,
                     num_descriptors_merged=merged,
