@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rayk.kernels.paged_attention import head_groups
+from rayk.kernels.segments import Segments
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
@@ -35,10 +36,11 @@ class Case:
 
     target: str
     phase: str
-    """prefill, decode (one program a sequence), split (several), store."""
+    """prefill, decode (one program a sequence), split (several), store; of state kernels, `op` for a mixed
+    batch and `op-step` for one token a request."""
     dtype: str
     head: tuple[int, int]
-    """Head sizes of keys and values."""
+    """Head sizes of keys and values; of a state, its two."""
     group: int = 4
     """Query heads a KV head; odd ones come with a smaller second group."""
     variant: str = "window+sinks+cap"
@@ -61,6 +63,18 @@ def all_cases() -> Iterator[Case]:
             yield Case(target, "decode", "bfloat16", (head, head))
             for dtype in ("float32", "float16", "bfloat16"):
                 yield Case(target, "store", dtype, (head, head), 1, "plain")
+        yield from _state_cases(target)
+
+
+def _state_cases(target: str) -> Iterator[Case]:
+    """Convolutions and scans."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        for phase in ("conv", "conv-step"):
+            yield Case(target, phase, dtype, (128, 3), 1, "plain")
+        yield Case(target, "mamba1", dtype, (16, 16), 1, "plain")
+        for head in ((64, 128), (128, 64), (64, 256), (16, 16)):
+            for phase in ("ssd", "ssd-step"):
+                yield Case(target, phase, dtype, head, 8, "plain")
 
 
 def quick_cases() -> Iterator[Case]:
@@ -75,6 +89,11 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "split", "float32", (256, 256), 4, "plain")
         yield Case(target, "decode", "float16", (256, 256), 7)
         yield Case(target, "store", "bfloat16", (128, 128), 1, "plain")
+        for phase in ("conv", "conv-step"):
+            yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
+        yield Case(target, "mamba1", "bfloat16", (16, 16), 1, "plain")
+        yield Case(target, "ssd", "bfloat16", (64, 128), 8, "plain")
+        yield Case(target, "ssd-step", "bfloat16", (64, 128), 8, "plain")
 
 
 def build(case: Case) -> list[dict[str, Any]]:
@@ -84,7 +103,7 @@ def build(case: Case) -> list[dict[str, Any]]:
     from rayk.kernels.target import TARGETS as KNOWN
 
     with compiling(KNOWN[case.target]) as built:
-        (_store if case.phase == "store" else _attend)(case)
+        CALLS.get(case.phase.removesuffix("-step"), _attend)(case)
     about = {**asdict(case), "head": case.head[0] if len({*case.head}) == 1 else "{}/{}".format(*case.head)}
     return [about | asdict(kernel) | {"problems": kernel.problems} for kernel in built]
 
@@ -118,6 +137,64 @@ def _attend(case: Case) -> None:
         sinks=torch.empty(num_heads) if "sinks" in case.variant else None,
         soft_cap=30.0 if "cap" in case.variant else None,
         num_splits=SPLITS if case.phase == "split" else 1,
+    )
+
+
+def _convolve(case: Case) -> None:
+    """C channels of a wider projection; `head` is channels of a unit and taps kept."""
+    from rayk.kernels.causal_conv1d.triton import causal_conv1d_triton
+
+    (unit, taps), dtype, num_units = case.head, getattr(torch, case.dtype), 8
+    segments = _segments(case)
+    x = torch.empty(segments.num_tokens, 2 * num_units * unit, dtype=dtype)[:, : num_units * unit]
+    weight, bias = (
+        torch.empty(num_units * unit, taps + 1, dtype=dtype),
+        torch.empty(num_units * unit, dtype=dtype),
+    )
+    state = torch.empty(8, num_units, unit, taps, dtype=dtype)
+    causal_conv1d_triton(x, weight, bias, state, segments, activation="silu")
+
+
+def _scan_channels(case: Case) -> None:
+    """`head` is channels of a unit and size of their states."""
+    from rayk.kernels.selective_scan.triton import selective_scan_triton
+
+    (unit, state_size), dtype, num_units = case.head, getattr(torch, case.dtype), 8
+    segments = _segments(case)
+    rows = [torch.empty(segments.num_tokens, num_units * unit, dtype=dtype) for _ in range(3)]
+    b, c = torch.empty(2, segments.num_tokens, state_size, dtype=dtype)
+    a, (d, dt_bias) = torch.empty(num_units * unit, state_size), torch.empty(2, num_units * unit)
+    state = torch.empty(8, num_units, unit, state_size)
+    selective_scan_triton(rows[0], rows[1], a, b, c, d, dt_bias, rows[2], state, segments)
+
+
+def _scan_heads(case: Case) -> None:
+    """`head` is head size and state size."""
+    from rayk.kernels.ssd_scan.launch import ssd_scan_triton
+
+    (head_size, state_size), dtype = case.head, getattr(torch, case.dtype)
+    num_heads, segments = 2 * case.group, _segments(case)
+    x = torch.empty(segments.num_tokens, num_heads, head_size, dtype=dtype)
+    b, c = torch.empty(2, segments.num_tokens, 2, state_size, dtype=dtype)
+    a, d, dt_bias = torch.empty(3, num_heads)
+    group_index = torch.arange(num_heads) // case.group
+    state = torch.empty(8, num_heads, head_size, state_size)
+    dt = torch.empty(segments.num_tokens, num_heads, dtype=dtype)
+    ssd_scan_triton(x, dt, a, b, c, d, dt_bias, group_index, state, segments)
+
+
+CALLS = {"store": _store, "conv": _convolve, "mamba1": _scan_channels, "ssd": _scan_heads}
+"""By phase, `-step` taken off; every other phase attends."""
+
+
+def _segments(case: Case) -> Segments:
+    """Four requests that each write one slot."""
+    num_tokens = 1 if case.phase.endswith("-step") else 64
+    return Segments.from_host(
+        query_lens=[num_tokens] * 4,
+        read_slots=[0, 1, 2, 3],
+        ends=[[num_tokens]] * 4,
+        write_slots=[[4], [5], [6], [7]],
     )
 
 

@@ -55,7 +55,7 @@ def ssd_scan(
     if impl == "torch":
         return ssd_scan_torch(*arguments)
     if impl == "triton":
-        from rayk.kernels.ssd_scan.triton import ssd_scan_triton
+        from rayk.kernels.ssd_scan.launch import ssd_scan_triton
 
         return ssd_scan_triton(*arguments)
     raise AssertionError(f"unknown ssd_scan implementation {impl!r}")
