@@ -161,9 +161,9 @@ class Engine:
             assert torch.equal(found, right.view(torch.uint8)), f"rank {rank} {seen.name}"
 
     def check_all(self, values: Values, tables: list[list[int]]) -> None:
-        """Every live byte of every rank is right, and every other byte of its pages is poison still.
+        """Every live byte of every rank is right, and every other byte of its pages is poison.
 
-        For engines whose peers are poisoned alike: rows around the live ones may have moved.
+        Rows around the live ones may have moved: the peer's poison is the same.
         """
         pages = [caches.buffer[: caches.geometry.pages_bytes] for caches in self.caches]
         found = [p.clone() for p in pages]
@@ -192,12 +192,11 @@ class Engine:
         )
 
 
-def make_engine(shape: Shape, side: int, make_agent: MakeAgent, *, epoch: int = 0, **changes) -> Engine:
-    """An engine named p or d; `changes` go to the descriptions."""
+def make_caches(shape: Shape, side: int, poison: int = POISON) -> Engine:
+    """An engine's memory alone."""
     engine = Engine(shape, side)
-    name = "pd"[side]
+    groups = group_layers(shape.specs(side))
     for rank in range(shape.tp[side]):
-        groups = group_layers(shape.specs(side))
         geometry = plan_rank(
             groups,
             LAYOUTS[shape.layouts[side]],
@@ -206,8 +205,15 @@ def make_engine(shape: Shape, side: int, make_agent: MakeAgent, *, epoch: int = 
             num_blocks=shape.num_blocks[side],
             kernel_block_sizes=kernel_block_sizes(groups, shape.kernel_block_sizes[side], {}),
         )
-        caches = allocate(geometry, torch.device("cpu"), fill=POISON)
-        engine.caches.append(caches)
+        engine.caches.append(allocate(geometry, torch.device("cpu"), fill=poison))
+    return engine
+
+
+def make_engine(shape: Shape, side: int, make_agent: MakeAgent, *, epoch: int = 0, **changes) -> Engine:
+    """An engine named p or d; `changes` go to the descriptions."""
+    engine = make_caches(shape, side)
+    name = "pd"[side]
+    for rank, caches in enumerate(engine.caches):
         agent = make_agent(f"{name}{epoch}.{rank}")
         fingerprint = changes.get("fingerprint", FINGERPRINT)
         description = describe_cache(agent, caches, engine=name, epoch=epoch, fingerprint=fingerprint)
