@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -261,23 +263,25 @@ class Paged:
         *,
         tp: tuple[int, int] = (1, 0),
         state_block_size: int | None = None,
+        dtype: str = "float32",
     ) -> None:
-        """`tp`: size and rank, for models with states. `state_block_size` None: one slot per request."""
+        """`tp`: size and rank, for models with states. `state_block_size` None: one slot per request.
+        `dtype`: of the caches."""
         self.decoder = decoder
         self.block_size = 8
         self.seen = [0] * num_requests
         self.state_block_size = state_block_size or max_tokens
         self.block_table = self._table(num_requests, max_tokens, self.block_size)
         self.slots = self._table(num_requests, max_tokens, self.state_block_size)
-        specs = kv_cache_specs(decoder.config, block_size=self.block_size, dtype="float32")
+        specs = kv_cache_specs(decoder.config, block_size=self.block_size, dtype=dtype)
         for key, owner in decoder.cache_owners.items():
             if key[1] == "state":
                 owner.bind_kv_cache(poisoned_state(specs[key], self.slots.numel() + 1, *tp))
                 continue
             units = len(owner.kv_head_ids) if isinstance(owner, Attention) else 1
-            content = sum(f.row_bytes for f in specs[key].fields()) // 4
+            content = sum(f.row_bytes for f in specs[key].fields()) // TORCH_DTYPES[dtype].itemsize
             shape = (self.block_table.numel() + 1, units, self.block_size, content)
-            owner.bind_kv_cache(torch.full(shape, float("nan")))
+            owner.bind_kv_cache(torch.full(shape, float("nan"), dtype=TORCH_DTYPES[dtype]))
 
     @staticmethod
     def _table(num_requests: int, max_tokens: int, block_size: int) -> torch.Tensor:
@@ -345,9 +349,19 @@ def poisoned_state(spec: KVCacheSpec, num_slots: int, tp_size: int, tp_rank: int
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     """transformers' logits [T, vocab] of one prompt, in the model's dtype."""
-    with torch.no_grad():
+    with torch.no_grad(), wide_scans(model):
         logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
     return logits
+
+
+@contextmanager
+def wide_scans(model: Any) -> Iterator[None]:
+    """A model in float64 that would scan its recurrent states in float32 does not."""
+    if model.dtype != torch.float64 or model.config.model_type not in MAMBA_CLASSES:
+        yield
+        return
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
 
 
 def assert_right(checkpoint: Checkpoint, token_ids: Sequence[int], logits: torch.Tensor) -> None:

@@ -1,0 +1,212 @@
+"""Models with Mamba layers against transformers, float32: prompts in pieces, at several TP sizes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import assert_matches
+from tests.models.tiny import (
+    Checkpoint,
+    Paged,
+    load,
+    reference_logits,
+    run_ranks,
+    wide_scans,
+    write_checkpoint,
+)
+
+NO_BIASES = {"mamba_conv_bias": False, "mamba_proj_bias": False}
+BIASES = {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": ("mamba2", {}),
+    "mamba2-one-group": ("mamba2", {"n_groups": 1, "use_bias": False, "use_conv_bias": False}),
+    "mamba2-four-groups": ("mamba2", {"n_groups": 4, "tie_word_embeddings": True}),
+    # At TP 2 both ranks read group 1, at TP 4 ranks 1 and 2 read two groups each.
+    "mamba2-three-groups": (
+        "mamba2",
+        {"hidden_size": 48, "num_heads": 12, "head_dim": 8, "n_groups": 3, "conv_kernel": 3},
+    ),
+    "jamba": ("jamba", {}),
+    "jamba-dense": ("jamba", {"num_experts": 1, **NO_BIASES}),
+    "bamba": ("bamba", {}),
+    "bamba-biases": ("bamba", {"mamba_n_groups": 1, **BIASES}),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid-plain": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "position_embedding_type": None, **NO_BIASES},
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-biases": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "moe_latent_size": None}),
+    "falcon_h1": ("falcon_h1", {}),
+    "falcon_h1-norm-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    "falcon_h1-gate-norm": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_n_groups": 1,
+            "projectors_bias": True,
+            **BIASES,
+        },
+    ),
+}
+LENGTHS = (3, 17, 40)
+CUTS = ((0, 1, 2, 3), (0, 4, 5, 12, 17), (0, 19, 20, 39, 40))
+"""Of each prompt: a step takes every request's next piece, so that lengths mix."""
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(263) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    family, overrides = VARIANTS[request.param]
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), family, **overrides)
+
+
+def every_logit(checkpoint: Checkpoint, tp_size: int, state_block_size: int | None = None) -> torch.Tensor:
+    """Logits of every position of every prompt, which must be the same bits on all ranks."""
+    ids = prompts()
+
+    def body(comm):
+        paged = Paged(
+            load(checkpoint, comm), len(ids), tp=(comm.size, comm.rank), state_block_size=state_block_size
+        )
+        parts: list[list[torch.Tensor]] = [[] for _ in ids]
+        for step in range(max(map(len, CUTS)) - 1):
+            batch = [p[slice(*cuts[step : step + 2])] if step + 1 < len(cuts) else []
+                     for p, cuts in zip(ids, CUTS, strict=True)]  # fmt: skip
+            for part, logits in zip(parts, paged.step(batch), strict=True):
+                part.append(logits)
+        return torch.cat([piece for part in parts for piece in part if piece.numel()])
+
+    ranks = run_ranks(tp_size, body)
+    for other in ranks[1:]:
+        assert torch.equal(ranks[0], other), "ranks of one group return different logits"
+    return ranks[0]
+
+
+def assert_all_right(checkpoint: Checkpoint, logits: torch.Tensor) -> None:
+    """All prompts at once, against the worse of two eager results: of few logits, the largest error of one
+    says little of its noise."""
+    exact, eager, other = (
+        torch.cat([reference_logits(model, ids) for ids in prompts()])
+        for model in (checkpoint.exact, checkpoint.model, rounded_otherwise(checkpoint.model))
+    )
+    assert_matches(logits, exact, worse(eager, other, exact), what="logits")
+
+
+def worse(eager: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Of each element, what is farther off."""
+    return torch.where((other.double() - exact).abs() > (eager.double() - exact).abs(), other, eager)
+
+
+def rounded_otherwise(model: Any) -> Any:
+    """The model with every weight off by up to half a rounding, as any order of its sums has it."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            noise = torch.rand(parameter.shape, generator=generator) - 0.5
+            parameter.mul_(1 + torch.finfo(torch.float32).eps * noise)
+    return other
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
+def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:
+    assert_all_right(checkpoint, every_logit(checkpoint, tp_size))
+
+
+@pytest.mark.parametrize("checkpoint", ["jamba", "falcon_h1"], indirect=True)
+def test_states_in_small_blocks(checkpoint: Checkpoint) -> None:
+    """A piece of a prompt crosses borders of state blocks: it reads one slot and writes several."""
+    assert_all_right(checkpoint, every_logit(checkpoint, 2, state_block_size=6))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("checkpoint", ["mamba2-three-groups", "jamba", "falcon_h1"], indirect=True)
+def test_cache_holds_the_states_that_transformers_caches(checkpoint: Checkpoint, tp_size: int) -> None:
+    ids = prompts()[1]
+
+    def body(comm):
+        paged = Paged(load(checkpoint, comm), 1, tp=(comm.size, comm.rank))
+        for piece in (ids[:5], ids[5:6], ids[6:]):
+            paged.step([piece])
+        slot = int(paged.slots[0, 0])
+        return {
+            (layer, field.name, unit): field.view[slot, at, 0].clone()
+            for (layer, part), owner in paged.decoder.cache_owners.items()
+            if part == "state"
+            for field in owner.field_views()
+            for at, unit in enumerate(field.units)
+        }
+
+    models = (checkpoint.exact, checkpoint.model, rounded_otherwise(checkpoint.model))
+    kept = [cached_states(checkpoint, model, ids) for model in models]
+    ranks = run_ranks(tp_size, body)
+    assert set().union(*ranks) == set(kept[0]), "units that no rank holds"
+    for states in ranks:
+        keys = sorted(states)
+        mine, exact, eager, other = (torch.cat([s[key].flatten() for key in keys]) for s in (states, *kept))
+        assert_matches(mine, exact, worse(eager, other, exact), what="states")
+
+
+def cached_states(
+    checkpoint: Checkpoint, model: Any, ids: list[int]
+) -> dict[tuple[int, str, int], torch.Tensor]:
+    """(layer, field, unit) -> what transformers keeps of it, in the order of our pages."""
+    with torch.no_grad(), wide_scans(model):
+        out = model(torch.tensor([ids]), use_cache=True)
+    cache = getattr(out, "past_key_values", None) or out.cache_params
+    found: dict[tuple[int, str, int], torch.Tensor] = {}
+    for layer in checkpoint.config.state_layers:
+        conv, state = (getattr(cache.layers[layer], f"{kind}_states")[0][0] for kind in ("conv", "recurrent"))
+        for name, channels in conv_parts(checkpoint, conv[:, 1:]).items():
+            found |= {(layer, name, unit): taps for unit, taps in enumerate(channels)}
+        units = state.unflatten(0, (-1, 16)) if checkpoint.config.mamba1 else state
+        found |= {(layer, "ssm", unit): values for unit, values in enumerate(units)}
+    return found
+
+
+def conv_parts(checkpoint: Checkpoint, conv: torch.Tensor) -> dict[str, torch.Tensor]:
+    """[units, channels, taps] of each field."""
+    config = checkpoint.config.mamba2
+    if config is None:
+        return {"conv_x": conv.unflatten(0, (-1, 16))}
+    inner, width = config.num_heads * config.head_size, config.num_groups * config.state_size
+    x, b, c = conv.split([inner, width, width])
+    return {
+        "conv_x": x.unflatten(0, (config.num_heads, -1)),
+        "conv_b": b.unflatten(0, (config.num_groups, -1)),
+        "conv_c": c.unflatten(0, (config.num_groups, -1)),
+    }
+
+
+@pytest.mark.parametrize("family", ["mamba2", "jamba", "falcon_h1"])
+def test_bfloat16_is_close_to_transformers_bfloat16(tmp_path: Path, family: str) -> None:
+    """A smoke test: the two round at different places."""
+    # transformers' jamba wants a layer that attends.
+    options = {"num_hidden_layers": 2, "num_experts": 1} if family == "jamba" else {"num_hidden_layers": 1}
+    checkpoint = write_checkpoint(tmp_path, family, **options)
+    ids = prompts()[2]
+    rounded = copy.deepcopy(checkpoint.model).bfloat16()
+    exact = reference_logits(copy.deepcopy(rounded).double(), ids)
+    eager = reference_logits(rounded, ids)
+
+    def body(comm):
+        paged = Paged(load(checkpoint, comm, torch.bfloat16), 1, tp=(comm.size, comm.rank))
+        for attention in paged.decoder.attention_layers.values():
+            attention.bind_kv_cache(attention.kv_cache.bfloat16())
+        return torch.cat([paged.step([piece])[0] for piece in (ids[:20], ids[20:])])
+
+    for tp_size in (1, 2):
+        assert_matches(run_ranks(tp_size, body)[0], exact, eager.float())
