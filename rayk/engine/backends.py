@@ -3,7 +3,12 @@ layers may have several."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 from rayk.attention import AttentionBackend, get_backend
+from rayk.engine.plan import SpecVeto
+from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.types.config import EngineConfig
@@ -22,7 +27,7 @@ class LayerBackends:
         for layer, name in config.layer_backends:
             if layer not in model.attention_layers:
                 raise UserError(
-                    f"layer_backends: layer {layer} has no attention", mend=attention_layers_text(model)
+                    f"layer_backends: layer {layer} has no attention", mend=_attention_layers_text(model)
                 )
             backend = get_backend(name, config.device)
             # Layers of one backend share its workspace and, in a KV group, its metadata.
@@ -39,6 +44,17 @@ class LayerBackends:
         found = {id(b): b for b in (self[layer] for layer in self._layers)}
         return tuple(found.values()) or (self.default,)
 
+    def vetoes(self, groups: Sequence[KVCacheGroup]) -> list[tuple[str, SpecVeto]]:
+        """Each backend's name and its veto on the specs of the layers that it computes."""
+        return [(f"backend {b.name}", partial(_veto, b, self._specs(b, groups))) for b in self.used]
+
+    def _specs(self, backend: AttentionBackend, groups: Sequence[KVCacheGroup]) -> frozenset[KVCacheSpec]:
+        return frozenset(
+            group.spec
+            for group in groups
+            if group.spec.part == "attention" and any(self[layer] is backend for layer in group.layers)
+        )
+
     @property
     def implementation(self) -> str:
         """What runs in fact, for the results: `cpu-native`, or `cpu-native; reference (layers 1, 3)`."""
@@ -50,12 +66,13 @@ class LayerBackends:
         return text
 
 
-def veto_of(backend: AttentionBackend, layout_name: str, spec: KVCacheSpec) -> str | None:
-    """A backend's veto on pages that attention reads; states are none of its business."""
-    return backend.veto(layout_name, spec) if spec.part == "attention" else None
+def _veto(
+    backend: AttentionBackend, specs: frozenset[KVCacheSpec], layout_name: str, spec: KVCacheSpec
+) -> str | None:
+    return backend.veto(layout_name, spec) if spec in specs else None
 
 
-def attention_layers_text(model: DecoderConfig) -> str:
+def _attention_layers_text(model: DecoderConfig) -> str:
     """What a layer's number may be, for messages."""
     layers = ", ".join(map(str, model.attention_layers))
     return f"one of {layers}" if layers else "the model has no attention layer"

@@ -6,21 +6,20 @@ Legend: R requests of the batch, T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rayk.attention import AttentionGroups, AttentionLayer, CommonAttentionMetadata
-from rayk.engine.backends import LayerBackends, veto_of
+from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from rayk.engine.inputs import GroupMetadata, InputBuilder
-from rayk.engine.plan import plan_engine
+from rayk.engine.plan import plan_engine, plan_specs
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
-from rayk.kv.groups import CacheKey
+from rayk.kv.groups import CacheKey, group_layers
 from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
 from rayk.models.loader import load_decoder
@@ -64,8 +63,8 @@ class EngineRank:
         self.device = torch.device(config.device)
         self.model_config = load_config(Path(config.model))
         self.backends = LayerBackends(config, self.model_config)
-        vetoes = [(f"backend {b.name}", partial(veto_of, b)) for b in self.backends.used]
-        self.plan = plan_engine(config, self.model_config, vetoes)
+        groups = group_layers(plan_specs(config, self.model_config))
+        self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=0 if poison is None else poison)
         self.decoder = load_decoder(
