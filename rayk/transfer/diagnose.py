@@ -18,7 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 MAX_ROW_SHIFT = 64
 """Token shifts that are looked for."""
 MAX_PARTS = 16
-"""A unit is looked at in up to so many equal parts."""
+MIN_PART_BYTES = 8
+"""A unit is looked at in up to so many equal parts, none so small that it equals another by chance."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +220,8 @@ def _other_dtype(d: _Difference) -> str | None:
 def _sliced(d: _Difference) -> str | None:
     """A unit that a rank needs whole was cut, as if each rank held its share of it."""
     num_elements = d.page_field.row_bytes // ITEMSIZE[d.page_field.dtype]
-    for parts in (n for n in range(2, MAX_PARTS + 1) if num_elements % n == 0):
+    most = min(MAX_PARTS, d.page_field.row_bytes // MIN_PART_BYTES)
+    for parts in (n for n in range(2, most + 1) if num_elements % n == 0):
         theirs, ours = (side.reshape(len(side), parts, -1) for side in (d.wrong_expected, d.wrong_found))
         how = f"sliced as if sharded {parts} ways: part"
         unit = f"{d.page_field.unit_name} {d.unit}"

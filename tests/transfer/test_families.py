@@ -142,9 +142,10 @@ def test_every_family_at_every_tp_and_layout_pair(family: str):
 
 
 @pytest.mark.parametrize("tp", list(itertools.product((1, 2, 4), repeat=2)), ids=lambda t: f"{t[0]}to{t[1]}")
-def test_one_group_of_b_and_c_at_every_tp_and_layout_pair(tp: tuple[int, int]):
+def test_one_group_of_b_and_c_at_every_tp_pair(tp: tuple[int, int]):
     """Every rank holds B and C whole, wherever they come from."""
-    for i, layouts in enumerate(layout_pairs("mamba2-1-group")):
+    start = (tp[0] + 2 * tp[1]) % 3
+    for i, layouts in enumerate(layout_pairs("mamba2-1-group")[start::3]):
         shape = Shape(
             family="mamba2-1-group",
             tp=tp,
