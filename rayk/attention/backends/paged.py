@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
 """Implementation -> the largest key or value it has room for, where there is a limit."""
 
-MAX_LATENT_SIZES = {"triton": (512, 128)}
+MAX_LATENT_SIZES = {"triton": (512, 64)}
 """Implementation -> the widest latent and rotated key it has room for, where there is a limit."""
 
 

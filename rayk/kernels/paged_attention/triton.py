@@ -274,7 +274,7 @@ def paged_attention_kernel(
 
 
 @triton.jit
-def _keys_per_split(num_keys, num_splits, TILE_KEYS: tl.constexpr):
+def keys_per_split(num_keys, num_splits, TILE_KEYS: tl.constexpr):
     """Whole tiles, so that only the last split with any keys ends inside one."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE_KEYS), 1) * TILE_KEYS
 
@@ -331,7 +331,7 @@ def paged_attention_decode_kernel(
         first_key = tl.maximum(seq_len - window, 0)
     end_key = seq_len
     if IS_SPLIT:
-        size = _keys_per_split(seq_len - first_key, num_splits, TILE_KEYS)
+        size = keys_per_split(seq_len - first_key, num_splits, TILE_KEYS)
         first_key += i_s * size
         if first_key >= seq_len:
             return
@@ -439,7 +439,7 @@ def combine_splits_kernel(
     num_keys = tl.load(seq_lens + i_r)
     if HAS_WINDOW:
         num_keys = tl.minimum(num_keys, window)
-    num_live = tl.cdiv(num_keys, _keys_per_split(num_keys, num_splits, TILE_KEYS))
+    num_live = tl.cdiv(num_keys, keys_per_split(num_keys, num_splits, TILE_KEYS))
     b_max = float("-inf")
     b_sum = 0.0
     if HAS_SINKS:

@@ -1,0 +1,154 @@
+"""Latent attention on a GPU: online softmax over tiles of cached rows.
+
+All query heads share the cached rows, so a tile of queries is any run of (token, query head) pairs of one
+request: request r owns the programs from query_start_loc[r] * Q // ROWS + r on, which is always enough of
+them. A decode step splits each sequence's rows over several programs where there would be too few; the
+combining kernel is the one of paged attention. No grid depends on what is on the device, so that a CUDA
+graph can hold the launch.
+
+A block id outside the cache, or a column outside the block table, is never followed: the rows that see such
+a key become NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.mla_attention.tiles import choose_tiles
+from rayk.kernels.mla_attention.triton import mla_attention_kernel
+from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits
+from rayk.kernels.paged_attention.triton import combine_splits_kernel
+from rayk.kernels.target import current_target
+
+MAX_LATENT, MAX_ROPE = 512, 64
+"""Widest latent and rotated key that the tiles have room for."""
+SPLITS_AT_ONCE = 8
+"""Splits in a tile of the combining kernel."""
+
+
+def mla_attention_triton(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    latent_size: int,
+    tiles: Tiles | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Arguments and result as `mla_attention`. As many requests as tokens is a decode step, one token each.
+
+    `num_splits` of a decode step follows from the shapes of q and block_table alone, unless given. `tiles`
+    is for tests.
+    """
+    rope_size = cache.shape[-1] - latent_size
+    assert latent_size <= MAX_LATENT, latent_size
+    assert rope_size <= MAX_ROPE, rope_size
+    assert q.stride(-1) == cache.stride(-1) == block_table.stride(-1) == 1
+    assert (cache.shape[1] - 1) * cache.stride(1) < 2**31, "offsets inside a block are 32-bit"
+    num_tokens, num_heads, _ = q.shape
+    out_dtype = torch.float32 if INTERPRETED else q.dtype
+    out = torch.empty(num_tokens, num_heads, latent_size, dtype=out_dtype, device=q.device)
+    if num_tokens == 0:
+        return out.to(q.dtype)
+    is_decode = num_tokens == len(seq_lens)
+    mixed = q.dtype != cache.dtype
+    tiles = tiles or choose_tiles(
+        current_target(),
+        decode_only=is_decode,
+        num_rows=num_heads if is_decode else num_tokens * num_heads,
+        itemsize=4 if mixed else q.element_size(),
+    )
+    batch = (q, cache, block_table, query_start_loc, seq_lens)
+    arguments = _arguments(*batch, tiles, latent_size) | {"scale": float(scale), "ONE_TOKEN": is_decode}
+    with launching():
+        if is_decode:
+            _decode(arguments, out, num_splits)
+        else:
+            num_tiles = num_tokens * num_heads // tiles.rows + len(seq_lens)
+            mla_attention_kernel[(num_tiles, 1)](
+                **arguments, out=out, split_stats=None, num_splits=1, IS_SPLIT=False
+            )
+    return out.to(q.dtype)
+
+
+def _arguments(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tiles: Tiles,
+    latent_size: int,
+) -> dict[str, Any]:
+    """What the kernel takes in either form."""
+    rope_size = cache.shape[-1] - latent_size
+    # An option that only NVIDIA's backend knows.
+    limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
+    return {
+        "q": q,
+        "cache": cache,
+        "block_table": block_table,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "num_requests": len(seq_lens),
+        "num_columns": block_table.shape[1],
+        "num_blocks": cache.shape[0],
+        "q_stride_t": q.stride(0),
+        "q_stride_h": q.stride(1),
+        "stride_b": cache.stride(0),
+        "stride_n": cache.stride(1),
+        "table_stride": block_table.stride(0),
+        "NUM_HEADS": q.shape[1],
+        "NUM_SLOTS": cache.shape[1],
+        "LATENT": latent_size,
+        "ROPE": rope_size,
+        "PADDED_LATENT": max(16, triton.next_power_of_2(latent_size)),
+        "PADDED_ROPE": max(16, triton.next_power_of_2(rope_size)),
+        "ROWS": tiles.rows,
+        "TILE_KEYS": tiles.keys,
+        # Unlike dtypes are multiplied in float32; the interpreter has no bf16 arithmetic.
+        "WIDEN": INTERPRETED or q.dtype != cache.dtype,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    } | limit
+
+
+def _decode(arguments: dict[str, Any], out: torch.Tensor, num_splits: int | None) -> None:
+    num_requests, num_heads, latent_size = out.shape
+    num_tiles = num_requests * triton.cdiv(num_heads, arguments["ROWS"])
+    if num_splits is None:
+        # From fixed maxima only: the same for every step that a CUDA graph captured.
+        most_keys = arguments["num_columns"] * arguments["NUM_SLOTS"]
+        num_splits = choose_num_splits(current_target(), num_programs=num_tiles, max_keys=most_keys)
+    split_out, split_stats = out, None
+    if num_splits > 1:
+        shape = (num_requests, num_heads, num_splits)
+        split_out = torch.empty(*shape, latent_size, dtype=torch.float32, device=out.device)
+        split_stats = torch.empty(*shape, 2, dtype=torch.float32, device=out.device)
+    mla_attention_kernel[(num_tiles, num_splits)](
+        **arguments, out=split_out, split_stats=split_stats, num_splits=num_splits, IS_SPLIT=num_splits > 1
+    )
+    if num_splits > 1:
+        combine_splits_kernel[(num_requests, num_heads)](
+            split_out=split_out,
+            split_stats=split_stats,
+            out=out,
+            seq_lens=arguments["seq_lens"],
+            sinks=None,
+            window=2**31 - 1,
+            num_splits=num_splits,
+            HEAD_V=latent_size,
+            PADDED_V=arguments["PADDED_LATENT"],
+            TILE_KEYS=arguments["TILE_KEYS"],
+            AT_ONCE=SPLITS_AT_ONCE,
+            HAS_WINDOW=False,
+            HAS_SINKS=False,
+            num_warps=4,
+        )

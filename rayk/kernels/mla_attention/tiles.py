@@ -1,0 +1,27 @@
+"""How much the latent-attention kernel computes at once, from facts that the host knows."""
+
+from __future__ import annotations
+
+from rayk.kernels.paged_attention.tiles import Tiles
+from rayk.kernels.target import Target
+
+
+def choose_tiles(target: Target, *, decode_only: bool, num_rows: int, itemsize: int) -> Tiles:
+    """Tiles that fit the target's shared memory and registers at a latent of 512 elements and a key of 64.
+
+    num_rows: (token, query head) pairs that share keys, where the host knows them: those of one request in
+    a decode step, those of the batch otherwise. itemsize: bytes of an element as it is multiplied. The
+    weighted latents, rows x 512 float32, are what fills the registers. `make kernels` shows what each
+    choice takes, and fails where one spills.
+    """
+    if itemsize == 4:
+        # Exact float32 products do not use tensor cores on NVIDIA.
+        return Tiles(16, 16, 4, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)
+    if target.is_amd:
+        return Tiles(16 if num_rows <= 16 else 32, 16, 8, 1)
+    if num_rows <= 16:
+        return Tiles(16, 64, 8, 2, 255)
+    # 64 rows, what a warp group multiplies at once: in a decode step a few registers short on sm_100.
+    if target.name == "sm_90" or (target.has_warp_group_mma and not decode_only):
+        return Tiles(64, 16, 8, 2, 255)
+    return Tiles(32, 32, 8, 2, 255)

@@ -1,0 +1,200 @@
+"""The latent-attention kernel for a GPU. `launch` starts it.
+
+Legend: ROWS rows of a query tile, each one (token, query head), token-major and regardless of where a token
+begins; `b_` loaded or computed blocks, `o_` offsets, `m_` masks, `p_` pointers, `i_` program indices.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rayk.kernels.paged_attention.triton import keys_per_split
+
+# Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
+_VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
+
+
+@triton.jit
+def _request_of(query_start_loc, i_tile, num_requests, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """The last request whose tiles start at or before i_tile."""
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) * NUM_HEADS // ROWS + middle <= i_tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _attend(
+    b_q_latent,
+    b_q_rope,
+    b_position,
+    cache,
+    p_table,
+    num_columns,
+    num_blocks,
+    stride_b,
+    stride_n,
+    first_key,
+    end_key,
+    scale,
+    NUM_SLOTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Online softmax of query rows over cached rows first_key .. end_key - 1 of one sequence.
+
+    Returns maximum and sum of the weights [ROWS], and the weighted latents [ROWS, padded], not divided.
+    """
+    o_latent = tl.arange(0, b_q_latent.shape[1])
+    o_rope = tl.arange(0, b_q_rope.shape[1])
+    b_max = tl.full([b_q_latent.shape[0]], float("-inf"), tl.float32)
+    b_sum = tl.zeros([b_q_latent.shape[0]], tl.float32)
+    b_acc = tl.zeros([b_q_latent.shape[0], b_q_latent.shape[1]], tl.float32)
+    for start in range(first_key, end_key, TILE_KEYS):
+        o_key = start + tl.arange(0, TILE_KEYS)
+        m_key = o_key < end_key
+        o_column = o_key // NUM_SLOTS
+        b_block = tl.load(p_table + o_column, mask=m_key & (o_column < num_columns), other=-1)
+        m_block = (b_block >= 0) & (b_block < num_blocks)
+        p_row = cache + tl.where(m_block, b_block, 0).to(tl.int64) * stride_b + (o_key % NUM_SLOTS) * stride_n
+        # Masked also because these are the values: a weight of zero does not undo a NaN.
+        m_latent = m_block[:, None] & (o_latent < LATENT)[None, :]
+        b_latent = tl.load(p_row[:, None] + o_latent[None, :], mask=m_latent, other=0.0)
+        m_rope = m_block[:, None] & (o_rope < ROPE)[None, :]
+        b_rope = tl.load(p_row[:, None] + LATENT + o_rope[None, :], mask=m_rope, other=0.0)
+        if WIDEN:
+            b_latent = b_latent.to(tl.float32)
+            b_rope = b_rope.to(tl.float32)
+        b_scores = tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
+        b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee") * scale
+        b_scores += tl.where(m_block, 0.0, float("nan"))[None, :]
+        b_scores = tl.where(o_key[None, :] <= b_position[:, None], b_scores, float("-inf"))
+
+        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
+        # A row may see nothing of this tile: keep -inf - -inf out of the exponent.
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        # The maximum goes before the change of base, so that large scores lose nothing to it.
+        b_p = tl.exp2((b_scores - b_base[:, None]) * 1.4426950408889634)
+        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
+        b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+        b_acc = b_acc * b_shrink[:, None]
+        b_acc = tl.dot(b_p.to(b_latent.dtype), b_latent, b_acc, input_precision="ieee")
+        b_max = b_new_max
+    return b_max, b_sum, b_acc
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def mla_attention_kernel(
+    q,
+    cache,
+    out,
+    split_stats,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    scale,
+    num_requests,
+    num_splits,
+    num_columns,
+    num_blocks,
+    q_stride_t,
+    q_stride_h,
+    stride_b,
+    stride_n,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    PADDED_LATENT: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Any batch. Grid: (tokens * heads // ROWS + requests, 1).
+
+    ONE_TOKEN: one token a request. Grid: (requests * cdiv(heads, ROWS), num_splits). With IS_SPLIT, out is
+    [R, Q, num_splits, LATENT] float32, not divided, and split_stats [R, Q, num_splits, 2] float32 takes
+    maximum and sum. Splits without keys write nothing.
+    """
+    i_tile = tl.program_id(0)
+    i_s = tl.program_id(1)
+    if ONE_TOKEN:
+        NUM_TILES: tl.constexpr = (NUM_HEADS + ROWS - 1) // ROWS
+        i_r = i_tile // NUM_TILES
+        first_token = i_r
+        num_queries = 1
+        first_row = i_tile % NUM_TILES * ROWS
+    else:
+        i_r = _request_of(query_start_loc, i_tile, num_requests, NUM_HEADS, ROWS)
+        first_token = tl.load(query_start_loc + i_r)
+        num_queries = tl.load(query_start_loc + i_r + 1) - first_token
+        first_row = (i_tile - first_token * NUM_HEADS // ROWS - i_r) * ROWS
+        if first_row >= num_queries * NUM_HEADS:
+            return
+    num_before = tl.load(seq_lens + i_r) - num_queries
+    first_key = 0
+    end_key = num_before + tl.minimum((first_row + ROWS - 1) // NUM_HEADS + 1, num_queries)
+    if IS_SPLIT:
+        size = keys_per_split(end_key, num_splits, TILE_KEYS)
+        first_key = i_s * size
+        if first_key >= end_key:
+            return
+        end_key = tl.minimum(first_key + size, end_key)
+
+    o_m = first_row + tl.arange(0, ROWS)
+    # Rows beyond the last repeat it: masks of them would take registers for the whole loop.
+    o_row = tl.minimum(o_m, num_queries * NUM_HEADS - 1)
+    o_token = o_row // NUM_HEADS
+    p_q = q + (first_token + o_token).to(tl.int64) * q_stride_t + o_row % NUM_HEADS * q_stride_h
+    o_latent = tl.arange(0, PADDED_LATENT)
+    o_rope = tl.arange(0, PADDED_ROPE)
+    m_latent = (o_latent < LATENT)[None, :]
+    b_q_latent = tl.load(p_q[:, None] + o_latent[None, :], mask=m_latent, other=0.0)
+    b_q_rope = tl.load(p_q[:, None] + LATENT + o_rope[None, :], mask=(o_rope < ROPE)[None, :], other=0.0)
+    if WIDEN:
+        b_q_latent = b_q_latent.to(tl.float32)
+        b_q_rope = b_q_rope.to(tl.float32)
+    b_max, b_sum, b_acc = _attend(
+        b_q_latent,
+        b_q_rope,
+        tl.minimum(num_before + o_token, end_key - 1),
+        cache,
+        block_table + i_r.to(tl.int64) * table_stride,
+        num_columns,
+        num_blocks,
+        stride_b,
+        stride_n,
+        first_key,
+        end_key,
+        scale,
+        NUM_SLOTS,
+        LATENT,
+        ROPE,
+        TILE_KEYS,
+        WIDEN,
+    )
+    b_out_row = (first_token.to(tl.int64) * NUM_HEADS + o_m) * num_splits + i_s
+    m_row = o_m < num_queries * NUM_HEADS
+    if IS_SPLIT:
+        p_stats = split_stats + b_out_row * 2
+        tl.store(p_stats, b_max, mask=m_row)
+        tl.store(p_stats + 1, b_sum, mask=m_row)
+    else:
+        # A request without any key (padding of a captured batch) gets zeros.
+        b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    p_out = out + b_out_row * LATENT
+    tl.store(
+        p_out[:, None] + o_latent[None, :], b_acc.to(out.dtype.element_ty), mask=m_row[:, None] & m_latent
+    )
