@@ -31,9 +31,11 @@ def config_class(raw: dict[str, Any]) -> Any:
 def test_supported_lists_every_family() -> None:
     assert set(FAMILIES) == set(CLASSES)
     assert SUPPORTED == (
-        "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration", "GptOssForCausalLM", "LlamaForCausalLM", "MistralForCausalLM",
-        "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3NextForCausalLM",
+        "BambaForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", "FalconH1ForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM",
+        "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "LlamaForCausalLM", "Mamba2ForCausalLM",
+        "MistralForCausalLM", "NemotronHForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM", "Qwen3NextForCausalLM",
     )  # fmt: skip
 
 
