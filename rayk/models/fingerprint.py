@@ -41,17 +41,36 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
         "windows": _per_layer([layer.window for layer in config.layers]),
         "rope": _per_layer(ropes),
         "norm": json.dumps(asdict(config.norm)),
-        "attention_settings": (
-            f"qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, qk_norm {config.qk_norm}, "
-            f"scale {config.attention_scale!r}, sinks {config.sinks}, "
-            f"soft_cap {config.attention_soft_cap!r}"
+        "attention_settings": _attention(config),
+        "mixer_settings": _mixers(config),
+        # Keys, values and states of a layer are made of all that the layers below it computed.
+        "block": (
+            f"{config.block}, embedding scale {config.embedding_scale!r}, "
+            f"residual multiplier {config.residual_multiplier!r}, float32 residual {config.residual_wide}"
         ),
-        # Keys and values of a layer are made of all that the layers below it computed.
-        "block": f"{config.block}, embedding scale {config.embedding_scale!r}",
         "mlps": _per_layer([None if layer.mlp is None else asdict(layer.mlp) for layer in config.layers]),
         "vocab_size": str(config.vocab_size),
         "weights": weights_digest(Path(path)),
     }
+
+
+def _attention(config: DecoderConfig) -> str:
+    """What the model's attention layers share; none without such layers."""
+    if not any("attention" in layer.mixer.split("+") for layer in config.layers):
+        return "none"
+    return (
+        f"qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, qk_norm {config.qk_norm}, "
+        f"scale {config.attention_scale!r}, sinks {config.sinks}, "
+        f"soft_cap {config.attention_soft_cap!r}, gate {config.attention_gate}, multipliers key "
+        f"{config.key_multiplier!r}, in {config.attention_in_multiplier!r}, "
+        f"out {config.attention_out_multiplier!r}"
+    )
+
+
+def _mixers(config: DecoderConfig) -> str:
+    """What the model's latent and recurrent layers share."""
+    settings = {name: getattr(config, name) for name in ("mla", "mamba1", "mamba2", "gdn")}
+    return json.dumps({name: asdict(value) for name, value in settings.items() if value is not None})
 
 
 def _per_layer(values: list[Any]) -> str:
