@@ -1,23 +1,35 @@
-"""Where bytes lie by a layout's definition: numpy's own axis order, no stride arithmetic.
+"""What every byte of a rank's buffer means, by laying them down one after the other: no stride arithmetic.
 
-A rank's memory is numbered byte by byte, cut into axes in the layout's order, and the axes are then named
-by transposing. Beside it, `owner` says by looping what every byte is.
+`brute_bundles` says in a family's own words (heads, groups, channels) what a cache holds and who reads it;
+`brute_addresses` walks the axes in the layout's order with a cursor; `brute_owners` turns that around.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from rayk.kv.geometry import Coordinate, RankGeometry, plan_rank
-from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.geometry import Coordinate, RankGeometry, kernel_block_sizes, plan_rank
+from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
-from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
+from rayk.kv.specs import (
+    FullAttentionSpec,
+    GatedDeltaNetSpec,
+    KVCacheSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    MlaSpec,
+    SlidingWindowSpec,
+)
 
 Ints = npt.NDArray[np.int64]
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 def full(
@@ -40,27 +52,72 @@ def sliding(window: int, spec: FullAttentionSpec | None = None) -> SlidingWindow
     )
 
 
-@dataclass(frozen=True)
+def mla(block_size: int = 4, latent: int = 5, rope: int = 3, dtype: str = "float16") -> MlaSpec:
+    """A small latent cache."""
+    return MlaSpec(block_size, latent, rope, dtype, num_query_heads=12)
+
+
+def mamba1(block_size: int = 50, channels: int = 24, state: int = 2) -> Mamba1Spec:
+    """A small selective scan: three runs of 8 channels."""
+    return Mamba1Spec(block_size, "float16", conv_width=4, num_channels=channels, state_size=state)
+
+
+def mamba2(groups: int = 2, heads: int = 12, block_size: int = 50) -> Mamba2Spec:
+    """A small Mamba2: no two parts of one size, and taps that do not fill 16 bytes."""
+    return Mamba2Spec(
+        block_size, "bfloat16", conv_width=3, num_heads=heads, head_size=1, num_groups=groups, state_size=3
+    )
+
+
+def gdn(block_size: int = 50, value_heads: int = 6) -> GatedDeltaNetSpec:
+    """A small gated delta net: several value heads read one of two key heads."""
+    return GatedDeltaNetSpec(
+        block_size,
+        "float16",
+        conv_width=3,
+        num_key_heads=2,
+        key_head_size=3,
+        num_value_heads=value_heads,
+        value_head_size=2,
+    )
+
+
+def keyed(specs: Mapping[int, KVCacheSpec | tuple[KVCacheSpec, ...]]) -> dict[CacheKey, KVCacheSpec]:
+    """Layer -> what it keeps, as group_layers takes it."""
+    return {
+        (layer, spec.part): spec
+        for layer, kept in specs.items()
+        for spec in (kept if isinstance(kept, tuple) else (kept,))
+    }
+
+
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A cache to lay out; `kernel` is the kernel block size, None for the manager's."""
+    """A cache to lay out; `kernel` is attention's kernel block size, None for the manager's."""
 
     name: str
-    specs: dict[int, FullAttentionSpec]
+    specs: Mapping[int, KVCacheSpec | tuple[KVCacheSpec, ...]]
     tp_size: int
-    kernel: int | None
+    kernel: int | None = None
     num_blocks: int = 3
+    kernel_by_kind: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
-        return group_layers(self.specs)
+        return group_layers(keyed(self.specs))
 
     @property
-    def is_padded(self) -> bool:
-        """Groups of unlike pages: LHBNC cannot hold them."""
-        return len({(s.num_kv_heads, s.head_size_k + s.head_size_v) for s in self.specs.values()}) > 1
+    def is_unlike(self) -> bool:
+        """Groups of unlike heads or head bytes: LHBNC cannot hold them."""
+        shapes = {
+            tuple((b[0].num_units, sum(p.row_bytes for p in b) * brute_rows(g.spec)) for b in bundles)
+            for g in self.groups
+            for bundles in [brute_bundles(g.spec)]
+        }
+        return len(shapes) > 1
 
     def rank(self, layout: str, tp_rank: int, num_blocks: int | None = None) -> RankGeometry:
         return plan_rank(
@@ -69,8 +126,228 @@ class Case:
             tp_size=self.tp_size,
             tp_rank=tp_rank,
             num_blocks=num_blocks or self.num_blocks,
-            kernel_block_size=self.kernel,
+            kernel_block_sizes=kernel_block_sizes(self.groups, self.kernel, self.kernel_by_kind),
         )
+
+    def kernel_rows(self, group: KVCacheGroup) -> int:
+        """Rows of a kernel block."""
+        rows = brute_rows(group.spec)
+        return 1 if rows == 1 else self.kernel_by_kind.get(group.spec.kind, self.kernel) or rows
+
+
+def ident(value: object) -> str:
+    """Readable ids for pytest."""
+    return str(value)
+
+
+# --- what a cache holds ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One field: what its units hold, and who reads which."""
+
+    name: str
+    row_bytes: int
+    itemsize: int
+    num_readers: int
+    unit_of: Callable[[int], int]
+    """Reader -> the unit it reads."""
+
+    @property
+    def num_units(self) -> int:
+        """Before tensor parallelism."""
+        return len({self.unit_of(r) for r in range(self.num_readers)})
+
+    def units(self, tp_size: int, tp_rank: int) -> list[int]:
+        """What one rank needs: its equal share of the readers, each asked."""
+        found: list[int] = []
+        for reader in range(self.num_readers):
+            if reader // (self.num_readers // tp_size) == tp_rank and self.unit_of(reader) not in found:
+                found.append(self.unit_of(reader))
+        return found
+
+
+def brute_bundles(spec: KVCacheSpec) -> list[list[Piece]]:
+    """Stretches of a page, each with the fields that interleave in it."""
+    size = ITEMSIZES[spec.dtype]
+    match spec:
+        case FullAttentionSpec():
+            per_head = spec.num_query_heads // spec.num_kv_heads
+            return [
+                [
+                    Piece(name, n * size, size, spec.num_query_heads, lambda query: query // per_head)
+                    for name, n in (("k", spec.head_size_k), ("v", spec.head_size_v))
+                ]
+            ]
+        case MlaSpec():
+            return [
+                [
+                    Piece(name, n * size, size, spec.num_query_heads, lambda query: 0)
+                    for name, n in (("latent", spec.latent_size), ("rope", spec.rope_size))
+                ]
+            ]
+        case Mamba1Spec():
+            run = gcd(spec.num_channels, 16)
+            taps, state = (spec.conv_width - 1) * size, spec.state_size * 4
+            return [
+                [Piece("conv_x", run * taps, size, spec.num_channels, lambda channel: channel // run)],
+                [Piece("ssm", run * state, 4, spec.num_channels, lambda channel: channel // run)],
+            ]
+        case Mamba2Spec():
+            heads, taps = spec.num_heads, (spec.conv_width - 1) * size
+            per_group = heads // spec.num_groups
+            return [
+                [Piece("conv_x", spec.head_size * taps, size, heads, lambda head: head)],
+                [Piece("conv_b", spec.state_size * taps, size, heads, lambda head: head // per_group)],
+                [Piece("conv_c", spec.state_size * taps, size, heads, lambda head: head // per_group)],
+                [Piece("ssm", spec.head_size * spec.state_size * 4, 4, heads, lambda head: head)],
+            ]
+        case GatedDeltaNetSpec():
+            heads, taps = spec.num_value_heads, (spec.conv_width - 1) * size
+            per_key, (dk, dv) = heads // spec.num_key_heads, (spec.key_head_size, spec.value_head_size)
+            return [
+                [Piece("conv_q", dk * taps, size, heads, lambda head: head // per_key)],
+                [Piece("conv_k", dk * taps, size, heads, lambda head: head // per_key)],
+                [Piece("conv_v", dv * taps, size, heads, lambda head: head)],
+                [Piece("delta", dk * dv * 4, 4, heads, lambda head: head)],
+            ]
+    raise AssertionError(spec)
+
+
+def brute_rows(spec: KVCacheSpec) -> int:
+    """Rows of a block."""
+    return spec.block_size if spec.part == "attention" else 1
+
+
+def brute_page_bytes(spec: KVCacheSpec, tp_size: int = 1, tp_rank: int = 0) -> int:
+    """Bytes of one layer and block on a rank, without padding."""
+    return sum(
+        len(piece.units(tp_size, tp_rank)) * piece.row_bytes * brute_rows(spec)
+        for bundle in brute_bundles(spec)
+        for piece in bundle
+    )
+
+
+# --- where it lies --------------------------------------------------------------------------------
+
+
+class _Pen:
+    """Lays the bytes of one group down in a layout's order."""
+
+    def __init__(self, case: Case, group: KVCacheGroup, layout: str, tp_rank: int, num_blocks: int) -> None:
+        self.bundles = brute_bundles(group.spec)
+        self.units = [bundle[0].units(case.tp_size, tp_rank) for bundle in self.bundles]
+        kernel = case.kernel_rows(group)
+        self.ratio = brute_rows(group.spec) // kernel
+        self.sizes = {"L": group.num_positions, "B": num_blocks * self.ratio, "N": kernel}
+        first = min(layout.index("H"), layout.index("N"))
+        self.order = layout[:first] + "*" + layout[first:-1]
+        self.alignment = 16 if len(self.bundles) > 1 else self.bundles[0][0].itemsize
+        self.step: int | None = None
+        """Bytes of a kernel block; None: as they come."""
+        self.places: dict[str, Ints] = {}
+        for bundle, units in zip(self.bundles, self.units, strict=True):
+            shape = (self.sizes["L"], self.sizes["B"], len(units), kernel)
+            for piece in bundle:
+                self.places[piece.name] = np.full((*shape, piece.row_bytes), -1, dtype=np.int64)
+        self._cursor = 0
+
+    def lay(self, step: int | None) -> int:
+        """Write everything; the end of the last byte."""
+        self.step, self._cursor = step, 0
+        self._walk(self.order, {})
+        return self._cursor
+
+    def _align(self) -> None:
+        if len(self.bundles) > 1:
+            while self._cursor % 16:
+                self._cursor += 1
+
+    def _walk(self, axes: str, at: dict[str, int]) -> None:
+        if not axes:
+            for piece in self.bundles[at["*"]]:
+                index = tuple(at[a] for a in "LBHN")
+                self.places[piece.name][index] = np.arange(self._cursor, self._cursor + piece.row_bytes)
+                self._cursor += piece.row_bytes
+            return
+        for i in self._range(axes[0], at):
+            if axes[0] in "*LB":
+                self._align()
+            if axes[0] == "B" and self.step is not None and "*" in axes:
+                # Outside bundles, a block starts where its number says.
+                self._cursor = (at.get("L", 0) * self.sizes["B"] + i) * self.step
+            self._walk(axes[1:], at | {axes[0]: i})
+        if axes[0] == "*":
+            self._align()
+
+    def _range(self, axis: str, at: dict[str, int]) -> range:
+        if axis == "*":
+            return range(len(self.bundles))
+        return range(len(self.units[at["*"]]) if axis == "H" else self.sizes[axis])
+
+
+@cache
+def brute_addresses(case: Case, layout: str, tp_rank: int) -> list[dict[str, Ints]]:
+    """Per group, field -> byte addresses [L, B, U, N, bytes] on one rank (L: the real layers)."""
+    pens = [_Pen(case, g, layout, tp_rank, case.num_blocks) for g in case.groups]
+    step = None
+    if layout != "LHBNC":
+        step = _pool_step(case, layout, tp_rank)
+    for pen in pens:
+        pen.lay(None if step is None else step // pen.ratio)
+    return [
+        {name: places[: len(g.layers)] for name, places in pen.places.items()}
+        for g, pen in zip(case.groups, pens, strict=True)
+    ]
+
+
+def _pool_step(case: Case, layout: str, tp_rank: int) -> int:
+    """Bytes of a block (of a page, where layers are outermost): the fewest that hold any group's and that
+    every group can cut into whole kernel blocks."""
+    needs, cuts = [], []
+    for g in case.groups:
+        pen = _Pen(case, g, layout, tp_rank, 1)
+        pen.sizes["B"] = 1
+        if layout[0] == "L":
+            pen.sizes["L"] = 1
+        needs.append(pen.lay(None) * pen.ratio)
+        cuts.append(pen.ratio * pen.alignment)
+    return next(n for n in range(max(needs), 10**6) if all(n % cut == 0 for cut in cuts))
+
+
+def brute_coordinates(case: Case, layout: str, tp_rank: int) -> Iterator[tuple[int, Coordinate]]:
+    """(byte address, what it is), group by group."""
+    for g, places in zip(case.groups, brute_addresses(case, layout, tp_rank), strict=True):
+        kernel = case.kernel_rows(g)
+        ratio = brute_rows(g.spec) // kernel
+        units = {p.name: p.units(case.tp_size, tp_rank) for b in brute_bundles(g.spec) for p in b}
+        for name, addresses in places.items():
+            for (layer, block, slot, row, byte), address in np.ndenumerate(addresses):
+                yield (
+                    int(address),
+                    Coordinate(
+                        group=g.index,
+                        layer=g.layers[layer],
+                        field=name,
+                        unit=units[name][slot],
+                        row=(block % ratio) * kernel + row,
+                        byte=byte,
+                        block=block // ratio,
+                    ),
+                )
+
+
+@cache
+def brute_owners(case: Case, layout: str, tp_rank: int) -> dict[int, list[Coordinate]]:
+    """Byte address -> its coordinates, one per group that uses it; padding is absent."""
+    owners: dict[int, list[Coordinate]] = {}
+    for address, coordinate in brute_coordinates(case, layout, tp_rank):
+        owners.setdefault(address, []).append(coordinate)
+    return owners
+
+
+# --- what is laid out ------------------------------------------------------------------------------
 
 
 _FLOAT = full(head_k=2, head_v=1, dtype="float32")
@@ -79,117 +356,48 @@ _NARROW = full(head_k=8, head_v=8)
 _WIDE = full(head_k=16, head_v=16)
 _ODD = full(kv_heads=1)
 _HYBRID = {0: full(), 1: full(), 2: sliding(3), 3: sliding(3), 4: sliding(3)}
+_TALL = mamba2(heads=6)
 
 CASES = [
-    Case("one-group", {0: full(), 5: full()}, 1, None),
+    Case("one-group", {0: full(), 5: full()}, 1),
     Case("one-group-kernel-2", {0: full(), 5: full()}, 2, 2),
-    Case("replicated", {0: full(), 1: full()}, 4, None),
+    Case("replicated", {0: full(), 1: full()}, 4),
     Case("uneven", {0: full(), 1: full()}, 3, 2),
     Case("position-padding", _HYBRID, 2, 2),
     Case("float32", {0: _FLOAT, 1: _FLOAT}, 1, 1),
-    Case("head-sizes-8-16", {0: _NARROW, 1: _NARROW, 2: sliding(5, _WIDE), 3: sliding(5, _WIDE)}, 2, 2),
-    Case("unlike-heads", {0: _HALF, 1: sliding(5, full(kv_heads=1, dtype="float16"))}, 2, None),
+    Case("grown", {0: _NARROW, 1: _NARROW, 2: sliding(5, _WIDE), 3: sliding(5, _WIDE)}, 2, 2),
+    Case("unlike-heads", {0: _HALF, 1: sliding(5, full(kv_heads=1, dtype="float16"))}, 2),
     Case("unlike-heads-tp4", {0: full(kv_heads=4), 1: full(), 2: full(kv_heads=4), 3: full()}, 4, 2),
     # Pages of 20 and 16 bytes that must hold whole float32: 24.
     Case("unlike-dtypes", {0: _ODD, 1: full(2, 1, 1, 1, "float32")}, 1, 1),
+    Case("one-kind-in-kernel-blocks", _HYBRID, 1, None, kernel_by_kind={"sliding": 2}),
+    Case("latent", {0: mla(), 2: mla()}, 4, 2),
+    Case("channels", {0: mamba1(), 1: mamba1()}, 3),
+    Case("one-group-of-b-and-c", {0: mamba2(1), 1: mamba2(1), 2: mamba2(1)}, 4),
+    Case("two-groups-of-b-and-c", {0: mamba2(), 1: mamba2()}, 3),
+    Case("eight-groups-of-b-and-c", {0: mamba2(8, 24), 3: mamba2(8, 24)}, 6),
+    Case("delta", {0: gdn(), 1: gdn()}, 3),
+    Case("attention-and-heads", {0: _TALL, 1: full(), 2: _TALL, 3: full(), 4: _TALL}, 2, 2),
+    Case("attention-beside-heads", {0: (full(), _TALL), 1: (sliding(5), _TALL), 2: (full(), _TALL)}, 3),
+    Case("latent-and-channels", {0: mla(), 1: mamba1(channels=48), 2: mamba1(channels=48)}, 3),
+    Case("windows-and-delta", {0: full(), 1: sliding(5), 2: gdn(), 3: gdn()}, 2, 4),
+    Case(
+        "everything",
+        {0: full(), 1: sliding(5), 2: mla(), 3: mamba1(50, 32, 1), 4: mamba2(2, 4), 5: gdn()},
+        2,
+        2,
+        num_blocks=2,
+        kernel_by_kind={"mla": 1},
+    ),
 ]
 
 RANK_CASES = [
     (case, layout, rank)
     for case in CASES
     for layout in LAYOUTS
-    if not (case.is_padded and layout == "LHBNC")
+    if not (case.is_unlike and layout == "LHBNC")
     for rank in range(case.tp_size)
 ]
 
-
-def ident(value: object) -> str:
-    """Readable ids for pytest."""
-    return str(value)
-
-
-def brute_units(spec: FullAttentionSpec, tp_size: int, tp_rank: int) -> list[int]:
-    """KV heads of the query heads that are dealt to this rank, by asking every query head."""
-    mine = []
-    for query in range(spec.num_query_heads):
-        if query // (spec.num_query_heads // tp_size) == tp_rank:
-            head = query // (spec.num_query_heads // spec.num_kv_heads)
-            if head not in mine:
-                mine.append(head)
-    return mine
-
-
-def content_bytes(spec: FullAttentionSpec) -> int:
-    """Bytes of K and V of one token and head."""
-    return (spec.head_size_k + spec.head_size_v) * np.dtype(spec.dtype).itemsize
-
-
-def brute_addresses(case: Case, layout: str, tp_rank: int) -> list[Ints]:
-    """Per group, the byte addresses [L, B, H, N, C] of everything one rank holds (L: the real layers)."""
-    shapes = []
-    for g in case.groups:
-        kernel = case.kernel or g.spec.block_size
-        units = brute_units(_spec(g), case.tp_size, tp_rank)
-        axes = {
-            "L": g.num_positions,
-            "B": case.num_blocks * g.spec.block_size // kernel,
-            "H": len(units),
-            "N": kernel,
-            "C": content_bytes(_spec(g)),
-        }
-        shapes.append(axes)
-    page = _padded_page(case, shapes)
-    return [
-        _numbered(layout, axes, page, case.num_blocks)[: len(g.layers)]
-        for g, axes in zip(case.groups, shapes, strict=True)
-    ]
-
-
-def _padded_page(case: Case, shapes: Sequence[dict[str, int]]) -> int:
-    """The smallest page that holds any group's and that all of them can cut into whole kernel blocks."""
-    ratios = [s["B"] // case.num_blocks for s in shapes]
-    sizes = [r * s["H"] * s["N"] * s["C"] for r, s in zip(ratios, shapes, strict=True)]
-    steps = [r * np.dtype(_spec(g).dtype).itemsize for r, g in zip(ratios, case.groups, strict=True)]
-    return next(n for n in range(max(sizes), 10**6) if all(n % step == 0 for step in steps))
-
-
-def _numbered(layout: str, axes: dict[str, int], page: int, num_blocks: int) -> Ints:
-    """Byte numbers [L, B, H, N, C]; padding, if any, ends each kernel block."""
-    ratio = axes["B"] // num_blocks
-    memory = np.arange(page * axes["L"] * num_blocks)
-    if layout.startswith("B"):
-        used = axes["L"] * axes["H"] * axes["N"] * axes["C"]
-        memory = memory.reshape(axes["B"], -1)[:, :used]
-    elif layout.startswith("LB"):
-        used = axes["H"] * axes["N"] * axes["C"]
-        memory = memory.reshape(axes["L"], axes["B"], page // ratio)[:, :, :used]
-    memory = memory.reshape([axes[a] for a in layout])
-    return memory.transpose([layout.index(a) for a in "LBHNC"])
-
-
-def brute_owners(case: Case, layout: str, tp_rank: int) -> dict[int, list[Coordinate]]:
-    """Byte address -> its coordinates, one per group that uses it; padding is absent."""
-    owners: dict[int, list[Coordinate]] = {}
-    for g, addresses in zip(case.groups, brute_addresses(case, layout, tp_rank), strict=True):
-        spec = _spec(g)
-        units = brute_units(spec, case.tp_size, tp_rank)
-        kernel = addresses.shape[3]
-        ratio = spec.block_size // kernel
-        k_bytes = spec.head_size_k * np.dtype(spec.dtype).itemsize
-        for (layer, block, head, slot, byte), address in np.ndenumerate(addresses):
-            coordinate = Coordinate(
-                group=g.index,
-                layer=g.layers[layer],
-                field="k" if byte < k_bytes else "v",
-                unit=units[head],
-                row=(block % ratio) * kernel + slot,
-                byte=byte if byte < k_bytes else byte - k_bytes,
-                block=block // ratio,
-            )
-            owners.setdefault(int(address), []).append(coordinate)
-    return owners
-
-
-def _spec(group: KVCacheGroup) -> FullAttentionSpec:
-    assert isinstance(group.spec, FullAttentionSpec)
-    return group.spec
+END_CASES = [(case, layout, rank) for case, layout, rank in RANK_CASES if rank in (0, case.tp_size // 2)]
+"""A few ranks of each, for what takes long."""

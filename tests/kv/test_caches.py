@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rayk.kv.caches import TORCH_DTYPES, BlockReference, CanonicalKVCaches, allocate
+from rayk.kv.caches import TORCH_DTYPES, BlockReference, CacheView, CanonicalKVCaches, FieldView, allocate
 from rayk.kv.fields import ITEMSIZE
 from rayk.kv.geometry import plan_rank
-from rayk.kv.groups import group_layers
+from rayk.kv.groups import CacheKey, group_layers
 from rayk.kv.layout import LAYOUTS
-from tests.kv.brute import RANK_CASES, Case, brute_addresses, full, ident, sliding
+from tests.kv.brute import (
+    END_CASES,
+    RANK_CASES,
+    Case,
+    brute_addresses,
+    brute_bundles,
+    full,
+    ident,
+    keyed,
+    mamba2,
+    sliding,
+)
 
 CPU = torch.device("cpu")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -22,30 +35,70 @@ def make(case: Case, layout: str, tp_rank: int, fill: int | None = 0x5A) -> Cano
     return allocate(case.rank(layout, tp_rank), CPU, fill)
 
 
+def fields_of(caches: CanonicalKVCaches, key: CacheKey) -> dict[str, Tensor]:
+    """Field -> its view [B, U, N, elements]: bundles of states hold one field each, attention's several."""
+    view = caches.view(*key)
+    (group,) = [g for g in caches.geometry.groups if key in g.group.keys]
+    assert isinstance(view, Tensor) == (key[1] == "attention")
+    bundles = {"kv": view} if isinstance(view, Tensor) else dict(view)
+    found = {}
+    for pieces, (name, bundle) in zip(brute_bundles(group.group.spec), bundles.items(), strict=True):
+        assert name in ("kv", pieces[0].name)
+        sizes = [piece.row_bytes // piece.itemsize for piece in pieces]
+        found |= dict(zip((p.name for p in pieces), bundle.split(sizes, dim=-1), strict=True))
+    return found
+
+
 @pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_views_lie_where_the_layout_puts_them(case: Case, layout: str, tp_rank: int):
     """A number per element of the buffer, seen through the view, is the element's number by definition."""
     caches = make(case, layout, tp_rank)
-    for group, addresses in zip(caches.geometry.groups, brute_addresses(case, layout, tp_rank), strict=True):
-        for layer, expected in zip(group.group.layers, addresses, strict=True):
-            view = caches.view(layer)
-            size = view.element_size()
-            assert view.dtype == getattr(torch, group.group.spec.dtype)
-            assert view.stride(-1) == 1
-            assert view.untyped_storage().data_ptr() == caches.buffer.untyped_storage().data_ptr()
-            numbers = torch.arange(caches.geometry.pages_bytes // size)
-            seen = torch.as_strided(numbers, view.shape, view.stride(), view.storage_offset())
-            np.testing.assert_array_equal(seen.numpy() * size, expected[..., ::size])
+    for group, places in zip(caches.geometry.groups, brute_addresses(case, layout, tp_rank), strict=True):
+        dtypes = {f.field.name: f.field.dtype for f in group.fields}
+        for position, key in enumerate(group.group.keys):
+            fields = fields_of(caches, key)
+            assert list(fields) == list(places)
+            for name, view in fields.items():
+                size = view.element_size()
+                assert view.dtype == getattr(torch, dtypes[name])
+                assert view.stride(-1) == 1
+                assert view.untyped_storage().data_ptr() == caches.buffer.untyped_storage().data_ptr()
+                numbers = torch.arange(caches.geometry.pages_bytes // size)
+                seen = torch.as_strided(numbers, view.shape, view.stride(), view.storage_offset())
+                np.testing.assert_array_equal(seen.numpy() * size, places[name][position][..., ::size])
 
 
 @pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_writing_through_a_view_writes_those_bytes_and_no_others(case: Case, layout: str, tp_rank: int):
-    for group, addresses in zip(case.groups, brute_addresses(case, layout, tp_rank), strict=True):
+    for group, places in zip(case.groups, brute_addresses(case, layout, tp_rank), strict=True):
         caches = make(case, layout, tp_rank)
-        view = caches.view(group.layers[-1])
-        view.view(INTEGERS[view.element_size()])[1] = -1
+        for view in fields_of(caches, group.keys[-1]).values():
+            view.view(INTEGERS[view.element_size()])[1] = -1
         changed = np.flatnonzero(caches.buffer.numpy()[: caches.geometry.pages_bytes] != 0x5A)
-        np.testing.assert_array_equal(changed, np.sort(addresses[-1, 1].reshape(-1)))
+        written = np.concatenate([addresses[-1, 1].reshape(-1) for addresses in places.values()])
+        np.testing.assert_array_equal(changed, np.sort(written))
+
+
+@pytest.mark.parametrize(("case", "layout", "tp_rank"), END_CASES, ids=ident)
+def test_what_kernels_write_is_found_where_the_geometry_says(case: Case, layout: str, tp_rank: int):
+    """Each byte of a field, written through the bound view, is its coordinate's own number; read back from
+    the buffer at geometry's address. Groups share bytes, so each has the buffer to itself."""
+    for group in case.rank(layout, tp_rank).groups:
+        caches = make(case, layout, tp_rank)
+        expected: dict[int, int] = {}
+        for position, key in enumerate(group.group.keys):
+            for number, (name, view) in enumerate(fields_of(caches, key).items()):
+                field = group.field(name)
+                for index in np.ndindex(*view.shape[:3]):
+                    size = field.field.row_bytes
+                    text = f"{key} {number} {index[0]} {field.units[index[1]]} {index[2]}".encode()
+                    content = np.frombuffer(hashlib.shake_128(text).digest(size), dtype=np.uint8)
+                    view[index].view(torch.uint8).copy_(torch.from_numpy(content.copy()))
+                    start = field.address(position, *index)
+                    expected |= dict(zip(range(start, start + size), content.tolist(), strict=True))
+        at = np.array(list(expected))
+        held = caches.buffer.view(torch.uint8).numpy()
+        np.testing.assert_array_equal(held[at], np.array(list(expected.values()), dtype=np.uint8))
 
 
 @pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
@@ -66,7 +119,9 @@ def test_tensors_cover_all_pages_once_and_references_hold_their_blocks(case: Cas
         ratio = group.kernel_blocks_per_block
         for block in range(geometry.num_blocks):
             held = [numbers[r.tensor][block, r.offset : r.offset + r.num_bytes] for r in references]
-            mine = addresses[:, block * ratio : (block + 1) * ratio].reshape(-1)
+            mine = np.concatenate(
+                [a[:, block * ratio : (block + 1) * ratio].reshape(-1) for a in addresses.values()]
+            )
             assert set(mine.tolist()) <= set(np.concatenate(held).tolist())
             # None is there for nothing: each holds bytes of the block.
             assert all(np.isin(h, mine).any() for h in held)
@@ -94,13 +149,13 @@ def test_hybrid_canonical_allocation():
     """FIXTURES: one int8 tensor (10, 4096); full.0 and sw.0 share an address; three references of 4096."""
     spec = full(block_size=16, kv_heads=4, head_k=8, head_v=8, dtype="float16", query_heads=4)
     window = sliding(64, spec)
-    groups = group_layers({0: spec, 1: window, 2: window, 3: spec, 4: window, 5: window})
+    groups = group_layers(keyed({0: spec, 1: window, 2: window, 3: spec, 4: window, 5: window}))
     rank = plan_rank(groups, LAYOUTS["BLHNC"], tp_size=1, tp_rank=0, num_blocks=10)
     caches = allocate(rank, CPU)
     (tensor,) = caches.tensors
     assert (tensor.shape, tensor.dtype) == ((10, 4096), torch.int8)
-    assert caches.view(0).data_ptr() == caches.view(1).data_ptr() == caches.view(2).data_ptr()
-    assert caches.view(3).data_ptr() == caches.view(0).data_ptr() + 2048
+    at = [fields_of(caches, (layer, "attention"))["k"].data_ptr() for layer in range(4)]
+    assert at[0] == at[1] == at[2] == at[3] - 2048
     assert caches.references == ((BlockReference(0, 0, 4096),),) * 3
 
 
@@ -131,44 +186,95 @@ def test_fill_poisons_pages_only():
 
 def test_poison_is_nan_where_floats_are_kept():
     case = Case("nan", {0: full(dtype="float32")}, 1, None)
-    assert torch.all(torch.isnan(make(case, "BHLNC", 0, -1).view(0)))
+    assert torch.all(torch.isnan(fields_of(make(case, "BHLNC", 0, -1), (0, "attention"))["k"]))
 
 
-class Layer:
-    kv_cache: Tensor | None = None
+class Owner:
+    """What a layer does with its cache: keeps it, forgets it, writes to it."""
 
-    def bind_kv_cache(self, view: Tensor) -> None:
-        self.kv_cache = view
+    bound: CacheView | None = None
+
+    def bind_kv_cache(self, view: CacheView) -> None:
+        self.bound = view
+
+    def unbind_kv_cache(self) -> None:
+        self.bound = None
+
+    def field_views(self) -> tuple[FieldView, ...]:
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        assert self.bound is not None
+        return [self.bound] if isinstance(self.bound, Tensor) else list(self.bound.values())
 
 
-def test_bind_gives_every_layer_its_view():
-    case = Case("bind", {0: full(), 3: sliding(3), 5: full()}, 1, None)
-    caches = make(case, "BLNHC", 0)
-    layers = {i: Layer() for i in case.specs}
-    caches.bind(layers)
-    for index, layer in layers.items():
-        assert layer.kv_cache is not None
-        expected = caches.view(index)
-        assert layer.kv_cache.data_ptr() == expected.data_ptr()
-        assert (layer.kv_cache.shape, layer.kv_cache.stride()) == (expected.shape, expected.stride())
+BOUND = Case("bind", {0: full(), 3: (sliding(3), mamba2()), 5: full(), 6: mamba2()}, 1)
 
 
-@pytest.mark.parametrize("wrong", [{0, 3}, {0, 3, 5, 6}, set(), {0, 3, 6}], ids=str)
-def test_bind_refuses_other_layers_and_binds_none(wrong: set[int]):
-    caches = make(Case("bind", {0: full(), 3: sliding(3), 5: full()}, 1, None), "BLNHC", 0)
-    layers = {i: Layer() for i in wrong}
+@pytest.mark.parametrize("layout", ["BLNHC", "LBHNC"])
+def test_bind_gives_every_owner_its_view(layout: str):
+    caches = make(BOUND, layout, 0)
+    owners = {key: Owner() for key in keyed(BOUND.specs)}
+    caches.bind(owners)
+    for key, owner in owners.items():
+        expected = caches.view(*key)
+        views = [expected] if isinstance(expected, Tensor) else list(expected.values())
+        assert len(views) == (1 if key[1] == "attention" else 4)
+        for bound, view in zip(owner.tensors, views, strict=True):
+            assert bound.data_ptr() == view.data_ptr()
+            assert (bound.shape, bound.stride(), bound.dtype) == (view.shape, view.stride(), view.dtype)
+
+
+def test_unbound_free_and_bound_again():
+    """After unbind nothing holds the buffer; a new allocation, of another size, takes the owners over."""
+    owners = {key: Owner() for key in keyed(BOUND.specs)}
+    caches = make(BOUND, "BHLNC", 0)
+    caches.bind(owners)
+    storage = caches.buffer.untyped_storage()
+    caches.unbind(owners)
+    assert all(owner.bound is None for owner in owners.values())
+    del caches
+    assert torch._C._storage_Use_Count(storage._cdata) == 1, "somebody else still holds the old buffer"
+    again = allocate(BOUND.rank("BLHNC", 0, num_blocks=7), CPU, 0x5A)
+    again.bind(owners)
+    for owner in owners.values():
+        for view in owner.tensors:
+            assert view.shape[0] % 7 == 0
+            assert view.untyped_storage().data_ptr() == again.buffer.data_ptr()
+            view.view(INTEGERS[view.element_size()])[-1] = 0
+    last = again.buffer[again.geometry.block_bytes * 6 : again.geometry.pages_bytes]
+    assert torch.any(last == 0)
+    assert torch.all(again.buffer[: again.geometry.block_bytes * 6] == 0x5A)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {(0, "attention"), (3, "attention")},
+        {(0, "attention"), (3, "attention"), (3, "state"), (5, "attention"), (6, "attention")},
+        set(),
+        {*keyed(BOUND.specs), (7, "state")},
+    ],
+    ids=str,
+)
+def test_bind_refuses_other_owners_and_binds_none(wrong: set[CacheKey]):
+    caches = make(BOUND, "BLNHC", 0)
+    owners = {key: Owner() for key in wrong}
     with pytest.raises(AssertionError, match="do not match the cache"):
-        caches.bind(layers)
-    assert all(layer.kv_cache is None for layer in layers.values())
+        caches.bind(owners)
+    assert all(owner.bound is None for owner in owners.values())
 
 
-def test_a_layer_without_kv_has_no_view():
-    with pytest.raises(KeyError, match="layer 9 keeps no KV"):
-        make(Case("one", {0: full()}, 1, None), "BHLNC", 0).view(9)
+@pytest.mark.parametrize("key", [(9, "attention"), (0, "state"), (6, "attention")], ids=str)
+def test_what_is_not_kept_has_no_view(key: CacheKey):
+    with pytest.raises(KeyError, match=f"layer {key[0]} keeps no {key[1]}"):
+        make(BOUND, "BHLNC", 0).view(*key)
 
 
 def test_every_dtype_of_a_spec_has_a_torch_dtype():
     assert {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()} == ITEMSIZE
     for name in TORCH_DTYPES:
-        view = make(Case(name, {0: full(dtype=name)}, 1, None), "LBNHC", 0).view(0)
+        view = make(Case(name, {0: full(dtype=name)}, 1), "LBNHC", 0).view(0)
+        assert isinstance(view, Tensor)
         assert (view.dtype, view.shape) == (TORCH_DTYPES[name], (3, 2, 4, 5))

@@ -8,28 +8,34 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rayk.kv.block_pool import NULL_BLOCK
-from rayk.kv.groups import group_layers
+from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
-from tests.kv.brute import full, sliding
+from tests.kv.brute import full, mamba2, sliding
 
 BLOCK = 4
 WINDOW = 6
-NUM_BLOCKS = 24
-GROUPS = group_layers(
-    {0: full(BLOCK), 1: full(BLOCK), 2: sliding(WINDOW), 3: sliding(WINDOW), 4: sliding(WINDOW)}
-)
-WINDOWS = [None, WINDOW, WINDOW]
+NUM_BLOCKS = 32
+SPECS = (full(BLOCK), sliding(WINDOW), sliding(WINDOW), mamba2(block_size=3), mamba2(block_size=1000))
+GROUPS = tuple(KVCacheGroup(i, spec, (i,), 1) for i, spec in enumerate(SPECS))
+BLOCKS = (BLOCK, BLOCK, BLOCK, 3, 1000)
+WINDOWS = (None, WINDOW, WINDOW, 2, 2)
+"""Of a state only the last token's row is read: as if tokens saw themselves and the one before."""
 Tables = list[list[int]]
 
 
-def num_dead_blocks(window: int | None, num_computed: int) -> int:
+def num_dead_blocks(window: int | None, num_computed: int, block_size: int = BLOCK) -> int:
     """Leading blocks of which no token at position >= num_computed sees anything."""
     dead = 0
     while window is not None and all(
-        row <= num_computed - window for row in range(dead * BLOCK, (dead + 1) * BLOCK)
+        row <= num_computed - window for row in range(dead * block_size, (dead + 1) * block_size)
     ):
         dead += 1
     return dead
+
+
+def num_dead(num_computed: int) -> list[int]:
+    """The same for each group."""
+    return [num_dead_blocks(w, num_computed, b) for w, b in zip(WINDOWS, BLOCKS, strict=True)]
 
 
 class ManagerWalk(RuleBasedStateMachine):
@@ -54,7 +60,7 @@ class ManagerWalk(RuleBasedStateMachine):
     def extend(self, request: str, more: int) -> None:
         tables = self.tables.get(request, [[] for _ in GROUPS])
         total = self.num_tokens.get(request, 0) + more
-        missing = [-(-total // BLOCK) - len(table) for table in tables]
+        missing = [-(-total // b) - len(table) for b, table in zip(BLOCKS, tables, strict=True)]
         free = NUM_BLOCKS - 1 - self.num_held
         updates = self.manager.extend(request, total)
         if sum(missing) > free:
@@ -72,16 +78,16 @@ class ManagerWalk(RuleBasedStateMachine):
     def reserve_live(self, request: str, num_tokens: int) -> None:
         if request in self.tables:
             return
-        length = -(-num_tokens // BLOCK)
-        dead = [num_dead_blocks(window, num_tokens) for window in WINDOWS]
+        lengths = [-(-num_tokens // b) for b in BLOCKS]
+        dead = num_dead(num_tokens)
         free = NUM_BLOCKS - 1 - self.num_held
         updates = self.manager.reserve_live(request, num_tokens)
-        if sum(length - d for d in dead) > free:
+        if sum(lengths) - sum(dead) > free:
             assert updates is None
             return
         assert updates is not None
-        assert [start for start, _ in updates] == [0, 0, 0]
-        for (_, ids), count in zip(updates, dead, strict=True):
+        assert [start for start, _ in updates] == [0] * len(GROUPS)
+        for (_, ids), count, length in zip(updates, dead, lengths, strict=True):
             assert len(ids) == length
             assert [block == NULL_BLOCK for block in ids] == [i < count for i in range(length)]
         self.tables[request] = [list(ids) for _, ids in updates]
@@ -93,8 +99,8 @@ class ManagerWalk(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(sorted(self.tables)))
         num_computed = data.draw(st.integers(0, self.num_tokens[request]))
         self.manager.trim(request, num_computed)
-        for table, window in zip(self.tables[request], WINDOWS, strict=True):
-            count = min(num_dead_blocks(window, num_computed), len(table))
+        for table, dead in zip(self.tables[request], num_dead(num_computed), strict=True):
+            count = min(dead, len(table))
             table[:count] = [NULL_BLOCK] * count
 
     @rule(request=requests)
@@ -151,6 +157,8 @@ def test_the_model_of_dead_blocks():
     """Window 6, block 4: with 9 computed the next token sees 4..9, so block 0 (rows 0..3) is dead."""
     assert [num_dead_blocks(WINDOW, n) for n in (0, 8, 9, 12, 13)] == [0, 0, 1, 1, 2]
     assert num_dead_blocks(None, 100) == 0
+    # With 10 tokens in blocks of 3, the state after the last lies in block 3.
+    assert [num_dead_blocks(2, n, 3) for n in (0, 1, 3, 4, 9, 10)] == [0, 0, 0, 1, 2, 3]
 
 
 def test_a_growing_table_stays_consecutive():
@@ -164,7 +172,7 @@ def test_a_growing_table_stays_consecutive():
 
 def test_short_of_blocks_changes_nothing():
     """One block too few in the last group: the first groups must not have taken theirs."""
-    manager = KVCacheManager(GROUPS, 9)
+    manager = KVCacheManager(GROUPS[:3], 9)
     assert manager.extend("a", 5) is not None
     before = manager.block_tables("a")
     assert manager.extend("a", 9) is None

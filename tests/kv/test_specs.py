@@ -5,10 +5,91 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayk.kv.fields import ITEMSIZE, PageField
-from rayk.kv.specs import max_live_blocks, page_bytes
+from rayk.kv.fields import FIELD_IDS, ITEMSIZE, PageField
+from rayk.kv.specs import (
+    GatedDeltaNetSpec,
+    KVCacheSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    max_live_blocks,
+    page_bytes,
+    rows_per_block,
+    with_block_size,
+)
 from rayk.types.errors import Unsupported
-from tests.kv.brute import brute_units, full, sliding
+from tests.kv.brute import (
+    ITEMSIZES,
+    brute_bundles,
+    brute_page_bytes,
+    brute_rows,
+    full,
+    gdn,
+    ident,
+    mamba1,
+    mamba2,
+    mla,
+    sliding,
+)
+
+SPECS = [
+    full(),
+    full(kv_heads=4, dtype="bfloat16"),
+    sliding(9),
+    mla(),
+    mamba1(),
+    mamba1(channels=96, state=5),
+    *(mamba2(groups, 24) for groups in (1, 2, 8)),
+    gdn(),
+    gdn(value_heads=24),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=ident)
+def test_fields_are_what_each_family_keeps(spec: KVCacheSpec):
+    """Names, sizes and readers against heads, groups and channels counted one by one."""
+    pieces = [piece for bundle in brute_bundles(spec) for piece in bundle]
+    fields = spec.fields()
+    assert [f.name for f in fields] == [p.name for p in pieces]
+    for f, p in zip(fields, pieces, strict=True):
+        assert (f.units, f.rows, f.row_bytes) == (p.num_units, brute_rows(spec), p.row_bytes), f.name
+        assert ITEMSIZE[f.dtype] == p.itemsize
+        for tp_size in (1, 2, 3, 4, 6, 8, 12):
+            if f.readers % tp_size == p.num_readers % tp_size == 0:
+                for tp_rank in range(tp_size):
+                    assert list(f.shard(tp_size, tp_rank)) == p.units(tp_size, tp_rank), (f.name, tp_size)
+    bundles = [len(bundle) for bundle in brute_bundles(spec)]
+    assert [
+        sum(f.bundle == name for f in fields) for name in dict.fromkeys(f.bundle for f in fields)
+    ] == bundles
+    assert page_bytes(spec) == brute_page_bytes(spec)
+    assert rows_per_block(spec) == brute_rows(spec)
+
+
+def test_every_field_has_a_number_of_its_own():
+    names = {f.name for spec in SPECS for f in spec.fields()}
+    assert names == set(FIELD_IDS)
+    assert sorted(FIELD_IDS.values()) == list(range(len(FIELD_IDS)))
+
+
+def test_published_sizes_of_states():
+    """FAMILIES section 7, in elements: Mamba2 heads * hd * N (float32) plus (I + 2 G N)(width - 1); Mamba1
+    inner * N plus inner * (width - 1); GDN Hv * dk * dv plus (2 Hk dk + Hv dv)(width - 1)."""
+    heads, size, groups, n, width = 128, 64, 8, 128, 4
+    spec: KVCacheSpec = Mamba2Spec(99, "bfloat16", width, heads, size, groups, n)
+    assert page_bytes(spec) == 4 * heads * size * n + 2 * (heads * size + 2 * groups * n) * (width - 1)
+    spec = Mamba1Spec(99, "bfloat16", width, num_channels=8192, state_size=16)
+    assert page_bytes(spec) == 4 * 8192 * 16 + 2 * 8192 * (width - 1)
+    spec = GatedDeltaNetSpec(99, "bfloat16", width, 16, 128, 32, 128)
+    assert page_bytes(spec) == 4 * 32 * 128 * 128 + 2 * (2 * 16 * 128 + 32 * 128) * (width - 1)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=ident)
+def test_block_sizes_can_be_changed_and_nothing_else(spec: KVCacheSpec):
+    changed = with_block_size(spec, 24)
+    assert (changed.block_size, type(changed)) == (24, type(spec))
+    assert with_block_size(changed, spec.block_size) == spec
+    per_block = 24 / spec.block_size if spec.part == "attention" else 1
+    assert page_bytes(changed) == page_bytes(spec) * per_block
 
 
 def test_fields_in_global_units():
@@ -28,6 +109,7 @@ def test_itemsizes_are_torch_ones():
     torch = pytest.importorskip("torch")
     assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
     assert ITEMSIZE["float16"] == np.dtype("float16").itemsize
+    assert ITEMSIZE == ITEMSIZES
 
 
 def test_specs_of_unlike_kinds_are_unlike():
@@ -39,14 +121,23 @@ def test_specs_of_unlike_kinds_are_unlike():
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 12])
 def test_shard_of_a_field(kv_heads: int, tp_size: int):
     spec = full(kv_heads=kv_heads)
+    pieces = brute_bundles(spec)[0]
     for tp_rank in range(tp_size):
-        for field in spec.fields():
-            assert list(field.shard(tp_size, tp_rank)) == brute_units(spec, tp_size, tp_rank)
+        for field, piece in zip(spec.fields(), pieces, strict=True):
+            assert list(field.shard(tp_size, tp_rank)) == piece.units(tp_size, tp_rank)
 
 
 def test_shard_refuses_what_the_model_cannot_run():
-    with pytest.raises(Unsupported):
-        full(query_heads=12).fields()[0].shard(8, 0)
+    for spec, what in (
+        (full(query_heads=12), "12 query heads"),
+        (mla(), "12 query heads"),
+        (mamba1(), "3 runs of 8 channels"),
+        (mamba2(), "12 Mamba heads"),
+        (gdn(), "6 value heads"),
+    ):
+        for field in spec.fields():
+            with pytest.raises(Unsupported, match=f"TP 8 does not divide the model's {what}"):
+                field.shard(8, 0)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 16, 17, 50])
@@ -58,6 +149,11 @@ def test_live_rows_are_what_a_later_token_sees(window: int):
         ]
         assert list(sliding(window).live_rows(num_tokens)) == seen
         assert list(full().live_rows(num_tokens)) == list(range(num_tokens))
+
+
+def test_only_the_last_state_lives():
+    for spec in (mamba1(), mamba2(), gdn()):
+        assert [list(spec.live_rows(n)) for n in (0, 1, 2, 9)] == [[], [0], [1], [8]]
 
 
 @pytest.mark.parametrize(("window", "blocks"), [(2048, 129), (512, 33)])
