@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from rayk.actors import planted
 from rayk.actors import worker as worker_module
 from rayk.attention.metadata import CommonAttentionMetadata
-from rayk.engine.graphs import DecodeGraphs, Replay, graph_sizes
+from rayk.engine.graphs import DecodeGraphs, Replay, _StateBuffers, graph_sizes
 from rayk.engine.inputs import ModelInputs
 from rayk.engine.rank import EngineRank
+from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.oracle.checkpoint import read_marker
 from rayk.parallel.local import LocalComm
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
@@ -88,6 +90,35 @@ def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None
     assert last["maxima"] == (1, 64), "what is captured holds for every length"
 
 
+def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
+    seen: list[Segments] = []
+    graphs = DecodeGraphs(
+        lambda ids, positions, groups: (seen.append(groups[0]), ids[:, None].float())[1],
+        Again(),
+        table_widths=(None, 4),
+        max_seqs=4,
+        max_positions=64,
+        device=torch.device("cpu"),
+    )
+    for reads, writes in (([5, -1, 7, 9], [5, 6, 8, 9]), ([3, 4, 9], [3, 5, 9])):
+        step = _decode(list(range(len(reads))), [4] * len(reads), widths=(4,))
+        segments = Segments.from_host(
+            query_lens=[1] * len(reads),
+            read_slots=reads,
+            ends=[[1]] * len(reads),
+            write_slots=[[slot] for slot in writes],
+        )
+        inputs = dataclasses.replace(step, metadata=(segments, *step.metadata))
+        assert graphs.fits(inputs)
+        assert len(graphs.replay(inputs)) == len(reads)
+        padding = [NO_SLOT] * (4 - len(reads))
+        assert seen[-1].read_slots.tolist() == reads + padding
+        assert seen[-1].write_slots.tolist() == writes + padding
+        assert seen[-1].query_start_loc.tolist() == seen[-1].segment_start_loc.tolist() == [0, 1, 2, 3, 4]
+        assert seen[-1].segment_ends.tolist() == [1, 2, 3, 4]
+        assert seen[-1].is_single_step
+
+
 def test_only_whole_decode_steps_fit() -> None:
     graphs = DecodeGraphs(
         lambda ids, *_: ids[:, None].float(),
@@ -142,6 +173,56 @@ def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, r
     outputs = run_greedy(rank, prompts, lengths)
     assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
     assert recorder.num_replays == 23, "every step but the prefill"
+
+
+class LiveSegments(Segments):
+    """Segments whose slots on the host are those of the tensors now: kernels on a CPU go by the host's, where
+    those on a GPU go by the tensors, and a recorded step changes only these."""
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if name not in ("read_slots_cpu", "write_slots_cpu"):
+                object.__setattr__(self, name, value)
+
+    @property
+    def read_slots_cpu(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.read_slots.tolist())
+
+    @property
+    def write_slots_cpu(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.write_slots.tolist())
+
+
+@pytest.mark.parametrize("state_block_size", [None, 3])
+@pytest.mark.parametrize("family", ["mamba2", "jamba", "qwen3_next"])
+def test_recorded_steps_of_models_with_states(
+    checkpoint: Callable[..., Path],
+    reference: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    state_block_size: int | None,
+) -> None:
+    """mamba2 has no attention. Blocks of 3 tokens: every third step writes another slot than it read."""
+    recorded = _StateBuffers.metadata
+    monkeypatch.setattr(
+        _StateBuffers, "metadata", lambda buffers, size: LiveSegments(**vars(recorded(buffers, size)))
+    )
+    path = checkpoint(family)
+    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]][:2]
+    expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]
+    recorder = Again()
+    config = EngineConfig(
+        model=str(path),
+        attention_backend="reference",
+        num_blocks=160,
+        max_seqs=3,
+        layout="BHLNC",
+        state_block_size=state_block_size,
+    )
+    rank = EngineRank(config, LocalComm(), poison=-1, recorder=recorder)
+    outputs = run_greedy(rank, prompts, [12, 7])
+    assert outputs == [list(expected[0][:12]), list(expected[1][:7])]
+    assert recorder.num_replays == 11, "every step but the prefill"
 
 
 @pytest.mark.parametrize("point", ["rope", "store_kv"])
