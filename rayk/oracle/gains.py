@@ -70,7 +70,7 @@ class Gains:
             value_share=num_kv / (num_q + 2 * num_kv),
             step_rows=_mamba2_heads(config),
             # Without a norm before it the size of the states sets that of the branch.
-            mixer_gain=1.0 if kind == "jamba" else 3.0 if getattr(config, "mamba_rms_norm", True) else 0.4,
+            mixer_gain=0.8 if kind == "jamba" else 3.0 if getattr(config, "mamba_rms_norm", True) else 0.2,
             latent=hasattr(config, "kv_lora_rank"),
         )
 
@@ -146,12 +146,12 @@ def _mamba2_heads(config: Any) -> int:
 def _recurrence(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
     """What decides how a state forgets; None for any other parameter.
 
-    With time steps of 0.1 to 1 and decay rates of 0.05 to 2 it keeps between a seventh and 0.995 of itself
+    With time steps of 0.1 to 1 and decay rates of 0.01 to 2 it keeps between a seventh and 0.999 of itself
     per token. No step comes near 0.001, to which transformers clamps nemotron_h's in prefill only.
     """
     uniform = (name.endswith("A_log"), name.endswith(("dt_bias", "dt_proj.bias")))
     if any(uniform):
-        low, high = (-3.0, 0.7) if uniform[0] else (-2.2, 0.5)
+        low, high = (-4.5, 0.7) if uniform[0] else (-2.2, 0.5)
         return low + (high - low) * torch.rand(shape, generator=generator)
     if name.rsplit(".", 1)[-1] == "D":
         return 0.7 * torch.randn(shape, generator=generator)

@@ -72,6 +72,7 @@ def load(path: Path, settings: Mapping[str, Any] | None = None) -> Any:
         for key in outer:
             inside = inside[key]
         inside[last] = value
+    values.pop("time_step_limit", None)  # its infinity is stored in a form that only from_pretrained reads
     config = AutoConfig.for_model(**values)
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(path, config=config, **implementations).eval()
