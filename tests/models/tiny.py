@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import transformers
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from rayk.attention import CommonAttentionMetadata, get_backend
 from rayk.kernels.segments import NO_SLOT, Segments
@@ -354,13 +355,26 @@ def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     return logits
 
 
-@contextmanager
+class _WideTorch:
+    """torch, but float32 means float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
 def wide_scans(model: Any) -> Iterator[None]:
     """A model in float64 that would scan its recurrent states in float32 does not."""
-    if model.dtype != torch.float64 or model.config.model_type not in MAMBA_CLASSES:
+    kind = model.config.model_type
+    if model.dtype != torch.float64 or kind not in (*MAMBA_CLASSES, "qwen3_next"):
         yield
         return
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        if kind == "qwen3_next":
+            patches.enter_context(mock.patch.object(modeling_qwen3_next, "torch", _WideTorch()))
         yield
 
 
