@@ -1,0 +1,227 @@
+"""Mamba2's convolution state under heterogeneous TP: how many columns arrive wrong, by executing rayk's plan.
+
+    python jobs/conv_state.py [--layouts BHLNC BLNHC]
+
+A column is the kept taps of one channel: x channels are cut by head, B and C by group; with one group every
+rank needs all of B and C. The producer's taps are numbered, its other bytes are not; a consumer's column is
+wrong unless it holds its own channel's numbers, and came from outside if it holds no channel's.
+
+vLLM 0.33.0's column is what its offset arithmetic does in the same geometry (vLLM issue #55208).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+
+from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate  # noqa: E402
+from rayk.kv.geometry import plan_rank  # noqa: E402
+from rayk.kv.groups import group_layers  # noqa: E402
+from rayk.kv.layout import LAYOUTS  # noqa: E402
+from rayk.kv.specs import Mamba2Spec  # noqa: E402
+from rayk.transfer.handshake import describe_cache  # noqa: E402
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
+from rayk.transfer.rank import TransferRank  # noqa: E402
+from rayk.transfer.verify import make_layer_view  # noqa: E402
+from rayk.types.errors import RaykError  # noqa: E402
+
+HEADS, HEAD_SIZE, STATE_SIZE, CONV_WIDTH = 48, 64, 128, 4
+"""x has 48 * 64 = 3072 channels; B and C 128 each per group."""
+NUM_LAYERS, NUM_BLOCKS, NUM_TOKENS = 2, 6, 37
+TPS = (1, 2, 4)
+PROJECTIONS = ("conv_x", "conv_b", "conv_c")
+NOTHING = 0xEE
+"""Every byte at the consumer before the transfer, and at the producer wherever no tap lies."""
+
+VLLM_ONE_GROUP = {
+    (1, 2): (3584, 128, 256),
+    (1, 4): (4096, 128, 768),
+    (2, 4): (4096, 256, 512),
+    (2, 1): (3328, 192, 0),
+    (4, 1): (3328, 224, 0),
+    (4, 2): (3584, 384, 0),
+}
+"""(columns, wrong, read outside the convolution state) of vLLM 0.33.0; equal TP: 0 wrong."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Of all consumer ranks together, one layer."""
+
+    total: int
+    wrong: int
+    outside: int
+
+    def __str__(self) -> str:
+        return f"{self.total}/{self.wrong}/{self.outside}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """All ranks of one engine."""
+
+    caches: list[CanonicalKVCaches]
+    ranks: list[TransferRank]
+
+
+def make_side(name: str, spec: Mamba2Spec, layout: str, tp: int, network: LocalNetwork) -> Side:
+    """Memory full of NOTHING, and what reads and shows it."""
+    side = Side([], [])
+    groups = group_layers({(layer, spec.part): spec for layer in range(NUM_LAYERS)})
+    for rank in range(tp):
+        geometry = plan_rank(groups, LAYOUTS[layout], tp_size=tp, tp_rank=rank, num_blocks=NUM_BLOCKS)
+        caches = allocate(geometry, torch.device("cpu"), fill=NOTHING - 256)
+        agent = LocalAgent(f"{name}{rank}", network)
+        views = [make_layer_view(layer, groups[0], field_views(caches, layer)) for layer in range(NUM_LAYERS)]
+        description = describe_cache(agent, caches, engine=name, fingerprint={})
+        side.caches.append(caches)
+        side.ranks.append(TransferRank(agent, caches, views, description))
+    return side
+
+
+def field_views(caches: CanonicalKVCaches, layer: int) -> list[FieldView]:
+    """A layer's states as its kernels would bind them."""
+    bound = caches.view(layer, "state")
+    assert not isinstance(bound, torch.Tensor)
+    return [FieldView(f.field.name, bound[f.field.name], f.units) for f in caches.geometry.groups[0].fields]
+
+
+def numbered_taps(spec: Mamba2Spec) -> dict[str, np.ndarray]:
+    """Projection -> int16 [units, channels, taps]: a channel's number over all projections, times its taps,
+    plus the tap."""
+    taps = CONV_WIDTH - 1
+    counts = {
+        "conv_x": (spec.num_heads, spec.head_size),
+        "conv_b": (spec.num_groups, spec.state_size),
+        "conv_c": (spec.num_groups, spec.state_size),
+    }
+    numbers = np.arange(sum(units * channels for units, channels in counts.values()) * taps, dtype=np.int16)
+    found, start = {}, 0
+    for name, (units, channels) in counts.items():
+        stop = start + units * channels * taps
+        found[name] = numbers[start:stop].reshape(units, channels, taps)
+        start = stop
+    return found
+
+
+def transfer(spec: Mamba2Spec, tp: tuple[int, int], layouts: tuple[str, str]) -> list[dict[str, np.ndarray]]:
+    """Execute the plan; layer 1's taps at each consumer rank: projection -> int16 [units, channels, taps]."""
+    network = LocalNetwork()
+    producer, consumer = (
+        make_side(name, spec, layout, ranks, network)
+        for name, layout, ranks in zip("pd", layouts, tp, strict=True)
+    )
+    taps = numbered_taps(spec)
+    block, landed_in = 4, 2
+    for caches, layer in itertools.product(producer.caches, range(NUM_LAYERS)):
+        for view in field_views(caches, layer):
+            if view.name in taps:
+                right = torch.from_numpy(taps[view.name][list(view.units)].reshape(len(view.units), -1))
+                view.view[block, :, 0] = right.view(torch.bfloat16)
+    descriptions = [[r.description for r in side.ranks] for side in (producer, consumer)]
+    for rank in (*consumer.ranks, *producer.ranks):
+        rank.connect(*descriptions)
+    ticket = producer.ranks[0].make_ticket(
+        request_id="r",
+        lease_id="r",
+        num_tokens=NUM_TOKENS,
+        block_tables=[[block]],
+        digests=[r.digests(NUM_TOKENS, [[block]]) for r in producer.ranks],
+    )
+    for rank in consumer.ranks:
+        rank.start(ticket, [[landed_in]], time.monotonic_ns() + 10**10)
+        finish(rank)
+    return [
+        {
+            v.name: v.view[landed_in, :, 0]
+            .view(torch.int16)
+            .numpy()
+            .reshape(len(v.units), -1, CONV_WIDTH - 1)
+            for v in field_views(caches, 1)
+            if v.name in taps
+        }
+        for caches in consumer.caches
+    ]
+
+
+def finish(rank: TransferRank) -> None:
+    """Poll until the read is over. A mismatch is what this job counts; other errors end it."""
+    while not (outcomes := rank.poll(time.monotonic_ns())):
+        pass
+    error: RaykError | None = outcomes[0].error
+    if error is not None and type(error).__name__ != "KVMismatch":
+        raise error
+
+
+def wanted_units(spec: Mamba2Spec, name: str, tp_size: int, tp_rank: int) -> list[int]:
+    """Heads of the rank, or the groups that they read, head by head."""
+    heads = [h for h in range(spec.num_heads) if h * tp_size // spec.num_heads == tp_rank]
+    per_unit = 1 if name == "conv_x" else spec.num_heads // spec.num_groups
+    return sorted({h // per_unit for h in heads})
+
+
+def count_columns(spec: Mamba2Spec, tp: tuple[int, int], layouts: tuple[str, str]) -> Columns:
+    """What arrived, column by column."""
+    taps = numbered_taps(spec)
+    known = {
+        tuple(column) for name in PROJECTIONS for column in taps[name].reshape(-1, CONV_WIDTH - 1).tolist()
+    }
+    total = wrong = outside = 0
+    for rank, found in enumerate(transfer(spec, tp, layouts)):
+        for name in PROJECTIONS:
+            right = taps[name][wanted_units(spec, name, tp[1], rank)].reshape(-1, CONV_WIDTH - 1)
+            columns = found[name].reshape(-1, CONV_WIDTH - 1)
+            assert columns.shape == right.shape, "the rank holds other units than its heads need"
+            differs = (columns != right).any(axis=1)
+            total += len(columns)
+            wrong += int(differs.sum())
+            outside += sum(tuple(column) not in known for column in columns[differs].tolist())
+    return Columns(total, wrong, outside)
+
+
+def table(num_groups: int, layout_pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Markdown rows, one per TP pair; ours is the worst over the layouts."""
+    spec = Mamba2Spec(4096, "bfloat16", CONV_WIDTH, HEADS, HEAD_SIZE, num_groups, STATE_SIZE)
+    rows = ["| P -> D | vLLM 0.33.0 | rayk |", "|---|---|---|"]
+    for tp in sorted(itertools.product(TPS, repeat=2), key=lambda t: (t[0] == t[1], t[0] > t[1], t)):
+        counted = [count_columns(spec, tp, layouts) for layouts in layout_pairs]
+        assert len({c.total for c in counted}) == 1
+        ours = max(counted, key=lambda c: (c.wrong, c.outside))
+        theirs = (
+            "/".join(map(str, VLLM_ONE_GROUP.get(tp, (ours.total, 0, 0)))) if num_groups == 1 else "0 wrong"
+        )
+        rows.append(f"| {tp[0]} -> {tp[1]} | {theirs} | {ours} |")
+    return rows
+
+
+def main() -> int:
+    """Print both tables; 1 if any column of ours is wrong."""
+    parser = argparse.ArgumentParser(description="Count wrong columns of Mamba2's convolution state.")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    layouts = parser.parse_args().layouts
+    torch.set_num_threads(1)
+    pairs = list(itertools.product(layouts, repeat=2))
+    print(f"x = {HEADS * HEAD_SIZE} channels, state {STATE_SIZE}, width {CONV_WIDTH}, bfloat16.")
+    print("Columns of all consumer ranks: total/wrong/read outside the convolution state.")
+    print(f"rayk: its plan, executed at {len(pairs)} pairs of layouts; the worst.\n")
+    lines: list[str] = []
+    for num_groups in (1, 8):
+        print(f"n_groups = {num_groups}:\n")
+        rows = table(num_groups, pairs)
+        print("\n".join(rows) + "\n")
+        lines += rows[2:]
+    return int(any(row.split("|")[3].split("/")[1] != "0" for row in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

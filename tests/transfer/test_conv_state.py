@@ -1,0 +1,61 @@
+"""jobs/conv_state.py counts what it says: nothing wrong as things are, and what is planted."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.kv import maps
+from rayk.kv.specs import Mamba2Spec
+
+JOB = Path(__file__).resolve().parents[2] / "jobs" / "conv_state.py"
+SPEC = Mamba2Spec(64, "bfloat16", 4, 48, 64, 1, 128)
+LAYOUTS = ("BHLNC", "BLNHC")
+
+
+@pytest.fixture(scope="module")
+def job() -> Any:
+    spec = importlib.util.spec_from_file_location("conv_state", JOB)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["conv_state"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("tp", [(1, 2), (2, 4), (4, 1), (4, 2), (2, 2)], ids=lambda t: f"{t[0]}to{t[1]}")
+def test_no_column_is_wrong_and_all_are_counted(job: Any, tp: tuple[int, int]):
+    counted = job.count_columns(SPEC, tp, LAYOUTS)
+    assert (counted.wrong, counted.outside) == (0, 0)
+    # x once over all ranks, B and C whole on each.
+    assert counted.total == 3072 + tp[1] * 256
+    if tp in job.VLLM_ONE_GROUP:
+        assert counted.total == job.VLLM_ONE_GROUP[tp][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "by", "wrong", "outside"),
+    [("conv_b", 6 * 10, 128, 0), ("conv_c", 6 * 10, 128, 10)],
+    ids=["b-into-c", "c-into-states"],
+)
+def test_columns_read_elsewhere_are_counted(
+    monkeypatch, job: Any, name: str, by: int, wrong: int, outside: int
+):
+    """The source's B or C, 10 columns of 6 bytes too late; behind C lie the states."""
+    original, calls = maps._rows, []
+
+    def rows(group: Any, field: Any, *args: Any) -> Any:
+        calls.append(field)
+        is_hit = len(calls) % 2 == 1 and field.field.name == name
+        return original(group, replace(field, offset=field.offset + by) if is_hit else field, *args)
+
+    monkeypatch.setattr(maps, "_rows", rows)
+    counted = job.count_columns(SPEC, (1, 2), ("BLHNC", "BHLNC"))
+    # On each of two ranks.
+    assert (counted.wrong, counted.outside) == (2 * wrong, 2 * outside)
