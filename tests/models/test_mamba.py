@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import assert_matches
+from tests.models.noise import assert_as_transformers
 from tests.models.tiny import (
     Checkpoint,
     Paged,
@@ -94,42 +95,22 @@ def every_logit(checkpoint: Checkpoint, tp_size: int, state_block_size: int | No
     return ranks[0]
 
 
-def assert_all_right(checkpoint: Checkpoint, logits: torch.Tensor) -> None:
-    """All prompts at once, against the worse of two eager results: of few logits, the largest error of one
-    says little of its noise."""
-    exact, eager, other = (
-        torch.cat([reference_logits(model, ids) for ids in prompts()])
-        for model in (checkpoint.exact, checkpoint.model, rounded_otherwise(checkpoint.model))
-    )
-    assert_matches(logits, exact, worse(eager, other, exact), what="logits")
-
-
-def worse(eager: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Of each element, what is farther off."""
-    return torch.where((other.double() - exact).abs() > (eager.double() - exact).abs(), other, eager)
-
-
-def rounded_otherwise(model: Any) -> Any:
-    """The model with every weight off by up to half a rounding, as any order of its sums has it."""
-    other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            noise = torch.rand(parameter.shape, generator=generator) - 0.5
-            parameter.mul_(1 + torch.finfo(torch.float32).eps * noise)
-    return other
+def whole_logits(model: Any) -> torch.Tensor:
+    """transformers', in the order of `every_logit`."""
+    return torch.cat([reference_logits(model, ids) for ids in prompts()])
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:
-    assert_all_right(checkpoint, every_logit(checkpoint, tp_size))
+    assert_as_transformers(checkpoint, every_logit(checkpoint, tp_size), whole_logits)
 
 
 @pytest.mark.parametrize("checkpoint", ["jamba", "falcon_h1"], indirect=True)
 def test_states_in_small_blocks(checkpoint: Checkpoint) -> None:
     """A piece of a prompt crosses borders of state blocks: it reads one slot and writes several."""
-    assert_all_right(checkpoint, every_logit(checkpoint, 2, state_block_size=6))
+    logits = every_logit(checkpoint, 2, state_block_size=6)
+    assert_as_transformers(checkpoint, logits, whole_logits)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -150,14 +131,17 @@ def test_cache_holds_the_states_that_transformers_caches(checkpoint: Checkpoint,
             for at, unit in enumerate(field.units)
         }
 
-    models = (checkpoint.exact, checkpoint.model, rounded_otherwise(checkpoint.model))
-    kept = [cached_states(checkpoint, model, ids) for model in models]
     ranks = run_ranks(tp_size, body)
-    assert set().union(*ranks) == set(kept[0]), "units that no rank holds"
+    assert set().union(*ranks) == set(cached_states(checkpoint, checkpoint.model, ids)), "no rank holds some"
     for states in ranks:
         keys = sorted(states)
-        mine, exact, eager, other = (torch.cat([s[key].flatten() for key in keys]) for s in (states, *kept))
-        assert_matches(mine, exact, worse(eager, other, exact), what="states")
+
+        def joined(model: Any, keys: list[tuple[int, str, int]] = keys) -> torch.Tensor:
+            kept = cached_states(checkpoint, model, ids)
+            return torch.cat([kept[key].flatten() for key in keys])
+
+        mine = torch.cat([states[key].flatten() for key in keys])
+        assert_as_transformers(checkpoint, mine, joined, what="states")
 
 
 def cached_states(
