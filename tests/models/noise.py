@@ -1,4 +1,4 @@
-"""Comparing with transformers where few numbers are compared, so that one eager run shows too little noise."""
+"""Comparing few numbers with transformers': one eager run would show too little of its noise."""
 
 from __future__ import annotations
 
