@@ -1,0 +1,67 @@
+"""An engine's rank, scheduler and block manager in one thread, a step at a time: tests decide what each step
+may compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rayk.engine.rank import EngineRank
+from rayk.kv.manager import KVCacheManager
+from rayk.parallel.local import LocalComm
+from rayk.sched.batching import RequestState, Scheduler
+from rayk.types.config import EngineConfig
+from tests.pd import NAN_POISON, make_request
+
+
+class Stepped:
+    """Greedy requests on one rank; its cache is NaN where nobody has written."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.config = EngineConfig(model=str(model), **{"num_blocks": 140, "max_seqs": 4, **settings})
+        self.rank = EngineRank(self.config, LocalComm(), poison=NAN_POISON)
+        self.restart(self.config.num_blocks)
+
+    def restart(self, num_blocks: int) -> None:
+        """Forget all requests; at most the rank's own number of blocks are handed out from now on."""
+        assert num_blocks <= self.config.num_blocks
+        self.rank.caches.buffer.fill_(NAN_POISON)
+        self.manager = KVCacheManager(self.rank.plan.groups, num_blocks)
+        self.scheduler = Scheduler(
+            self.manager,
+            max_batch_tokens=self.config.max_batch_tokens,
+            max_seqs=self.config.max_seqs,
+            max_positions=self.rank.model_config.max_positions,
+        )
+        self.num_steps = 0
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> RequestState:
+        """Queue a request."""
+        return self.scheduler.add(make_request(request_id, prompt, max_tokens))
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the pool holds one request of so many tokens."""
+        needed = self.manager.max_request_blocks(num_tokens, self.config.max_batch_tokens)
+        return needed < self.manager.pool.num_blocks
+
+    def step(self, max_batch_tokens: int | None = None) -> None:
+        """One step, of at most so many tokens."""
+        self.scheduler.max_batch_tokens = max_batch_tokens or self.config.max_batch_tokens
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return
+        logits = self.rank.step(batch)
+        assert bool(logits.isfinite().all()), "what nobody wrote was read"
+        wanted = [r.request_id for r in batch.requests if r.needs_logits]
+        self.scheduler.update(batch, dict(zip(wanted, logits.argmax(-1).tolist(), strict=True)))
+        self.scheduler.check_integrity()
+        self.num_steps += 1
+
+    def finish(self, max_batch_tokens: int | None = None) -> None:
+        """Step until all requests have ended; every block is then free."""
+        while self.scheduler.has_work:
+            before = self.num_steps
+            self.step(max_batch_tokens)
+            assert self.num_steps > before, "requests wait for ever"
+        assert self.manager.pool.num_free_blocks == self.manager.pool.num_blocks - 1
