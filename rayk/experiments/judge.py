@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rayk.engine.plan import plan_engine
 from rayk.experiments.compare import (
     NEAR_TIE_LOGITS,
+    UNBOUNDED,
     KVBounds,
     compare_tokens,
     compare_values,
@@ -87,6 +88,8 @@ class CellJudge:
             reason = "no KV was handed over: every request ended with its first token"
         elif verdict == "PASS" and self.needs_capture(cell) and "kv_values" not in counts.checks_done:
             reason = "kv_values did not see every request: some ended with their first token"
+        elif verdict == "PASS" and self.needs_capture(cell):
+            reason = self._unjudged(cell, prompts) or reason
         facts = outcomes[-1].facts
         return CellRow(
             cell_id=cell.cell_id,
@@ -123,6 +126,16 @@ class CellJudge:
         if key not in self._bounds:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
         return self._bounds[key]
+
+    def _unjudged(self, cell: Cell, prompts: Prompts) -> str:
+        """Which states kv_values cannot judge in the cell's dtype, if any."""
+        layers = sorted({layer for (layer, _), b in self._kv_bounds(cell, prompts).items() if b == UNBOUNDED})
+        if not layers:
+            return ""
+        return (
+            f"kv_values does not judge the states of layers {', '.join(map(str, layers))} in "
+            f"{cell.prefill.dtype}: they follow routed experts (float32 proves them)"
+        )
 
     def _check_tokens(
         self,

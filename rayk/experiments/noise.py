@@ -25,7 +25,8 @@ have met none: its own noise counts together with bfloat16's, where flips are su
 
 What it cannot see where experts are routed: an error in less than half of the tokens, and one no larger than
 some three times rounding (of a model of random weights, the sinks that only the last layer lost; in bfloat16
-now and then those of another layer, too). float32 proves routed models.
+now and then those of another layer, too). Recurrent states behind experts are not judged at all there: each
+sums over all tokens, flipped ones included. float32 proves routed models.
 """
 
 from __future__ import annotations

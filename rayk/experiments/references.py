@@ -88,4 +88,4 @@ class References:
 
 def caches_of(reference: Reference, prompt: Sequence[int]) -> LayerKV:
     """What the reference caches of a prompt, by layer and field."""
-    return [dict(zip(("k", "v"), pair, strict=True)) for pair in reference.kv_cache(prompt)]
+    return reference.caches(prompt)

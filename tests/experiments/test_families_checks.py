@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayk.experiments.compare import compare_values, measure_values
+from rayk.experiments.compare import UNBOUNDED, KVBounds, compare_values, measure_values
 from rayk.experiments.logprobs import compare_logprobs
 from rayk.experiments.references import References
+from rayk.kv.fields import ITEMSIZE
+from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import ExpertsConfig
 from rayk.models.families import load_config
 from rayk.oracle.tiny import HYBRID
@@ -18,15 +20,16 @@ from rayk.types.request import SamplingParams
 from tests.conftest import CHECKPOINTS
 from tests.experiments.teacher import handed_over, prompts_of
 from tests.families import ATTENTION
+from tests.families import HYBRID as KEEP_STATES
 from tests.pd import Pair
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in ATTENTION},
+    **{family: (family, {}) for family in (*ATTENTION, *KEEP_STATES)},
     "qwen3-hybrid": ("qwen3", {"overrides": dict(HYBRID)}),
 }
 TP = {"float32": (4, 1), "bfloat16": (2, 1), "float16": (1, 2)}
-ALIKE = ("llama", "mistral", "qwen2", "qwen3-hybrid")
-"""In float16 they differ from qwen3 in nothing that rounds."""
+ALIKE = ("llama", "mistral", "qwen2", "qwen3-hybrid", "bamba", "falcon_h1", "granitemoehybrid", "qwen3_next")
+"""In float16 they differ from others (qwen3, nemotron_h, jamba) in nothing that rounds."""
 
 
 def cases() -> list[Any]:
@@ -38,6 +41,18 @@ def cases() -> list[Any]:
     ]
 
 
+def num_judged(groups: Sequence[KVCacheGroup], tp: int, num_tokens: int, bounds: KVBounds) -> int:
+    """Elements that P's ranks hold of a prompt, replicas counted, but for those that have no bound."""
+    total = 0
+    for group in groups:
+        rows = 1 if group.spec.part == "state" else len(group.spec.live_rows(num_tokens))
+        for field in group.spec.fields():
+            held = sum(len(field.shard(tp, rank)) for rank in range(tp))
+            judged = sum(bounds[layer, field.name] != UNBOUNDED for layer in group.layers)
+            total += judged * held * rows * (field.row_bytes // ITEMSIZE[field.dtype])
+    return total
+
+
 @pytest.mark.parametrize(("model", "dtype"), cases())
 def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtype: str) -> None:
     family, options = MODELS[model]
@@ -45,7 +60,7 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
     config, prompts = load_config(path), prompts_of(path)[1:]
     routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
     references = References(str(path), CHECKPOINTS / "reference-cache", dtype, routed=routed)
-    with Pair.open(path, tp=TP[dtype], dtype=dtype, max_batch_tokens=64) as pair:
+    with Pair.open(path, tp=TP[dtype], dtype=dtype, max_batch_tokens=64, num_blocks=64) as pair:
         rows, captured = handed_over(pair, prompts)
         groups = pair.p.engine.ranks[0].plan.groups
     compared = compare_logprobs(rows, references, SamplingParams())
@@ -57,10 +72,7 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
             str(index), captured[index], references.kv(prompt), groups, len(prompt), bounds, config
         )
         assert values.mismatch is None
-        live = sum(len(group.layers) * len(group.spec.live_rows(len(prompt))) for group in groups)
-        num_replicas = max(1, TP[dtype][0] // config.num_kv_heads)
-        sizes = config.head_size_k + config.head_size_v
-        assert values.num_values == live * config.num_kv_heads * sizes * num_replicas
+        assert values.num_values == num_judged(groups, TP[dtype][0], len(prompt), bounds)
         assert values.max_error_of_bound > 0
         # Flipped routes may lie beyond the bound, if they are few.
         assert values.max_error_of_bound < 1 or (routed and dtype != "float32")
