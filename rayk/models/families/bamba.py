@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
 
 # configuration_bamba.py, which fixes the share of a head that rotates
-DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+DEFAULTS = {"max_position_embeddings": 262144, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:

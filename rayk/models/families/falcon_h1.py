@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, Mamba2Config, MlpConfig
 
 # configuration_falcon_h1.py
-DEFAULTS = {"mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "rms_norm_eps": 1e-5}
+DEFAULTS = {
+    "mamba_d_ssm": 1024,
+    "mamba_norm_before_gate": True,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:

@@ -13,12 +13,14 @@ from rayk.models.families.rope import parse_rope
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, RopeConfig
 
+# configuration_granitemoehybrid.py
+DEFAULTS = {"max_position_embeddings": 2048}
 _MIXERS = {hybrid.RECURRENT: "mamba2", hybrid.ATTENTION: "attention"}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`layer_types`, or all layers recur; positions only where `position_embedding_type` says rope."""
-    raw = RawConfig({**hybrid.DEFAULTS, **raw.values}, raw.where, raw.architecture)
+    raw = RawConfig({**hybrid.DEFAULTS, **DEFAULTS, **raw.values}, raw.where, raw.architecture)
     windows = common.no_windows(raw)
     keys = ("layer_types", "layers_block_type")
     kinds = hybrid.layer_kinds(raw, keys, len(windows)) or (hybrid.RECURRENT,) * len(windows)

@@ -26,6 +26,7 @@ DEFAULTS = {
     "mamba_d_state": 16,
     "mamba_dt_rank": "auto",
     "mamba_expand": 2,
+    "max_position_embeddings": 262144,
     "num_experts": 16,
 }
 
