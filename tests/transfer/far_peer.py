@@ -1,4 +1,5 @@
-"""Two processes that share no network but a cable: each in a namespace of its own, joined by a veth pair.
+"""Two processes: on one host, or sharing no network but a cable, each in a namespace of its own, joined by a
+veth pair.
 
 with two_hosts() as (producer, consumer):
     producer("describe")        # a method of Producer or Consumer below, run in its process
@@ -45,7 +46,7 @@ def two_hosts(tls: str = "tcp") -> Iterator[tuple[Call, Call]]:
     with ExitStack() as stack:
         calls, pids = [], []
         for role in ("Producer", "Consumer"):
-            call, process = _start(stack, role, tls)
+            call, process = _start(stack, role, ["unshare", "--net", "--mount", "sh", "-c", ENTER, "sh"], tls)
             calls.append(call)
             pids.append(process.pid)
         cable = f"rk{os.getpid()}"[-12:]
@@ -59,13 +60,24 @@ def two_hosts(tls: str = "tcp") -> Iterator[tuple[Call, Call]]:
         yield calls[0], calls[1]
 
 
-def _start(stack: ExitStack, role: str, tls: str) -> tuple[Call, subprocess.Popen[bytes]]:
+@contextmanager
+def two_processes(shape: Any) -> Iterator[tuple[Call, Call]]:
+    """A producer and a consumer process of this host, holding engines of this shape; UCX finds its way."""
+    with ExitStack() as stack:
+        calls = [_start(stack, role, [], None)[0] for role in ("Producer", "Consumer")]
+        for call in calls:
+            call("start", shape)
+        yield calls[0], calls[1]
+
+
+def _start(
+    stack: ExitStack, role: str, enter: list[str], tls: str | None
+) -> tuple[Call, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        ["unshare", "--net", "--mount", "sh", "-c", ENTER, "sh"]
-        + [sys.executable, "-m", "tests.transfer.far_peer", role, str(theirs.fileno())],
+        [*enter, sys.executable, "-m", "tests.transfer.far_peer", role, str(theirs.fileno())],
         cwd=ROOT,
-        env={**os.environ, "UCX_TLS": tls, "UCX_WARN_UNUSED_ENV_VARS": "n"},
+        env=os.environ | ({"UCX_TLS": tls} if tls else {}) | {"UCX_WARN_UNUSED_ENV_VARS": "n"},
         pass_fds=[theirs.fileno()],
     )
     stack.callback(process.wait)
@@ -101,7 +113,7 @@ class Peer:
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self) -> None:
+    def start(self, shape: Any = None) -> None:
         """Once the cable is there."""
         import torch
 
@@ -109,7 +121,7 @@ class Peer:
         from tests.transfer.cluster import Shape, make_engine
 
         torch.set_num_threads(1)
-        self.shape = Shape(
+        self.shape = shape or Shape(
             tp=(2, 1),
             layouts=("BLNHC", "LBHNC"),
             head_sizes=(64, 64),
@@ -159,7 +171,7 @@ class Consumer(Peer):
         """Seconds and outcome of a transfer, whose every byte is compared."""
         tables, seconds, outcome = self._read(ticket, 30.0)
         if outcome.error is None:
-            self.engine.check(self.shape.values(ticket.num_tokens), tables)
+            self.engine.check_all(self.shape.values(ticket.num_tokens), tables)
         return seconds, outcome
 
     def read_until_some_landed(self, ticket: Any, pid: int | None, deadline_s: float) -> tuple[float, Any]:

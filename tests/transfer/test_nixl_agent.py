@@ -18,6 +18,7 @@ from rayk.transfer.agent import DescriptorList, TransferState
 from rayk.transfer.nixl_agent import NixlAgent, measure
 from rayk.types.errors import DeviceError, TransferError
 from tests.transfer.cluster import Pair, Shape, make_engine
+from tests.transfer.far_peer import two_processes
 
 pytestmark = pytest.mark.nixl
 
@@ -92,6 +93,28 @@ def test_a_reused_block_is_named():
         assert "block 7 was reused while being read" in str(outcome.error)
     finally:
         close(pair)
+
+
+def test_every_kind_of_cache_crosses_processes():
+    """States, windows, latents and keys in one session; blocks and state blocks of unlike sizes."""
+    shape = Shape(
+        family="everything",
+        tp=(3, 1),
+        layouts=("BHLNC", "LBNHC"),
+        block_sizes=(4, 6),
+        state_block_sizes=(64, 16),
+        num_blocks=(60, 70),
+    )
+    with two_processes(shape) as (producer, consumer):
+        consumer("connect", producer("describe"))
+        _, outcome = consumer("read", producer("ticket", 300, "r"))
+        assert outcome.error is None
+        assert {(row.producer_rank, row.group) for row in outcome.rows} >= {
+            (r, g) for r in range(3) for g in (1, 2)
+        }
+        assert {row.group for row in outcome.rows} == set(range(7))
+        assert {row.transport for row in outcome.rows} == {"nixl/UCX"}
+        assert producer("released") == [["lease-r"]] * 3
 
 
 CHILD = """
