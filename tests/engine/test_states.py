@@ -29,8 +29,9 @@ class Model:
         self.path = path
         probes = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
         self.prompts = [probes[0], probes[1], probes[2][:61]]
-        answers = reference.generate(self.prompts, NUM_TOKENS, ignore_eos=True)
-        self.expected = [list(o.token_ids) for o in answers]
+        answers = reference.generate(self.prompts, 3 * NUM_TOKENS, ignore_eos=True)
+        self.long_answers = [list(o.token_ids) for o in answers]
+        self.expected = [tokens[:NUM_TOKENS] for tokens in self.long_answers]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
