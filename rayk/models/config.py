@@ -261,7 +261,9 @@ class DecoderConfig:
     query_scalar: float | None = None
     """Scores are divided by its root; None: by the root of the head size."""
     embedding_scale: float = 1.0
-    """Token embeddings are multiplied by it, rounded to the weights' dtype."""
+    """Token embeddings are multiplied by it."""
+    embedding_scale_rounded: bool = False
+    """It is rounded to the weights' dtype first (gemma3/modeling_gemma3.py:116)."""
     logit_scale: float = 1.0
     final_soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""

@@ -9,7 +9,7 @@ from rayk.models.builders.context import Build
 from rayk.models.builders.layer import build_layer
 from rayk.models.decoder import Decoder
 from rayk.models.families import FAMILIES
-from rayk.models.layers.embedding import LmHead, VocabEmbedding
+from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
 from rayk.models.layers.rope import Rotary
 from rayk.models.pieces import Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
@@ -83,12 +83,15 @@ def _decoder(build: Build) -> Decoder:
     vocab_rows = shard.shard_range(config.vocab_size, *build.tp)
     vocab = (config.vocab_size, config.hidden_size)
     embedding = pieces.rows(names.embedding, vocab, vocab_rows)
+    scale = config.embedding_scale
+    if config.embedding_scale_rounded:
+        scale = rounded_scale(scale, pieces.dtype)
     tied = config.tie_embeddings
     ropes = {layer.rope: None for layer in config.layers if layer.rope is not None}
     built = [build_layer(build, index) for index in range(config.num_layers)]
     return Decoder(
         config=config,
-        embedding=VocabEmbedding(embedding, vocab_rows, build.comm, scale=config.embedding_scale),
+        embedding=VocabEmbedding(embedding, vocab_rows, build.comm, scale=scale),
         layers=tuple(layer for layer, _ in built),
         cache_owners={
             (index, part): owner for index, (_, owners) in enumerate(built) for part, owner in owners.items()

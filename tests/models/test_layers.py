@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rayk.models.config import NormConfig
-from rayk.models.layers.embedding import LmHead, VocabEmbedding
+from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
 from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.mlp import GatedMlp
 from rayk.models.layers.norm import Norm
@@ -78,7 +78,8 @@ def test_embedding_scale_is_rounded_as_in_transformers(dtype: torch.dtype, tp_si
     def body(comm: Any) -> torch.Tensor:
         rows = range(11 * comm.rank // comm.size, 11 * (comm.rank + 1) // comm.size)
         share = plain[rows.start : rows.stop]
-        return VocabEmbedding(share, rows, comm, scale=3072**0.5).forward(ids)
+        scale = rounded_scale(3072**0.5, dtype)
+        return VocabEmbedding(share, rows, comm, scale=scale).forward(ids)
 
     for mine in run_ranks(tp_size, body):
         assert torch.equal(mine, expected)

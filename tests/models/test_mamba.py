@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
 from tests.models.noise import assert_as_transformers
 from tests.models.tiny import (
@@ -194,3 +195,13 @@ def test_bfloat16_is_close_to_transformers_bfloat16(tmp_path: Path, family: str)
 
     for tp_size in (1, 2):
         assert_matches(run_ranks(tp_size, body)[0], exact, eager.float())
+
+
+@pytest.mark.parametrize("checkpoint", ["granitemoehybrid", "falcon_h1"], indirect=True)
+def test_embedding_multiplier_is_not_rounded(checkpoint: Checkpoint) -> None:
+    """Unlike gemma's: in bfloat16 2.2 is 2.203."""
+    ids = torch.arange(263)
+    rounded = copy.deepcopy(checkpoint.model.model).bfloat16()
+    theirs = rounded.embed_tokens(ids) * checkpoint.model.config.embedding_multiplier
+    decoder = load(checkpoint, LocalComm(), torch.bfloat16)
+    assert torch.equal(decoder._embedding.forward(ids), theirs.detach())

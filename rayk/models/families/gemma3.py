@@ -72,6 +72,7 @@ def parse_gemma(
         o_bias=bias,
         query_scalar=raw.number("query_pre_attn_scalar"),
         embedding_scale=config.hidden_size**0.5,
+        embedding_scale_rounded=True,
         final_soft_cap=raw.optional_number("final_logit_softcapping"),
     )
 

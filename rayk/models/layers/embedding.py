@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from rayk.parallel.comm import Comm
 
 
+def rounded_scale(scale: float, dtype: torch.dtype) -> float:
+    """`scale` as `dtype` has it: sqrt(3072) = 55.4256 becomes 55.5 in bfloat16."""
+    return float(torch.tensor(scale, dtype=torch.float32).to(dtype))
+
+
 class VocabEmbedding:
     """Rows of the embedding that this rank holds: `rows` of the vocabulary, weight [rows, hidden]."""
 
     def __init__(self, weight: torch.Tensor, rows: range, comm: Comm, *, scale: float = 1.0) -> None:
-        """What is looked up is multiplied by `scale`, rounded to the weight's dtype."""
+        """What is looked up is multiplied by `scale`."""
         assert weight.shape[0] == len(rows), (weight.shape, rows)
         self.weight = weight
         self.rows = rows
         self._comm = comm
-        # gemma3/modeling_gemma3.py:116: sqrt(3072) = 55.4256 becomes 55.5 in bfloat16.
-        self._scale = float(torch.tensor(scale, dtype=torch.float32).to(weight.dtype))
+        self._scale = scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden], the same on every rank: each id is one rank's row plus zeros."""
