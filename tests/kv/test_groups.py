@@ -133,14 +133,13 @@ def test_beaten_groupings(
 
 
 def test_grown_blocks():
-    """Five pages of 40 bytes fit into one of 224; a state of 160 stays as it is."""
-    assert page_bytes(full()) == 40
-    wide, state = full(head_k=16, head_v=9), mamba1(channels=16, state=1)
-    assert (page_bytes(wide), page_bytes(state)) == (200, 160)
+    """Nine pages of 40 bytes fit into one of 360; a state of 160 stays, though it would fit twice."""
+    wide, state = full(head_k=32, head_v=13), mamba1(channels=16, state=1)
+    assert [page_bytes(spec) for spec in (full(), wide, state)] == [40, 360, 160]
     groups = group_layers(keyed({0: full(), 1: wide, 2: state, 3: mla(latent=20, rope=8)}))
-    assert [g.spec.block_size for g in groups] == [4 * 5, 4, 50, 4]
-    assert [page_bytes(g.spec) for g in groups] == [200, 200, 160, 224]
-    assert wasted_bytes(groups) == (24, 24, 64, 0)
+    assert [g.spec.block_size for g in groups] == [4 * 9, 4, 50, 4]
+    assert [page_bytes(g.spec) for g in groups] == [360, 360, 160, 224]
+    assert wasted_bytes(groups) == (0, 0, 200, 136)
 
 
 def test_waste_of_a_request_by_hand():
@@ -244,3 +243,13 @@ def test_who_shares_a_group_does_not_depend_on_block_sizes(specs: Specs, block_s
     assert [(g.keys, g.num_positions) for g in group_layers(changed)] == [
         (g.keys, g.num_positions) for g in same
     ]
+
+
+def test_wide_blocks_do_not_change_who_shares_a_group():
+    """With blocks of 512 tokens, pairs would cost least; but the other side may have blocks of 16."""
+    specs = model(10, 52, 1024)
+    wide = {key: with_block_size(spec, 512) for key, spec in specs.items()}
+    costs = [brute_cost(dealt(wide, positions)) for positions in (1, 2, 5, 10)]
+    assert min(costs) == costs[1]
+    assert [g.keys for g in group_layers(wide)] == [g.keys for g in group_layers(specs)]
+    assert {g.num_positions for g in group_layers(wide)} == {5}
