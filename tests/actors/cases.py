@@ -51,13 +51,16 @@ def stubborn_agents() -> tuple[Callable[[str], LocalAgent], list[StubbornAgent]]
 
 
 class TamperingAgent(LocalAgent):
-    """`tamper` runs once, when the first read has landed."""
+    """`tamper` runs once, when the first read has landed; or all of them, before digests are computed."""
 
     tamper: Callable[[], None] | None = None
+    waits_for_all = False
 
     def poll(self, transfer: Transfer) -> TransferState:
         state = super().poll(transfer)
-        if state is TransferState.DONE and self.tamper is not None:
+        # Generations are read when all data is there, 8 bytes each.
+        is_last = self._reads[transfer].prepared.local.lengths.tolist() == [8]
+        if state is TransferState.DONE and self.tamper is not None and (is_last or not self.waits_for_all):
             tamper, self.tamper = self.tamper, None
             tamper()
         return state
