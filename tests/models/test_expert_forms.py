@@ -125,13 +125,13 @@ class Saved:
             out: torch.Tensor = _run(module, x[None])[0]
         return out
 
-    def build(self, comm: Comm) -> Moe:
+    def build(self, comm: Comm, dtype: torch.dtype = torch.float32) -> Moe:
         """The rank's share, and nothing but that is left unread of the layer's experts."""
         names = FAMILIES[self.config.family].weights
         mlp = self.config.layers[self.layer].mlp
         assert isinstance(mlp, ExpertsConfig)
         with WeightReader(self.path, names.plain) as reader:
-            pieces = Pieces(reader, names, torch.float32, torch.device("cpu"))
+            pieces = Pieces(reader, names, dtype, torch.device("cpu"))
             build = Build(pieces=pieces, config=self.config, comm=comm, backend_for=lambda _: None)  # type: ignore
             moe = build_moe(build, self.layer, mlp)
             unread = [n for n in reader.unread if f"layers.{self.layer}." in n and "expert" in n]
@@ -220,6 +220,24 @@ def test_a_rank_holds_its_experts_only(saved: Saved) -> None:
     assert all(e.gate_up.shape == (e.count, width, columns) for e in held)
     (whole,) = run_ranks(1, saved.build)
     assert torch.equal(torch.cat([e.down for e in held]), whole.experts.down)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])
+def test_bfloat16_models_route_in_float32(name: str, tmp_path: Path) -> None:
+    """With weights that were rounded and a correction that was not, as in transformers."""
+    saved = save(name, tmp_path)
+    router = saved.build(LocalComm(), torch.bfloat16).router
+    theirs = saved.module.gate
+    assert router.correction is not None
+    assert torch.equal(router.correction, theirs.e_score_correction_bias)
+    assert torch.equal(router.linear.weight, theirs.weight.detach().bfloat16().float())
+    x = inputs().bfloat16()
+    with torch.no_grad():
+        theirs.weight.copy_(router.linear.weight)
+        _, weights, experts = theirs(x)
+    routes = router.forward(x)
+    assert torch.equal(routes.experts, experts)
+    assert torch.equal(routes.weights, weights)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "granitemoehybrid"])

@@ -38,19 +38,18 @@ def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:
 def _router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
     config, total = mlp.router, mlp.num_experts
     every = (Rows("router", total, (range(total),)),)
-    linear = build.linear(index, every, bias=config.bias)
+    weight = build.pieces.stacked(index, every, "weight", (build.config.hidden_size,))
+    bias = build.pieces.stacked(index, every, "bias", ()) if config.bias else None
     if config.wide:
-        assert not config.bias, config
-        # As stored in the model's dtype; only the product is float32.
-        linear = Linear(
-            build.pieces.stacked(index, every, "weight", (build.config.hidden_size,)).float(), None
-        )
+        # Rounded to the model's dtype like other weights; only the product is float32.
+        assert bias is None, config
+        weight = weight.float()
     correction = None
     if config.scoring == "sigmoid":
         # Kept in float32 whatever the model's dtype (deepseek_v3/modeling_deepseek_v3.py:550).
         wide = replace(build.pieces, dtype=torch.float32)
         correction = wide.whole(build.name(index, "router.correction"), total)
-    return Router(linear, config, mlp.num_chosen, correction)
+    return Router(Linear(weight, bias), config, mlp.num_chosen, correction)
 
 
 def _latent(build: Build, index: int, mlp: ExpertsConfig, size: int) -> Latent:
