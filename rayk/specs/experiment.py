@@ -66,7 +66,7 @@ def _layer_numbers(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     for key in value:
-        if type(key) is not int and not (isinstance(key, str) and key.isdecimal()):
+        if not isinstance(key, int | str) or not str(key).isdecimal():
             raise ValueError(f"{key!r} is not the number of a layer")
     return {str(int(key)): value[key] for key in sorted(value, key=int)}
 
