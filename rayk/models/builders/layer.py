@@ -69,6 +69,8 @@ def build_layer(build: Build, index: int) -> BuiltLayer:
 
 
 def _parallel(build: Build, index: int, config: LayerConfig) -> BuiltLayer:
+    assert build.config.residual_multiplier == 1.0, "not in parallel blocks"
+    assert not build.config.residual_wide, "not in parallel blocks"
     mixer, owners = _mixer(build, index, config)
     mlp = _mlp(build, index, config)
     assert mixer is not None, "a parallel block has both halves"
