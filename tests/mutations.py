@@ -239,8 +239,8 @@ TRANSFER = (
     Mutation(
         "a rank without the unit is elected",
         "rayk/transfer/plan.py",
-        "if unit in side.fields[0].units]",
-        "if side.fields[0].units]",
+        "for rank, units in enumerate(held) if unit in units]",
+        "for rank, units in enumerate(held) if units]",
         f"{PLAN}::test_all_layout_pairs",
     ),
     Mutation(
@@ -260,15 +260,15 @@ TRANSFER = (
     Mutation(
         "source and destination swapped",
         "rayk/transfer/plan.py",
-        "            source,\n            destination,\n            read.units,",
-        "            destination,\n            source,\n            read.units,",
+        "match_rows(source, destination, read.units, **rows)",
+        "match_rows(destination, source, read.units, **rows)",
         f"{PLAN}::test_all_layout_pairs",
     ),
     Mutation(
         "block strides swapped",
         "rayk/transfer/plan.py",
-        "strides = block_stride(source), block_stride(destination)",
-        "strides = block_stride(destination), block_stride(source)",
+        "source_strides=block_strides(source, runs.source),",
+        "source_strides=block_strides(destination, runs.destination),",
         f"{PLAN}::test_all_layout_pairs",
     ),
     Mutation(
@@ -317,14 +317,14 @@ TRANSFER = (
         "only V is compared",
         "rayk/transfer/verify.py",
         "np.argwhere(theirs != ours)",
-        "np.argwhere((theirs != ours) & (np.arange(theirs.shape[1]) > 0)[None, :, None])",
+        "np.argwhere((theirs != ours) & (part.field_index > 0))",
         f"{RANK}::test_a_mismatch_keeps_the_lease_until_it_is_given_up",
     ),
     Mutation(
         "digests stay in a block's first kernel block",
         "rayk/transfer/verify.py",
-        "ids = table[block] * view.kernel_blocks_per_block + kernel_block",
-        "ids = table[block] * view.kernel_blocks_per_block",
+        "ids = table[block] * (rows // self.kernel_block_size) + kernel_block",
+        "ids = table[block] * (rows // self.kernel_block_size)",
         f"{RANK}::test_unlike_blocks_kernel_blocks_and_windows",
     ),
     Mutation(
@@ -407,9 +407,9 @@ TRANSFER = (
     Mutation(
         "the KV dtype is not compared",
         "rayk/transfer/handshake.py",
-        '    yield "kv_dtype", description.kv_dtype\n',
+        '        yield f"{name}.kv_dtype", group.spec.dtype\n',
         "",
-        f"{GUARDS}::test_every_field_that_must_agree_is_compared",
+        f"{GUARDS}::test_every_group_is_compared_field_by_field",
     ),
     Mutation(
         "a fact only the consumer has is passed over",
