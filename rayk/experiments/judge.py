@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayk.engine.plan import plan_engine
+from rayk.engine.plan import plan_engine, plan_specs
 from rayk.experiments.compare import (
     NEAR_TIE_LOGITS,
     UNBOUNDED,
@@ -19,6 +19,7 @@ from rayk.experiments.compare import (
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.references import References
 from rayk.experiments.verdict import Findings
+from rayk.kv.groups import group_layers, measure_waste
 from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.specs import Cell
 from rayk.types.errors import KVMismatch
@@ -103,6 +104,7 @@ class CellJudge:
             expected_verdict=cell.expected_verdict,
             prefill_effective_block_sizes=facts.get("prefill0", {}).get("block_sizes"),
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
+            kv_waste=_kv_waste(cell, self._config),
             effective=_effective(facts),
             num_kv_bytes_checked=checked if cell.decode is not None else None,
             num_kv_bytes_mismatched=(
@@ -216,6 +218,17 @@ def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
         f"typical_{kind}logprob_error": errors.typical_error,
         f"typical_{kind}logprob_bound": errors.bound.limit(errors.num_checked),
     }
+
+
+def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]:
+    """What the grouping of each side's layers wastes."""
+    engines = {"prefill": cell.prefill, "decode": cell.decode}
+    wastes = {
+        side: measure_waste(group_layers(plan_specs(engine, config)))
+        for side, engine in engines.items()
+        if engine is not None
+    }
+    return {side: (waste.bytes, waste.percent) for side, waste in wastes.items()}
 
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -69,6 +69,10 @@ CELL_FIELDS: dict[str, Any] = {
     "met": _BOOL,
     "prefill.effective_block_sizes": _INTS,
     "decode.effective_block_sizes": _INTS,
+    "kv_waste_bytes": _INT,
+    "kv_waste_percent": _FLOAT,
+    "prefill.kv_waste_bytes": _INT,
+    "decode.kv_waste_bytes": _INT,
     **dict.fromkeys(EFFECTIVE, _TEXT),
     "num_kv_bytes_checked": _INT,
     "num_kv_bytes_mismatched": _INT,
@@ -186,6 +190,7 @@ def cell_record(
         "first_divergence": divergence and {"request": divergence[0], "token_index": divergence[1]},
         "prefill.effective_block_sizes": row.prefill_effective_block_sizes,
         "decode.effective_block_sizes": row.decode_effective_block_sizes,
+        **_waste(row.kv_waste),
         **{name: row.effective.get(name) for name in EFFECTIVE},
         **{name: row.measured.get(name) for name in MEASURED},
         "num_requests": len(requests),
@@ -195,6 +200,16 @@ def cell_record(
         "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
     }
     return record | _latencies(requests)
+
+
+def _waste(by_side: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """Each side's, and that of the side that wastes more."""
+    worst = max(by_side.values(), default=(None, None))
+    record: dict[str, Any] = {"kv_waste_bytes": worst[0], "kv_waste_percent": worst[1]}
+    return record | {
+        f"{side}.kv_waste_bytes": by_side[side][0] if side in by_side else None
+        for side in ("prefill", "decode")
+    }
 
 
 def _latencies(requests: Sequence[RequestRow]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ COLUMNS = (
     ("wrong tokens", "num_token_mismatches", "d"),
     ("KV bytes", "num_kv_bytes_checked", ",d"),
     ("KV wrong", "num_kv_bytes_mismatched", ",d"),
+    ("KV waste %", "kv_waste_percent", ".1f"),
     ("GB/s", "transfer_gb_per_s", ".3g"),
     ("TTFT ms", "ttft_ms_p50", ".1f"),
     ("TPOT ms", "tpot_ms_p50", ".1f"),
@@ -68,7 +69,7 @@ def table_rows(cells: pd.DataFrame) -> list[list[str]]:
     ]
 
 
-DROPPED_FIRST = ("TPOT ms", "requests", "wall s", "GB/s", "TTFT ms", "KV bytes")
+DROPPED_FIRST = ("KV waste %", "TPOT ms", "requests", "wall s", "GB/s", "TTFT ms", "KV bytes")
 """Columns a narrow terminal does without, in this order."""
 MIN_REASON_WIDTH = 24
 

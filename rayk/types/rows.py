@@ -86,6 +86,9 @@ class CellRow:
     prefill_effective_block_sizes: list[int] | None = None
     """Per KV group, tokens."""
     decode_effective_block_sizes: list[int] | None = None
+    kv_waste: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Side -> (bytes, percent) that a request of kv.groups.REFERENCE_TOKENS tokens holds beyond what its
+    layers need, before tensor parallelism."""
     effective: dict[str, str | None] = field(default_factory=dict)
     """What each side ran with, e.g. prefill.effective_layout; see reports.columns.EFFECTIVE."""
     num_kv_bytes_checked: int | None = None

@@ -31,6 +31,7 @@ def cell_row(prefill: int, decode: int | None, layouts: tuple[str, str], **chang
         "checks_done": ["tokens"] if aggregated else ["tokens", "kv_bytes"],
         "prefill_effective_block_sizes": [16],
         "decode_effective_block_sizes": None if aggregated else [16],
+        "kv_waste": {"prefill": (4096, 12.5)} | ({} if aggregated else {"decode": (8192, 25.0)}),
         "num_kv_bytes_checked": None if aggregated else 2_408_448,
         "num_kv_bytes_mismatched": None if aggregated else 0,
         "wall_ns": 9_400 * MS,

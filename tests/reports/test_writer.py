@@ -17,6 +17,7 @@ from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows,
 
 CELL_COLUMNS = """cell_id verdict reason num_requests num_token_mismatches first_divergence checks_done
 near_tie_tolerance expected_verdict met prefill.effective_block_sizes decode.effective_block_sizes
+kv_waste_bytes kv_waste_percent
 num_kv_bytes_checked num_kv_bytes_mismatched transfer_bytes num_descriptors transfer_gb_per_s ttft_ms_p50
 ttft_ms_p99 tpot_ms_p50 e2e_ms_p50 output_tokens_per_s wall_s mode prefill.tp decode.tp"""
 REQUEST_COLUMNS = """cell_id repeat request_id prompt_index prompt_token_ids output_token_ids error
@@ -39,6 +40,17 @@ def test_every_column_of_the_contract_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "environment.json").is_file()
     assert (tmp_path / "report.html").is_file()
     assert result.spec_yaml == SPEC
+
+
+def test_kv_waste_is_that_of_the_side_that_wastes_more(tmp_path: Path) -> None:
+    run = writer(tmp_path)
+    sides = ({"prefill": (7, 0.5), "decode": (9, 0.25)}, {"prefill": (7, 0.5)}, {})
+    for number, wastes in enumerate(sides):
+        run.write_cell(cell_row(1, 1, ("BHLNC", "BHLNC"), cell_id=str(number), kv_waste=wastes), [], [])
+    cells = load(tmp_path).cells
+    names = ["kv_waste_bytes", "kv_waste_percent", "prefill.kv_waste_bytes", "decode.kv_waste_bytes"]
+    expected = np.array([[9, 0.25, 7, 9], [7, 0.5, 7, np.nan], [np.nan] * 4])
+    np.testing.assert_array_equal(cells[names].to_numpy(dtype=float), expected)
 
 
 def test_columns_are_there_and_typed_when_nothing_was_measured(tmp_path: Path) -> None:
