@@ -144,11 +144,11 @@ class Decoder:
         return self._final_norm.forward(x).to(self._dtype)
 
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
-        """What its mixer takes: that of its only cache, or by part where it has two."""
+        """What its mixer takes: that of its only cache, or by part where it has two; None without any."""
         parts = self.config.layers[layer].parts
-        if len(parts) == 1:
-            return metadata[layer, parts[0]]
-        return {part: metadata[layer, part] for part in parts}
+        if len(parts) > 1:
+            return {part: metadata[layer, part] for part in parts}
+        return metadata[layer, parts[0]] if parts else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 [R, vocab] on every rank."""
