@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation import Mutation
 from tests.mutations_sampling import SAMPLING
+from tests.mutations_transfer import STATES
 
 GEOMETRY = "tests/kv/test_geometry.py"
 MAPS = "tests/kv/test_maps.py"
@@ -486,4 +487,4 @@ CHECKS = (
     ),
 )
 
-MUTATIONS = KV + TRANSFER + CHECKS + SAMPLING
+MUTATIONS = KV + TRANSFER + CHECKS + SAMPLING + STATES

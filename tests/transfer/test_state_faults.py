@@ -62,6 +62,12 @@ def next_group_of_b(fields: Fields, field: FieldGeometry) -> FieldGeometry:
     return replace(field, offset=field.offset + is_b * field.unit_stride)
 
 
+def late_states(fields: Fields, field: FieldGeometry) -> FieldGeometry:
+    """By a twelfth of a row: each of 12 parts then holds the next, which no slice does."""
+    is_state = field.field.name == "ssm"
+    return replace(field, offset=field.offset + is_state * 8)
+
+
 @pytest.mark.parametrize(
     ("shape", "plant", "place", "why"),
     [
@@ -71,8 +77,9 @@ def next_group_of_b(fields: Fields, field: FieldGeometry) -> FieldGeometry:
         (MAMBA, next_tap, (0, 0, "conv_x", 0), "taps shifted by one: tap i of each channel holds tap i+1"),
         (FALCON, next_tap, (0, 1, "conv_x", 0), "taps shifted by one: tap i of each channel holds tap i+1"),
         (MAMBA, next_group_of_b, (0, 0, "conv_b", 0), "group 0 holds group 1 of the producer"),
+        (MAMBA, late_states, (0, 0, "ssm", 0), "bytes shifted: byte b holds byte b+8"),
     ],
-    ids=["b-c", "b-c-1-group", "b-c-falcon", "tap", "tap-falcon", "group"],
+    ids=["b-c", "b-c-1-group", "b-c-falcon", "tap", "tap-falcon", "group", "late"],
 )
 @pytest.mark.parametrize("layouts", [("BHLNC", "BLNHC"), ("LBHNC", "BLHNC")], ids="-".join)
 def test_faults_of_the_map_are_named(monkeypatch, shape, plant, place, why, layouts):

@@ -1,0 +1,89 @@
+"""Bugs to plant in how states travel and are proven, and the test that must notice each."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+FAMILIES = "tests/transfer/test_families.py"
+FAULTS = "tests/transfer/test_state_faults.py"
+GUARDS = "tests/transfer/test_guards.py"
+
+STATES = (
+    Mutation(
+        "every field is where the first one is",
+        "rayk/transfer/plan.py",
+        "held = [side.fields[position].units for side in sides]",
+        "held = [side.fields[0].units for side in sides]",
+        f"{FAMILIES}::test_every_family_at_tp_pairs_even_and_uneven",
+    ),
+    Mutation(
+        "all bundles have the first one's block stride",
+        "rayk/transfer/plan.py",
+        "destination_strides=block_strides(destination, runs.destination),",
+        "destination_strides=block_strides(destination, runs.destination[:1].repeat(len(runs))),",
+        f"{FAMILIES}::test_one_group_of_b_and_c_at_every_tp_pair",
+    ),
+    Mutation(
+        "a state's row is its token",
+        "rayk/transfer/plan.py",
+        "destination_row = here // source.tokens_per_row, there // destination.tokens_per_row",
+        "destination_row = here // source.tokens_per_row, there",
+        f"{FAMILIES}::test_every_family_at_tp_pairs_even_and_uneven",
+    ),
+    Mutation(
+        "digests look for a state's row at its token",
+        "rayk/transfer/verify.py",
+        "row = token // (spec.block_size // rows)",
+        "row = token % self.kernel_block_size * (rows == 1) + token",
+        f"{FAMILIES}::test_every_family_arrives_verified",
+    ),
+    Mutation(
+        "only the first field is digested",
+        "rayk/transfer/verify.py",
+        "            start = part.stop\n            yield part\n",
+        "            start = part.stop\n            yield part\n            break\n",
+        f"{FAULTS}::test_b_and_c_read_as_shards_of_a_replica",
+    ),
+    Mutation(
+        "a field's units are those of the view before",
+        "rayk/transfer/verify.py",
+        "part.words(found)[list(part.field.units)] = word[0].cpu().numpy()",
+        "part.words(found)[list(part.view.fields[0].units)[: len(word[0])]] = word[0].cpu().numpy()",
+        f"{FAMILIES}::test_every_family_arrives_verified",
+    ),
+    Mutation(
+        "any dtype will do",
+        "rayk/transfer/verify.py",
+        "assert view.dtype == dtype,",
+        "assert view.dtype == dtype or view.dtype,",
+        f"{FAULTS}::test_a_view_of_another_dtype_is_refused",
+    ),
+    Mutation(
+        "taps are not compared",
+        "rayk/transfer/handshake.py",
+        'taps = f", {field.taps} taps" if field.taps else ""',
+        'taps = ""',
+        f"{GUARDS}::test_states_are_compared_field_by_field",
+    ),
+    Mutation(
+        "shifted taps go unnamed",
+        "rayk/transfer/diagnose.py",
+        "for by in range(1, taps):",
+        "for by in range(2, taps):",
+        f"{FAULTS}::test_faults_of_the_map_are_named",
+    ),
+    Mutation(
+        "a shift passes for a slice",
+        "rayk/transfer/diagnose.py",
+        "if len(moves) == 1 or len({i - j for i, j in moves}) > 1:",
+        "if moves:",
+        f"{FAULTS}::test_faults_of_the_map_are_named",
+    ),
+    Mutation(
+        "any wrong state is foreign",
+        "rayk/transfer/diagnose.py",
+        "if not blocks or not is_most:",
+        "if not blocks:",
+        f"{FAULTS}::test_a_few_wrong_bytes_of_a_state_are_not_called_foreign",
+    ),
+)
