@@ -6,24 +6,22 @@ every step in float32, of which tensor cores would keep only some bits. Other ba
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.ssd_scan.triton import ssd_chunk_kernel, ssd_walk_kernel
-from rayk.kernels.target import current_target
+from rayk.kernels.target import Target, current_target
 
 if TYPE_CHECKING:
     from rayk.kernels.segments import Segments
 
-TILE_ELEMENTS = 4096
-"""States of a program, 32 a thread."""
-MAX_CHUNK_STATE = 256
-"""The products of wider states do not fit the registers."""
-MIN_TILE, MAX_TILE = 16, 32
-"""Edges of a tile: what tensor cores multiply, and what fits the registers with its operands."""
+WALK_ELEMENTS = 4096
+"""States of a walking program, 32 a thread."""
+MIN_TILE = 16
+"""Smallest edge of a tile that tensor cores multiply."""
 
 
 def ssd_scan_triton(
@@ -37,10 +35,8 @@ def ssd_scan_triton(
     group_index: torch.Tensor,
     state: torch.Tensor,
     segments: Segments,
-    *,
-    chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `ssd_scan`. `chunk_tokens` (0: walk) is for tests."""
+    """Arguments and result as `ssd_scan`."""
     assert x.stride(2) == b.stride(2) == c.stride(2) == dt.stride(1) == 1, "last axes must be dense"
     assert state.dtype == a.dtype == d.dtype == dt_bias.dtype == torch.float32
     out_dtype = torch.float32 if INTERPRETED else x.dtype
@@ -54,14 +50,14 @@ def ssd_scan_triton(
         "group_index": group_index,
         "out": out,
     }
-    if chunk_tokens is None:
-        walks = segments.is_single_step or x.dtype == torch.float32 or b.shape[2] > MAX_CHUNK_STATE
-        chunk_tokens = 0 if walks else _choose_chunk(b.shape[2])
+    tiles = None
+    if not segments.is_single_step and x.dtype != torch.float32:
+        tiles = choose_chunk_tiles(current_target(), b.shape[2])
     with launching():
-        if chunk_tokens == 0:
+        if tiles is None:
             _walk(arguments)
         else:
-            _chunk(arguments, chunk_tokens)
+            _chunk(arguments, tiles)
     return out.to(x.dtype)
 
 
@@ -100,33 +96,43 @@ def _arguments(
     }
 
 
-def _choose_chunk(state_size: int) -> int:
-    """Tokens of a chunk, so that nothing spills (jobs/kernels.py shows it)."""
-    return MIN_TILE if state_size > MAX_CHUNK_STATE // 2 or current_target().is_amd else MAX_TILE
+class ChunkTiles(NamedTuple):
+    """How much of its head a program takes at once. Nothing spills: jobs/kernels.py shows it."""
+
+    tokens: int
+    channels: int
+    padded_state: int
+    num_warps: int
+
+
+def choose_chunk_tiles(target: Target, state_size: int) -> ChunkTiles | None:
+    """By the registers that a state of this size and its operands take. None where a walk is better."""
+    padded = max(MIN_TILE, triton.next_power_of_2(state_size))
+    if padded > 256 or (target.is_amd and padded < 64):
+        return None  # vector registers would spill, or scalar ones
+    if padded > 128 or target.is_amd:
+        return ChunkTiles(MIN_TILE, MIN_TILE, padded, 4)
+    return ChunkTiles(32, 32, padded, 8)
 
 
 def _walk(arguments: dict[str, Any]) -> None:
     head_size = arguments["HEAD"]
     padded_n = triton.next_power_of_2(arguments["STATE"])
-    tile_p = min(max(1, TILE_ELEMENTS // padded_n), triton.next_power_of_2(head_size))
+    tile_p = min(max(1, WALK_ELEMENTS // padded_n), triton.next_power_of_2(head_size))
     grid = (len(arguments["read_slots"]), arguments["HEADS"], triton.cdiv(head_size, tile_p))
     ssd_walk_kernel[grid](**arguments, PADDED_N=padded_n, TILE_P=tile_p, num_warps=4)
 
 
-def _chunk(arguments: dict[str, Any], chunk_tokens: int) -> None:
-    head_size = arguments["HEAD"]
-    padded_n = max(MIN_TILE, triton.next_power_of_2(arguments["STATE"]))
-    widest = min(MAX_TILE, triton.next_power_of_2(head_size), TILE_ELEMENTS // padded_n)
-    tile_p = max(MIN_TILE, widest)
-    grid = (len(arguments["read_slots"]), arguments["HEADS"], triton.cdiv(head_size, tile_p))
-    ssd_chunk_kernel[grid](
+def _chunk(arguments: dict[str, Any], tiles: ChunkTiles) -> None:
+    num_tiles = triton.cdiv(arguments["HEAD"], tiles.channels)
+    ssd_chunk_kernel[len(arguments["read_slots"]), arguments["HEADS"], num_tiles](
         **arguments,
-        PADDED_N=padded_n,
-        TILE_P=tile_p,
-        CHUNK=chunk_tokens,
+        PADDED_N=tiles.padded_state,
+        TILE_P=tiles.channels,
+        CHUNK=tiles.tokens,
         # tf32 keeps as many bits as 16-bit inputs have. AMD's matrix cores multiply float32 as it is.
         PRECISION="ieee" if current_target().is_amd else "tf32",
         WIDEN=INTERPRETED,
-        num_warps=4,
+        num_warps=tiles.num_warps,
         num_stages=1,
     )

@@ -76,14 +76,14 @@ def _chunk(
     h: torch.Tensor,
 ) -> torch.Tensor:
     """Fill y [n, H, P] of one request's next n tokens, without d x; returns h [H, P, N] after them."""
-    # In float64: differences of float32 sums would lose what a short stretch decays after a long one.
+    # In float64: a difference of float32 sums would lose how little decays between two late tokens.
     total = log_decay.double().cumsum(0).T  # [H, n]
+    until_end = (total[:, -1:] - total).float().exp_().unsqueeze(2)  # [H, n, 1]
     since = (total.unsqueeze(2) - total.unsqueeze(1)).float()  # [H, n, n]
     future = torch.ones(since.shape[1:], dtype=torch.bool).triu_(1)
     b, c, dt_x = b.transpose(0, 1), c.transpose(0, 1), dt_x.transpose(0, 1)  # heads or groups first
     weights = since.masked_fill_(future, float("-inf")).exp_() * (c @ b.mT)[group_index]
-    total = total.float().unsqueeze(2)  # [H, n, 1]
-    from_state = (c[group_index] @ h.mT).mul_(total.exp())  # [H, n, P]
+    from_start = total.float().exp_().unsqueeze(2)  # [H, n, 1]
+    from_state = (c[group_index] @ h.mT).mul_(from_start)  # [H, n, P]
     y.copy_(torch.baddbmm(from_state, weights, dt_x).transpose(0, 1))
-    last = total[:, -1:]
-    return torch.baddbmm(last.exp() * h, ((last - total).exp() * dt_x).mT, b[group_index])
+    return torch.baddbmm(from_start[:, -1:] * h, (until_end * dt_x).mT, b[group_index])

@@ -151,6 +151,11 @@ def ssd_chunk_kernel(
     slot = tl.load(read_slots + i_r)
     b_h = tl.load(p_head + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)  # [P, N]
 
+    x += i_h * x_stride_h
+    dt += i_h
+    b += i_g * b_stride_g
+    c += i_g * c_stride_g
+    out += i_h * HEAD
     start = tl.load(query_start_loc + i_r)
     for i_s in range(tl.load(segment_start_loc + i_r), tl.load(segment_start_loc + i_r + 1)):
         end = tl.load(segment_ends + i_s)
@@ -158,31 +163,34 @@ def ssd_chunk_kernel(
             m_t = begin + o_i < end
             o_t = (begin + o_i).to(tl.int64)
             # Where there is no token, dt = 0: nothing decays, nothing is added.
-            b_dt = softplus(tl.load(dt + o_t * dt_stride_t + i_h, mask=m_t, other=0.0).to(tl.float32) + bias)
+            b_dt = softplus(tl.load(dt + o_t * dt_stride_t, mask=m_t, other=0.0).to(tl.float32) + bias)
             b_dt = tl.where(m_t, b_dt, 0.0)
-            b_total = tl.cumsum(b_dt * a_h, 0)
-            last = tl.sum(b_dt * a_h, 0)
+            b_log = b_dt * a_h
+            # [i, j]: what decays after j, up to i. A sum of its own for each j, since a difference of sums
+            # from the start would lose how little decays between two late tokens.
+            b_after = tl.where(o_i[:, None] > o_i[None, :], b_log[:, None], 0.0)
+            b_since = tl.cumsum(b_after, 0)
+            b_until_end = tl.sum(b_after, 0)
             m_x = m_t[:, None] & m_p[None, :]
-            p_x = x + i_h * x_stride_h + o_t[:, None] * x_stride_t + o_p[None, :]
+            p_x = x + o_t[:, None] * x_stride_t + o_p[None, :]
             b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
             m_b = m_t[:, None] & m_n[None, :]
-            p_b = b + i_g * b_stride_g + o_t[:, None] * b_stride_t + o_n[None, :]
-            p_c = c + i_g * c_stride_g + o_t[:, None] * c_stride_t + o_n[None, :]
+            p_b = b + o_t[:, None] * b_stride_t + o_n[None, :]
+            p_c = c + o_t[:, None] * c_stride_t + o_n[None, :]
             b_b = tl.load(p_b, mask=m_b, other=0.0)
             b_c = tl.load(p_c, mask=m_b, other=0.0)
             if WIDEN:
                 b_b, b_c = b_b.to(tl.float32), b_c.to(tl.float32)
 
-            m_past = o_i[:, None] >= o_i[None, :]
-            b_since = tl.where(m_past, b_total[:, None] - b_total[None, :], float("-inf"))
-            b_weight = tl.dot(b_c, tl.trans(b_b)) * tl.exp(b_since) * b_dt[None, :]
+            b_decay = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(b_since), 0.0)
+            b_weight = tl.dot(b_c, tl.trans(b_b)) * b_decay * b_dt[None, :]
             b_y = tl.dot(b_c.to(tl.float32), tl.trans(b_h), input_precision=PRECISION)
-            b_y = b_y * tl.exp(b_total)[:, None] + d_h * b_x
+            b_y = b_y * tl.exp(tl.cumsum(b_log, 0))[:, None] + d_h * b_x
             b_y += tl.dot(b_weight, b_x, input_precision=PRECISION)
-            p_out = out + (o_t * HEADS + i_h)[:, None] * HEAD + o_p[None, :]
+            p_out = out + o_t[:, None] * (HEADS * HEAD) + o_p[None, :]
             tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m_x)
-            b_left = b_x * (b_dt * tl.exp(last - b_total))[:, None]
-            b_h = tl.exp(last) * b_h
+            b_left = b_x * (b_dt * tl.exp(b_until_end))[:, None]
+            b_h = tl.exp(tl.sum(b_log, 0)) * b_h
             b_h += tl.dot(tl.trans(b_left), b_b.to(tl.float32), input_precision=PRECISION)
         slot = tl.load(write_slots + i_s)
         if slot >= 0:
