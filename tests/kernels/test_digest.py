@@ -286,3 +286,34 @@ def test_a_row_outside_the_groups_is_an_error() -> None:
 def test_no_rows_digest_to_zero() -> None:
     cached = Cached(make_content()[:0])
     assert (cached.digest(UNITS) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "strides", [(1000, 96, 96), (96, 700, 7), (5000, 1, 3)], ids=["page", "head-outermost", "overlapping"]
+)
+@pytest.mark.parametrize("units", [(0,), tuple(range(100, 612, 7))], ids=len)
+def test_a_state_is_read_at_any_strides(strides: tuple[int, int, int], units: tuple[int, ...]) -> None:
+    """One row of a block, many units, wherever they lie: the digest of a dense copy, and of the bytes."""
+    memory = torch.randn(120_000, generator=torch.Generator().manual_seed(1))
+    view = torch.as_strided(memory, (3, len(units), 1, 90), (*strides, 1), 11)
+    block, slot, row = torch.tensor([2]), torch.tensor([0]), torch.tensor([299])
+
+    def digest(kv_cache: Tensor) -> Tensor:
+        return digest_module.digest_rows(
+            kv_cache,
+            block,
+            slot,
+            row,
+            layer=LAYER,
+            units=units,
+            fields=((FIELD_K, 0, DK), (FIELD_V, DK, DV)),
+            rows_per_group=256,
+            first_group=1,
+            num_groups=1,
+        )
+
+    got = digest(view)
+    assert torch.equal(got, digest(view.clone(memory_format=torch.contiguous_format)))
+    expected = brute_digest(view[2, :, 0][None], rows=[299], layer=LAYER, units=units, per_group=256)
+    for f, (u, unit) in itertools.product(range(2), enumerate(units)):
+        assert int(got.numpy().view(np.uint64)[f, u, 0]) == expected[f, unit, 1]
