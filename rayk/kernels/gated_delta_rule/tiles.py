@@ -1,0 +1,36 @@
+"""How much the gated-delta-rule kernels compute at once, from facts that the host knows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rayk.kernels.target import Target
+
+
+class DeltaTiles(NamedTuple):
+    """Compile-time shape of a launch."""
+
+    values: int
+    """Value elements of a program; a power of two."""
+    tokens: int
+    """Tokens of a chunk; 1 = token by token."""
+    num_warps: int
+    precision: str = "ieee"
+    """How float32 tiles are multiplied."""
+
+
+MAX_CHUNKED_KEY_SIZE = 128
+"""Wider keys leave no registers for the operands of a product."""
+
+
+def choose_tiles(target: Target, *, key_size: int, padded_v: int, by_token: bool) -> DeltaTiles:
+    """Tiles that fit the target's registers. padded_v is a power of two from 16 on.
+
+    by_token: where chunks cannot be used. Nor are they for keys that would need masks (no power of two).
+    `make kernels` shows what each choice takes, and fails where one spills.
+    """
+    if by_token or key_size > MAX_CHUNKED_KEY_SIZE or key_size & (key_size - 1):
+        return DeltaTiles(min(padded_v, 32 if key_size <= 128 else 16), 1, 4)
+    if target.is_amd:
+        return DeltaTiles(16, 16, 4)
+    return DeltaTiles(min(padded_v, 32) if target.has_warp_group_mma else 16, 16, 8, "tf32")
