@@ -1,0 +1,161 @@
+"""Hybrid models' greedy tokens against transformers: every TP setting, chunk size, layout and block size.
+
+Handed-over requests are digested on both sides, byte by byte of all that is valid, before D decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rayk.engine.build import ThreadEngine
+from rayk.kv.layout import LAYOUTS
+from rayk.oracle.checkpoint import read_marker
+from rayk.oracle.hybrids import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS, ONE_GROUP
+from rayk.types.config import EngineConfig
+from rayk.types.errors import LayoutVetoed
+from tests.families import HYBRID
+from tests.pd import NAN_POISON, POISON, Pair, make_request
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2-one-group": ("mamba2", {"overrides": dict(ONE_GROUP["mamba2"])}),
+    "falcon_h1-one-group": ("falcon_h1", {"overrides": dict(ONE_GROUP["falcon_h1"])}),
+    "falcon_h1-gate-first": ("falcon_h1", {"overrides": dict(GATE_FIRST)}),
+    "granite-no-positions": ("granitemoehybrid", {"overrides": dict(NO_POSITIONS)}),
+    "granite-no-experts": ("granitemoehybrid", {"overrides": dict(NO_EXPERTS)}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"overrides": dict(LATENT_YARN)}),
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {**{f: (f, {}) for f in HYBRID}, **VARIANTS}
+TP_SETTINGS: tuple[tuple[int, ...], ...] = ((1,), (2,), (4,), (1, 2), (2, 1), (4, 2), (2, 4))
+CHUNKS = {"chunk7": 7, "chunk64": 64, "whole": 512}
+BLOCKS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({}, {}),
+    ({"block_size": 8, "state_block_size": 64}, {"block_size": 32}),
+    ({"block_size": 32}, {"block_size": 16, "state_block_size": 48}),
+    ({"kernel_block_sizes": (("full", 8),)}, {"state_block_size": 16}),
+)
+"""Settings of P and of D (of P where it does all): blocks of tokens, of states and of kernels."""
+ONE_SHAPE = ("mamba2", "mamba2-one-group", "deepseek_v3", "deepseek_v3-yarn")
+"""Models whose groups are of one shape, as LHBNC needs it."""
+PROMPT_LENGTHS = (5, 37, 300)
+NUM_TOKENS = 24
+
+
+class Cell(NamedTuple):
+    """One run of the sweep."""
+
+    model: str
+    tp: tuple[int, ...]
+    chunk: str
+    layouts: tuple[str, ...]
+    blocks: int
+    poison: int
+
+
+def layouts_of(model: str) -> list[str]:
+    """Those it can be kept in."""
+    return [name for name in LAYOUTS if name != "LHBNC" or model in ONE_SHAPE]
+
+
+def cells() -> list[Any]:
+    """Every model x TP x chunk. The layouts of both sides and the blocks take turns, each in its own step.
+
+    In `make test` each TP setting of a family runs with one chunk size, and two settings of a variant.
+    """
+    found = []
+    for index, model in enumerate(MODELS):
+        names = layouts_of(model)
+        for (t, tp), (c, chunk) in product(enumerate(TP_SETTINGS), enumerate(CHUNKS)):
+            turn = len(CHUNKS) * t + c
+            # Steps found by trial: with them all pairs are met, and by each family all on both sides.
+            at = turn + 3 * index, turn + 5 * (turn // len(names)) + 4 * index
+            layouts = tuple(names[i % len(names)] for i in at)[: len(tp)]
+            cell = Cell(model, tp, chunk, layouts, (t + index) % len(BLOCKS), (POISON, NAN_POISON)[t % 2])
+            quick = (index + t) % len(CHUNKS) == c and (model not in VARIANTS or t % 4 == index % 4)
+            label = "to".join(f"tp{n}" for n in tp)
+            name = f"{model}-{label}-{chunk}-{'-'.join(cell.layouts)}-blocks{cell.blocks}"
+            found.append(pytest.param(cell, id=name, marks=[] if quick else [pytest.mark.slow]))
+    return found
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_every_family_meets_all(slow: bool) -> None:
+    """Every TP setting, chunk size and kind of blocks; with the slow cells also every layout on each side."""
+    drawn = [p.values[0] for p in cells() if slow or not p.marks]
+    for family in HYBRID:
+        own = [c for c in drawn if c.model == family]
+        assert {c.tp for c in own} == set(TP_SETTINGS)
+        assert {c.chunk for c in own} == set(CHUNKS)
+        assert {c.blocks for c in own} == set(range(len(BLOCKS)))
+        for side in (0, 1):
+            met = {c.layouts[side] for c in own if len(c.tp) > side}
+            assert met == set(layouts_of(family)) or not slow
+    pairs = {c.layouts for c in drawn if len(c.tp) == 2}
+    assert len(pairs) >= (36 if slow else 24)
+    assert {c.model for c in drawn} == set(MODELS)
+
+
+class Answers(NamedTuple):
+    """A checkpoint, the prompts and what transformers says."""
+
+    path: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Answers]:
+    """By model name; each asked once."""
+    made: dict[str, Answers] = {}
+
+    def make(model: str) -> Answers:
+        if model not in made:
+            family, options = MODELS[model]
+            path = checkpoint(family, **options)
+            # The prompts that the checkpoint was tuned on: greedy output without near ties.
+            prompts = [probe["prompt"] for probe in read_marker(path)["probes"]]
+            assert tuple(len(p) for p in prompts) == PROMPT_LENGTHS
+            outputs = reference(path).generate(prompts, NUM_TOKENS, ignore_eos=True)
+            assert min(min(o.margins) for o in outputs) > 0.03, "no near ties: a wrong token is a bug"
+            made[model] = Answers(path, prompts, [list(o.token_ids) for o in outputs])
+        return made[model]
+
+    return make
+
+
+@pytest.mark.parametrize("cell", cells())
+def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
+    path, prompts, expected = answers(cell.model)
+    common = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": 128}
+    changes = BLOCKS[cell.blocks]
+    if len(cell.tp) == 1:
+        settings = common | changes[0]
+        config = EngineConfig(model=str(path), tp=cell.tp[0], layout=cell.layouts[0], **settings)
+        with ThreadEngine(config, poison=cell.poison) as engine:
+            requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]
+            done = engine.generate(requests)
+            engine.leader.check_integrity()
+        assert [d.error for d in done] == [None] * len(prompts)
+        assert [d.token_ids for d in done] == expected
+        return
+    sides: Any = {"tp": cell.tp, "layouts": cell.layouts, "changes": changes, "poison": cell.poison}
+    with Pair.open(path, **sides, **common) as pair:
+        assert pair.generate(prompts, NUM_TOKENS) == expected
+        pair.check_all_free()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_that_cannot_hold_the_model_is_refused_with_the_reason(
+    model: str, checkpoint: Callable[..., Path]
+) -> None:
+    family, options = MODELS[model]
+    config = EngineConfig(model=str(checkpoint(family, **options)), layout="LHBNC", num_blocks=16)
+    if model in ONE_SHAPE:
+        ThreadEngine(config).close()
+        return
+    with pytest.raises(LayoutVetoed, match="groups of unlike"):
+        ThreadEngine(config)
