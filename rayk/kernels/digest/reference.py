@@ -95,7 +95,8 @@ def digest_rows_reference(
             part = slice(begin, begin + step)
             # Indexing copies into fresh dense memory [n, H, num_elems], which any word type may view.
             values = kv_cache[block_ids[part], :, slots[part], start : start + num_elems]
-            words = values.contiguous().view(word_dtype).to(torch.int64)
+            # Flat: an axis of one may keep a stride that no other word type can have.
+            words = values.reshape(-1).view(word_dtype).view(*values.shape[:2], -1).to(torch.int64)
             key_nH = mix64_tensor(key_H ^ rows[part].unsqueeze(1))
             words ^= key_nH.unsqueeze(2) + index_W
             out[f].index_add_(1, groups[part], mix64_tensor(words).sum(2).T)
