@@ -37,9 +37,8 @@ class Op:
     """(tokens, constants, state view, segments, impl) -> outputs [T, ...]."""
     keeps_inputs: bool = False
     """Whether the state has the inputs' dtype; it is float32 otherwise."""
-    sums: Callable[[Tensors, Tensors], tuple[Tensor, Tensor]] | None = None
-    """(tokens, constants) -> what `unroll` gives, by sums over the past: the other way to write a scan, which
-    rounds otherwise. Chunks go partly this way."""
+    otherwise: Callable[[Op, Tensors, Tensors], tuple[Tensor, Tensor]] | None = None
+    """(op, tokens, constants) -> what `unroll` gives in float32, in another order, which rounds otherwise."""
 
     def unroll(self, tokens: Tensors, constants: Tensors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Outputs [n, ...] and the states after every token [n, U, D, N], computed in `dtype`."""
@@ -125,6 +124,19 @@ def _step_selective(token: Tensors, constants: Tensors, state: Tensor) -> tuple[
     return y, h.view(state.shape)
 
 
+def _regroup_selective(op: Op, tokens: Tensors, constants: Tensors) -> tuple[Tensor, Tensor]:
+    """(dt b) x, as transformers multiplies, instead of (dt x) b."""
+
+    def step(token: Tensors, constants: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+        h, x = state.view(constants["a"].shape), token["x"]
+        dt = F.softplus(token["dt"] + constants["dt_bias"])
+        h = torch.exp(dt[:, None] * constants["a"]) * h + (dt[:, None] * token["b"]) * x[:, None]
+        y = h @ token["c"] + x * constants["d"]
+        return y * F.silu(token["z"]) if "z" in token else y, h.view(state.shape)
+
+    return replace(op, step=step).unroll(tokens, constants, torch.float32)
+
+
 def _call_selective(
     tokens: Tensors, constants: Tensors, state: Tensor, segments: Segments, impl: str
 ) -> Tensor:
@@ -164,8 +176,8 @@ def _call_ssd(tokens: Tensors, constants: Tensors, state: Tensor, segments: Segm
     return ssd_scan(x, dt, a, b, c, d, dt_bias, group_index, state, segments, impl=impl)
 
 
-def _sum_ssd(tokens: Tensors, constants: Tensors) -> tuple[Tensor, Tensor]:
-    """y_i = sum over j <= i of (c_i . b_j) exp(decay after j, up to i) dt_j x_j + d x_i; h_i likewise."""
+def _sum_ssd(op: Op, tokens: Tensors, constants: Tensors) -> tuple[Tensor, Tensor]:
+    """As chunks do it: y_i = sum over j <= i of (c_i . b_j) exp(decay after j, up to i) dt_j x_j + d x_i."""
     x, dt = tokens["x"], _softplus(tokens["dt"] + constants["dt_bias"])
     b, c = (tokens[name][:, constants["group_index"]] for name in ("b", "c"))
     past = torch.ones(len(x), len(x)).tril()
@@ -179,8 +191,15 @@ def _sum_ssd(tokens: Tensors, constants: Tensors) -> tuple[Tensor, Tensor]:
 
 
 CONV = Op("causal_conv1d", (3, 5, 3), _draw_conv, _step_conv, _call_conv, keeps_inputs=True)
-SELECTIVE = Op("selective_scan", (3, 5, 6), _draw_selective, _step_selective, _call_selective)
-SSD = Op("ssd_scan", (3, 6, 10), _draw_ssd, _step_ssd, _call_ssd, sums=_sum_ssd)
+SELECTIVE = Op(
+    "selective_scan",
+    (3, 5, 6),
+    _draw_selective,
+    _step_selective,
+    _call_selective,
+    otherwise=_regroup_selective,
+)
+SSD = Op("ssd_scan", (3, 6, 10), _draw_ssd, _step_ssd, _call_ssd, otherwise=_sum_ssd)
 OPS = (CONV, SELECTIVE, SSD)
 WIDE = (
     CONV,
@@ -250,9 +269,9 @@ class World:
     def _plain(self, tokens: Tensors, exact: Sequence[Tensor]) -> list[Tensor]:
         """What plain PyTorch gets in float32: of two ways, value by value, the one that is further off."""
         plain = list(self.op.unroll(tokens, self.constants, torch.float32))
-        if self.op.sums is not None:
-            sums = self.op.sums({k: v.float() for k, v in tokens.items()}, self.constants)
-            for i, (one, other) in enumerate(zip(plain, sums, strict=True)):
+        if self.op.otherwise is not None:
+            others = self.op.otherwise(self.op, {k: v.float() for k, v in tokens.items()}, self.constants)
+            for i, (one, other) in enumerate(zip(plain, others, strict=True)):
                 is_worse = (other - exact[i]).abs() > (one - exact[i]).abs()
                 plain[i] = torch.where(is_worse, other, one)
         return plain
