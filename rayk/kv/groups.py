@@ -75,11 +75,12 @@ def group_layers(specs: Mapping[CacheKey, KVCacheSpec]) -> tuple[KVCacheGroup, .
     if not kinds:
         return ()
     positions = choose_positions([(spec, len(layers)) for spec, layers in kinds.items()])
+    num_groups = [-(-len(layers) // positions) for layers in kinds.values()]
     groups: list[KVCacheGroup] = []
-    for spec, layers in zip(unify_pages(tuple(kinds)), kinds.values(), strict=True):
-        num_groups = -(-len(layers) // positions)
-        for i in range(num_groups):
-            groups.append(KVCacheGroup(len(groups), spec, tuple(layers[i::num_groups]), positions))
+    grown = unify_pages(tuple(kinds), num_groups, positions)
+    for spec, count, layers in zip(grown, num_groups, kinds.values(), strict=True):
+        for i in range(count):
+            groups.append(KVCacheGroup(len(groups), spec, tuple(layers[i::count]), positions))
     return tuple(groups)
 
 
@@ -89,30 +90,30 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
 
     Block sizes of the specs do not count.
     """
-    specs = unify_pages([_reference(spec) for spec, _ in kinds])
-    page = max(page_bytes(spec) for spec in specs)
-    held = [held_blocks(spec, REFERENCE_TOKENS) for spec in specs]
+    specs = [_reference(spec) for spec, _ in kinds]
 
     def cost(positions: int) -> tuple[int, int]:
         num_groups = [-(-count // positions) for _, count in kinds]
-        blocks = sum(n * b for n, b in zip(num_groups, held, strict=True))
-        return blocks * (positions * page + BLOCK_COST_BYTES), sum(num_groups)
+        grown = unify_pages(specs, num_groups, positions)
+        return _cost(grown, num_groups, positions), sum(num_groups)
 
     return min(range(1, max(count for _, count in kinds) + 1), key=cost)
 
 
-def unify_pages(specs: Sequence[KVCacheSpec]) -> tuple[KVCacheSpec, ...]:
-    """The specs with pages as near to the largest as whole blocks of tokens bring them.
+def unify_pages(
+    specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int
+) -> tuple[KVCacheSpec, ...]:
+    """The specs with pages made alike, as far as whole blocks of tokens go: attention grows until another of
+    its blocks would not fit into the largest page, or just beyond, which then pads the largest, whichever
+    costs a reference request of so many groups per spec and positions per group less.
 
     States do not grow: they hold one row, however many tokens a block covers.
     """
     largest = max(page_bytes(spec) for spec in specs)
-    return tuple(
-        spec
-        if spec.part == "state"
-        else with_block_size(spec, spec.block_size * (largest // page_bytes(spec)))
-        for spec in specs
-    )
+    attention = {page_bytes(spec) for spec in specs if spec.part != "state"}
+    targets = sorted({largest, *(-(-largest // page) * page for page in attention)})
+    grown = [tuple(_grow(spec, target) for spec in specs) for target in targets]
+    return min(grown, key=lambda candidate: _cost(candidate, num_groups, positions))
 
 
 def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
@@ -138,6 +139,20 @@ def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     padded to the largest group's."""
     page = max((page_bytes(g.spec) for g in groups), default=0)
     return tuple(g.num_positions * page - len(g.layers) * page_bytes(g.spec) for g in groups)
+
+
+def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
+    """As many blocks in one as fit into a page of `target_bytes`."""
+    if spec.part == "state":
+        return spec
+    return with_block_size(spec, spec.block_size * (target_bytes // page_bytes(spec)))
+
+
+def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
+    """What a reference request costs, in bytes."""
+    page = max(page_bytes(spec) for spec in specs)
+    blocks = sum(n * held_blocks(spec, REFERENCE_TOKENS) for n, spec in zip(num_groups, specs, strict=True))
+    return blocks * (positions * page + BLOCK_COST_BYTES)
 
 
 def _reference(spec: KVCacheSpec) -> KVCacheSpec:

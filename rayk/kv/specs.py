@@ -131,7 +131,15 @@ class MlaSpec:
         """The latent, then the rotated key, packed in the content axis of each token."""
         size = ITEMSIZE[self.dtype]
         return tuple(
-            PageField(name, 1, self.block_size, width * size, self.dtype, self.num_query_heads)
+            PageField(
+                name,
+                1,
+                self.block_size,
+                width * size,
+                self.dtype,
+                self.num_query_heads,
+                unit_name="latent",
+            )
             for name, width in (("latent", self.latent_size), ("rope", self.rope_size))
         )
 

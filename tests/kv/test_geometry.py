@@ -114,20 +114,20 @@ def test_hybrid_canonical_allocation(layout: str):
 
 
 def test_unlike_pages_lie_side_by_side_where_blocks_are_outermost():
-    """Pages of 40 and 64 bytes, two positions: a block of 128; elsewhere each page is padded to 64."""
+    """Pages of 80 (grown) and 64 bytes, two positions: a block of 160; elsewhere all are padded to 80."""
     specs = keyed({0: full(), 1: full(head_k=4, head_v=4), 2: full(), 3: full(head_k=4, head_v=4)})
     groups = group_layers(specs)
     assert [g.layers for g in groups] == [(0, 2), (1, 3)]
     for layout in ("BLHNC", "BLNHC", "LBHNC", "LBNHC"):
         rank = plan_rank(groups, LAYOUTS[layout], tp_size=1, tp_rank=0, num_blocks=4)
-        assert rank.block_bytes == 128
-        small, large = (g.fields[0] for g in rank.groups)
+        assert rank.block_bytes == 160
+        large, small = (g.fields[0] for g in rank.groups)
         if layout[0] == "B":
-            assert (small.layer_stride, large.layer_stride) == (40, 64)
-            assert small.block_stride == large.block_stride == 128
+            assert (large.layer_stride, small.layer_stride) == (80, 64)
+            assert small.block_stride == large.block_stride == 160
         else:
-            assert (small.layer_stride, large.layer_stride) == (256, 256)
-            assert small.block_stride == large.block_stride == 64
+            assert (small.layer_stride, large.layer_stride) == (320, 320)
+            assert small.block_stride == large.block_stride == 80
 
 
 def test_a_head_slice_of_all_layers_is_one_run_per_bundle():

@@ -78,7 +78,8 @@ MIB = 1 << 20
 
 MODELS = {
     # 4096 bytes per token: a block of 16 is 65536. A state: 8192 channels x (3 taps x 2 + 16 x 4 bytes).
-    # 573440 holds 8 blocks: 128 tokens, 524288 bytes; 32 of them leave 49152 bytes each in 4 positions.
+    # 8 blocks fit, but 9 waste less: 144 tokens, 589824 bytes. 29 of these hold 80 rows too many, and 28
+    # states are padded by 16384 bytes each; 8 would leave 49152 bytes in each page of 32 blocks.
     "Jamba-1.5-Mini": Released(
         attention=attention(8, 128, 32),
         attention_layers=JAMBA,
@@ -86,11 +87,11 @@ MODELS = {
         state_layers=others(32, JAMBA),
         positions=4,
         num_groups=(1, 7),
-        block_size=128,
-        pages=(524288, 8192 * 70),
-        blocks=32 + 7,
-        waste=32 * 4 * 49152,
-        percent=7.03,
+        block_size=144,
+        pages=(589824, 8192 * 70),
+        blocks=29 + 7,
+        waste=(29 * 144 - 4096) * 4 * 4096 + 28 * 16384,
+        percent=2.08,
     ),
     # A state: 128 heads x 64 x 128 x 4 bytes = 4 MiB, and (8192 + 2 x 128) x 3 taps x 2. 64 blocks of 16
     # tokens fit: 4 MiB. 3 and 29 layers have no common divisor: one layer per group pads none.
