@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation import Mutation
+from tests.mutations_engine import ENGINE
 from tests.mutations_sampling import SAMPLING
 from tests.mutations_transfer import STATES
 
@@ -487,4 +488,4 @@ CHECKS = (
     ),
 )
 
-MUTATIONS = KV + TRANSFER + CHECKS + SAMPLING + STATES
+MUTATIONS = KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE

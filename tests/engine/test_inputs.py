@@ -15,6 +15,7 @@ from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.types.batch import ScheduledBatch
 from rayk.types.request import Request, SamplingParams
+from tests.helpers import poison
 from tests.kv.brute import full, sliding
 from tests.sched.world import one_layer_each, state
 
@@ -36,9 +37,15 @@ def make_builder(kernel_block_sizes: tuple[int, int]) -> InputBuilder:
 
 
 @pytest.mark.parametrize("kernel_block_sizes", [(8, 16), (8, 4), (2, 16), (1, 8)])
-@pytest.mark.usefixtures("poisoned_empty")
-def test_steps_match_a_loop_over_tokens(kernel_block_sizes: tuple[int, int]) -> None:
+def test_steps_match_a_loop_over_tokens(
+    kernel_block_sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Mixed prefill and decode steps of requests that come and go, from a real scheduler."""
+    with poison(monkeypatch):
+        run_steps(kernel_block_sizes)
+
+
+def run_steps(kernel_block_sizes: tuple[int, int]) -> None:
     builder = make_builder(kernel_block_sizes)
     manager = KVCacheManager(GROUPS, NUM_BLOCKS)
     scheduler = Scheduler(manager, max_batch_tokens=13, max_seqs=3, max_positions=100)

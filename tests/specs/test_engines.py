@@ -38,6 +38,16 @@ def hybrid(mixers: tuple[str, ...] = ("mamba2", "attention", "mamba2", "mamba2")
     return replace(config, layers=layers)
 
 
+def block_sizes(config: DecoderConfig, state_block_size: int | None = None) -> dict[str, int]:
+    """By kind of group, of an engine whose attention asks for 16."""
+    specs = kv_cache_specs(config, block_size=16, dtype="float32", state_block_size=state_block_size)
+    return {g.spec.kind: g.spec.block_size for g in group_layers(specs)}
+
+
+GROWN = block_sizes(hybrid())["full"]
+"""Tokens of attention's blocks beside states."""
+
+
 def plan(config: DecoderConfig | None = None, **changes: Any) -> list[Cell]:
     planned = plan_cells(load_spec(spec(**changes)), config or hybrid(), device="cpu")
     return [cell for cell, _ in planned]
@@ -162,9 +172,10 @@ def test_values_that_are_none(engine: dict[str, Any], problem: str) -> None:
         ),
         (
             hybrid(),
-            {"kernel_block_sizes": {"full": 32}},
-            "kernel_block_size 32 does not divide block_size 144, to which blocks of 16 grow in full groups",
-            "a divisor of 144",
+            {"kernel_block_sizes": {"full": GROWN - 1}},
+            f"kernel_block_size {GROWN - 1} does not divide block_size {GROWN}, to which blocks of 16 grow in "
+            "full groups",
+            f"a divisor of {GROWN}",
         ),
     ],
 )
@@ -197,7 +208,7 @@ def test_a_layers_backend_must_fit_the_device(monkeypatch: pytest.MonkeyPatch) -
         plan(device="cuda", engine={"layer_backends": {1: "cpu"}})
 
 
-@pytest.mark.parametrize("kernel", [8, 24, 144])
+@pytest.mark.parametrize("kernel", [8, 16, GROWN // 2, GROWN])
 def test_kernel_blocks_may_be_any_part_of_a_grown_block(kernel: int) -> None:
     assert plan(engine={"kernel_block_sizes": {"full": kernel}})
     assert plan(engine={"kernel_block_size": kernel})
@@ -225,19 +236,16 @@ def test_the_pool_check_counts_states_and_grown_blocks(state_block_size: int | N
         try:
             plan(config, prompts=prompts, engine={**engine, "num_blocks": num_blocks})
         except SpecError as error:
-            sizes = "144 tokens (full)" if state_block_size is None else "10 tokens (mamba2)"
+            sizes = f"{GROWN} tokens (full)" if state_block_size is None else "10 tokens (mamba2)"
             assert sizes in error.problem  # noqa: PT017 - the same text at every size
             return False
         return True
 
     smallest = next(n for n in range(2, 60) if passes(n))
-    groups = group_layers(
-        kv_cache_specs(config, block_size=16, dtype="float32", state_block_size=state_block_size)
-    )
-    assert {g.spec.kind: g.spec.block_size for g in groups} == {
-        "mamba2": state_block_size or 1024,
-        "full": 144,
-    }
+    specs = kv_cache_specs(config, block_size=16, dtype="float32", state_block_size=state_block_size)
+    groups = group_layers(specs)
+    assert block_sizes(config, state_block_size) == {"mamba2": state_block_size or 1024, "full": GROWN}
+    assert GROWN > 16
     for num_blocks, enough in ((smallest, True), (smallest - 1, False)):
         assert _serves(KVCacheManager(groups, num_blocks), 424, 32) == enough
 
