@@ -173,8 +173,7 @@ def test_values_that_are_none(engine: dict[str, Any], problem: str) -> None:
         (
             hybrid(),
             {"kernel_block_sizes": {"full": GROWN - 1}},
-            f"kernel_block_size {GROWN - 1} does not divide block_size {GROWN}, to which blocks of 16 grow in "
-            "full groups",
+            f"size {GROWN - 1} does not divide block_size {GROWN}, to which blocks of 16 grow in full groups",
             f"a divisor of {GROWN}",
         ),
     ],
