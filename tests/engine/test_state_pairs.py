@@ -71,7 +71,7 @@ def tight_settings(model: Model) -> dict[str, Any]:
 def test_a_request_preempted_at_d_computes_all_its_tokens_there(model: Model) -> None:
     """What had arrived is gone; the prompt is computed again, from no state."""
     expected = model.long_answers[2]
-    with Pair.open(model.path, changes=({}, tight_settings(model))) as pair:
+    with Pair.open(model.path, tp=(1, 2), changes=({}, tight_settings(model))) as pair:
         requests = [make_request(str(i), model.prompts[2], len(expected)) for i in range(3)]
         prefilled = [pair.prefill(r) for r in requests]
         together = threading.Event()
