@@ -35,10 +35,13 @@ def _axis_options() -> list[inspect.Parameter]:
     options = []
     for side in SIDES:
         for name, field in SideSpec.model_fields.items():
-            kind = int if re.search(r"\bint\b", str(field.annotation)) else str
+            annotation = str(field.annotation)
+            is_number = "dict" not in annotation and re.search(r"\bint\b", annotation)
+            kind = int if is_number else str
             default = field.get_default(call_default_factory=True)
             default = "as for both" if default is None else default or "none"
-            text = f"{side} engine's {name} [default: {default}]"
+            form = " as KEY=VALUE,.." if "dict" in annotation else ""
+            text = f"{side} engine's {name}{form} [default: {default}]"
             hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
             options.append(
                 inspect.Parameter(
@@ -77,8 +80,8 @@ def _explain(
         str | None,
         typer.Option(
             metavar="layer=..,block=..,head=..,token=..",
-            help="Where this coordinate lies in the rank's buffer (also field=k|v; token counts "
-            "inside the block), and exit.",
+            help="Where this coordinate lies in the rank's buffer, and exit. Token counts inside the block; "
+            "a state has none. Also field=k|v|latent|ssm.., group=.., and unit=.. for what is no head.",
         ),
     ] = None,
     **axes: Any,
@@ -92,7 +95,7 @@ def _explain(
     settings: dict[str, Any] = {"engine": {"num_blocks": num_blocks, "hybrid_kv": hybrid_kv}, "dtype": dtype}
     for name in SIDES:
         values = {k.removeprefix(f"{name}_"): v for k, v in axes.items() if k.startswith(f"{name}_")}
-        settings[name] = {k: v for k, v in values.items() if v is not None}
+        settings[name] = {k: _value(k, v) for k, v in values.items() if v is not None}
     if byte is not None or find is not None:
         from rayk.cli.explanation_text import place_lines
 
@@ -106,6 +109,16 @@ def _explain(
     _print(explanation, output_format)
     if not explanation.supported:
         raise typer.Exit(1)
+
+
+def _value(name: str, value: Any) -> Any:
+    """An axis as the spec wants it: mappings are given as KEY=VALUE,.. in text."""
+    from rayk.specs.experiment import SideSpec
+
+    if "dict" not in str(SideSpec.model_fields[name].annotation):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    return {key.strip(): int(text) if text.strip().isdigit() else text.strip() for key, _, text in pairs}
 
 
 def _print(explanation: Explanation, output_format: Format) -> None:

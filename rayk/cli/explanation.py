@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rayk.cli.places import find_coordinate, name_byte
 from rayk.engine.plan import EnginePlan, plan_engine
-from rayk.kv.geometry import RankGeometry
-from rayk.kv.groups import wasted_bytes
+from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.kv.groups import REFERENCE_TOKENS, measure_waste, wasted_bytes
+from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.specs import Cell, expand, load_spec
@@ -21,18 +24,51 @@ DEFAULT_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """Global units of the fields that have the same."""
+
+    unit_name: str
+    """What they are: heads, groups, ..."""
+    fields: tuple[str, ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
     """What one consumer rank reads from one producer rank for one KV group."""
 
     producer_rank: int
     consumer_rank: int
     group: int
+    kind: str
+    """Of the group's layers: full, sliding, mla, mamba1, mamba2, gdn."""
     layers: tuple[int, ...]
-    kv_heads: tuple[int, ...]
+    units: tuple[Units, ...]
     bytes: int
     num_descriptors: int
     num_descriptors_merged: int
     """Left when consecutive blocks of dense runs are read as one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """One KV group of an engine."""
+
+    kind: str
+    layers: tuple[int, ...]
+    num_positions: int
+    block_size: int
+    """Tokens, after growing towards the largest page."""
+    rows: int
+    """Of a block: its tokens, or one state."""
+    kernel_block_size: int
+    """Rows."""
+    page_bytes: int
+    """One layer's of a block, before tensor parallelism."""
+    wasted_bytes_per_block: int
+    """Canonical bytes of a block that no layer uses."""
+    units: tuple[tuple[Units, ...], ...]
+    """Of each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +77,15 @@ class Side:
 
     tp: int
     layout: str
-    block_size: int
-    kv_heads: tuple[tuple[int, ...], ...]
-    """Global KV heads of each rank."""
     block_bytes: int
     """One block over all layers on one rank (the largest)."""
     buffer_bytes: int
     """A rank's whole buffer (the largest)."""
-    wasted_bytes_per_block: tuple[int, ...]
-    """Per KV group: canonical bytes of a block that no layer uses."""
+    kv_waste_bytes: int
+    """Of a request of `waste_tokens` tokens: held but not needed by its layers, before tensor parallelism."""
+    kv_waste_percent: float
+    waste_tokens: int
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,13 +154,13 @@ def locate(
         raise UserError(problem=f"rank {rank} of a {side} engine of TP {engine.tp}", where="--rank")
     geometry = plan_engine(engine, config).ranks[rank]
     if find is not None:
-        return _find(geometry, find)
+        return find_coordinate(geometry, find)
     assert byte is not None
     if byte >= geometry.buffer_bytes:
         raise UserError(
             problem=f"byte {byte} is past the buffer's {geometry.buffer_bytes} bytes", where="--byte"
         )
-    return [asdict(c) for c in geometry.describe(byte)]
+    return name_byte(geometry, byte)
 
 
 def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tuple[Cell, str]:
@@ -157,8 +193,12 @@ def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, 
 
 def _capacity_tokens(rank: RankGeometry) -> int:
     """Tokens of one sequence that fit if every group kept all of them (block 0 is the null block)."""
-    share = (rank.num_blocks - 1) // len(rank.groups)
-    return share * min(g.block_size for g in rank.groups)
+
+    def needed(num_tokens: int) -> int:
+        return sum(-(-num_tokens // g.block_size) for g in rank.groups)
+
+    most = (rank.num_blocks - 1) * max(g.block_size for g in rank.groups)
+    return bisect_right(range(most + 1), rank.num_blocks - 1, key=needed) - 1
 
 
 def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[Read]:
@@ -180,8 +220,9 @@ def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[
                     producer_rank=unit_reads.producer_rank,
                     consumer_rank=rank.tp_rank,
                     group=unit_reads.group,
+                    kind=rank.groups[unit_reads.group].group.spec.kind,
                     layers=rank.groups[unit_reads.group].group.layers,
-                    kv_heads=next(iter(unit_reads.units.values())),
+                    units=_units(rank.groups[unit_reads.group], unit_reads.units),
                     bytes=num_bytes,
                     num_descriptors=descriptors,
                     num_descriptors_merged=merged,
@@ -192,50 +233,42 @@ def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[
 
 def _side(plan: EnginePlan) -> Side:
     ranks = plan.ranks
+    waste = measure_waste(plan.groups)
     return Side(
         tp=len(ranks),
         layout=plan.resolution.layout.name,
-        block_size=ranks[0].groups[0].block_size,
-        kv_heads=tuple(r.groups[0].fields[0].units for r in ranks),
         block_bytes=max(r.block_bytes for r in ranks),
         buffer_bytes=max(r.buffer_bytes for r in ranks),
-        wasted_bytes_per_block=wasted_bytes(plan.groups),
+        kv_waste_bytes=waste.bytes,
+        kv_waste_percent=waste.percent,
+        waste_tokens=REFERENCE_TOKENS,
+        groups=tuple(
+            _group([r.groups[i] for r in ranks], wasted) for i, wasted in enumerate(wasted_bytes(plan.groups))
+        ),
     )
 
 
-def _find(rank: RankGeometry, text: str) -> list[dict[str, Any]]:
-    """First byte and length of the row of each field that a coordinate names."""
-    wanted = _parse_find(text)
-    layer, block, head, token = (int(wanted[k]) for k in ("layer", "block", "head", "token"))
-    found = []
-    for group in rank.groups:
-        if layer not in group.group.layers or token >= group.block_size or block >= rank.num_blocks:
-            continue
-        position = group.group.layers.index(layer)
-        kernel_block = block * group.kernel_blocks_per_block + token // group.kernel_block_size
-        for item in group.fields:
-            if head not in item.units or wanted.get("field", item.field.name) != item.field.name:
-                continue
-            slot, row = item.units.index(head), token % group.kernel_block_size
-            address = item.address(position, kernel_block, slot, row)
-            found.append(
-                {"group": group.group.index, "field": item.field.name, "byte": address}
-                | {"num_bytes": item.field.row_bytes}
-            )
-    if not found:
-        raise UserError(problem=f"rank {rank.tp_rank} holds no such coordinate", where=f"--find {text}")
-    return found
+def _group(ranks: Sequence[GroupGeometry], wasted: int) -> Group:
+    first = ranks[0]
+    return Group(
+        kind=first.group.spec.kind,
+        layers=first.group.layers,
+        num_positions=first.group.num_positions,
+        block_size=first.block_size,
+        rows=first.rows,
+        kernel_block_size=first.kernel_block_size,
+        page_bytes=page_bytes(first.group.spec),
+        wasted_bytes_per_block=wasted,
+        units=tuple(_units(rank, {f.field.name: f.units for f in rank.fields}) for rank in ranks),
+    )
 
 
-def _parse_find(text: str) -> dict[str, str]:
-    pairs = [part.partition("=") for part in text.split(",")]
-    wanted = {key.strip(): value.strip() for key, _, value in pairs}
-    numbers = [wanted.get(k, "") for k in ("layer", "block", "head", "token")]
-    extra = set(wanted) - {"layer", "block", "head", "token", "field"}
-    if extra or not all(n.isdigit() for n in numbers):
-        raise UserError(
-            problem="not a coordinate",
-            where=f"--find {text}",
-            mend="layer=0,block=1,head=0,token=0 (and field=k or v)",
-        )
-    return wanted
+def _units(group: GroupGeometry, by_field: Mapping[str, tuple[int, ...]]) -> tuple[Units, ...]:
+    """Fields of like units together, in page order."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for f in group.fields:
+        if f.field.name in by_field:
+            alike.setdefault((f.field.unit_name, by_field[f.field.name]), []).append(f.field.name)
+    return tuple(
+        Units(unit_name=name, fields=tuple(fields), ids=ids) for (name, ids), fields in alike.items()
+    )

@@ -7,10 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from rayk.cli.explanation import Explanation
+from rayk.cli.explanation import Explanation, Group, Units
 from rayk.cli.guard import stdout
 
-HEAD = ("consumer", "producer", "group", "layers", "KV heads", "bytes", "descriptors", "merged")
+HEAD = ("consumer", "producer", "group", "kind", "layers", "units", "bytes", "descriptors", "merged")
+LEFT = ("kind", "layers", "units")
 
 
 def print_text(explanation: Explanation) -> None:
@@ -24,8 +25,8 @@ def print_text(explanation: Explanation) -> None:
     for line in side_lines(explanation):
         console.print(line, markup=False)
     table = Table(title="reads", title_justify="left")
-    for i, name in enumerate(HEAD):
-        table.add_column(name, justify="left" if i in (3, 4) else "right")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in LEFT else "right")
     for row in read_rows(explanation):
         table.add_row(*row)
     console.print(table)
@@ -40,20 +41,37 @@ def summary(explanation: Explanation) -> str:
 
 
 def side_lines(explanation: Explanation) -> list[str]:
-    """One line per engine."""
-    return [
-        f"{name}: TP {side.tp}, {side.layout}, blocks of {side.block_size} tokens, "
-        f"{side.block_bytes:,} bytes per block and rank, KV heads by rank "
-        + " | ".join(numbers(heads) for heads in side.kv_heads)
-        + _waste(side.wasted_bytes_per_block)
-        for name, side in explanation.sides.items()
+    """One line per engine, and one per KV group of it."""
+    lines = []
+    for name, side in explanation.sides.items():
+        waste = f"{side.kv_waste_bytes:,} bytes ({side.kv_waste_percent:.1f} %)"
+        lines.append(
+            f"{name}: TP {side.tp}, {side.layout}, {side.block_bytes:,} bytes per block and rank; a request "
+            f"of {side.waste_tokens:,} tokens wastes {waste}"
+        )
+        lines += [f"  KV group {i}: {_group_text(group)}" for i, group in enumerate(side.groups)]
+    return lines
+
+
+def _group_text(group: Group) -> str:
+    texts = [
+        f"{group.kind}, layers {numbers(group.layers)}",
+        f"blocks of {group.block_size:,} tokens",
+        f"pages of {group.page_bytes:,} bytes",
     ]
+    if group.kernel_block_size != group.rows:
+        texts.append(f"kernel blocks of {group.kernel_block_size}")
+    if group.wasted_bytes_per_block:
+        texts.append(f"{group.wasted_bytes_per_block:,} bytes of a block unused")
+    return ", ".join(texts) + "; by rank " + " | ".join(units_text(units) for units in group.units)
 
 
-def _waste(per_group: tuple[int, ...]) -> str:
-    if not any(per_group):
-        return ""
-    return f", unused bytes per block by KV group {' | '.join(f'{b:,}' for b in per_group)}"
+def units_text(units: Sequence[Units]) -> str:
+    """`heads 0-3`; where fields differ, `conv_x, ssm: heads 0-3; conv_b, conv_c: groups 0`."""
+    texts = [f"{u.unit_name}s {numbers(u.ids)}" for u in units]
+    if len(units) > 1:
+        texts = [f"{', '.join(u.fields)}: {text}" for u, text in zip(units, texts, strict=True)]
+    return "; ".join(texts)
 
 
 def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
@@ -63,8 +81,9 @@ def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
             str(read.consumer_rank),
             str(read.producer_rank),
             str(read.group),
+            read.kind,
             numbers(read.layers),
-            numbers(read.kv_heads),
+            units_text(read.units),
             f"{read.bytes:,}",
             f"{read.num_descriptors:,}",
             f"{read.num_descriptors_merged:,}",
@@ -81,15 +100,21 @@ def place_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _coordinate_line(found: Mapping[str, Any]) -> str:
+    token = "" if found["part"] == "state" else f"token {found['row']} of the block, "
     return (
-        f"layer {found['layer']}, block {found['block']}, head {found['unit']}, token {found['row']} of the "
-        f"block, {found['field'].upper()}, byte {found['byte']} (KV group {found['group']})"
+        f"layer {found['layer']}, block {found['block']}, {found['unit_name']} {found['unit']}, {token}"
+        f"{_field_text(found)}, byte {found['byte']} (KV group {found['group']})"
     )
 
 
 def _bytes_line(found: Mapping[str, Any]) -> str:
     first, last = found["byte"], found["byte"] + found["num_bytes"] - 1
-    return f"{found['field'].upper()}: bytes {first} to {last} (KV group {found['group']})"
+    return f"{_field_text(found)}: bytes {first} to {last} (KV group {found['group']})"
+
+
+def _field_text(found: Mapping[str, Any]) -> str:
+    name = str(found["field"])
+    return name.upper() if name in ("k", "v") else name
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -95,13 +95,14 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     from rayk.specs.devices import check_device
 
     cluster = wanted_address(address)
-    config = load_config(loaded.spec.model)
-    check_weights(Path(loaded.spec.model))
-    planned = plan_cells(loaded, config, tokenizer_loader=lambda _: lambda _text: [0])
+    configs = {name: load_config(name) for name in loaded.spec.models()}
+    for name in configs:
+        check_weights(Path(name))
+    planned = plan_cells(loaded, configs, tokenizer_loader=lambda _: lambda _text: [0])
     if not cluster:
         for cell, _ in planned:
             check_device(cell.spec.device, where=loaded.where("device"))
-    inputs = input_hashes(loaded.spec.model, loaded.spec.prompt_files()) if resume else {}
+    inputs = input_hashes(loaded.spec.models(), loaded.spec.prompt_files()) if resume else {}
     check_directory(folder, dump_spec(loaded.spec), resume=resume, inputs=inputs, renew=renew_spec)
     if cluster:
         check_address(cluster)

@@ -160,6 +160,9 @@ def test_find_and_byte_are_inverse(model: Path, layout: str) -> None:
             "row": token,
             "byte": found["num_bytes"] - 1,
             "block": block,
+            "kind": "full",
+            "part": "attention",
+            "unit_name": "head",
         }
         seen.add(found["byte"])
     assert len(seen) == 3

@@ -1,0 +1,198 @@
+"""`rayk explain` of models whose layers keep states and latents, against counts made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rayk.cli.main import app
+from rayk.engine.plan import plan_engine
+from rayk.models.families import load_config
+from rayk.types.config import EngineConfig
+from tests.conftest import CheckpointFactory
+
+KINDS = {
+    "mamba2": {"mamba2"},
+    "jamba": {"mamba1", "full"},
+    "bamba": {"mamba2", "full"},
+    "granitemoehybrid": {"mamba2", "full"},
+    "nemotron_h": {"mamba2", "full"},
+    "falcon_h1": {"mamba2", "full"},
+    "qwen3_next": {"gdn", "full"},
+    "deepseek_v3": {"mla"},
+}
+
+
+def invoke(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["explain", *(str(a) for a in arguments)])
+
+
+def answer(*arguments: str | Path) -> Any:
+    result = invoke(*arguments, "--format", "json")
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_every_family_is_explained(family: str, checkpoint: CheckpointFactory) -> None:
+    """Bytes: of attention those of every token of every head or latent a rank holds; of states one each."""
+    model = checkpoint(family)
+    config = load_config(model)
+    told = answer("--model", model, "--prefill-tp", "2", "--num-tokens", "96")
+    assert told["supported"]
+    groups = told["sides"]["decode"]["groups"]
+    assert {g["kind"] for g in groups} == KINDS[family]
+    assert {r["kind"] for r in told["reads"]} == KINDS[family]
+    for r in told["reads"]:
+        assert r["layers"] == groups[r["group"]]["layers"]
+    expected = 0
+    for layer in config.layers:
+        expected += sum(_bytes_of(config, mixer, groups) for mixer in layer.mixers)
+    assert told["bytes"] == expected == sum(r["bytes"] for r in told["reads"])
+
+
+def _bytes_of(config: Any, mixer: str, groups: list[dict[str, Any]]) -> int:
+    """What one layer of a decode engine of TP 1 receives for 96 tokens, float32."""
+    if mixer in ("attention", "mla"):
+        (grown,) = {g["block_size"] for g in groups if g["kind"] in ("full", "mla")}
+        rows = -(-96 // grown) * grown  # whole blocks are read
+        per_token = (
+            config.mla.latent_size + config.mla.rope_size
+            if mixer == "mla"
+            else config.num_kv_heads * 2 * config.head_size
+        )
+        return rows * per_token * 4
+    m = getattr(config, mixer)
+    if mixer == "mamba1":
+        return 4 * m.num_channels * (m.conv_width - 1 + m.state_size)
+    if mixer == "mamba2":
+        inner, both = m.num_heads * m.head_size, 2 * m.num_groups * m.state_size
+        return 4 * ((inner + both) * (m.conv_width - 1) + inner * m.state_size)
+    keys, values = m.num_key_heads * m.key_head_size, m.num_value_heads * m.value_head_size
+    return 4 * ((2 * keys + values) * (m.conv_width - 1) + values * m.key_head_size)
+
+
+def test_waste_is_told_per_side(checkpoint: CheckpointFactory) -> None:
+    """By hand from what the sides say of their groups; blocks of 40 tokens on one side waste otherwise."""
+    model = checkpoint("bamba")
+    told = answer("--model", model, "--decode-block-size", "40")
+    wastes = []
+    for side in told["sides"].values():
+        page = max(g["page_bytes"] for g in side["groups"])
+        waste = allocated = 0
+        for g in side["groups"]:
+            blocks = 1 if g["kind"] == "mamba2" else -(-4096 // g["block_size"])
+            needed = g["page_bytes"] * (1 if g["rows"] == 1 else 4096 / g["block_size"]) * len(g["layers"])
+            allocated += blocks * g["num_positions"] * page
+            waste += blocks * g["num_positions"] * page - needed
+        assert (side["kv_waste_bytes"], side["waste_tokens"]) == (waste, 4096)
+        assert side["kv_waste_percent"] == pytest.approx(100 * waste / allocated)
+        wastes.append(side["kv_waste_percent"])
+        assert g["wasted_bytes_per_block"] == g["num_positions"] * page - len(g["layers"]) * g["page_bytes"]
+    assert wastes[0] != wastes[1]
+    text = invoke("--model", model, "--decode-block-size", "40").stdout
+    for side in told["sides"].values():
+        waste = f"{side['kv_waste_bytes']:,} bytes ({side['kv_waste_percent']:.1f} %)"
+        assert f"a request of 4,096 tokens wastes {waste}" in " ".join(text.split())
+    page_text = invoke("--model", model, "--format", "html").stdout
+    assert f"wastes {told['sides']['prefill']['kv_waste_bytes']:,} bytes" in page_text
+
+
+@pytest.mark.parametrize(
+    ("family", "coordinate", "name", "words"),
+    [
+        ("bamba", "layer=1,block=2,unit=1,field=conv_b", ("conv_b", 1, 0), "group 1, conv_b"),
+        ("mamba2", "layer=3,block=1,head=5,field=ssm", ("ssm", 5, 0), "head 5, ssm"),
+        ("qwen3_next", "layer=0,block=1,unit=1,field=conv_k", ("conv_k", 1, 0), "key head 1, conv_k"),
+        ("jamba", "layer=0,block=3,unit=7,field=conv_x", ("conv_x", 7, 0), "channel run 7, conv_x"),
+        (
+            "falcon_h1",
+            "layer=2,block=3,head=1,token=5,field=v",
+            ("v", 1, 5),
+            "head 1, token 5 of the block, V",
+        ),
+        ("falcon_h1", "layer=2,block=3,head=7,field=ssm", ("ssm", 7, 0), "head 7, ssm"),
+        (
+            "deepseek_v3",
+            "layer=1,block=3,unit=0,token=9,field=rope",
+            ("rope", 0, 9),
+            "latent 0, token 9 of the block",
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", ["BHLNC", "LBNHC"])
+def test_places_of_every_kind_and_back(
+    family: str,
+    coordinate: str,
+    name: tuple[str, int, int],
+    words: str,
+    layout: str,
+    checkpoint: CheckpointFactory,
+) -> None:
+    side = ("--model", checkpoint(family), "--prefill-layout", layout, "--num-blocks", "9")
+    (found,) = answer(*side, "--find", coordinate)
+    named = [c for c in answer(*side, "--byte", str(found["byte"])) if c["group"] == found["group"]]
+    (only,) = named
+    assert (only["field"], only["unit"], only["row"]) == name
+    assert (only["kind"], only["byte"]) == (found["kind"], 0)
+    layer, block = (int(n) for n in re.findall(r"layer=(\d+),block=(\d+)", coordinate)[0])
+    assert (only["layer"], only["block"]) == (layer, block)
+    text = invoke(*side, "--byte", str(found["byte"] + found["num_bytes"] - 1)).stdout
+    assert f"layer {layer}, block {block}, {words}" in text
+    assert f"byte {found['num_bytes'] - 1} (KV group {found['group']})" in text
+
+
+def test_a_layer_with_two_caches_is_found_in_both(checkpoint: CheckpointFactory) -> None:
+    """falcon_h1: head 1 of a layer is a KV head and a head of the state; `group` chooses."""
+    side = ("--model", checkpoint("falcon_h1"))
+    both = answer(*side, "--find", "layer=1,block=1,head=1")
+    assert {f["field"] for f in both} == {"k", "v", "conv_x", "conv_b", "conv_c", "ssm"}
+    for group in {f["group"] for f in both}:
+        one = answer(*side, "--find", f"layer=1,block=1,head=1,group={group}")
+        assert one == [f for f in both if f["group"] == group]
+    # A state has no token rows of its own; any token of its block finds its one row.
+    again = answer(*side, "--find", "layer=1,block=1,head=1,token=9,field=ssm")
+    assert again == [f for f in both if f["field"] == "ssm"]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "reason"),
+    [
+        ("jamba", "8", "TP 8 does not divide the model's 12 runs of 16 channels"),
+        ("mamba2", "16", "TP 16 does not divide the model's 8 Mamba heads"),
+        ("deepseek_v3", "16", "query heads"),
+        ("qwen3_next", "16", "TP 16 does not divide the model's"),
+    ],
+)
+def test_refused_tensor_parallelism_says_what_does_not_divide(
+    family: str, tp: str, reason: str, checkpoint: CheckpointFactory
+) -> None:
+    result = invoke("--model", checkpoint(family), "--prefill-tp", tp)
+    assert result.exit_code == 1
+    assert reason in result.stdout
+
+
+def test_unlike_pages_are_refused_where_heads_are_outside_blocks(checkpoint: CheckpointFactory) -> None:
+    told = answer("--model", checkpoint("bamba"), "--prefill-layout", "LHBNC")
+    assert not told["supported"]
+    assert "groups of unlike (heads, bytes per head) cannot share a pool" in told["reason"]
+    assert answer("--model", checkpoint("mamba2"), "--prefill-layout", "LHBNC")["supported"]
+
+
+def test_mappings_are_options_too(checkpoint: CheckpointFactory) -> None:
+    model = checkpoint("falcon_h1")
+    settings = ("--prefill-kernel-block-sizes", "full=8", "--decode-state-block-size", "32")
+    told = answer("--model", model, *settings)
+    full, state = told["sides"]["prefill"]["groups"]
+    assert (full["kernel_block_size"], state["kernel_block_size"]) == (8, 1)
+    assert [g["block_size"] for g in told["sides"]["decode"]["groups"] if g["kind"] == "mamba2"] == [32]
+    config = EngineConfig(model=str(model), kernel_block_sizes=(("full", 8),))
+    assert plan_engine(config, load_config(model)).ranks[0].groups[0].kernel_block_size == 8
+    refused = invoke("--model", model, "--prefill-kernel-block-sizes", "fulll=8")
+    assert refused.exit_code == 2
+    assert "fulll" in refused.stderr
