@@ -37,7 +37,8 @@ def gated_delta_rule(
 
     state [B, Hv, Dk, Dv] float32 holds a slot per B, with any strides of B and Hv: a request starts from
     its read slot (from zero with NO_SLOT), and after each segment its state goes to that segment's write
-    slot (nowhere with NO_SLOT). No other slot is read or written.
+    slot (nowhere with NO_SLOT). No other slot is read or written, and none is written that another request
+    reads.
 
     `impl`: reference, torch or triton; None takes triton on CUDA, else torch.
     """
@@ -46,7 +47,6 @@ def gated_delta_rule(
     assert v.shape[:2] == g.shape == beta.shape == (num_tokens, len(key_index)), "one per token, value head"
     assert state.shape[1:] == (len(key_index), key_size, v.shape[-1]), f"a state of {tuple(state.shape)}"
     assert state.stride()[2:] == (v.shape[-1], 1), "the state of a head must be dense"
-    assert num_tokens == segments.num_tokens, "the segments are another step's"
     if impl is None:
         impl = "triton" if state.is_cuda else "torch"
     arguments = (q, k, v, g, beta, key_index, state, segments)

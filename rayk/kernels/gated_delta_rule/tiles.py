@@ -19,17 +19,16 @@ class DeltaTiles(NamedTuple):
     """How float32 tiles are multiplied."""
 
 
-MAX_CHUNKED_KEY_SIZE = 128
-"""Wider keys leave no registers for the operands of a product."""
+CHUNKED_KEY_SIZES = (32, 64, 128)
+"""Wider keys leave no registers for the operands of a product; other sizes need masks, which take some too."""
 
 
 def choose_tiles(target: Target, *, key_size: int, padded_v: int, by_token: bool) -> DeltaTiles:
     """Tiles that fit the target's registers. padded_v is a power of two from 16 on.
 
-    by_token: where chunks cannot be used. Nor are they for keys that would need masks (no power of two).
-    `make kernels` shows what each choice takes, and fails where one spills.
+    by_token: where chunks are not wanted. `make kernels` shows what each choice takes, and fails where one spills.
     """
-    if by_token or key_size > MAX_CHUNKED_KEY_SIZE or key_size & (key_size - 1):
+    if by_token or key_size not in CHUNKED_KEY_SIZES:
         return DeltaTiles(min(padded_v, 32 if key_size <= 128 else 16), 1, 4)
     if target.is_amd:
         return DeltaTiles(16, 16, 4)

@@ -42,7 +42,6 @@ def gated_delta_rule_torch(
     out = torch.empty(v.shape, dtype=v.dtype)
     starts = segments.query_start_loc_cpu
     lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    # Every state is read before any is written: a request may write the slot that another one reads.
     before = _read(state, segments.read_slots_cpu)
     single = [r for r, n in enumerate(lens) if n == 1]
     if single:

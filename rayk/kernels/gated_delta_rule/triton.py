@@ -234,7 +234,7 @@ def gated_delta_rule_triton(
     scale: float,
     tiles: DeltaTiles | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `gated_delta_rule`. Of `segments` the tensors and the maximum are used.
+    """Arguments and result as `gated_delta_rule`. Of `segments` only the tensors and the maximum are used.
 
     `tiles` is for tests.
     """
@@ -276,7 +276,7 @@ def gated_delta_rule_triton(
     for name in ("q", "k", "v", "g", "beta"):
         strides = arguments[name].stride()
         arguments |= {f"{name}_stride_t": strides[0], f"{name}_stride_h": strides[1]}
-    grid = (segments.num_requests, num_heads, triton.cdiv(value_size, tiles.values))
+    grid = (len(segments.read_slots), num_heads, triton.cdiv(value_size, tiles.values))
     with launching():
         if tiles.tokens == 1:
             gated_delta_tokens_kernel[grid](**arguments)
