@@ -57,7 +57,7 @@ def _step(
     """Fill y of requests with one token, without d and z."""
     at = singles.tokens
     h = read_states(state, singles.read_slots).reshape(-1, *a.shape)  # [R, C, N]
-    h *= torch.exp(dt[at].unsqueeze(2) * a)
+    h *= (dt[at].unsqueeze(2) * a).exp_()
     h.addcmul_(dt_x[at].unsqueeze(2), b[at].unsqueeze(1))
     y[at] = (h @ c[at].unsqueeze(2)).squeeze(2)
     write_states(state, singles.write_slots, h.view(-1, *state.shape[1:]))
@@ -73,7 +73,7 @@ def _scan(
     h: torch.Tensor,
 ) -> torch.Tensor:
     """Fill y [tokens, C] of one request's next tokens, without d and z; returns h [C, N] after them."""
-    decays = torch.exp(dt.unsqueeze(2) * a)  # [tokens, C, N]
+    decays = (dt.unsqueeze(2) * a).exp_()  # [tokens, C, N]
     states = dt_x.unsqueeze(2) * b.unsqueeze(1)
     for h_t, decay in zip(states.unbind(0), decays.unbind(0), strict=True):
         h = torch.addcmul(h_t, decay, h, out=h_t)
