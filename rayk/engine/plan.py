@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from rayk.kv.geometry import RankGeometry, kernel_block_sizes, layout_veto, plan_rank
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
-from rayk.kv.specs import KVCacheSpec
+from rayk.kv.specs import KVCacheSpec, rows_per_block
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
 
 SpecVeto = Callable[[str, KVCacheSpec], str | None]
 """Why a party cannot serve layers of a spec in a layout (by name), or None."""
@@ -33,7 +34,8 @@ def plan_engine(
 
     `parties` are (name, veto) of attention backends and the like, asked about every group's spec that is not
     a state (whose kernels read any layout by its strides); the groups' own veto is added here.
-    Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left.
+    Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left, UserError
+    for kernel blocks that do not divide a group's, or of groups that are not there.
     """
     groups = group_layers(plan_specs(config, model))
     resolution = resolve_layout(
@@ -43,7 +45,7 @@ def plan_engine(
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
-    kernel_blocks = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes))
+    kernel_blocks = _kernel_blocks(groups, config)
     ranks = tuple(
         plan_rank(
             groups,
@@ -56,6 +58,23 @@ def plan_engine(
         for rank in range(config.tp)
     )
     return EnginePlan(groups, resolution, ranks)
+
+
+def _kernel_blocks(groups: Sequence[KVCacheGroup], config: EngineConfig) -> tuple[int, ...]:
+    """Rows of a kernel block, by group."""
+    kinds = {g.spec.kind for g in groups if g.spec.part == "attention"}
+    for kind, _ in config.kernel_block_sizes:
+        if kind not in kinds:
+            raise UserError(f"kernel_block_sizes: no {kind} groups", mend=f"one of {sorted(kinds)}")
+    sizes = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes))
+    for group, rows in zip(groups, sizes, strict=True):
+        kind, size = group.spec.kind, group.spec.block_size
+        if rows_per_block(group.spec) % rows:
+            raise UserError(
+                f"kernel blocks of {rows} do not divide the {kind} groups' blocks of {size} tokens",
+                mend=f"kernel_block_size: a divisor of {size}",
+            )
+    return sizes
 
 
 def plan_specs(config: EngineConfig, model: DecoderConfig) -> dict[CacheKey, KVCacheSpec]:

@@ -107,6 +107,23 @@ def test_a_kernel_block_size_of_one_group(hybrid: Model, kind: str, kernel: int,
     assert found == {kind: kernel, other: 16}
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"kernel_block_sizes": (("sliding", 6),)},
+            "6 do not divide the sliding groups' blocks of 16 tokens",
+        ),
+        ({"kernel_block_size": 6}, "6 do not divide the full groups' blocks of 16 tokens"),
+        ({"kernel_block_sizes": (("mla", 8),)}, "no mla groups"),
+    ],
+)
+def test_kernel_blocks_that_cannot_be(hybrid: Model, changes: dict[str, Any], problem: str) -> None:
+    config = EngineConfig(model=str(hybrid.path), num_blocks=8, **changes)
+    with pytest.raises(UserError, match=problem):
+        EngineRank(config, LocalComm())
+
+
 def test_kernel_blocks_beside_states(falcon: Model) -> None:
     """Attention's blocks have grown to the size of a state's page; kernels cut them as if they had not."""
     engine = Stepped(falcon.path, kernel_block_sizes=(("full", 16),), block_size=16, state_block_size=32)
