@@ -20,13 +20,14 @@ class DeltaTiles(NamedTuple):
 
 
 CHUNKED_KEY_SIZES = (32, 64, 128)
-"""Wider keys leave no registers for the operands of a product; other sizes need masks, which take some too."""
+"""Wider keys leave no registers for the operands of a product; other sizes need masks, which take some."""
 
 
 def choose_tiles(target: Target, *, key_size: int, padded_v: int, by_token: bool) -> DeltaTiles:
     """Tiles that fit the target's registers. padded_v is a power of two from 16 on.
 
-    by_token: where chunks are not wanted. `make kernels` shows what each choice takes, and fails where one spills.
+    by_token: where chunks are not wanted. `make kernels` shows what each choice takes, and fails where one
+    spills.
     """
     if by_token or key_size not in CHUNKED_KEY_SIZES:
         return DeltaTiles(min(padded_v, 32 if key_size <= 128 else 16), 1, 4)
