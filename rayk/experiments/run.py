@@ -99,17 +99,18 @@ def run_experiment(
     is full, a UserError.
     """
     progress = progress or Quiet()
-    config = load_config(loaded.spec.model)
-    check_weights(Path(loaded.spec.model))
-    planned = plan_cells(loaded, config, tokenizer_loader=_tokenizer)
-    for i in idle_rules(loaded.spec, config):
+    configs = {name: load_config(name) for name in loaded.spec.models()}
+    for name in configs:
+        check_weights(Path(name))
+    planned = plan_cells(loaded, configs, tokenizer_loader=_tokenizer)
+    for i in idle_rules(loaded.spec, configs):
         where = loaded.marks.where(("exclude", i))
         progress.warn(f"{where}: this exclude rule matches no cell: {loaded.spec.exclude[i]}")
     environment = collect_environment(
         command=list(command or sys.argv),
         seeds=_seeds(loaded.spec),
         cells=len(planned),
-        inputs=input_hashes(loaded.spec.model, loaded.spec.prompt_files()),
+        inputs=input_hashes(loaded.spec.models(), loaded.spec.prompt_files()),
     )
     yaml = dump_spec(loaded.spec)
     check_directory(out, yaml, resume=resume, inputs=environment["inputs"], renew=renew_spec)
@@ -122,7 +123,7 @@ def run_experiment(
                 progress.warn(f"the cells on disk were measured elsewhere or with other versions: {changed}")
             left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
             if any(not cell.unsupported for cell, _ in left):
-                _run_on_cluster(loaded, left, config, writer, environment, address, progress)
+                _run_on_cluster(loaded, left, configs, writer, environment, address, progress)
             else:
                 for cell, _ in left:
                     _write_unsupported(cell, writer, progress)
@@ -154,7 +155,7 @@ def _write_unsupported(cell: Cell, writer: ResultWriter, progress: Progress) -> 
 def _run_on_cluster(
     loaded: LoadedSpec,
     left: Planned,
-    config: DecoderConfig,
+    configs: Mapping[str, DecoderConfig],
     writer: ResultWriter,
     environment: dict[str, Any],
     address: str | None,
@@ -169,16 +170,16 @@ def _run_on_cluster(
         device = "cuda" if available >= 1 else "cpu"
         if device != resolve_device("auto") and any(cell.spec.device == "auto" for cell, _ in left):
             names = {cell.cell_id for cell, _ in left}
-            again = plan_cells(loaded, config, device=device, tokenizer_loader=_tokenizer)
+            again = plan_cells(loaded, configs, device=device, tokenizer_loader=_tokenizer)
             left = [(cell, prompts) for cell, prompts in again if cell.cell_id in names]
         cells = [cell for cell, _ in left if not cell.unsupported]
         cells, fit_at_once = launch.fit_cells(cells)
         runner = _Runner(cells, keep_workers=fit_at_once)
         try:
-            judge = CellJudge(loaded.spec.model, config, writer.directory)
+            judges = {name: CellJudge(name, config, writer.directory) for name, config in configs.items()}
             for cell, prompts in left:
                 if not cell.unsupported:
-                    _ask(judge, cell, prompts)  # the workers start meanwhile
+                    _ask(judges[cell.spec.model], cell, prompts)  # the workers start meanwhile
             cluster = {"ray_address": joined, "nodes": launch.describe_nodes(), "workers": runner.ready()}
             writer.write_environment(environment | cluster)
             decided = {cell.cell_id: cell for cell in cells}
@@ -186,6 +187,7 @@ def _run_on_cluster(
                 if cell.unsupported:
                     _write_unsupported(cell, writer, progress)
                 else:
+                    judge = judges[cell.spec.model]
                     _run_cell(decided[cell.cell_id], prompts, runner, judge, writer, progress)
         finally:
             runner.close()

@@ -56,9 +56,9 @@ def write_atomically(path: Path, text: str) -> None:
     Path(name).replace(path)
 
 
-def input_hashes(model: str, files: Iterable[str] = ()) -> dict[str, str]:
-    """Name -> hash of what a run reads: its checkpoint, and other files. What is not there has none."""
-    folders = [model] if (Path(model) / "config.json").is_file() else []
+def input_hashes(models: Iterable[str], files: Iterable[str] = ()) -> dict[str, str]:
+    """Name -> hash of what a run reads: its checkpoints, and other files. What is not there has none."""
+    folders = [name for name in models if (Path(name) / "config.json").is_file()]
     hashes = {name: checkpoint_hash(Path(name)) for name in folders}
     for name in files:
         if Path(name).is_file():

@@ -58,14 +58,16 @@ class Gains:
         num_q = getattr(config, "num_attention_heads", 1)
         num_kv = getattr(config, "num_key_value_heads", 1)
         scale = math.sqrt(config.hidden_size) if closing_norms else 1.0
-        logit_scale = float(getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", 1))
+        logit_scale = getattr(config, "logit_scale", None) or 1.0
         return cls(
             tied=bool(config.tie_word_embeddings),
             unit_offset=kind in _UNIT_OFFSET,
             closing_norms=closing_norms,
             transposed_experts=kind == "gpt_oss",
             embedding_scale=scale * getattr(config, "embedding_multiplier", 1.0),
-            logit_scale=logit_scale / getattr(config, "logits_scaling", 1.0),
+            logit_scale=logit_scale
+            * getattr(config, "lm_head_multiplier", 1.0)
+            / getattr(config, "logits_scaling", 1.0),
             branch_scale=getattr(config, "residual_multiplier", 1.0),
             value_share=num_kv / (num_q + 2 * num_kv),
             step_rows=_mamba2_heads(config),

@@ -39,7 +39,7 @@ def render(result: Result) -> str:
     return template("report.html.j2").render(
         **assets(),
         name=spec.get("name", "run"),
-        model=spec.get("model", ""),
+        model=_models(result, spec),
         started=str(environment.get("started", "")).replace("T", " ")[:16],
         git_commit=environment.get("git_commit"),
         headline=headline(result.cells),
@@ -55,6 +55,12 @@ def render(result: Result) -> str:
         environment=[*_environment_items(environment), *_attention_items(result.cells)],
         spec_yaml=result.spec_yaml,
     )
+
+
+def _models(result: Result, spec: dict[str, Any]) -> str:
+    """The model, or all of them where it is an axis."""
+    named = result.cells["model"] if "model" in result.cells else [spec.get("model", "")]
+    return ", ".join(dict.fromkeys(map(str, named)))
 
 
 def template(name: str) -> jinja2.Template:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,9 @@ from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError
 from rayk.types.request import SamplingParams
+
+Models = DecoderConfig | Mapping[str, DecoderConfig]
+"""The decoder of all cells, or each model's by its name in the spec."""
 
 STANDARD_AXES = (
     "mode",
@@ -87,7 +90,12 @@ class Cell:
         return self.prefill.tp * self.num_prefill_engines + decode
 
 
-def expand(spec: ExperimentSpec, config: DecoderConfig, *, device: str | None = None) -> list[Cell]:
+def decoder_of(models: Models, spec: ExperimentSpec) -> DecoderConfig:
+    """The decoder of a cell with this spec."""
+    return models[spec.model] if isinstance(models, Mapping) else models
+
+
+def expand(spec: ExperimentSpec, models: Models, *, device: str | None = None) -> list[Cell]:
     """Cells in the order of the file, duplicates removed.
 
     `device` is what `auto` means (default: cuda when this machine has a GPU, else cpu).
@@ -96,21 +104,35 @@ def expand(spec: ExperimentSpec, config: DecoderConfig, *, device: str | None = 
     names = axis_names(spec)
     cells: dict[str, Cell] = {}
     for point in _points(spec):
-        cell = _make_cell(apply_point(spec, point), names, config, device)
+        cell = _make_cell(apply_point(spec, point), names, models, device)
         if not any(_matches(cell, rule) for rule in spec.exclude):
             cells.setdefault(json.dumps(cell.axes, sort_keys=True), cell)
     if not cells:
         raise SpecError(problem="no cell is left: `exclude` removes all", where="exclude")
+    _check_model_names(spec)
     assert len({c.cell_id for c in cells.values()}) == len(cells), "two cells share a name"
     return list(cells.values())
 
 
-def idle_rules(spec: ExperimentSpec, config: DecoderConfig) -> list[int]:
+def _check_model_names(spec: ExperimentSpec) -> None:
+    """Cells are named by their model's folder."""
+    named: dict[str, str] = {}
+    for model in spec.models():
+        other = named.setdefault(Path(model).name, model)
+        if other != model:
+            raise SpecError(
+                problem=f"models {other!r} and {model!r} share the folder name that cells are told apart by",
+                where="model",
+                mend="rename one folder",
+            )
+
+
+def idle_rules(spec: ExperimentSpec, models: Models) -> list[int]:
     """Indexes of the exclude rules that match no cell of the matrix: most likely not what was meant."""
     if not spec.exclude:
         return []
     names = axis_names(spec)
-    cells = [_make_cell(apply_point(spec, point), names, config, None) for point in _points(spec)]
+    cells = [_make_cell(apply_point(spec, point), names, models, None) for point in _points(spec)]
     return [i for i, rule in enumerate(spec.exclude) if not any(_matches(c, rule) for c in cells)]
 
 
@@ -143,9 +165,8 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
     return bool(rule)
 
 
-def _make_cell(
-    spec: ExperimentSpec, names: tuple[str, ...], config: DecoderConfig, device: str | None
-) -> Cell:
+def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, device: str | None) -> Cell:
+    config = decoder_of(models, spec)
     aggregated = spec.mode == "aggregated"
     axes = {name: _axis_value(spec, name) for name in names}
     if aggregated:
@@ -261,17 +282,20 @@ def _axis_value(spec: ExperimentSpec, name: str) -> Any:
 
 
 _DEFAULTS = ExperimentSpec.model_validate({"model": "m", "prompts": {"file": "f"}})
-_IN_NAME = ("mode", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
+_IN_NAME = ("mode", "model", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 
 def cell_id(axes: dict[str, Any]) -> str:
     """A readable name that depends on the cell's axes alone: `p1-d2-BHLNC-LBHNC`, `agg-tp4`.
 
-    TP and layouts are always spelt out, other axes only where they differ from their default.
+    TP and layouts are always spelt out, other axes only where they differ from their default; where the model
+    is an axis, its folder's name comes first.
     """
     prefill, decode = axes["prefill.tp"], axes["decode.tp"]
     layouts = [axes[k] for k in ("prefill.layout", "decode.layout") if axes[k] is not None]
     parts = [f"agg-tp{prefill}" if axes["mode"] == "aggregated" else f"p{prefill}-d{decode}"]
+    if "model" in axes:
+        parts.insert(0, Path(axes["model"]).name)
     if set(layouts) != {"auto"}:
         parts += layouts
     for name, value in axes.items():

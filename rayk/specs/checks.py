@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.models.config import DecoderConfig
-from rayk.specs.cells import Cell, expand
+from rayk.specs.cells import Cell, Models, decoder_of, expand
 from rayk.specs.engines import check_fits_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.load import LoadedSpec
@@ -15,22 +15,23 @@ from rayk.types.errors import CheckpointError, SpecError
 
 def plan_cells(
     loaded: LoadedSpec,
-    config: DecoderConfig,
+    models: Models,
     *,
     device: str | None = None,
     tokenizer_loader: TokenizerLoader | None = None,
 ) -> list[tuple[Cell, list[list[int]]]]:
     """Cells with their prompts, everything checked that needs no actor. Raises UserError."""
-    cells = expand(loaded.spec, config, device=device)
+    cells = expand(loaded.spec, models, device=device)
     planned = []
-    prompts_of: dict[str, list[list[int]]] = {}
+    prompts_of: dict[tuple[str, str], list[list[int]]] = {}
     if tokenizer_loader is not None:
         _check_stop_strings(cells, loaded, tokenizer_loader)
     for cell in cells:
+        config = decoder_of(models, cell.spec)
         check_cell(cell, config, loaded)
         check_fits_model(cell, config, loaded)
         check_fits_device(cell, loaded)
-        key = cell.spec.prompts.model_dump_json()
+        key = cell.spec.model, cell.spec.prompts.model_dump_json()
         if key not in prompts_of:
             prompts_of[key] = resolve_prompts(cell.spec, config, tokenizer_loader)
         check_prompts(cell, prompts_of[key], config, loaded)
@@ -73,9 +74,9 @@ def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
 
 def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loader: TokenizerLoader) -> None:
     """Refuse stop strings of a model without a tokenizer."""
-    if any(cell.sampling.stop for cell in cells):
+    for model in dict.fromkeys(cell.spec.model for cell in cells if cell.sampling.stop):
         try:
-            tokenizer_loader(loaded.spec.model)
+            tokenizer_loader(model)
         except CheckpointError as error:
             raise SpecError(
                 problem=f"stop strings need the model's tokenizer: {error.problem}",

@@ -53,7 +53,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
-NOT_AXES = ("name", "model", "matrix", "exclude", "repeat")
+NOT_AXES = ("name", "matrix", "exclude", "repeat")
 
 
 def _as_list(value: Any) -> Any:
@@ -245,6 +245,11 @@ class ExperimentSpec(StrictModel):
     deadlines: Deadlines = Deadlines()
     failure_policy: Literal["fail", "recompute", "migrate"] = "fail"
     faults: Annotated[list[FaultSpec], BeforeValidator(_as_list)] = Field(default_factory=list)
+
+    def models(self) -> list[str]:
+        """Every model that some cell runs, the first of them first."""
+        axes = [matrix.get("model", [self.model]) for matrix in self.matrix or [{}]]
+        return list(dict.fromkeys(name for axis in axes for name in axis))
 
     def prompt_files(self) -> list[str]:
         """Every prompts file that some cell reads."""
