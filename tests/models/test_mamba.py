@@ -46,7 +46,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h-biases": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "moe_latent_size": None}),
     "falcon_h1": ("falcon_h1", {}),
-    "falcon_h1-norm-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    "falcon_h1-norm-gate": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "projectors_bias": True},
+    ),
     "falcon_h1-gate-norm": (
         "falcon_h1",
         {
@@ -205,3 +208,36 @@ def test_embedding_multiplier_is_not_rounded(checkpoint: Checkpoint) -> None:
     theirs = rounded.embed_tokens(ids) * checkpoint.model.config.embedding_multiplier
     decoder = load(checkpoint, LocalComm(), torch.bfloat16)
     assert torch.equal(decoder._embedding.forward(ids), theirs.detach())
+
+
+@pytest.mark.parametrize(("wide", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_residual_stream_is_as_wide_as_config_json_says(
+    tmp_path: Path, wide: bool, dtype: torch.dtype
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "mamba2", residual_in_fp32=wide)
+    theirs: list[torch.dtype] = []
+    rounded = copy.deepcopy(checkpoint.model).bfloat16()
+    for block in rounded.backbone.layers:
+        block.register_forward_hook(lambda *call: theirs.append(call[-1].dtype))
+    reference_logits(rounded, [1, 2, 3])
+    decoder = load(checkpoint, LocalComm(), torch.bfloat16)
+    paged = Paged(decoder, 1)
+    seen = [Seen(layer) for layer in decoder.layers]
+    decoder.layers = tuple(seen)
+    assert paged.step([[1, 2, 3]])[0].dtype == torch.float32
+    assert [layer.dtype for layer in seen] == theirs == [dtype] * 3
+
+
+class Seen:
+    """A layer whose output's dtype is kept."""
+
+    rope = None
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.dtype: torch.dtype | None = None
+
+    def forward(self, *call: Any) -> torch.Tensor:
+        out: torch.Tensor = self._layer.forward(*call)
+        self.dtype = out.dtype
+        return out
