@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayk.kernels.segments import NO_SLOT, Segments
-
 if TYPE_CHECKING:
     from rayk.kv.caches import FieldView
     from rayk.models.decoder import Decoder, Mixer
@@ -71,10 +69,9 @@ STATE_POINTS: Mapping[str, Spoil | None] = {
 place on, write the state in another dtype, or start a request from what its page held before."""
 
 
-def _segments(metadata: Any) -> Segments:
-    found = metadata["state"] if isinstance(metadata, Mapping) else metadata
-    assert isinstance(found, Segments), found
-    return found
+def _segments(metadata: Any) -> Any:
+    """What a recurrent mixer is told of the step (kernels.segments); a slot below 0 is none."""
+    return metadata["state"] if isinstance(metadata, Mapping) else metadata
 
 
 class _SpoiledState:
@@ -91,7 +88,7 @@ class _SpoiledState:
         """See Mixer."""
         out = self._mixer.forward(x, rotation, metadata)
         slots = _segments(metadata).write_slots
-        self._spoil(self._fields, slots[slots != NO_SLOT], self._num_taps)
+        self._spoil(self._fields, slots[slots >= 0], self._num_taps)
         return out
 
 
@@ -105,7 +102,7 @@ class _StaleState:
         """See Mixer."""
         segments = _segments(metadata)
         own = segments.write_slots[segments.segment_start_loc[:-1].long()]
-        stale = torch.where(segments.read_slots == NO_SLOT, own, segments.read_slots)
+        stale = torch.where(segments.read_slots < 0, own, segments.read_slots)
         wrong = replace(segments, read_slots=stale, read_slots_cpu=tuple(stale.tolist()))
         if isinstance(metadata, Mapping):
             return self._mixer.forward(x, rotation, {**metadata, "state": wrong})
