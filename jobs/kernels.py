@@ -64,6 +64,7 @@ def all_cases() -> Iterator[Case]:
             for dtype in ("float32", "float16", "bfloat16"):
                 yield Case(target, "store", dtype, (head, head), 1, "plain")
         yield from _state_cases(target)
+        yield from _latent_and_delta_cases(target)
 
 
 def _state_cases(target: str) -> Iterator[Case]:
@@ -75,6 +76,18 @@ def _state_cases(target: str) -> Iterator[Case]:
         for head in ((64, 128), (128, 64), (64, 256), (16, 16)):
             for phase in ("ssd", "ssd-step"):
                 yield Case(target, phase, dtype, head, 8, "plain")
+
+
+def _latent_and_delta_cases(target: str) -> Iterator[Case]:
+    """DeepSeek's latents with the query heads of several ranks; Qwen3-Next's heads and smaller ones."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        for phase in ("mla", "mla-step"):
+            for heads in (2, 16, 24, 128):
+                yield Case(target, phase, dtype, (512, 64), heads, "plain")
+            yield Case(target, phase, dtype, (256, 32), 16, "plain")
+        for phase in ("delta", "delta-step"):
+            for size in (16, 32, 64, 128, 256):
+                yield Case(target, phase, dtype, (size, size), 2, "plain")
 
 
 def quick_cases() -> Iterator[Case]:
@@ -94,6 +107,11 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "mamba1", "bfloat16", (16, 16), 1, "plain")
         yield Case(target, "ssd", "bfloat16", (64, 128), 8, "plain")
         yield Case(target, "ssd-step", "bfloat16", (64, 128), 8, "plain")
+        yield Case(target, "mla", "bfloat16", (512, 64), 16, "plain")
+        yield Case(target, "mla", "float32", (512, 64), 16, "plain")
+        yield Case(target, "mla-step", "bfloat16", (512, 64), 128, "plain")
+        yield Case(target, "delta", "bfloat16", (128, 128), 2, "plain")
+        yield Case(target, "delta-step", "bfloat16", (128, 128), 2, "plain")
 
 
 def build(case: Case) -> list[dict[str, Any]]:
@@ -183,7 +201,46 @@ def _scan_heads(case: Case) -> None:
     ssd_scan_triton(x, dt, a, b, c, d, dt_bias, group_index, state, segments)
 
 
-CALLS = {"store": _store, "conv": _convolve, "mamba1": _scan_channels, "ssd": _scan_heads}
+def _attend_latents(case: Case) -> None:
+    """`head` is latent and rotated key, `group` the query heads."""
+    from rayk.kernels.mla_attention.launch import mla_attention_triton
+
+    num_requests, width, dtype = 4, sum(case.head), getattr(torch, case.dtype)
+    is_step = case.phase.endswith("-step")
+    mla_attention_triton(
+        torch.empty(num_requests if is_step else 256, case.group, width, dtype=dtype),
+        torch.empty(8, 16, width, dtype=dtype),
+        torch.empty(num_requests, 64, dtype=torch.int32),
+        torch.empty(num_requests + 1, dtype=torch.int32),
+        torch.empty(num_requests, dtype=torch.int32),
+        scale=0.1,
+        latent_size=case.head[0],
+        num_splits=SPLITS if is_step else None,
+    )
+
+
+def _apply_delta_rule(case: Case) -> None:
+    """`head` is key and value size, `group` the value heads of a key head."""
+    from rayk.kernels.gated_delta_rule.triton import gated_delta_rule_triton
+
+    (key_size, value_size), dtype, num_keys = case.head, getattr(torch, case.dtype), 2
+    num_heads, segments = num_keys * case.group, _segments(case)
+    q, k = torch.empty(2, segments.num_tokens, num_keys, key_size, dtype=dtype)
+    v = torch.empty(segments.num_tokens, num_heads, value_size, dtype=dtype)
+    g, beta = torch.empty(2, segments.num_tokens, num_heads)
+    state = torch.empty(8, num_heads, key_size, value_size)
+    key_index = torch.arange(num_heads) // case.group
+    gated_delta_rule_triton(q, k, v, g, beta, key_index, state, segments, scale=0.1)
+
+
+CALLS = {
+    "store": _store,
+    "conv": _convolve,
+    "mamba1": _scan_channels,
+    "ssd": _scan_heads,
+    "mla": _attend_latents,
+    "delta": _apply_delta_rule,
+}
 """By phase, `-step` taken off; every other phase attends."""
 
 
