@@ -33,8 +33,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "metrics": "types",
         "engine": "types parallel kv kernels attention models sched metrics",
         "reports": "types metrics",
-        # parallel for why_unsupported: a spec says which cells the model itself cannot run.
-        "specs": "types parallel kv models sched",
+        "specs": "types kv models sched",
         "actors": "types parallel kv models transfer engine sched metrics specs",
         "offload": "types parallel kv transfer kernels",
         "conformance": "types kv transfer",
@@ -80,6 +79,7 @@ TORCH_FREE = (
     "rayk.models.config",
     "rayk.models.headers",
     "rayk.models.kv_specs",
+    "rayk.models.tensor_parallel",
     "rayk.specs",
     "rayk.metrics",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayk.kv.fields import PageField
 from rayk.models.kv_specs import kv_cache_specs
 
 if TYPE_CHECKING:
@@ -15,18 +14,11 @@ def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
     """Why the model cannot run at this TP size, or None when it can.
 
     Every mixer is asked through the fields of its cache: their readers (query heads, heads of a state, runs
-    of channels) must divide evenly. Feed-forward halves and vocabularies divide at any size.
+    of channels) must divide evenly, and a rank holds what its own read. Feed-forward halves and vocabularies
+    divide at any size.
     """
     specs = dict.fromkeys(kv_cache_specs(config, block_size=1, dtype="float32").values())
-    reasons = (_why_field(field, tp) for spec in specs for field in spec.fields())
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _why_field(field: PageField, tp: int) -> str | None:
-    if field.readers % tp:
-        return f"TP {tp} does not divide the model's {field.readers} {field.reader_name}"
-    if field.name == "k" and field.units % tp and tp % field.units:
-        return (
-            f"TP {tp} and the model's {field.units} KV heads: neither divides the other (not supported yet)"
-        )
+    for field in (field for spec in specs for field in spec.fields()):
+        if field.readers % tp:
+            return f"TP {tp} does not divide the model's {field.readers} {field.reader_name}"
     return None

@@ -59,15 +59,3 @@ def kv_index(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int
     groups = num_query_heads // num_kv_heads
     slots = {h: i for i, h in enumerate(kv_heads(num_query_heads, num_kv_heads, tp_size, tp_rank))}
     return tuple(slots[q // groups] for q in query_heads(num_query_heads, tp_size, tp_rank))
-
-
-def why_unsupported(num_query_heads: int, num_kv_heads: int, tp_size: int) -> str | None:
-    """Why the model cannot run at this TP size, or None when it can."""
-    if num_query_heads % tp_size:
-        return f"TP {tp_size} does not divide the model's {num_query_heads} query heads"
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
-        return (
-            f"TP {tp_size} and the model's {num_kv_heads} KV heads: neither divides the other "
-            "(not supported yet)"
-        )
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayk.parallel.shard import kv_heads, kv_index, query_heads, shard_range, shard_units, why_unsupported
+from rayk.parallel.shard import kv_heads, kv_index, query_heads, shard_range, shard_units
 from rayk.types.errors import Unsupported
 
 SIZES = range(1, 17)
@@ -79,19 +79,6 @@ def test_named_cases():
     assert kv_index(6, 2, 3, 1) == (0, 1)
     assert kv_index(6, 2, 3, 2) == (0, 0)
     assert [shard_range(10, 4, r) for r in range(4)] == [range(2), range(2, 5), range(5, 7), range(7, 10)]
-
-
-@pytest.mark.parametrize(("num_query", "num_kv"), HEADS)
-def test_why_unsupported(num_query: int, num_kv: int):
-    for tp_size in SIZES:
-        reason = why_unsupported(num_query, num_kv, tp_size)
-        if num_query % tp_size:
-            assert reason == f"TP {tp_size} does not divide the model's {num_query} query heads"
-        elif num_kv % tp_size and tp_size % num_kv:
-            assert reason is not None
-            assert reason.startswith(f"TP {tp_size} and the model's {num_kv} KV heads")
-        else:
-            assert reason is None
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
