@@ -54,17 +54,18 @@ def _step(
     state: torch.Tensor,
 ) -> None:
     """Fill y of requests with one token, before the activation."""
-    width, num_channels = by_tap.shape
-    taps = read_states(state, singles.read_slots).reshape(-1, num_channels, width - 1)
-    # The taps of the state lie beside each other, so the newest joins them: [R, C, W].
-    window = torch.cat([taps.to(x.dtype), x[singles.tokens].unsqueeze(2)], dim=2)
-    y[singles.tokens] = _weigh(window.float().unbind(2), by_tap, start)
-    write_states(state, singles.write_slots, window[:, :, 1:].reshape(-1, *state.shape[1:]))
+    num_taps, num_channels = len(by_tap) - 1, by_tap.shape[1]
+    newest = x[singles.tokens]
+    taps = read_states(state, singles.read_slots).reshape(-1, num_channels, num_taps)
+    y[singles.tokens] = _weigh([*taps.float().unbind(2), newest.float()], by_tap, start)
+    # Every tap moves one place towards the oldest: a shift of the whole row, then the newest on top.
+    kept = torch.empty_like(taps)
+    kept.view(len(taps), -1)[:, :-1] = taps.view(len(taps), -1)[:, 1:]
+    kept[:, :, -1] = newest
+    write_states(state, singles.write_slots, kept.view(-1, *state.shape[1:]))
 
 
-def _weigh(
-    columns: list[torch.Tensor] | tuple[torch.Tensor, ...], by_tap: torch.Tensor, start: torch.Tensor
-) -> torch.Tensor:
+def _weigh(columns: list[torch.Tensor], by_tap: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """start + sum over w of by_tap[w] * columns[w], each [rows, C] float32."""
     y = torch.addcmul(start, columns[0], by_tap[0])
     for column, weight in zip(columns[1:], by_tap[1:], strict=True):
