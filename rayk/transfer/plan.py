@@ -114,10 +114,13 @@ class TransferPlan:
         found: dict[PatternKey, Pattern] = {}
         for read in self.reads:
             source, destination = self._sides(read)
-            period = range(lcm(source.block_size, destination.block_size))
-            starts = _segments(period, source.block_size, destination.block_size)
-            for rows in np.unique(_rows_of(source, destination, starts), axis=0).tolist():
-                pattern = self._pattern(read, *rows)
+            # After so many rows both sides' block borders repeat. Not counted in tokens: one row of a state
+            # may stand for millions.
+            starts = _segments(range(lcm(source.rows, destination.rows)), source.rows, destination.rows)
+            for start in starts.tolist():
+                rows = start % source.rows, start % destination.rows
+                left = source.rows - rows[0], destination.rows - rows[1]
+                pattern = self._pattern(read, *rows, min(left))
                 found[pattern.key] = pattern
         return found
 

@@ -156,6 +156,19 @@ def test_one_group_of_b_and_c_at_every_tp_pair(tp: tuple[int, int]):
         check_copy(shape, num_tokens=37, seed=i)
 
 
+def test_states_whose_blocks_are_as_long_as_no_sequence():
+    """Without a limit of positions a request has one block of states; the other side's may be short."""
+    shape = Shape(
+        family="falcon_h1",
+        tp=(2, 1),
+        layouts=("BHLNC", "BLNHC"),
+        state_block_sizes=(2**40 - 1, 7),
+        num_blocks=(60, 70),
+    )
+    check_copy(shape, num_tokens=37)
+    check_copy(Shape(**{**shape.__dict__, "state_block_sizes": (1, 2**40)}), num_tokens=37)
+
+
 LIVE_TPS = [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (3, 2), (4, 6), (8, 3)]
 
 
