@@ -15,7 +15,6 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import CacheKey, group_layers
 from rayk.kv.layout import LAYOUTS
 from tests.kv.brute import (
-    END_CASES,
     RANK_CASES,
     Case,
     brute_addresses,
@@ -79,7 +78,7 @@ def test_writing_through_a_view_writes_those_bytes_and_no_others(case: Case, lay
         np.testing.assert_array_equal(changed, np.sort(written))
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), END_CASES, ids=ident)
+@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_what_kernels_write_is_found_where_the_geometry_says(case: Case, layout: str, tp_rank: int):
     """Each byte of a field, written through the bound view, is its coordinate's own number; read back from
     the buffer at geometry's address. Groups share bytes, so each has the buffer to itself."""

@@ -11,7 +11,6 @@ from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import Unsupported
 from tests.kv.brute import (
     CASES,
-    END_CASES,
     ITEMSIZES,
     RANK_CASES,
     Case,
@@ -51,7 +50,7 @@ def test_every_address_is_where_the_layout_puts_it(case: Case, layout: str, tp_r
                 assert np.all(actual[:, :, 0, :, 0] % 16 == 0)
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), END_CASES, ids=ident)
+@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_describe_names_every_byte_and_padding_has_no_name(case: Case, layout: str, tp_rank: int):
     rank = case.rank(layout, tp_rank)
     owners = brute_owners(case, layout, tp_rank)

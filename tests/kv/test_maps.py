@@ -13,7 +13,7 @@ from rayk.kv.maps import Runs, block_strides, coalesce, match_rows, page_map
 from rayk.kv.specs import KVCacheSpec, Mamba2Spec
 from tests.kv.brute import (
     CASES,
-    END_CASES,
+    RANK_CASES,
     Case,
     brute_addresses,
     brute_bundles,
@@ -91,7 +91,7 @@ def canonical_bytes(spec: KVCacheSpec, num_layers: int) -> list[tuple[str, int, 
     ]
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), END_CASES, ids=ident)
+@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_page_map_names_the_canonical_byte_of_every_byte(case: Case, layout: str, tp_rank: int):
     """Moved to the last block, each source byte is what its canonical offset means."""
     rank = case.rank(layout, tp_rank)
