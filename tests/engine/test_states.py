@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rayk.oracle.checkpoint import read_marker
 from tests.engine.stepped import Stepped
+from tests.markers import slow
 
 FAMILIES = ("mamba2", "jamba", "qwen3_next", "falcon_h1")
 """Mamba2 alone, Mamba1 and a gated delta net between layers of attention, Mamba2 beside attention."""
@@ -68,6 +69,22 @@ def test_a_prompt_may_be_cut_at_any_token(
         engine.step(end - start)
     engine.finish()
     assert state.output_token_ids == model.expected[2]
+
+
+@slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [None, 1, 5, 64])
+def test_a_prompt_is_cut_at_every_token(
+    model: Model, ranks: dict[int | None, Stepped], size: int | None
+) -> None:
+    engine, prompt = ranks[size], model.prompts[2]
+    for cut in range(1, len(prompt)):
+        engine.restart(140)
+        state = engine.add("r", prompt, NUM_TOKENS)
+        engine.step(cut)
+        assert state.num_computed == cut
+        engine.finish()
+        assert state.output_token_ids == model.expected[2], cut
 
 
 @EXAMPLES
