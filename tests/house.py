@@ -58,7 +58,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "pandas": ("rayk/reports/",),
     "pyarrow": ("rayk/reports/",),
     "plotly": ("rayk/reports/",),
-    "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
+    "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/", "jobs/benchmarks/"),
     "tokenizers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
     "pydantic": ("rayk/specs/", "rayk/serve/"),
 }
