@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
@@ -22,18 +23,22 @@ SPEC = Path(__file__).with_suffix(".yaml")
 TINY = Path("checkpoints/qwen3-tiny")
 
 
-def main() -> int:
-    """Run the experiment; returns the exit code of `rayk run`."""
-    parser = argparse.ArgumentParser(description="Run the heterogeneous-TP experiment.")
-    parser.add_argument("--spec", type=Path, default=SPEC, help="experiment, YAML (default: %(default)s)")
+def run_job(description: str, spec: Path, write_checkpoints: Callable[[], None]) -> int:
+    """Run an experiment; returns the exit code of `rayk run`.
+
+    A job's working directory holds tracked files only: `write_checkpoints` makes the models of `spec` where
+    they are missing.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--spec", type=Path, default=spec, help="experiment, YAML (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: runs/<name>-<time>)")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--address", help="Ray cluster (default: RAY_ADDRESS, else a local one)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--strict", action="store_true", help="UNSUPPORTED cells fail the run")
     options = parser.parse_args()
-    if options.spec == SPEC and not TINY.exists():
-        write_tiny_checkpoint()
+    if options.spec == spec:
+        write_checkpoints()
     return run_guarded(
         lambda: run_spec(
             options.spec,
@@ -47,12 +52,14 @@ def main() -> int:
 
 
 def write_tiny_checkpoint() -> None:
-    """A job's working directory holds tracked files only, so the spec's model is made where it is missing."""
+    """The spec's model."""
     from rayk.oracle.checkpoint import write_checkpoint
 
+    if TINY.exists():
+        return
     print(f"writing {TINY}", file=sys.stderr)
     write_checkpoint("qwen3", TINY)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_job("Run the heterogeneous-TP experiment.", SPEC, write_tiny_checkpoint))
