@@ -117,6 +117,20 @@ KV = (
         "tests/kv/test_groups.py::test_grown_blocks",
     ),
     Mutation(
+        "attention never grows beyond a state",
+        "rayk/kv/groups.py",
+        "targets = sorted({largest, *(-(-largest // page) * page for page in attention)})",
+        "targets = [largest]",
+        "tests/kv/test_groups.py::test_blocks_grow_beyond_a_state_where_padding_the_state_costs_less",
+    ),
+    Mutation(
+        "waste without padding positions",
+        "rayk/kv/groups.py",
+        "allocated += held_blocks(g.spec, num_tokens) * g.num_positions * page",
+        "allocated += held_blocks(g.spec, num_tokens) * len(g.layers) * page",
+        "tests/kv/test_groups.py::test_beaten_groupings",
+    ),
+    Mutation(
         "descriptors cost nothing",
         "rayk/kv/groups.py",
         "BLOCK_COST_BYTES = 8 << 10",

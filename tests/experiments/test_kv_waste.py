@@ -1,0 +1,56 @@
+"""What a cell's row says of its KV groups, counted by hand for a model of one full and one sliding layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.actors.coordinator import CellOutcome
+from rayk.experiments.judge import CellJudge
+from rayk.reports import ResultWriter, load
+from rayk.specs import Cell, expand, load_spec
+from tests.specs.models import decoder, spec
+
+WINDOW = 20
+ROW_BYTES = 2 * 2 * 16 * 4
+"""K and V of 2 heads of 16, float32."""
+
+
+def cell(**changes: Any) -> Cell:
+    (made,) = expand(load_spec(spec(device="cpu", dtype="float32", **changes)).spec, decoder((None, WINDOW)))
+    return made
+
+
+def waste(block_size: int) -> int:
+    """A request of 4096 tokens: the sliding layer's 19 live rows, 4077 to 4095, in blocks of 16 or more."""
+    blocks = {row // block_size for row in range(4096 - WINDOW + 1, 4096)}
+    return (len(blocks) * block_size - (WINDOW - 1)) * ROW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"prefill": waste(16), "decode": waste(16)}),
+        ({"prefill": {"block_size": 64}}, {"prefill": waste(64), "decode": waste(16)}),
+        ({"mode": "aggregated", "prefill": {"tp": 2}}, {"prefill": waste(16)}),
+        ({"engine": {"hybrid_kv": False}}, {"prefill": 0, "decode": 0}),
+    ],
+    ids=str,
+)
+def test_a_cells_row_says_what_its_groups_waste(
+    changes: dict[str, Any], expected: dict[str, int], tmp_path: Path
+) -> None:
+    made = cell(checks=["kv_bytes"], **changes)
+    outcome = CellOutcome(requests=[], num_kv_bytes_checked=1, wall_ns=1, facts={})
+    row = CellJudge("m", decoder((None, WINDOW)), tmp_path).judge(made, [[1, 2]], [outcome])
+    assert {side: num_bytes for side, (num_bytes, _) in row.kv_waste.items()} == expected
+    needed = (4096 + (4096 if not made.prefill.hybrid_kv else WINDOW - 1)) * ROW_BYTES
+    for num_bytes, percent in row.kv_waste.values():
+        assert percent == pytest.approx(100 * num_bytes / (num_bytes + needed))
+    writer = ResultWriter(tmp_path / "run", spec_yaml="name: x", environment={"started": "now"}, resume=False)
+    writer.write_cell(row, [], [])
+    (record,) = load(tmp_path / "run").cells.to_dict(orient="records")
+    assert record["kv_waste_bytes"] == max(expected.values())
+    assert record["prefill.kv_waste_bytes"] == expected["prefill"]
