@@ -1,7 +1,11 @@
-"""Verdict matrices: prefill TP by decode TP, one per setting of everything else that varies."""
+"""Verdict matrices: prefill TP by decode TP, one per setting of everything else that varies.
+
+Where the model is an axis, each has rows of its own.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -47,7 +51,7 @@ def _grouping_axes(cells: pd.DataFrame) -> list[str]:
     """Axes that split grids: the layouts, and whatever varies among cells of one mode."""
     axes = []
     for axis in axis_columns(cells):
-        if axis in ("mode", "prefill.tp", "decode.tp"):
+        if axis in ("mode", "model", "prefill.tp", "decode.tp"):
             continue
         varies = any(len(set(map(_plain, part[axis]))) > 1 for _, part in cells.groupby("mode"))
         if varies or axis in ("prefill.layout", "decode.layout"):
@@ -62,21 +66,25 @@ def _plain(value: Any) -> Any:
 def _make_grid(records: list[dict[Any, Any]], axes: list[str]) -> dict[str, Any]:
     first = records[0]
     aggregated = first["mode"] == "aggregated"
-    prefill = sorted({int(r["prefill.tp"]) for r in records})
-    decode = [None] if aggregated else sorted({int(r["decode.tp"]) for r in records})
-    at = {(int(r["prefill.tp"]), None if aggregated else int(r["decode.tp"])): r for r in records}
-    if aggregated:  # one row, so that it stays low
-        rows = [("", [_grid_cell(at.get((p, None))) for p in prefill])]
-        columns = [f"TP {p}" for p in prefill]
-    else:
-        rows = [(f"P {p}", [_grid_cell(at.get((p, d))) for d in decode]) for p in prefill]
-        columns = [f"D {d}" for d in decode]
+    # Rows: models and, of those handed over, prefill TP. Columns: the other TP.
+    column = "prefill.tp" if aggregated else "decode.tp"
+    columns = sorted({int(r[column]) for r in records})
+    at: dict[str, dict[int, dict[Any, Any]]] = {}
+    for record in sorted(records, key=lambda r: 0 if aggregated else int(r["prefill.tp"])):
+        at.setdefault(_row_label(record, aggregated), {})[int(record[column])] = record
     return {
         "title": _title(first, axes, aggregated),
         "corner": "" if aggregated else "TP",
-        "columns": columns,
-        "rows": rows,
+        "columns": [f"TP {tp}" if aggregated else f"D {tp}" for tp in columns],
+        "rows": [(label, [_grid_cell(row.get(tp)) for tp in columns]) for label, row in at.items()],
     }
+
+
+def _row_label(record: dict[Any, Any], aggregated: bool) -> str:
+    parts = [Path(record["model"]).name] if "model" in record else []
+    if not aggregated:
+        parts.append(f"P {int(record['prefill.tp'])}")
+    return ", ".join(parts)
 
 
 def _title(record: dict[Any, Any], axes: list[str], aggregated: bool) -> str:
