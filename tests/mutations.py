@@ -112,8 +112,8 @@ KV = (
     Mutation(
         "states grow with the attention's blocks",
         "rayk/kv/groups.py",
-        '        if spec.part == "state"\n',
-        "        if False\n",
+        'if spec.part == "state":',
+        "if False:",
         "tests/kv/test_groups.py::test_grown_blocks",
     ),
     Mutation(
@@ -140,8 +140,8 @@ KV = (
     Mutation(
         "grouping compared at the user's block size",
         "rayk/kv/groups.py",
-        "specs = unify_pages([_reference(spec) for spec, _ in kinds])",
-        "specs = unify_pages([spec for spec, _ in kinds])",
+        "specs = [_reference(spec) for spec, _ in kinds]",
+        "specs = [spec for spec, _ in kinds]",
         "tests/kv/test_groups.py::test_wide_blocks_do_not_change_who_shares_a_group",
     ),
     Mutation(
@@ -182,7 +182,7 @@ KV = (
     Mutation(
         "layers dealt in stretches",
         "rayk/kv/groups.py",
-        "tuple(layers[i::num_groups])",
+        "tuple(layers[i::count])",
         "tuple(layers[i * positions : (i + 1) * positions])",
         "tests/kv/test_groups.py::test_published_dealing",
     ),
