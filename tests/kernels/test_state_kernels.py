@@ -131,6 +131,41 @@ def test_long_sequences(impl: str, op: Op, time_scale: float) -> None:
     world.finish()
 
 
+@pytest.mark.parametrize("op", [CONV, SELECTIVE], ids=["causal_conv1d", "selective_scan"])
+@pytest.mark.parametrize("tile", [1, 5])
+def test_tiles_of_tokens_join(op: Op, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the CPU form, whose tiles are longer than these sequences."""
+    units, channels, state_size = op.unit_shape
+    elements = tile * units * channels * (1 if op is CONV else state_size)
+    monkeypatch.setattr(f"rayk.kernels.{op.name}.torch_cpu.TILE_ELEMENTS", elements)
+    world = World(op, [23, 11], 7, impl="torch", whole=True)
+    world.step([(0, 18), (1, 1)])
+    world.step([(0, 5), (1, 10)])
+    world.finish()
+
+
+@each_op
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_several_tiles_of_channels(op: Op, device: str, dtype: torch.dtype, poisoned_empty: None) -> None:
+    """Which end inside a unit, the last of them with less than a tile."""
+    shape = {"causal_conv1d": (3, 50, 1), "selective_scan": (3, 15, 16), "ssd_scan": (1, 40, 128)}[op.name]
+    world = World(replace(op, unit_shape=shape), [3], 2, dtype, "triton", device, whole=True)
+    world.step([(0, 2)])
+    world.step([(0, 1)])
+    world.finish()
+
+
+@each_impl
+@pytest.mark.parametrize("taps", [1, 2, 6])
+def test_convolutions_of_any_width(impl: str, device: str, taps: int) -> None:
+    world = World(replace(CONV, unit_shape=(2, 3, taps)), [6, 3], 4, impl=impl, device=device, whole=True)
+    world.step([(0, 1), (1, 1)])
+    world.step([(0, 5), (1, 1)])
+    world.step([(1, 1)])
+    world.finish()
+
+
 @each_device
 @pytest.mark.parametrize("time_scale", [0.01, 30.0])
 def test_chunks_in_triton(device: str, time_scale: float, poisoned_empty: None) -> None:
