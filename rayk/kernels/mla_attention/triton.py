@@ -169,7 +169,7 @@ def mla_attention_kernel(
     b_max, b_sum, b_acc = _attend(
         b_q_latent,
         b_q_rope,
-        tl.minimum(num_before + o_token, end_key - 1),
+        num_before + o_token,
         cache,
         block_table + i_r.to(tl.int64) * table_stride,
         num_columns,
