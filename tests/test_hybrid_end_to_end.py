@@ -16,8 +16,10 @@ from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.hybrids import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS, ONE_GROUP
+from rayk.transfer import local_agent
+from rayk.transfer.local_agent import LocalAgent
 from rayk.types.config import EngineConfig
-from rayk.types.errors import LayoutVetoed
+from rayk.types.errors import KVMismatch, LayoutVetoed, TransferError
 from tests.families import HYBRID
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
@@ -159,3 +161,62 @@ def test_a_layout_that_cannot_hold_the_model_is_refused_with_the_reason(
         return
     with pytest.raises(LayoutVetoed, match="groups of unlike"):
         ThreadEngine(config)
+
+
+class FlippedByte:
+    """LocalAgent._copy that changes the first byte of one of the runs it copied, counted over all reads."""
+
+    def __init__(self, run: int | None) -> None:
+        self.run = run
+        self.num_runs = 0
+
+    def __call__(self, agent: LocalAgent, read: Any) -> Any:
+        state = COPY(agent, read)
+        local = read.prepared.local
+        for index in read.local_indices:
+            if self.num_runs == self.run:
+                run, block = divmod(int(index), local.num_blocks)
+                local_agent._run_view(agent._regions, local, run)[block, 0] ^= 1
+            self.num_runs += 1
+        return state
+
+
+COPY = LocalAgent._copy
+
+
+MANY_RUNS = ("granitemoehybrid", "nemotron_h", "qwen3_next")
+"""Left to the slow run: what they keep is kept by others too, or in fewer runs."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f in MANY_RUNS)) for f in HYBRID]
+)
+def test_one_wrong_bit_in_any_run_is_caught(
+    family: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of KV, latents and states by their digests, of block generations by themselves.
+
+    Where heads lie outside token rows, a run starts with a row that is valid: the first.
+    """
+    path = checkpoint(family)
+    prompt = read_marker(path)["probes"][1]["prompt"]
+    turn = HYBRID.index(family)
+    layouts = ("BHLNC", "BLHNC", "LBHNC")
+    pair_of = (layouts[turn % 3], layouts[(turn + turn // 3) % 3])
+    # P keeps the blocks of each failed request until its lease ends.
+    with Pair.open(path, tp=(2, 1), layouts=pair_of, num_blocks=512) as pair:
+
+        def run(flipped: FlippedByte) -> None:
+            monkeypatch.setattr(LocalAgent, "_copy", lambda agent, read: flipped(agent, read))
+            pair.generate([prompt], 2)
+
+        clean = FlippedByte(None)
+        run(clean)
+        assert clean.num_runs > 0
+        verdicts = []
+        for number in range(clean.num_runs):
+            with pytest.raises((KVMismatch, TransferError)) as caught:
+                run(FlippedByte(number))
+            verdicts.append(caught.type)
+            assert caught.type is KVMismatch or "was reused while being read" in str(caught.value)
+        assert verdicts.count(KVMismatch) >= clean.num_runs // 2
