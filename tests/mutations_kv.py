@@ -123,6 +123,13 @@ KV = (
         "tests/kv/test_groups.py::test_beaten_groupings",
     ),
     Mutation(
+        "no percent for fewer groups",
+        "rayk/kv/groups.py",
+        "SLACK = 1.03",
+        "SLACK = 1.0",
+        "tests/kv/test_groups.py::test_few_groups_are_worth_a_few_percent",
+    ),
+    Mutation(
         "descriptors cost nothing",
         "rayk/kv/groups.py",
         "BLOCK_COST_BYTES = 8 << 10",

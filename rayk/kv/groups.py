@@ -24,6 +24,10 @@ BLOCK_COST_BYTES = 8 << 10
 """What a block costs beside its bytes: moving it takes one descriptor at least. A scattered descriptor costs
 NIXL 1.6 to 2 us at about 5 GB/s (measured, 64 MiB in 128 to 32768 descriptors), the time of 8 to 10 KB."""
 
+SLACK = 1.03
+"""How many times the least a grouping of fewer groups may cost and hold: in every step each group costs the
+host a block table and its metadata, which bytes do not show, and every transfer its descriptors."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
@@ -86,18 +90,20 @@ def group_layers(specs: Mapping[CacheKey, KVCacheSpec]) -> tuple[KVCacheGroup, .
 
 def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
     """Positions per group for kinds of layers (spec, number of layers): those that cost a reference request
-    least, then those that make the fewest groups.
+    least, or those that make fewer groups and cost, and hold, at most SLACK times as much.
 
     Block sizes of the specs do not count.
     """
     specs = [_reference(spec) for spec, _ in kinds]
-
-    def cost(positions: int) -> tuple[int, int]:
+    candidates = []
+    for positions in range(1, max(count for _, count in kinds) + 1):
         num_groups = [-(-count // positions) for _, count in kinds]
         grown = unify_pages(specs, num_groups, positions)
-        return _cost(grown, num_groups, positions), sum(num_groups)
-
-    return min(range(1, max(count for _, count in kinds) + 1), key=cost)
+        blocks, held_bytes = _held(grown, num_groups, positions)
+        cost = held_bytes + blocks * BLOCK_COST_BYTES
+        candidates.append((sum(num_groups), cost, held_bytes, positions))
+    _, least, least_bytes, _ = min(candidates, key=lambda c: (c[1], c[0]))
+    return min(c for c in candidates if c[1] <= SLACK * least and c[2] <= SLACK * least_bytes)[-1]
 
 
 def unify_pages(
@@ -148,11 +154,17 @@ def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
     return with_block_size(spec, spec.block_size * (target_bytes // page_bytes(spec)))
 
 
-def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
-    """What a reference request costs, in bytes."""
+def _held(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> tuple[int, int]:
+    """(blocks, bytes) that a reference request holds."""
     page = max(page_bytes(spec) for spec in specs)
     blocks = sum(n * held_blocks(spec, REFERENCE_TOKENS) for n, spec in zip(num_groups, specs, strict=True))
-    return blocks * (positions * page + BLOCK_COST_BYTES)
+    return blocks, blocks * positions * page
+
+
+def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
+    """What a reference request costs, in bytes."""
+    blocks, held_bytes = _held(specs, num_groups, positions)
+    return held_bytes + blocks * BLOCK_COST_BYTES
 
 
 def _reference(spec: KVCacheSpec) -> KVCacheSpec:

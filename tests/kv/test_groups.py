@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rayk.kv.groups import (
     BLOCK_COST_BYTES,
     REFERENCE_TOKENS,
+    SLACK,
     CacheKey,
     KVCacheGroup,
     group_layers,
@@ -77,6 +78,11 @@ def brute_cost(groups: tuple[KVCacheGroup, ...]) -> int:
         for _ in {position // g.spec.block_size for position in live}:
             cost += g.num_positions * page + BLOCK_COST_BYTES
     return cost
+
+
+def held_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
+    """Without the price of blocks."""
+    return measure_waste(groups).allocated_bytes
 
 
 @pytest.mark.parametrize(
@@ -247,14 +253,27 @@ def at_reference(specs: Specs) -> Specs:
 
 @slow_but_sure
 @given(specs_of_layers)
-def test_no_other_number_of_positions_costs_less(specs: Specs):
-    """Nor vLLM's; and among equal costs, none makes fewer groups."""
+def test_no_other_grouping_costs_less(specs: Specs):
+    """But for a few percent, which fewer groups are worth; nor vLLM's."""
     specs = at_reference(specs)
     groups = group_layers(specs)
     others = [dealt(specs, positions) for positions in range(1, max(counted(specs)) + 1)]
-    costs = [(brute_cost(other), len(other)) for other in others]
-    assert (brute_cost(groups), len(groups)) == min(costs)
-    assert brute_cost(groups) <= brute_cost(dealt(specs, published_positions(counted(specs))))
+    least = min(others, key=lambda other: (brute_cost(other), len(other)))
+    limits = SLACK * brute_cost(least), SLACK * held_bytes(least)
+    allowed = [o for o in others if brute_cost(o) <= limits[0] and held_bytes(o) <= limits[1]]
+    assert (len(groups), brute_cost(groups)) == min((len(o), brute_cost(o)) for o in allowed)
+    assert brute_cost(groups) <= SLACK * brute_cost(dealt(specs, published_positions(counted(specs))))
+
+
+def test_few_groups_are_worth_a_few_percent():
+    """3 and 29 layers: 11 groups of three pad one position in 33; 32 groups of one pad none."""
+    spec = attention()
+    state = Mamba1Spec(10**6, "bfloat16", 4, 8192, 14)
+    specs = keyed({i: spec if i < 3 else state for i in range(32)})
+    groups = group_layers(specs)
+    singles = dealt(specs, 1)
+    assert (len(groups), len(singles)) == (11, 32)
+    assert held_bytes(singles) < held_bytes(groups) < 1.03 * held_bytes(singles)
 
 
 @slow_but_sure

@@ -94,19 +94,20 @@ MODELS = {
         percent=2.08,
     ),
     # A state: 128 heads x 64 x 128 x 4 bytes = 4 MiB, and (8192 + 2 x 128) x 3 taps x 2. 64 blocks of 16
-    # tokens fit: 4 MiB. 3 and 29 layers have no common divisor: one layer per group pads none.
+    # tokens fit: 4 MiB. 3 and 29 layers have no common divisor: one position in 33 is padding, which is less
+    # than 32 groups of one layer would cost the host and the wire.
     "Bamba-9B": Released(
         attention=attention(8, 128, 32),
         attention_layers=BAMBA,
         state=mamba2(128, 64, 1, 128),
         state_layers=others(32, BAMBA),
-        positions=1,
-        num_groups=(3, 29),
+        positions=3,
+        num_groups=(1, 10),
         block_size=1024,
         pages=(4 * MIB, 4 * MIB + 50688),
-        blocks=3 * 4 + 29,
-        waste=3 * 4 * 50688,
-        percent=0.35,
+        blocks=4 + 10,
+        waste=3 * 4 * 50688 + 4 * MIB + 50688,
+        percent=2.72,
     ),
     "Granite-4.0-H-Small": Released(
         attention=attention(8, 128, 32),
