@@ -54,6 +54,11 @@ class CellJudge:
         self._by_dtype: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
 
+    @property
+    def _is_routed(self) -> bool:
+        """Whether experts are chosen somewhere."""
+        return any(isinstance(layer.mlp, ExpertsConfig) for layer in self._config.layers)
+
     def ask(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference's answers ready for a cell."""
         if "tokens" in cell.checks:
@@ -119,8 +124,7 @@ class CellJudge:
     def _references(self, cell: Cell) -> References:
         dtype = cell.prefill.dtype
         if dtype not in self._by_dtype:
-            routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in self._config.layers)
-            self._by_dtype[dtype] = References(self._model, self._directory, dtype, routed=routed)
+            self._by_dtype[dtype] = References(self._model, self._directory, dtype, routed=self._is_routed)
         return self._by_dtype[dtype]
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
@@ -131,6 +135,8 @@ class CellJudge:
 
     def _unjudged(self, cell: Cell, prompts: Prompts) -> str:
         """Which states kv_values cannot judge in the cell's dtype, if any."""
+        if not self._is_routed or cell.prefill.dtype == "float32":
+            return ""
         layers = sorted({layer for (layer, _), b in self._kv_bounds(cell, prompts).items() if b == UNBOUNDED})
         if not layers:
             return ""
