@@ -302,7 +302,10 @@ def _lay_out(
     padding = 1 if is_packed or len(fields) == 1 else alignment
     axes = layout.name.removesuffix("C")
     cut = min(axes.index("H"), axes.index("N"))
-    sizes = {"L": group.num_positions, "B": num_blocks * ratio, "N": kernel_block_size}
+    # Outside blocks, every group has all positions; inside one, those without a layer come last of all, so
+    # that what a short group keeps stays in one piece.
+    num_layers = len(group.layers) if layout.block_outermost else group.num_positions
+    sizes = {"L": num_layers, "B": num_blocks * ratio, "N": kernel_block_size}
     bundles: list[_Bundle] = []
     size = 0
     for members in fields:
@@ -312,7 +315,7 @@ def _lay_out(
         bundles.append(_Bundle(members, units, size, strides))
         size = _round_up(size + used, padding)
     outer, size = _strides(axes[:cut], sizes, size, padding)
-    step = outer["B"] * ratio if "B" in outer else size // group.num_positions // num_blocks
+    step = outer["B"] * ratio if "B" in outer else size // num_layers // num_blocks
     return _Share(group, layout, num_blocks, kernel_block_size, ratio, alignment, tuple(bundles), outer, step)
 
 

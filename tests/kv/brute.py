@@ -240,7 +240,8 @@ class _Pen:
         self.units = [bundle[0].units(case.tp_size, tp_rank) for bundle in self.bundles]
         kernel = case.kernel_rows(group)
         self.ratio = brute_rows(group.spec) // kernel
-        self.sizes = {"L": group.num_positions, "B": num_blocks * self.ratio, "N": kernel}
+        layers = len(group.layers) if layout[0] == "B" else group.num_positions
+        self.sizes = {"L": layers, "B": num_blocks * self.ratio, "N": kernel}
         first = min(layout.index("H"), layout.index("N"))
         self.order = layout[:first] + "*" + layout[first:-1]
         self.alignment = 16 if len(self.bundles) > 1 else self.bundles[0][0].itemsize

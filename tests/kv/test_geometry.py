@@ -83,9 +83,10 @@ def test_sizes(case: Case):
         pages = [brute_page_bytes(g.spec, case.tp_size, rank_index) for g in case.groups]
         rank = case.rank("BHLNC", rank_index)
         assert [g.page_bytes for g in rank.groups] == pages
-        assert rank.block_bytes >= max(pages) * case.groups[0].num_positions
+        used = [page * len(g.layers) for page, g in zip(pages, case.groups, strict=True)]
+        assert rank.block_bytes >= max(used)
         if all(g.spec.part == "attention" for g in case.groups) and len(set(pages)) == 1:
-            assert rank.block_bytes == pages[0] * case.groups[0].num_positions
+            assert rank.block_bytes == max(used)
         assert rank.pages_bytes == rank.block_bytes * case.num_blocks
         assert 0 <= rank.generations_offset - rank.pages_bytes < 64
         assert rank.generations_offset % 64 == 0

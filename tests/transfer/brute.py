@@ -58,7 +58,13 @@ class BruteRank:
             kernel_slot = slot % self.kernel_block_size
             logical[: self.num_layers, kernel_block, :, kernel_slot] = coordinates[:, self.units, token]
         order = ["LBHNC".index(axis) for axis in self.layout]
-        return np.ascontiguousarray(np.moveaxis(logical, order, range(5))).reshape(-1)
+        if self.layout[0] != "B":
+            return np.ascontiguousarray(np.moveaxis(logical, order, range(5))).reshape(-1)
+        # Inside a block, positions without a layer come last of all, whatever the order of the axes.
+        used = np.moveaxis(logical[: self.num_layers], order, range(5)).reshape(self.num_blocks * ratio, -1)
+        pages = np.full((self.num_blocks * ratio, logical[:, 0].size), UNKNOWN, dtype=np.int64)
+        pages[:, : used.shape[1]] = used
+        return pages.reshape(-1)
 
 
 def coordinates(num_layers: int, num_units: int, num_tokens: int, content: int) -> np.ndarray:
