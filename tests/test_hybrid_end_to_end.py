@@ -38,9 +38,11 @@ BLOCKS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({}, {}),
     ({"block_size": 8, "state_block_size": 64}, {"block_size": 32}),
     ({"block_size": 32}, {"block_size": 16, "state_block_size": 48}),
-    ({"kernel_block_sizes": (("full", 8),)}, {"state_block_size": 16}),
+    ({"kernel_block_sizes": 8}, {"state_block_size": 16}),
 )
 """Settings of P and of D (of P where it does all): blocks of tokens, of states and of kernels."""
+TOKEN_GROUPS = {"mamba2": None, "deepseek_v3": "mla"}
+"""The kind of a family's groups that kernels may cut; None without; full in all others."""
 ONE_SHAPE = ("mamba2", "mamba2-one-group", "deepseek_v3", "deepseek_v3-yarn")
 """Models whose groups are of one shape, as LHBNC needs it."""
 PROMPT_LENGTHS = (5, 37, 300)
@@ -129,11 +131,19 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make
 
 
+def cut_where_possible(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """`kernel_block_sizes` by the kind of group that the model has; left out where it has none."""
+    kind = TOKEN_GROUPS.get(MODELS[model][0], "full")
+    others = dict(settings)
+    size = others.pop("kernel_block_sizes", None)
+    return others if kind is None or size is None else others | {"kernel_block_sizes": ((kind, size),)}
+
+
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)
     common = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": 128}
-    changes = BLOCKS[cell.blocks]
+    changes = tuple(cut_where_possible(cell.model, settings) for settings in BLOCKS[cell.blocks])
     if len(cell.tp) == 1:
         settings = common | changes[0]
         config = EngineConfig(model=str(path), tp=cell.tp[0], layout=cell.layouts[0], **settings)
