@@ -7,66 +7,68 @@ the kernel's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rayk.kv.fields import PageField, twin_taps
+from rayk.models.kv_specs import kv_cache_specs
+
 if TYPE_CHECKING:
-    from rayk.kv.caches import FieldView
     from rayk.models.decoder import Decoder, Mixer
     from rayk.models.layers.rope import Rotation
 
-Fields = Mapping[str, "FieldView"]
+Views = Mapping[str, torch.Tensor]
+"""Field -> what the layer's kernels use of it, [B, U, 1, C]."""
+Spoil = Callable[[Sequence[PageField], Views, torch.Tensor], None]
+"""Given a layer's fields, their views and the slots [S] that a step wrote."""
 
-SWAPPED = (("conv_b", "conv_c"), ("conv_q", "conv_k"))
-"""Fields of one shape that a swap would exchange."""
 
-
-def wrong_state(decoder: Decoder, layer: int, point: str, conv_width: int) -> Mixer:
-    """The layer's mixer, making the mistake `point` (a key of STATE_POINTS) from now on."""
+def wrong_state(decoder: Decoder, layer: int, point: str) -> Mixer:
+    """The layer's mixer, making the mistake `point` (of specs.faults.STATE_POINTS) from now on."""
     mixer = decoder.layers[layer].mixer
-    assert mixer is not None
-    fields = {f.name: f for f in decoder.cache_owners[layer, "state"].field_views()}
+    assert mixer is not None, f"layer {layer} has no mixer"
     if point == "stale_state":
         return _StaleState(mixer)
-    return _SpoiledState(mixer, fields, STATE_POINTS[point], conv_width - 1)
+    views = {f.name: f.view for f in decoder.cache_owners[layer, "state"].field_views()}
+    # What the fields mean; neither block size nor dtype is looked at.
+    spec = kv_cache_specs(decoder.config, block_size=1, dtype="float32")[layer, "state"]
+    return _SpoiledState(mixer, spec.fields(), views, SPOILS[point])
 
 
-def _swap(fields: Fields, slots: torch.Tensor, num_taps: int) -> None:
-    first, second = next(pair for pair in SWAPPED if pair[0] in fields)
-    a, b = fields[first].view, fields[second].view
+def _swap(fields: Sequence[PageField], views: Views, slots: torch.Tensor) -> None:
+    """The taps of B and C, or of q and k, are exchanged."""
+    twins = twin_taps(fields)
+    assert twins is not None, "the layer keeps no two taps that are alike"
+    a, b = (views[field.name] for field in twins)
     a[slots], b[slots] = b[slots].clone(), a[slots].clone()
 
 
-def _shift_taps(fields: Fields, slots: torch.Tensor, num_taps: int) -> None:
-    for name, field in fields.items():
-        if name.startswith("conv_"):
-            values = field.view[slots]
-            taps = values.view(*values.shape[:-1], -1, num_taps)
-            field.view[slots] = taps.roll(1, -1).flatten(-2)
+def _shift_taps(fields: Sequence[PageField], views: Views, slots: torch.Tensor) -> None:
+    """All taps are moved one place on."""
+    for field in fields:
+        if field.taps:
+            taps = views[field.name][slots].unflatten(-1, (-1, field.taps))
+            views[field.name][slots] = taps.roll(1, -1).flatten(-2)
 
 
-def _half_as_wide(fields: Fields, slots: torch.Tensor, num_taps: int) -> None:
+def _half_as_wide(fields: Sequence[PageField], views: Views, slots: torch.Tensor) -> None:
     """The recurrent state is written as bfloat16 where float32 is read."""
-    state = next(field.view for name, field in fields.items() if not name.startswith("conv_"))
+    state = next(views[field.name] for field in fields if not field.taps)
     values = state[slots]
     written = torch.zeros_like(values)
     written.view(torch.bfloat16)[..., : values.shape[-1]] = values.to(torch.bfloat16)
     state[slots] = written
 
 
-Spoil = Callable[[Fields, torch.Tensor, int], None]
-
-STATE_POINTS: Mapping[str, Spoil | None] = {
+SPOILS: Mapping[str, Spoil] = {
     "swap_taps": _swap,
     "shift_taps": _shift_taps,
     "state_dtype": _half_as_wide,
-    "stale_state": None,
 }
-"""What wrong_kv can do to a recurrent layer: exchange the taps of B and C (of q and k), move all taps one
-place on, write the state in another dtype, or start a request from what its page held before."""
+"""What wrong_kv does to the slots that a recurrent layer has written, by point."""
 
 
 def _segments(metadata: Any) -> Any:
@@ -77,18 +79,17 @@ def _segments(metadata: Any) -> Any:
 class _SpoiledState:
     """A mixer whose states are spoiled when written. Implements models.decoder.Mixer."""
 
-    def __init__(self, mixer: Mixer, fields: Fields, spoil: Spoil | None, num_taps: int) -> None:
-        assert spoil is not None
+    def __init__(self, mixer: Mixer, fields: Sequence[PageField], views: Views, spoil: Spoil) -> None:
         self._mixer = mixer
         self._fields = fields
+        self._views = views
         self._spoil = spoil
-        self._num_taps = num_taps
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
         """See Mixer."""
         out = self._mixer.forward(x, rotation, metadata)
         slots = _segments(metadata).write_slots
-        self._spoil(self._fields, slots[slots >= 0], self._num_taps)
+        self._spoil(self._fields, self._views, slots[slots >= 0])
         return out
 
 
@@ -103,7 +104,7 @@ class _StaleState:
         segments = _segments(metadata)
         own = segments.write_slots[segments.segment_start_loc[:-1].long()]
         stale = torch.where(segments.read_slots < 0, own, segments.read_slots)
-        wrong = replace(segments, read_slots=stale, read_slots_cpu=tuple(stale.tolist()))
+        wrong = replace(segments, read_slots=stale)
         if isinstance(metadata, Mapping):
             return self._mixer.forward(x, rotation, {**metadata, "state": wrong})
         return self._mixer.forward(x, rotation, wrong)

@@ -134,7 +134,7 @@ class _StateBuffers:
         self._writes[num_requests:size] = NO_SLOT
 
     def metadata(self, size: int) -> Segments:
-        """Of the first `size` rows. The host knows no slots: only the tensors tell those of a step."""
+        """Of the first `size` rows."""
         starts = self._rows.starts
         return Segments(
             query_start_loc=starts[: size + 1],
@@ -143,10 +143,8 @@ class _StateBuffers:
             segment_ends=starts[1 : size + 1],
             write_slots=self._writes[:size],
             query_start_loc_cpu=tuple(range(size + 1)),
-            read_slots_cpu=(NO_SLOT,) * size,
             segment_start_loc_cpu=tuple(range(size + 1)),
             segment_ends_cpu=tuple(range(1, size + 1)),
-            write_slots_cpu=(NO_SLOT,) * size,
             max_query_len=1,
         )
 

@@ -170,10 +170,8 @@ class InputBuilder:
             segment_ends=self._tensor(ends.astype(np.int32)),
             write_slots=self._tensor(writes),
             query_start_loc_cpu=tuple(step.starts.tolist()),
-            read_slots_cpu=tuple(reads.tolist()),
             segment_start_loc_cpu=tuple(segment_starts.tolist()),
             segment_ends_cpu=tuple(ends.tolist()),
-            write_slots_cpu=tuple(writes.tolist()),
             max_query_len=step.max_query_len,
         )
 
@@ -191,7 +189,7 @@ def to_kernel_blocks(block_ids: tuple[int, ...] | list[int], ratio: int) -> np.n
 
 
 def _is_state(group: GroupGeometry) -> bool:
-    return group.group.spec.part == "state"
+    return not group.group.spec.has_token_rows
 
 
 def _table_width(group: GroupGeometry, max_positions: int) -> int:

@@ -5,6 +5,9 @@ segment ends with the request's last token, others end where a block of the stat
 indices of the first axis of the state views. A request reads its state from one slot and writes it to
 another (equal when nobody else reads it), so that a state that others hold is never changed.
 
+The host has copies of what a batch looks like, and none of the slots: a recorded decode step is the same
+batch every time, in other slots each time.
+
 R requests, S segments, T packed tokens.
 """
 
@@ -34,10 +37,8 @@ class Segments:
     write_slots: torch.Tensor
     """[S] int64, where the state after each segment goes, or NO_SLOT."""
     query_start_loc_cpu: tuple[int, ...]
-    read_slots_cpu: tuple[int, ...]
     segment_start_loc_cpu: tuple[int, ...]
     segment_ends_cpu: tuple[int, ...]
-    write_slots_cpu: tuple[int, ...]
     max_query_len: int
     """Most tokens of one request in this step; 1 means that every request takes a single step."""
 
@@ -91,9 +92,7 @@ class Segments:
             segment_ends=tensor(flat_ends, torch.int32),
             write_slots=tensor(flat_slots, torch.int64),
             query_start_loc_cpu=tuple(starts),
-            read_slots_cpu=tuple(read_slots),
             segment_start_loc_cpu=tuple(segment_starts),
             segment_ends_cpu=tuple(flat_ends),
-            write_slots_cpu=tuple(flat_slots),
             max_query_len=max(query_lens),
         )

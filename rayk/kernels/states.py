@@ -60,13 +60,14 @@ class Walk:
 
 
 def walks(segments: Segments) -> Iterator[Walk]:
-    """Every request of a step, from the host's copies."""
-    ends, slots = segments.segment_ends_cpu, segments.write_slots_cpu
+    """Every request of a step."""
+    ends, slots = segments.segment_ends_cpu, segments.write_slots.tolist()
+    reads = segments.read_slots.tolist()
     for r in range(segments.num_requests):
         first, last = segments.segment_start_loc_cpu[r : r + 2]
         start, stop = segments.query_start_loc_cpu[r : r + 2]
         pairs = tuple(zip(ends[first:last], slots[first:last], strict=True))
-        yield Walk(start, stop, segments.read_slots_cpu[r], pairs)
+        yield Walk(start, stop, reads[r], pairs)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from rayk.actors import planted
 from rayk.actors import worker as worker_module
 from rayk.attention.metadata import CommonAttentionMetadata
-from rayk.engine.graphs import DecodeGraphs, Replay, _StateBuffers, graph_sizes
+from rayk.engine.graphs import DecodeGraphs, Replay, graph_sizes
 from rayk.engine.inputs import ModelInputs
 from rayk.engine.rank import EngineRank
 from rayk.kernels.segments import NO_SLOT, Segments
@@ -175,38 +176,21 @@ def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, r
     assert recorder.num_replays == 23, "every step but the prefill"
 
 
-class LiveSegments(Segments):
-    """Segments whose slots on the host are those of the tensors now: kernels on a CPU go by the host's, where
-    those on a GPU go by the tensors, and a recorded step changes only these."""
-
-    def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
-            if name not in ("read_slots_cpu", "write_slots_cpu"):
-                object.__setattr__(self, name, value)
-
-    @property
-    def read_slots_cpu(self) -> tuple[int, ...]:  # type: ignore[override]
-        return tuple(self.read_slots.tolist())
-
-    @property
-    def write_slots_cpu(self) -> tuple[int, ...]:  # type: ignore[override]
-        return tuple(self.write_slots.tolist())
-
-
-@pytest.mark.parametrize("state_block_size", [None, 3])
-@pytest.mark.parametrize("family", ["mamba2", "jamba", "qwen3_next"])
-def test_recorded_steps_of_models_with_states(
+@pytest.mark.parametrize(
+    ("family", "state_block_size"),
+    [
+        *product(("mamba2", "jamba", "qwen3_next", "falcon_h1", "nemotron_h"), (None, 3)),
+        ("deepseek_v3", None),
+    ],
+)
+def test_recorded_steps_of_hybrid_models(
     checkpoint: Callable[..., Path],
     reference: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     family: str,
     state_block_size: int | None,
 ) -> None:
-    """mamba2 has no attention. Blocks of 3 tokens: every third step writes another slot than it read."""
-    recorded = _StateBuffers.metadata
-    monkeypatch.setattr(
-        _StateBuffers, "metadata", lambda buffers, size: LiveSegments(**vars(recorded(buffers, size)))
-    )
+    """mamba2 has no attention, falcon_h1 two caches in a layer, nemotron_h layers without any, deepseek_v3
+    latents. Blocks of 3 tokens: every third step writes another slot than it read."""
     path = checkpoint(family)
     prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]][:2]
     expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]

@@ -26,9 +26,9 @@ def gated_delta_rule_reference(
     compute_dtype = torch.promote_types(v.dtype, torch.float32)
     q, k = (_unit_length(x.to(compute_dtype))[:, key_index] for x in (q, k))
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    writes = dict(zip(segments.segment_ends_cpu, segments.write_slots_cpu, strict=True))
+    writes = dict(zip(segments.segment_ends_cpu, segments.write_slots.tolist(), strict=True))
     starts = segments.query_start_loc_cpu
-    for r, read_slot in enumerate(segments.read_slots_cpu):
+    for r, read_slot in enumerate(segments.read_slots.tolist()):
         if read_slot == NO_SLOT:
             memory = torch.zeros(state.shape[1:], dtype=compute_dtype, device=state.device)
         else:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from rayk.kernels.gated_delta_rule.reference import LENGTH_EPSILON
 from rayk.kernels.segments import NO_SLOT, Segments
+from rayk.kernels.states import read_states, write_states
 
 CHUNK_TOKENS = 64
 _CHUNKS_AT_ONCE = 16
@@ -42,14 +43,14 @@ def gated_delta_rule_torch(
     out = torch.empty(v.shape, dtype=v.dtype)
     starts = segments.query_start_loc_cpu
     lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    before = _read(state, segments.read_slots_cpu)
+    before = read_states(state, segments.read_slots)
     single = [r for r, n in enumerate(lens) if n == 1]
     if single:
         tokens = torch.tensor([starts[r] for r in single])
         memory = before if len(single) == len(lens) else before[single]
         out[tokens] = _step(batch, tokens, memory).to(v.dtype)
-        slots = [segments.write_slots_cpu[segments.segment_start_loc_cpu[r]] for r in single]
-        _write(state, slots, memory)
+        slots = segments.write_slots[[segments.segment_start_loc_cpu[r] for r in single]]
+        write_states(state, slots, memory)
     for r, n in enumerate(lens):
         if n > 1:
             _scan(batch, before[r], state, segments, r, out)
@@ -74,25 +75,6 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)
 
 
-def _read(state: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
-    """A copy of the slots' states [R, Hv, Dk, Dv], zeros for NO_SLOT."""
-    if NO_SLOT not in slots:
-        return state[torch.tensor(slots)]
-    found = state.new_zeros(len(slots), *state.shape[1:])
-    kept = [r for r, slot in enumerate(slots) if slot != NO_SLOT]
-    if kept:
-        found[kept] = state[[slots[r] for r in kept]]
-    return found
-
-
-def _write(state: torch.Tensor, slots: list[int], memory: torch.Tensor) -> None:
-    kept = [i for i, slot in enumerate(slots) if slot != NO_SLOT]
-    if len(kept) == len(slots):
-        state[torch.tensor(slots)] = memory
-    elif kept:
-        state[torch.tensor([slots[i] for i in kept])] = memory[kept]
-
-
 def _step(batch: _Batch, tokens: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """One token of each request; memory [R, Hv, Dk, Dv] is updated in place. Returns [R, Hv, Dv] float32."""
     q, k = (x[tokens][:, batch.key_index].unsqueeze(-2) for x in (batch.q, batch.k))  # [R, Hv, 1, Dk]
@@ -109,7 +91,7 @@ def _scan(
     batch: _Batch, memory: torch.Tensor, state: torch.Tensor, segments: Segments, r: int, out: torch.Tensor
 ) -> None:
     """All tokens of request r from `memory` [Hv, Dk, Dv]; fills its rows of out, writes its slots."""
-    writes = dict(zip(segments.segment_ends_cpu, segments.write_slots_cpu, strict=True))
+    writes = dict(zip(segments.segment_ends_cpu, segments.write_slots.tolist(), strict=True))
     for chunks in _chunks(segments, r):
         size = max(end - start for start, end in chunks)
         solved = _solve(batch, chunks, size)
