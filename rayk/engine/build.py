@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +111,8 @@ class ThreadEngine:
         try:
             self._ready.wait(timeout_s)
         except threading.BrokenBarrierError:
+            # A thread that still frees its tensors when the interpreter ends would abort the process.
+            self._join()
             raise self.error or DeadlineExceeded(f"start of {name}", timeout_s) from None
 
     def __enter__(self) -> ThreadEngine:
@@ -143,13 +146,18 @@ class ThreadEngine:
     def close(self) -> None:
         """Stop the loops; raises the error that ended one early, DeadlineExceeded when one does not end."""
         self.leader.stop()
-        for thread in self._threads:
-            thread.join(self.timeout_s)
+        stuck = self._join()
         if self.error is not None:
             raise self.error
-        stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             raise DeadlineExceeded(f"the end of {', '.join(stuck)}", self.timeout_s)
+
+    def _join(self) -> list[str]:
+        """Wait for the threads; the names of those that did not end within `timeout_s`."""
+        until = time.monotonic() + self.timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return [thread.name for thread in self._threads if thread.is_alive()]
 
     def _run(self, comm: Comm) -> None:
         leader: Leader | None = None

@@ -324,6 +324,27 @@ def _only_rank_zero(config: EngineConfig, comm: Any, **arguments: Any) -> Any:
     return EngineRank(config, comm, **arguments)
 
 
+def test_an_engine_that_cannot_start_leaves_no_thread_behind(
+    qwen3: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is past its Python code and still frees what it had: it would abort an exit."""
+    own, ended = threading.local(), []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.1)
+            ended.append(self)
+
+    def fail(*arguments: Any, **settings: Any) -> None:
+        own.kept = Slow()
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("rayk.engine.build.EngineRank", fail)
+    with pytest.raises(EngineDied, match="no memory"):
+        qwen3.engine(tp=2)
+    assert len(ended) == 2
+
+
 class Echo(NoExtension):
     """Answers commands; refuses some."""
 
