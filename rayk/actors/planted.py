@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayk.actors.planted_state import STATE_POINTS, wrong_state
+from rayk.actors.planted_state import wrong_state
 from rayk.models.layers.rope import Rotary, Rotation
+from rayk.specs.faults import STATE_POINTS
 from rayk.transfer.faults import FlipBit
 
 if TYPE_CHECKING:
@@ -77,9 +78,7 @@ def commit_wrong_kv(decoder: Decoder, faults: Sequence[PlantedFault]) -> None:
 
 def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
     if point is not None and point in STATE_POINTS:
-        width = decoder.config.conv_width(layer)
-        assert width is not None, f"layer {layer} keeps no state"
-        _replace_mixer(decoder, layer, wrong_state(decoder, layer, point, width))
+        _replace_mixer(decoder, layer, wrong_state(decoder, layer, point))
         return
     attention = decoder.attention_layers[layer]
     assert attention.kv_cache is not None, "bind the cache first"

@@ -50,7 +50,8 @@ def _shift_taps(fields: Sequence[PageField], views: Views, slots: torch.Tensor) 
     """All taps are moved one place on."""
     for field in fields:
         if field.taps:
-            taps = views[field.name][slots].unflatten(-1, (-1, field.taps))
+            values = views[field.name][slots]
+            taps = values.view(*values.shape[:-1], -1, field.taps)
             views[field.name][slots] = taps.roll(1, -1).flatten(-2)
 
 

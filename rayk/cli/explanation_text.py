@@ -100,7 +100,7 @@ def place_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _coordinate_line(found: Mapping[str, Any]) -> str:
-    token = "" if found["part"] == "state" else f"token {found['row']} of the block, "
+    token = f"token {found['row']} of the block, " if found["has_token_rows"] else ""
     return (
         f"layer {found['layer']}, block {found['block']}, {found['unit_name']} {found['unit']}, {token}"
         f"{_field_text(found)}, byte {found['byte']} (KV group {found['group']})"

@@ -16,13 +16,15 @@ NUMBERS = ("group", "layer", "block", "unit", "token")
 def name_byte(rank: RankGeometry, byte: int) -> list[dict[str, Any]]:
     """What a byte of the buffer is: one coordinate per KV group that uses it; none in padding.
 
-    Keys: those of kv.geometry.Coordinate, `kind` and `part` of the layer's cache, and `unit_name`.
+    Keys: those of kv.geometry.Coordinate, `kind` and `part` of the layer's cache, `has_token_rows` (else
+    `row` is no token's) and `unit_name`.
     """
     groups = {g.group.index: g for g in rank.groups}
     found = []
     for c in rank.describe(byte):
         spec, field = groups[c.group].group.spec, groups[c.group].field(c.field).field
-        found.append(asdict(c) | {"kind": spec.kind, "part": spec.part, "unit_name": field.unit_name})
+        cache = {"kind": spec.kind, "part": spec.part, "has_token_rows": spec.has_token_rows}
+        found.append(asdict(c) | cache | {"unit_name": field.unit_name})
     return found
 
 

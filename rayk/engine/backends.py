@@ -52,7 +52,7 @@ class LayerBackends:
         return frozenset(
             group.spec
             for group in groups
-            if group.spec.part == "attention" and any(self[layer] is backend for layer in group.layers)
+            if group.spec.has_token_rows and any(self[layer] is backend for layer in group.layers)
         )
 
     @property

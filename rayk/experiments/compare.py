@@ -11,12 +11,12 @@ import torch
 
 from rayk.actors.commands import CapturedRows
 from rayk.experiments.culprit import Head, WrongLayer, misplaced, name_culprit
-from rayk.experiments.culprit_state import is_state
 from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
 from rayk.experiments.references import LayerKV, References
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.errors import KVMismatch
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
@@ -104,11 +104,12 @@ def measure_values(
         for layer, fields in enumerate(exact):
             for name, right in fields.items():
                 squares.setdefault((layer, name), []).append(right.double().square().mean(-1).flatten())
+    states = _states(model)
     bounds: dict[tuple[int, str], Bound] = {}
     for (layer, name), noise in errors.items():
         before = model.layers[:layer]
         routed = references.routed and any(isinstance(b.mlp, ExpertsConfig) for b in before)
-        if routed and is_state(name):
+        if routed and (layer, name) in states:
             bounds[layer, name] = UNBOUNDED
             continue
         rough = rough_errors.get((layer, name)) if routed else None
@@ -119,6 +120,17 @@ def measure_values(
             further=None if rough is None else torch.cat(rough),
         )
     return bounds
+
+
+def _states(model: DecoderConfig) -> set[tuple[int, str]]:
+    """(layer, field) of what has one row for all tokens."""
+    specs = kv_cache_specs(model, block_size=1, dtype="float32")
+    return {
+        (layer, field.name)
+        for (layer, _), spec in specs.items()
+        if not spec.has_token_rows
+        for field in spec.fields()
+    }
 
 
 def _add_errors(
@@ -181,9 +193,7 @@ def compare_values(
         assert not unseen, f"no rank shows {unseen} of layer {layer}"
         if mismatch is None and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
-            layer_of = WrongLayer(
-                layer, live.start, found, truth, wrong, worst, model, {n: f.dtype for n, f in fields.items()}
-            )
+            layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model, group.spec)
             mismatch = _mismatch(
                 request_id, group, layer_of, {i: kv[layer] for i, kv in (others or {}).items()}
             )

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from rayk.experiments.culprit_state import LayerState, is_state, name_state_culprit
+from rayk.experiments.culprit_state import LayerState, name_state_culprit
+from rayk.kv.fields import PageField
+from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig, RopeConfig
 from rayk.models.layers.rope import inverse_frequencies
 
@@ -55,8 +57,13 @@ class WrongLayer:
     """Largest error of a right value of each field."""
     model: DecoderConfig | None = None
     """None: keys' rotation is not known."""
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Of each field's cache."""
+    spec: KVCacheSpec | None = None
+    """None: some keys and values."""
+
+    @property
+    def fields(self) -> Mapping[str, PageField]:
+        """What the spec says of each field, by name."""
+        return {} if self.spec is None else {field.name: field for field in self.spec.fields()}
 
     @property
     def first(self) -> Head:
@@ -77,7 +84,7 @@ def name_culprit(wrong: WrongLayer, others: Mapping[int, LayerState] | None = No
 
     `others`: of a recurrent state, what the layer should hold of other requests, by prompt index.
     """
-    if is_state(wrong.first[0]):
+    if wrong.spec is not None and not wrong.spec.has_token_rows:
         return name_state_culprit(wrong, others or {})
     for explain in (_never_written, _other_rows, _latent_alone, _keys_alone, _values_alone):
         text = explain(wrong)

@@ -25,8 +25,6 @@ from rayk.kv.caches import TORCH_DTYPES
 if TYPE_CHECKING:
     from rayk.experiments.culprit import WrongLayer
 
-RECURRENT = ("ssm", "delta")
-"""Fields that sum up all tokens; the others are taps."""
 MIN_COSINE = 0.5
 """Two unrelated states of so many elements are never this much alike."""
 MIN_ELEMENTS = 32
@@ -37,11 +35,6 @@ ROUNDING = 2.0**-7
 
 LayerState = Mapping[str, torch.Tensor]
 """field -> [U, 1, E]"""
-
-
-def is_state(name: str) -> bool:
-    """Whether this field has one row per unit instead of one per token."""
-    return name in RECURRENT or name.startswith("conv_")
 
 
 def name_state_culprit(wrong: WrongLayer, others: Mapping[int, LayerState]) -> str:
@@ -62,7 +55,7 @@ def name_state_culprit(wrong: WrongLayer, others: Mapping[int, LayerState]) -> s
             return text
     names = sorted({name for name, _ in _wrong_units(wrong)})
     count = f"{len(_wrong_units(wrong))} units of {', '.join(names)} hold other values"
-    if all(name in RECURRENT for name in names):
+    if not any(wrong.fields[name].taps for name in names):
         return f"{count}, the taps are right: the scan, its gates, or the state it started from"
     before = "the embedding" if wrong.layer == 0 else f"layer {wrong.layer - 1}"
     return f"{count}: the input projection, the layer's norm, or a wrong input from {before}"
@@ -100,10 +93,11 @@ def _other_unit(wrong: WrongLayer) -> str | None:
 
 def _moved_taps(wrong: WrongLayer) -> str | None:
     """Each channel's taps stand one or more places off."""
-    taps = [unit for unit in _wrong_units(wrong) if unit[0].startswith("conv_")]
-    num_taps = _num_taps(wrong)
-    if not taps or num_taps is None:
+    taps = [unit for unit in _wrong_units(wrong) if wrong.fields[unit[0]].taps]
+    if not taps:
         return None
+    # All of a layer's convolutions have the same width.
+    num_taps = wrong.fields[taps[0][0]].taps
     for shift in sorted(range(1 - num_taps, num_taps), key=abs):
         if shift and all(_fits_moved(wrong, unit, num_taps, shift) for unit in taps):
             names = ", ".join(sorted({name for name, _ in taps}))
@@ -119,18 +113,11 @@ def _fits_moved(wrong: WrongLayer, unit: tuple[str, int], num_taps: int, shift: 
     return bool(wrong.fits(unit[0], found[:, here], right[:, there]).all())
 
 
-def _num_taps(wrong: WrongLayer) -> int | None:
-    width = wrong.model.conv_width(wrong.layer) if wrong.model is not None else None
-    return None if width is None else width - 1
-
-
 def _other_dtype(wrong: WrongLayer) -> str | None:
     """The bytes, read as another dtype, are the right values as far as they go."""
     units = _wrong_units(wrong)
     name = units[0][0]
-    own = wrong.dtypes.get(name)
-    if own is None:
-        return None
+    own = wrong.fields[name].dtype
     same = [unit for unit in units if unit[0] == name]
     for other in OTHER_DTYPES:
         if other != own and all(_reads_right_as(wrong, unit, own, other) for unit in same):
@@ -158,7 +145,7 @@ def _left_over(wrong: WrongLayer, others: Mapping[int, LayerState]) -> str | Non
             before, found = other[name][unit].double(), wrong.found[name, unit]
             if bool(wrong.fits(name, found, before).all()):
                 likeness.append(1.0)
-            elif name in RECURRENT and before.numel() >= MIN_ELEMENTS:
+            elif not wrong.fields[name].taps and before.numel() >= MIN_ELEMENTS:
                 excess = found - wrong.truth[name][unit]
                 likeness.append(float(torch.cosine_similarity(excess.flatten(), before.flatten(), dim=0)))
         # A state that forgot the other request long ago shows only rounding: most units must tell.

@@ -89,7 +89,8 @@ class CanonicalKVCaches:
 
     def view(self, layer: int, part: str = "attention") -> CacheView:
         """The typed view that a layer's kernels write and read: [B, H, N, C], C dense and with the fields one
-        after the other; of a state a view per bundle [B, U, 1, C]. KeyError if the layer keeps no such part.
+        after the other; of several bundles (a state's) a view each, [B, U, 1, C]. KeyError if the layer keeps
+        no such part.
         """
         for group in self.geometry.groups:
             if (layer, part) in group.group.keys:
@@ -98,7 +99,7 @@ class CanonicalKVCaches:
                     fields[0].field.bundle: _bundle_view(self.buffer, self.geometry, group, fields, position)
                     for fields in group.bundles
                 }
-                return views if part == "state" else views.popitem()[1]
+                return views if len(views) > 1 else views.popitem()[1]
         raise KeyError(f"layer {layer} keeps no {part} in the cache")
 
     def bind(self, owners: Mapping[CacheKey, OwnsCache]) -> None:

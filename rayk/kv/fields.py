@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from rayk.parallel.shard import kv_heads
@@ -73,3 +73,13 @@ class PageField:
     def canonical_bytes(self) -> int:
         """Bytes of the whole field in one block of one layer, before tensor parallelism."""
         return self.units * self.unit_bytes
+
+
+def twin_taps(fields: Sequence[PageField]) -> tuple[PageField, PageField] | None:
+    """The first two fields of taps that are alike but for their names: B and C of Mamba2, q and k of a gated
+    delta net. Exchanging them leaves every shape right. None where a layer has no such pair."""
+    for i, first in enumerate(fields):
+        for second in fields[i + 1 :]:
+            if first.taps and replace(second, name=first.name, bundle=first.bundle) == first:
+                return first, second
+    return None

@@ -182,12 +182,13 @@ def plan_rank(
 def kernel_block_sizes(
     groups: Sequence[KVCacheGroup], default: int | None, by_kind: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Rows of a kernel block for each group: by kind, else `default`, else (and in states) a whole block."""
+    """Rows of a kernel block for each group: by kind, else `default`, else (and where tokens have no rows)
+    a whole block."""
     sizes = []
     for g in groups:
         rows = rows_per_block(g.spec)
         wanted = by_kind.get(g.spec.kind) or default or rows
-        sizes.append(rows if g.spec.part == "state" else wanted)
+        sizes.append(wanted if g.spec.has_token_rows else rows)
     return tuple(sizes)
 
 

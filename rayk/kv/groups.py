@@ -74,7 +74,7 @@ def group_layers(specs: Mapping[CacheKey, KVCacheSpec]) -> tuple[KVCacheGroup, .
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
     for key in sorted(specs):
-        assert specs[key].part == key[1], f"{key} with a spec of {specs[key].part}"
+        assert key == (key[0], specs[key].part), f"{key} with a spec of {specs[key].part}"
         kinds.setdefault(specs[key], []).append(key[0])
     if not kinds:
         return ()
@@ -109,15 +109,15 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
 def unify_pages(
     specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int
 ) -> tuple[KVCacheSpec, ...]:
-    """The specs with pages made alike, as far as whole blocks of tokens go: attention grows until another of
-    its blocks would not fit into the largest page, or just beyond, which then pads the largest, whichever
+    """The specs with pages made alike, as far as whole blocks of tokens go: those with token rows grow until
+    another block would not fit into the largest page, or just beyond, which then pads the largest, whichever
     costs a reference request of so many groups per spec and positions per group less.
 
     States do not grow: they hold one row, however many tokens a block covers.
     """
     largest = max(page_bytes(spec) for spec in specs)
-    attention = {page_bytes(spec) for spec in specs if spec.part != "state"}
-    targets = sorted({largest, *(-(-largest // page) * page for page in attention)})
+    growing = {page_bytes(spec) for spec in specs if spec.has_token_rows}
+    targets = sorted({largest, *(-(-largest // page) * page for page in growing)})
     grown = [tuple(_grow(spec, target) for spec in specs) for target in targets]
     return min(grown, key=lambda candidate: _cost(candidate, num_groups, positions))
 
@@ -149,7 +149,7 @@ def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
 
 def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
     """As many blocks in one as fit into a page of `target_bytes`."""
-    if spec.part == "state":
+    if not spec.has_token_rows:
         return spec
     return with_block_size(spec, spec.block_size * (target_bytes // page_bytes(spec)))
 
@@ -169,4 +169,4 @@ def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: in
 
 def _reference(spec: KVCacheSpec) -> KVCacheSpec:
     """The spec of the engine by which groupings are compared: a state has one block per request."""
-    return with_block_size(spec, REFERENCE_TOKENS if spec.part == "state" else REFERENCE_BLOCK_SIZE)
+    return with_block_size(spec, REFERENCE_BLOCK_SIZE if spec.has_token_rows else REFERENCE_TOKENS)

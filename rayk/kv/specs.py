@@ -1,6 +1,8 @@
 """What one layer keeps for its tokens. Each spec lowers itself to PageFields.
 
-Nothing outside this file asks what kind of spec it has: it reads fields, and which token rows are live.
+Nothing outside this file asks what kind of spec it has: it reads fields, which token rows are live, and
+whether there is one per token. `part` is half of a cache's key and `kind` a name; neither is compared with
+one of its values.
 """
 
 from __future__ import annotations
@@ -26,6 +28,16 @@ class KVCacheSpec(Protocol):
     @property
     def part(self) -> str:
         """Which of a layer's caches it is: attention or state. A layer may have one of each."""
+        ...
+
+    @property
+    def has_token_rows(self) -> bool:
+        """Whether each token of a block has a row: any number of tokens may then be a block, and a part of
+        one a kernel block, and attention backends compute with it. Else a block has one row, that of its
+        last token, and steps are described to its kernels by Segments (kernels.segments).
+
+        Not told from `rows_per_block`: a block of one token has one row in both.
+        """
         ...
 
     @property
@@ -67,6 +79,11 @@ class FullAttentionSpec:
     def part(self) -> str:
         """Which of a layer's caches it is."""
         return "attention"
+
+    @property
+    def has_token_rows(self) -> bool:
+        """See KVCacheSpec."""
+        return True
 
     def fields(self) -> tuple[PageField, ...]:
         """K then V, packed in the content axis of each (head, token)."""
@@ -127,6 +144,11 @@ class MlaSpec:
         """Which of a layer's caches it is."""
         return "attention"
 
+    @property
+    def has_token_rows(self) -> bool:
+        """See KVCacheSpec."""
+        return True
+
     def fields(self) -> tuple[PageField, ...]:
         """The latent, then the rotated key, packed in the content axis of each token."""
         size = ITEMSIZE[self.dtype]
@@ -166,6 +188,11 @@ class _StateSpec:
         """Which of a layer's caches it is."""
         return "state"
 
+    @property
+    def has_token_rows(self) -> bool:
+        """See KVCacheSpec."""
+        return False
+
     def live_rows(self, num_tokens: int) -> range:
         """The position of the last token: its state holds all that came before."""
         return range(max(0, num_tokens - 1), num_tokens)
@@ -201,14 +228,9 @@ class Mamba1Spec(_StateSpec):
         """A name people read."""
         return "mamba1"
 
-    @property
-    def channels_per_unit(self) -> int:
-        """Channels of a unit."""
-        return gcd(self.num_channels, CHANNELS_PER_UNIT)
-
     def fields(self) -> tuple[PageField, ...]:
         """Taps, then states."""
-        per_unit = self.channels_per_unit
+        per_unit = channels_per_unit(self.num_channels)
         units = self.num_channels // per_unit
         what = f"runs of {per_unit} channels"
         return (
@@ -273,6 +295,11 @@ class GatedDeltaNetSpec(_StateSpec):
             self._conv("conv_v", heads, self.value_head_size, heads, what, "value head"),
             self._state("delta", heads, self.key_head_size * self.value_head_size, heads, what, "value head"),
         )
+
+
+def channels_per_unit(num_channels: int) -> int:
+    """Channels of a unit of Mamba1's cache."""
+    return gcd(num_channels, CHANNELS_PER_UNIT)
 
 
 def rows_per_block(spec: KVCacheSpec) -> int:

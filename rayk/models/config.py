@@ -326,18 +326,12 @@ class DecoderConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep something of every token: keys and values, or latents."""
-        return self._layers_with("attention", "mla")
+        return self._layers_with("attention")
 
     @property
     def state_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep a recurrent state."""
-        return self._layers_with("mamba1", "mamba2", "gdn")
+        return self._layers_with("state")
 
-    def _layers_with(self, *kinds: str) -> tuple[int, ...]:
-        return tuple(i for i, layer in enumerate(self.layers) if any(k in kinds for k in layer.mixers))
-
-    def conv_width(self, layer: int) -> int | None:
-        """Taps of a layer's causal convolution; None where it has none."""
-        settings = {"mamba1": self.mamba1, "mamba2": self.mamba2, "gdn": self.gdn}
-        kinds = self.layers[layer].mixer.split("+")
-        return next((s.conv_width for kind, s in settings.items() if kind in kinds and s is not None), None)
+    def _layers_with(self, part: str) -> tuple[int, ...]:
+        return tuple(i for i, layer in enumerate(self.layers) if part in layer.parts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayk.kv.fields import twin_taps
 from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
@@ -143,8 +145,8 @@ def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str]:
     layer = fault.layer or 0
     if fault.point in STATE_POINTS:
         return _no_state(fault.point, layer, config)
-    if not 0 <= layer < config.num_layers or "attention" not in config.layers[layer].mixer.split("+"):
-        kept = [i for i, other in enumerate(config.layers) if "attention" in other.mixer.split("+")]
+    kept = [i for i, other in enumerate(config.layers) if "attention" in other.mixers]
+    if layer not in kept:
         return f"layer {layer} of {config.num_layers} keeps no keys and values", _one_of(kept)
     if fault.point == "k_norm" and not config.qk_norm:
         return f"{config.architecture} does not norm its keys", "point: rope or store_kv"
@@ -158,8 +160,9 @@ def _no_state(point: str | None, layer: int, config: DecoderConfig) -> tuple[str
     """As `_no_place`, of a point in a recurrent layer."""
     if layer not in config.state_layers:
         return f"layer {layer} of {config.num_layers} keeps no state", _one_of(config.state_layers)
-    if point == "swap_taps" and "mamba1" in config.layers[layer].mixer:
-        return "Mamba1 keeps no taps of B and C", "point: shift_taps"
+    spec = kv_cache_specs(config, block_size=1, dtype=config.dtype)[layer, "state"]
+    if point == "swap_taps" and twin_taps(spec.fields()) is None:
+        return f"{spec.kind} keeps no taps of B and C, nor of q and k", "point: shift_taps"
     return "", ""
 
 

@@ -162,6 +162,7 @@ def test_find_and_byte_are_inverse(model: Path, layout: str) -> None:
             "block": block,
             "kind": "full",
             "part": "attention",
+            "has_token_rows": True,
             "unit_name": "head",
         }
         seen.add(found["byte"])

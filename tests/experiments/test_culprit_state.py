@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rayk.experiments.culprit import WrongLayer, name_culprit
+from rayk.kv.specs import Mamba2Spec
 from rayk.models.config import DecoderConfig, Mamba2Config
 from tests.specs.models import decoder
 
@@ -52,9 +53,9 @@ def named(found: Fields, truth: Fields, others: Mapping[int, Fields], dtype: str
         (n, u): ((rows - truth[n][u]).abs() > LIMIT).any(-1) | rows.isnan().any(-1)
         for (n, u), rows in by_unit.items()
     }
-    dtypes = {name: "float32" if name == "ssm" else dtype for name in truth}
+    spec = Mamba2Spec(64, dtype, TAPS + 1, HEADS, SIZE, GROUPS, STATE)
     limits = dict.fromkeys(truth, LIMIT)
-    layer = WrongLayer(1, TOKENS - 1, by_unit, truth, wrong, limits, model(), dtypes)
+    layer = WrongLayer(1, TOKENS - 1, by_unit, truth, wrong, limits, model(), spec)
     return name_culprit(layer, others)
 
 

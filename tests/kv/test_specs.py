@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from rayk.kv.specs import (
     with_block_size,
 )
 from rayk.types.errors import Unsupported
+from tests.house import ROOT, python_files
 from tests.kv.brute import (
     ITEMSIZES,
     brute_bundles,
@@ -183,3 +186,37 @@ def test_most_blocks_is_the_maximum_over_all_places(block_size: int, window: int
         assert max_live_blocks(full(block_size=block_size), max_tokens, num_new) == -(
             -max_tokens // block_size
         )
+
+
+ASKS = re.compile(
+    r"""\.part\s*(==|!=|in\b|not in\b)\s*["'({]|\bpart\s*(==|!=)\s*["']|["']part["']\]\s*(==|!=)"""
+    r"""|spec\.kind\s*(==|!=|in\b|not in\b)\s*["'({]"""
+    r"""|(isinstance|type)\(.*(Full|Sliding|Window|Mla|State|Mamba1|Mamba2|DeltaNet)\w*Spec\b"""
+    r"""|startswith\(["']conv_"""
+)
+"""How a kind of spec, or of field, would be asked for."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if spec.part == "state":',
+        'views if part == "state" else view',
+        'token = "" if found["part"] == "state" else "t"',
+        'if g.spec.kind in ("mamba1", "mamba2"):',
+        "assert isinstance(spec, MlaSpec)",
+        'if name.startswith("conv_"):',
+    ],
+)
+def test_such_a_question_is_recognised(line: str):
+    assert ASKS.search(line)
+
+
+def test_nobody_asks_what_kind_of_spec_it_has():
+    """As kv/specs.py promises: what callers have to know is a property."""
+    files = python_files(ROOT, "rayk")
+    lines = [
+        (f, n) for f in files for n, line in enumerate(f.read_text().splitlines(), 1) if ASKS.search(line)
+    ]
+    assert len(files) > 200
+    assert lines == []

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from rayk.actors.planted_state import SPOILS
 from rayk.specs import expand, load_spec, plan_cells
+from rayk.specs.faults import STATE_POINTS
 from rayk.types.errors import SpecError
 from tests.specs.models import decoder, spec
 
@@ -31,3 +33,7 @@ def test_a_fault_of_a_request_that_is_not_there_is_refused() -> None:
     loaded = load_spec(spec(faults=[{"kind": "flip_bit", "request": 99}]))
     with pytest.raises(SpecError, match=r"fault flip_bit: request 99 of \d+ prompts"):
         plan_cells(loaded, decoder(), device="cpu")
+
+
+def test_every_point_of_a_state_can_be_planted():
+    assert {*SPOILS, "stale_state"} == set(STATE_POINTS)
