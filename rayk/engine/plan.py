@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayk.kv.geometry import RankGeometry, kernel_block_sizes, layout_veto, plan_rank
-from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
+from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.specs import KVCacheSpec, rows_per_block
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import kv_cache_specs
+from rayk.models.kv_specs import engine_groups
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -37,7 +37,7 @@ def plan_engine(
     Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left, UserError
     for kernel blocks that do not divide a group's, or of groups that are not there.
     """
-    groups = group_layers(plan_specs(config, model))
+    groups = engine_groups(config, model)
     resolution = resolve_layout(
         config.layout,
         [
@@ -62,7 +62,7 @@ def plan_engine(
 
 def _kernel_blocks(groups: Sequence[KVCacheGroup], config: EngineConfig) -> tuple[int, ...]:
     """Rows of a kernel block, by group."""
-    kinds = {g.spec.kind for g in groups if g.spec.part == "attention"}
+    kinds = {g.spec.kind for g in groups if g.spec.has_token_rows}
     for kind, _ in config.kernel_block_sizes:
         if kind not in kinds:
             raise UserError(f"kernel_block_sizes: no {kind} groups", mend=f"one of {sorted(kinds)}")
@@ -77,23 +77,11 @@ def _kernel_blocks(groups: Sequence[KVCacheGroup], config: EngineConfig) -> tupl
     return sizes
 
 
-def plan_specs(config: EngineConfig, model: DecoderConfig) -> dict[CacheKey, KVCacheSpec]:
-    """What every layer of the model keeps on this engine."""
-    return kv_cache_specs(
-        model,
-        block_size=config.block_size,
-        dtype=config.dtype if config.kv_dtype == "auto" else config.kv_dtype,
-        hybrid_kv=config.hybrid_kv,
-        state_block_size=config.state_block_size,
-        conv_dtype=config.dtype,
-    )
-
-
 def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:
     """A veto on a layout: the first group's spec that the party cannot serve in it."""
 
     def refuse(layout: KVCacheLayout) -> str | None:
-        reasons = (veto(layout.name, g.spec) for g in groups if g.spec.part != "state")
+        reasons = (veto(layout.name, g.spec) for g in groups if g.spec.has_token_rows)
         return next((reason for reason in reasons if reason is not None), None)
 
     return refuse

@@ -16,12 +16,13 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from rayk.engine.inputs import GroupMetadata, InputBuilder
-from rayk.engine.plan import plan_engine, plan_specs
+from rayk.engine.plan import plan_engine
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
-from rayk.kv.groups import CacheKey, group_layers
+from rayk.kv.groups import CacheKey
 from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
+from rayk.models.kv_specs import engine_groups
 from rayk.models.loader import load_decoder
 from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
@@ -63,7 +64,7 @@ class EngineRank:
         self.device = torch.device(config.device)
         self.model_config = load_config(Path(config.model))
         self.backends = LayerBackends(config, self.model_config)
-        groups = group_layers(plan_specs(config, self.model_config))
+        groups = engine_groups(config, self.model_config)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=0 if poison is None else poison)
@@ -103,7 +104,7 @@ class EngineRank:
                 window=self.model_config.layers[layer].window,
             )
             for group in self.plan.groups
-            if group.spec.part == "attention"
+            if group.spec.has_token_rows
             for layer in group.layers
         ]
 

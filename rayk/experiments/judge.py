@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayk.engine.plan import plan_engine, plan_specs
+from rayk.engine.plan import plan_engine
 from rayk.experiments.compare import (
     NEAR_TIE_LOGITS,
     UNBOUNDED,
@@ -19,8 +19,9 @@ from rayk.experiments.compare import (
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.references import References
 from rayk.experiments.verdict import Findings
-from rayk.kv.groups import group_layers, measure_waste
+from rayk.kv.groups import measure_waste
 from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell
 from rayk.types.errors import KVMismatch
 from rayk.types.rows import CellRow, RequestRow
@@ -230,7 +231,7 @@ def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]
     """What the grouping of each side's layers wastes."""
     engines = {"prefill": cell.prefill, "decode": cell.decode}
     wastes = {
-        side: measure_waste(group_layers(plan_specs(engine, config)))
+        side: measure_waste(engine_groups(engine, config))
         for side, engine in engines.items()
         if engine is not None
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rayk.kv.groups import CacheKey
+from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.specs import (
     FullAttentionSpec,
     GatedDeltaNetSpec,
@@ -20,6 +20,7 @@ from rayk.kv.specs import (
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, LayerConfig
+    from rayk.types.config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +59,28 @@ def kv_cache_specs(
     )
     specs: dict[CacheKey, KVCacheSpec] = {}
     for index, layer in enumerate(config.layers):
-        for mixer in layer.mixer.split("+"):
-            if mixer != "none":
-                spec = _LOWERED[mixer](config, layer, settings)
-                specs[index, spec.part] = spec
+        for mixer, part in zip(layer.mixers, layer.parts, strict=True):
+            spec = _LOWERED[mixer](config, layer, settings)
+            assert spec.part == part, f"layer {index}: {mixer} is lowered to a spec of {spec.part}"
+            specs[index, part] = spec
     return specs
+
+
+def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, KVCacheSpec]:
+    """What every layer of the model keeps on this engine."""
+    return kv_cache_specs(
+        config,
+        block_size=engine.block_size,
+        dtype=engine.dtype if engine.kv_dtype == "auto" else engine.kv_dtype,
+        hybrid_kv=engine.hybrid_kv,
+        state_block_size=engine.state_block_size,
+        conv_dtype=engine.dtype,
+    )
+
+
+def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
+    """The KV groups that the engine forms, their blocks grown."""
+    return group_layers(engine_specs(engine, config))
 
 
 def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -> KVCacheSpec:

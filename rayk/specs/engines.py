@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import kv_cache_specs
+from rayk.models.kv_specs import engine_groups
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
@@ -39,7 +39,7 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
     """Refuse kernel blocks that do not divide a group's, or of kinds the model lacks. Raises SpecError."""
     for side, engine in _engines(cell):
         block_sizes = {
-            g.spec.kind: g.spec.block_size for g in kv_groups(engine, config) if g.spec.part == "attention"
+            g.spec.kind: g.spec.block_size for g in engine_groups(engine, config) if g.spec.has_token_rows
         }
         sizes = dict(engine.kernel_block_sizes)
         for kind in sizes:
@@ -83,7 +83,7 @@ def check_pool(
 
     `ask`: the request of `num_tokens` in words.
     """
-    groups = kv_groups(engine, config)
+    groups = engine_groups(engine, config)
     manager = KVCacheManager(groups, engine.num_blocks)
     needed = manager.max_request_blocks(num_tokens, engine.max_batch_tokens)
     held = engine.num_blocks - 1
@@ -94,19 +94,6 @@ def check_pool(
             where=where,
             mend=f"engine: {{num_blocks: {needed + 1}}} or more",
         )
-
-
-def kv_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
-    """The KV groups that an engine forms, their blocks grown."""
-    specs = kv_cache_specs(
-        config,
-        block_size=engine.block_size,
-        dtype=engine.dtype,
-        hybrid_kv=engine.hybrid_kv,
-        state_block_size=engine.state_block_size,
-        conv_dtype=engine.dtype,
-    )
-    return group_layers(specs)
 
 
 def _block_sizes_text(groups: tuple[KVCacheGroup, ...]) -> str:

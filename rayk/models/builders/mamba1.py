@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING
 
-from rayk.kv.specs import CHANNELS_PER_UNIT
+from rayk.kv.specs import channels_per_unit
 from rayk.models.config import NormConfig
 from rayk.models.layers.causal_conv import CausalConv, ConvPart
 from rayk.models.layers.linear import Linear
@@ -24,7 +23,7 @@ def build_mamba1(build: Build, index: int) -> Mamba1:
     """The rank's channels of layer `index`."""
     config = build.config.mamba1
     assert config is not None
-    unit_size = gcd(config.num_channels, CHANNELS_PER_UNIT)
+    unit_size = channels_per_unit(config.num_channels)
     units = shard.query_heads(config.num_channels // unit_size, *build.tp, f"runs of {unit_size} channels")
     (channels,) = head_rows(units, unit_size)
     weights = Mamba1Weights(
