@@ -11,7 +11,6 @@ before S is known, for many chunks at once; the state then goes through the chun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 
 from rayk.kernels.gated_delta_rule.reference import LENGTH_EPSILON
 from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kernels.states import read_states, write_states
+from rayk.kernels.states import Walk, read_states, split_singles, write_states
 
 CHUNK_TOKENS = 64
 _CHUNKS_AT_ONCE = 16
@@ -41,19 +40,13 @@ def gated_delta_rule_torch(
     """Arguments and result as `gated_delta_rule`. Computes in float32."""
     batch = _Batch(_unit_length(q).mul_(scale), _unit_length(k), v, g, beta, key_index)
     out = torch.empty(v.shape, dtype=v.dtype)
-    starts = segments.query_start_loc_cpu
-    lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    before = read_states(state, segments.read_slots)
-    single = [r for r, n in enumerate(lens) if n == 1]
-    if single:
-        tokens = torch.tensor([starts[r] for r in single])
-        memory = before if len(single) == len(lens) else before[single]
-        out[tokens] = _step(batch, tokens, memory).to(v.dtype)
-        slots = segments.write_slots[[segments.segment_start_loc_cpu[r] for r in single]]
-        write_states(state, slots, memory)
-    for r, n in enumerate(lens):
-        if n > 1:
-            _scan(batch, before[r], state, segments, r, out)
+    single, longer = split_singles(segments)
+    if single is not None:
+        memory = read_states(state, single.read_slots)
+        out[single.tokens] = _step(batch, single.tokens, memory).to(v.dtype)
+        write_states(state, single.write_slots, memory)
+    for walk in longer:
+        _scan(batch, state, walk, out)
     return out
 
 
@@ -75,7 +68,7 @@ def _unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)
 
 
-def _step(batch: _Batch, tokens: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+def _step(batch: _Batch, tokens: torch.Tensor | slice, memory: torch.Tensor) -> torch.Tensor:
     """One token of each request; memory [R, Hv, Dk, Dv] is updated in place. Returns [R, Hv, Dv] float32."""
     q, k = (x[tokens][:, batch.key_index].unsqueeze(-2) for x in (batch.q, batch.k))  # [R, Hv, 1, Dk]
     v, beta = batch.v[tokens].float().unsqueeze(-2), batch.beta[tokens, :, None, None]
@@ -87,34 +80,21 @@ def _step(batch: _Batch, tokens: torch.Tensor, memory: torch.Tensor) -> torch.Te
     return (q @ memory).squeeze(-2)
 
 
-def _scan(
-    batch: _Batch, memory: torch.Tensor, state: torch.Tensor, segments: Segments, r: int, out: torch.Tensor
-) -> None:
-    """All tokens of request r from `memory` [Hv, Dk, Dv]; fills its rows of out, writes its slots."""
-    writes = dict(zip(segments.segment_ends_cpu, segments.write_slots.tolist(), strict=True))
-    for chunks in _chunks(segments, r):
-        size = max(end - start for start, end in chunks)
-        solved = _solve(batch, chunks, size)
-        for i, (start, end) in enumerate(chunks):
+def _scan(batch: _Batch, state: torch.Tensor, walk: Walk, out: torch.Tensor) -> None:
+    """All tokens of a request; fills its rows of out, writes its slots."""
+    memory = read_states(state, torch.tensor([walk.read_slot]))[0]
+    all_chunks = list(walk.chunks(CHUNK_TOKENS))
+    for first in range(0, len(all_chunks), _CHUNKS_AT_ONCE):
+        chunks = all_chunks[first : first + _CHUNKS_AT_ONCE]
+        solved = _solve(batch, [(start, end) for start, end, _ in chunks])
+        for i, (start, end, slot) in enumerate(chunks):
             n = end - start
             change = solved.from_values[:, i] - solved.from_state[:, i] @ memory
             attended = solved.q[:, i] @ memory + solved.attention[:, i] @ change
             out[start:end] = attended[:, :n].transpose(0, 1).to(out.dtype)
             memory = torch.baddbmm(memory * solved.decay[:, i], solved.k[:, i].mT, change)
-            if writes.get(end, NO_SLOT) != NO_SLOT:
-                state[writes[end]] = memory
-
-
-def _chunks(segments: Segments, r: int) -> Iterator[list[tuple[int, int]]]:
-    """Request r's packed tokens as chunks (first, end), some at a time. None reaches over a segment's end."""
-    start = segments.query_start_loc_cpu[r]
-    first, last = segments.segment_start_loc_cpu[r : r + 2]
-    chunks: list[tuple[int, int]] = []
-    for end in segments.segment_ends_cpu[first:last]:
-        chunks += [(at, min(at + CHUNK_TOKENS, end)) for at in range(start, end, CHUNK_TOKENS)]
-        start = end
-    for at in range(0, len(chunks), _CHUNKS_AT_ONCE):
-        yield chunks[at : at + _CHUNKS_AT_ONCE]
+            if slot != NO_SLOT:
+                state[slot] = memory
 
 
 @dataclass(frozen=True)
@@ -135,8 +115,9 @@ class _Solved:
     """[Hv, M, 1, 1], what remains of the state before the chunk."""
 
 
-def _solve(batch: _Batch, chunks: list[tuple[int, int]], size: int) -> _Solved:
-    """For all value heads and these chunks, padded to `size` tokens."""
+def _solve(batch: _Batch, chunks: list[tuple[int, int]]) -> _Solved:
+    """For all value heads and these chunks of tokens (first, end), padded to the longest."""
+    size = max(end - start for start, end in chunks)
 
     def padded(x: torch.Tensor) -> torch.Tensor:
         """[T, H, ...] as [H, M, size, ...]."""
