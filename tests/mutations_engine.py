@@ -67,7 +67,7 @@ ENGINE = (
     ),
     Mutation(
         "the pool is checked with whole blocks of states",
-        "rayk/specs/engines.py",
+        "rayk/models/kv_specs.py",
         "state_block_size=engine.state_block_size,",
         "state_block_size=None,",
         f"{SPECS}::test_the_pool_check_counts_states_and_grown_blocks",

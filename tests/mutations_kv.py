@@ -104,14 +104,14 @@ KV = (
     Mutation(
         "states grow with the attention's blocks",
         "rayk/kv/groups.py",
-        'if spec.part == "state":',
+        "if not spec.has_token_rows:",
         "if False:",
         "tests/kv/test_groups.py::test_grown_blocks",
     ),
     Mutation(
         "attention never grows beyond a state",
         "rayk/kv/groups.py",
-        "targets = sorted({largest, *(-(-largest // page) * page for page in attention)})",
+        "targets = sorted({largest, *(-(-largest // page) * page for page in growing)})",
         "targets = [largest]",
         "tests/kv/test_groups.py::test_blocks_grow_beyond_a_state_where_padding_the_state_costs_less",
     ),
