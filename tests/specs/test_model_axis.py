@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayk.engine.plan import plan_engine
 from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.oracle.hybrids import FAMILIES, ONE_GROUP
 from rayk.specs import expand, load_spec, plan_cells
-from rayk.types.errors import SpecError
+from rayk.specs.cells import Cell
+from rayk.types.config import EngineConfig
+from rayk.types.errors import LayoutVetoed, SpecError
 from tests.conftest import CheckpointFactory
 from tests.specs.models import decoder, spec
 
@@ -78,23 +82,94 @@ def models(checkpoint: CheckpointFactory) -> dict[str, DecoderConfig]:
     return found
 
 
-def test_the_hybrid_job_covers_families_tp_settings_and_layouts(models: dict[str, DecoderConfig]) -> None:
-    loaded = load_spec(HYBRID)
-    found = expand(loaded.spec, models, device="cpu")
-    assert len(found) <= 80
-    assert [c.unsupported for c in found] == [None] * len(found)
-    assert all(c.checks == ("tokens", "kv_bytes", "kv_values") for c in found)
-    for family in FAMILIES:
-        own = [c for c in found if c.spec.model == FOLDER + family]
-        pairs = {(c.prefill.tp, c.decode.tp) for c in own if c.decode is not None}
-        assert pairs == {(1, 2), (2, 1), (4, 2), (2, 4)}
-        assert {c.prefill.tp for c in own if c.decode is None} == {1, 2, 4}
-        # LHBNC holds groups of one shape only.
-        layouts = set(LAYOUTS) - (set() if family in ("mamba2", "deepseek_v3") else {"LHBNC"})
-        handed = [c for c in own if c.decode is not None]
-        assert {c.prefill.layout for c in handed} == layouts
-        assert {c.decode.layout for c in handed if c.decode is not None} == layouts
-    for family in ONE_GROUP:
-        own = [c for c in found if c.spec.model == f"{FOLDER}{family}-one-group"]
-        pairs = {(c.prefill.tp, c.decode.tp) for c in own if c.decode is not None}
-        assert pairs == {(p, d) for p in (1, 2, 4) for d in (1, 2, 4) if p != d}
+@pytest.fixture(scope="module")
+def hybrid_cells(models: dict[str, DecoderConfig]) -> list[Cell]:
+    """As `rayk run` plans them, so that each setting is also refused where the model has no use for it."""
+    return [cell for cell, _ in plan_cells(load_spec(HYBRID), models, device="cpu")]
+
+
+UNEQUAL = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1)]
+FAMILY_PAIRS = UNEQUAL[:4]
+"""What each family is handed over between."""
+
+
+def holders(models: dict[str, DecoderConfig]) -> dict[str, set[str]]:
+    """Layout -> the models whose groups it can hold, whatever the TP size."""
+    found: dict[str, set[str]] = {name: set() for name in LAYOUTS}
+    for path, config in models.items():
+        for name in LAYOUTS:
+            try:
+                plan_engine(EngineConfig(model=path, layout=name), config)
+            except LayoutVetoed:
+                continue
+            found[name].add(path.removeprefix(FOLDER))
+    return found
+
+
+def name_of(cell: Cell) -> str:
+    return str(cell.axes["model"]).removeprefix(FOLDER)
+
+
+def test_the_hybrid_job_has_at_most_80_cells_which_all_run(hybrid_cells: list[Cell]) -> None:
+    assert len(hybrid_cells) <= 80
+    assert [c.unsupported for c in hybrid_cells] == [None] * len(hybrid_cells)
+    assert all(c.checks == ("tokens", "kv_bytes", "kv_values") for c in hybrid_cells)
+    assert {name_of(c) for c in hybrid_cells} >= set(FAMILIES)
+
+
+def test_the_hybrid_job_covers_all_pairs(hybrid_cells: list[Cell], models: dict[str, DecoderConfig]) -> None:
+    """Of family, TP pair, P layout and D layout, wherever a layout can hold a family."""
+    can = holders(models)
+    assert can["LHBNC"] == {"mamba2", "mamba2-one-group", "deepseek_v3"}
+    assert all(can[name] == {m.removeprefix(FOLDER) for m in models} for name in LAYOUTS if name != "LHBNC")
+    wanted: dict[tuple[str, str], set[Any]] = {
+        ("family", "tp"): set(product(FAMILIES, FAMILY_PAIRS)),
+        ("family", "p"): {(f, name) for name in LAYOUTS for f in can[name] & set(FAMILIES)},
+        ("family", "d"): {(f, name) for name in LAYOUTS for f in can[name] & set(FAMILIES)},
+        ("tp", "p"): set(product(UNEQUAL, LAYOUTS)),
+        ("tp", "d"): set(product(UNEQUAL, LAYOUTS)),
+        ("p", "d"): set(product(LAYOUTS, LAYOUTS)),
+    }
+    handed = [
+        {
+            "family": name_of(c),
+            "tp": (c.prefill.tp, c.decode.tp),
+            "p": c.prefill.layout,
+            "d": c.decode.layout,
+        }
+        for c in hybrid_cells
+        if c.decode is not None
+    ]
+    missing = {
+        (a, b): sorted(pairs - {(cell[a], cell[b]) for cell in handed}) for (a, b), pairs in wanted.items()
+    }
+    assert missing == {factors: [] for factors in wanted}
+
+
+def test_the_hybrid_job_runs_every_family_and_layout_aggregated(hybrid_cells: list[Cell]) -> None:
+    aggregated = [c for c in hybrid_cells if c.decode is None]
+    assert {(name_of(c), c.prefill.tp) for c in aggregated} >= set(product(FAMILIES, (1, 2, 4)))
+    assert {(c.prefill.tp, c.prefill.layout) for c in aggregated} == set(product((1, 2, 4), LAYOUTS))
+
+
+def test_the_hybrid_job_hands_a_single_group_over_at_every_tp_pair(hybrid_cells: list[Cell]) -> None:
+    own = [c for c in hybrid_cells if name_of(c).endswith("-one-group")]
+    pairs = {(c.prefill.tp, c.decode.tp) for c in own if c.decode is not None}
+    assert pairs == set(product((1, 2, 4), (1, 2, 4)))
+    assert {name_of(c) for c in own} == {f"{family}-one-group" for family in ONE_GROUP}
+    assert any(c.decode is None for c in own)
+
+
+def test_the_hybrid_job_varies_blocks_and_backends(hybrid_cells: list[Cell]) -> None:
+    """Each on both sides, and with at least two families."""
+    settings = ("block_size", "state_block_size", "kernel_block_sizes", "layer_backends")
+    met: dict[tuple[str, str], set[str]] = {(side, s): set() for side in ("P", "D") for s in settings}
+    usual = EngineConfig(model="m")
+    for cell in hybrid_cells:
+        if cell.decode is None:
+            continue
+        for side, engine in (("P", cell.prefill), ("D", cell.decode)):
+            for name in settings:
+                if getattr(engine, name) != getattr(usual, name):
+                    met[side, name].add(name_of(cell))
+    assert {key: models for key, models in met.items() if len(models) < 2} == {}
