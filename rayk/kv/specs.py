@@ -59,8 +59,28 @@ class KVCacheSpec(Protocol):
         ...
 
 
+class _TokensSpec:
+    """What layers share that keep something of every token."""
+
+    __slots__ = ()
+
+    @property
+    def part(self) -> str:
+        """Which of a layer's caches it is."""
+        return "attention"
+
+    @property
+    def has_token_rows(self) -> bool:
+        """See KVCacheSpec."""
+        return True
+
+    def live_rows(self, num_tokens: int) -> range:
+        """Every token."""
+        return range(num_tokens)
+
+
 @dataclass(frozen=True, slots=True)
-class FullAttentionSpec:
+class FullAttentionSpec(_TokensSpec):
     """Keys and values of every token."""
 
     block_size: int
@@ -74,16 +94,6 @@ class FullAttentionSpec:
     def kind(self) -> str:
         """A name people read."""
         return "full"
-
-    @property
-    def part(self) -> str:
-        """Which of a layer's caches it is."""
-        return "attention"
-
-    @property
-    def has_token_rows(self) -> bool:
-        """See KVCacheSpec."""
-        return True
 
     def fields(self) -> tuple[PageField, ...]:
         """K then V, packed in the content axis of each (head, token)."""
@@ -99,10 +109,6 @@ class FullAttentionSpec:
             )
             for name, head in (("k", self.head_size_k), ("v", self.head_size_v))
         )
-
-    def live_rows(self, num_tokens: int) -> range:
-        """Every token."""
-        return range(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class MlaSpec:
+class MlaSpec(_TokensSpec):
     """Multi-head latent attention: per token one latent vector and one rotated key that all heads share.
 
     One unit, which every rank holds (deepseek_v3/modeling_deepseek_v3.py:457).
@@ -139,16 +145,6 @@ class MlaSpec:
         """A name people read."""
         return "mla"
 
-    @property
-    def part(self) -> str:
-        """Which of a layer's caches it is."""
-        return "attention"
-
-    @property
-    def has_token_rows(self) -> bool:
-        """See KVCacheSpec."""
-        return True
-
     def fields(self) -> tuple[PageField, ...]:
         """The latent, then the rotated key, packed in the content axis of each token."""
         size = ITEMSIZE[self.dtype]
@@ -164,10 +160,6 @@ class MlaSpec:
             )
             for name, width in (("latent", self.latent_size), ("rope", self.rope_size))
         )
-
-    def live_rows(self, num_tokens: int) -> range:
-        """Every token."""
-        return range(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
