@@ -25,7 +25,7 @@ STATES = (
     ),
     Mutation(
         "a state's row is its token",
-        "rayk/transfer/plan.py",
+        "rayk/transfer/segments.py",
         "destination_row = here // source.tokens_per_row, there // destination.tokens_per_row",
         "destination_row = here // source.tokens_per_row, there",
         f"{FAMILIES}::test_every_family_at_tp_pairs_even_and_uneven",

@@ -87,6 +87,10 @@ class TransferAgent(Protocol):
         """Prepare descriptor lists for many reads. `remote_device` is the peer's torch device."""
         ...
 
+    def forget(self, handle: Handle) -> None:
+        """Free prepared lists that no read in flight was made of; a removed peer's are gone already."""
+        ...
+
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """Start copying remote descriptor remote_indices[i] into local descriptor local_indices[i].
 

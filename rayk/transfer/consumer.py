@@ -226,8 +226,13 @@ class Consumption:
         remote, local = read.indices(source.num_blocks, self.link.plan.consumer.num_blocks)
         began = self.clock()
         try:
-            transfer = self.agent.read(self.link.handles[read.pattern.key], local, remote)
+            handle = self.link.prepared.take(read.pattern)
         except TransferError as error:
+            return [s.ReadEnded(index, error.reason)]
+        try:
+            transfer = self.agent.read(handle, local, remote)
+        except TransferError as error:
+            self.link.prepared.give_back(read.pattern.key)
             return [s.ReadEnded(index, error.reason)]
         self._data[index] = _InFlight(transfer, began, self.clock() - began)
         return []
@@ -239,6 +244,7 @@ class Consumption:
         del self._data[index]
         self.agent.release(flight.transfer)
         read = self.reads[index]
+        self.link.prepared.give_back(read.pattern.key)
         row = self._rows[read.producer_rank, read.group]
         row.post_ns += flight.post_ns
         row.transfer_ns = max(row.transfer_ns, self.clock() - flight.posted_ns)
@@ -287,7 +293,9 @@ class Consumption:
             # A read that could not be posted is not in flight either.
             flight = self._data.get(index)
             if flight is None or self.agent.release(flight.transfer):
-                self._data.pop(index, None)
+                if flight is not None:
+                    del self._data[index]
+                    self.link.prepared.give_back(self.reads[index].pattern.key)
                 events.append(s.ReadEnded(index, "cancelled"))
         for rank in fences:
             self._waiting.discard(rank)

@@ -90,6 +90,11 @@ class FaultyAgent:
         self._lists[handle] = local
         return handle
 
+    def forget(self, handle: Handle) -> None:
+        """See TransferAgent."""
+        del self._lists[handle]
+        self._agent.forget(handle)
+
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
         transfer = self._agent.read(handle, local_indices, remote_indices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from rayk.transfer.agent import DescriptorList, Handle, TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.plan import Pattern, PatternKey, TransferPlan, plan_transfer, release_senders
 from rayk.types.errors import OutOfBlocks
+
+PREPARED_PER_READ = 32
+"""Descriptor lists kept of each producer rank and group: a whole segment, and its parts. A list is as long as
+its pattern has runs times the blocks of both engines."""
 
 
 class Landing:
@@ -48,14 +53,65 @@ class Landing:
         return self._buffer.view(torch.int64)
 
 
+@dataclass(slots=True)
+class _Prepared:
+    """A pair of lists, and how many transfers in flight were made of it."""
+
+    handle: Handle
+    num_users: int = 0
+
+
+class PreparedReads:
+    """Descriptor lists of the patterns of one plan: made when a transfer first needs them, kept while one is
+    in flight or while they are among the `max_kept` that were used last."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        producers: Sequence[CacheDescription],
+        me: CacheDescription,
+        max_kept: int,
+    ) -> None:
+        self._agent = agent
+        self._producers = producers
+        self._me = me
+        self._max_kept = max_kept
+        self._kept: OrderedDict[PatternKey, _Prepared] = OrderedDict()
+        """The one used last comes last."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, pattern: Pattern) -> Handle:
+        """The lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses them."""
+        prepared = self._kept.get(pattern.key)
+        if prepared is None:
+            producer = self._producers[pattern.producer_rank]
+            prepared = _Prepared(_prepare(self._agent, producer, self._me, pattern))
+            self._kept[pattern.key] = prepared
+        prepared.num_users += 1
+        self._kept.move_to_end(pattern.key)
+        self._shrink()
+        return prepared.handle
+
+    def give_back(self, key: PatternKey) -> None:
+        """A transfer made of these lists is over."""
+        self._kept[key].num_users -= 1
+        self._shrink()
+
+    def _shrink(self) -> None:
+        unused = [key for key, prepared in self._kept.items() if not prepared.num_users]
+        for key in unused[: max(0, len(self._kept) - self._max_kept)]:
+            self._agent.forget(self._kept.pop(key).handle)
+
+
 @dataclass(frozen=True, eq=False)
 class ProducerLink:
     """One producer engine as one consumer rank sees it."""
 
     producers: tuple[CacheDescription, ...]
     plan: TransferPlan
-    handles: dict[PatternKey, Handle]
-    """Prepared lists."""
+    prepared: PreparedReads
     fences: dict[int, Handle]
     """Producer rank -> its generation table, one descriptor per block; ours is the landing memory."""
     num_releases: dict[int, int]
@@ -79,19 +135,20 @@ def make_link(
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
 ) -> ProducerLink:
-    """Add the producer's ranks as peers and prepare every pattern of the plan."""
+    """Add the producer's ranks as peers and prepare the first pattern of each read: all there is where the
+    blocks of both engines are alike."""
     geometries = [p.geometry for p in producers]
     senders = release_senders(geometries, [c.geometry for c in consumers])
     plan = plan_transfer(geometries, me.geometry)
     num_releases = {rank: len(s) for rank, s in enumerate(senders) if me.tp_rank in s}
     for rank in sorted({*plan.producer_ranks, *num_releases}):
         agent.add_peer(producers[rank].agent_name, producers[rank].agent_metadata)
-    handles = {
-        pattern.key: _prepare(agent, producers[pattern.producer_rank], me, pattern)
-        for pattern in plan.patterns.values()
-    }
+    prepared = PreparedReads(agent, producers, me, max_kept=PREPARED_PER_READ * len(plan.reads))
+    for key in plan.first_patterns:
+        prepared.take(plan.pattern(key))
+        prepared.give_back(key)
     fences = {rank: _prepare_fence(agent, landing, producers[rank]) for rank in plan.producer_ranks}
-    return ProducerLink(tuple(producers), plan, handles, fences, num_releases)
+    return ProducerLink(tuple(producers), plan, prepared, fences, num_releases)
 
 
 def _prepare(

@@ -108,6 +108,12 @@ class LocalAgent:
         self._handles[handle] = _Prepared(peer, local, remote)
         return handle
 
+    def forget(self, handle: Handle) -> None:
+        """See TransferAgent."""
+        prepared = self._handles.pop(handle, None)
+        in_flight = [r.prepared for r in self._reads.values() if r.state is TransferState.PENDING]
+        assert prepared is None or prepared not in in_flight, "a read in flight was made of these lists"
+
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
         assert len(local_indices) == len(remote_indices)

@@ -148,9 +148,7 @@ class NixlAgent:
         for transfer in [t for t, r in self._reads.items() if r.peer == name]:
             self._drop(transfer)
         for handle in [h for h, p in self._handles.items() if p.peer == name]:
-            prepared = self._handles.pop(handle)
-            self._nixl.release_dlist_handle(prepared.local)
-            self._nixl.release_dlist_handle(prepared.remote)
+            self.forget(handle)
         if name in self._peers:
             self._peers.discard(name)
             try:
@@ -175,6 +173,13 @@ class NixlAgent:
         handle = Handle(next(self._ids))
         self._handles[handle] = prepared
         return handle
+
+    def forget(self, handle: Handle) -> None:
+        """See TransferAgent."""
+        prepared = self._handles.pop(handle, None)
+        if prepared is not None:
+            self._nixl.release_dlist_handle(prepared.local)
+            self._nixl.release_dlist_handle(prepared.remote)
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""

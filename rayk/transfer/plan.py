@@ -3,15 +3,14 @@
 A plan goes through canonical coordinates: of every field, every unit a consumer rank holds has one elected
 source rank that holds it too, and rows are cut wherever a block of either side ends, so that a segment lies
 in one block on both sides. Segments that lie alike in both blocks share a `Pattern`: byte runs relative to
-the block, the same for every block id. A pattern is prepared once; a request only picks block ids.
+the block, the same for every block id. A pattern is made once; a request only picks block ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import lcm
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,15 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.fields import PageField
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.maps import Runs, block_strides, match_rows
+from rayk.transfer.segments import rows_of, segment_starts
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 PatternKey = tuple[int, int, int, int, int]
 """(producer rank, group, first row in the source block, in the destination block, number of rows)."""
+PATTERNS_PER_READ = 64
+"""Patterns kept of each producer rank and group. Blocks of unlike sizes meet in hundreds of ways, of which a
+request needs those of its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +111,25 @@ class TransferPlan:
     consumer: RankGeometry
     reads: tuple[UnitReads, ...]
 
+    def pattern(self, key: PatternKey) -> Pattern:
+        """The pattern of this name: made on first use, and kept while it is among those used last."""
+        return self._recent(key)
+
+    @property
+    def first_patterns(self) -> list[PatternKey]:
+        """Those of whole segments at the start of both blocks: one per read."""
+        return [
+            (r.producer_rank, r.group, 0, 0, min(side.rows for side in self._sides(r))) for r in self.reads
+        ]
+
     @cached_property
-    def patterns(self) -> dict[PatternKey, Pattern]:
-        """Every pattern that some sequence may need, by its key."""
-        found: dict[PatternKey, Pattern] = {}
-        for read in self.reads:
-            source, destination = self._sides(read)
-            # After so many rows both sides' block borders repeat. Not counted in tokens: one row of a state
-            # may stand for millions.
-            starts = _segments(range(lcm(source.rows, destination.rows)), source.rows, destination.rows)
-            for start in starts.tolist():
-                rows = start % source.rows, start % destination.rows
-                left = source.rows - rows[0], destination.rows - rows[1]
-                pattern = self._pattern(read, *rows, min(left))
-                found[pattern.key] = pattern
-        return found
+    def _recent(self) -> Callable[[PatternKey], Pattern]:
+        reads = {(r.producer_rank, r.group): r for r in self.reads}
+
+        def make(key: PatternKey) -> Pattern:
+            return self._pattern(reads[key[:2]], *key[2:])
+
+        return lru_cache(maxsize=PATTERNS_PER_READ * len(self.reads))(make)
 
     @property
     def producer_ranks(self) -> tuple[int, ...]:
@@ -155,22 +162,19 @@ class TransferPlan:
         for read in self.reads:
             source, destination = self._sides(read)
             live = destination.group.spec.live_rows(num_tokens)
-            starts = _segments(live, source.block_size, destination.block_size)
+            starts = segment_starts(live, source.block_size, destination.block_size)
             source_table = np.asarray(producer_blocks[read.group], dtype=np.int64)
             destination_table = np.asarray(consumer_blocks[read.group], dtype=np.int64)
             from_blocks = source_table[starts // source.block_size]
             to_blocks = destination_table[starts // destination.block_size]
             assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
             assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
-            rows = _rows_of(source, destination, starts)
+            rows = rows_of(source, destination, starts)
             for triple in np.unique(rows, axis=0):
                 here = (rows == triple).all(axis=1)
-                source_row, destination_row, num_rows = triple.tolist()
-                key = (read.producer_rank, read.group, source_row, destination_row, num_rows)
+                pattern = self.pattern((read.producer_rank, read.group, *triple.tolist()))
                 lowered.append(
-                    BlockReads(
-                        read.producer_rank, read.group, self.patterns[key], from_blocks[here], to_blocks[here]
-                    )
+                    BlockReads(read.producer_rank, read.group, pattern, from_blocks[here], to_blocks[here])
                 )
         return lowered
 
@@ -248,29 +252,3 @@ def _elect(held: Sequence[Sequence[int]], field: PageField, consumer: RankGeomet
         return holders[0]
     readers = [r for r in range(consumer.tp_size) if unit in field.shard(consumer.tp_size, r)]
     return holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]
-
-
-def _rows_of(source: GroupGeometry, destination: GroupGeometry, starts: Ints) -> Ints:
-    """[segments, 3]: first row in the source's block, in the destination's, and number of rows, of the
-    segments that start at these positions."""
-    here, there = starts % source.block_size, starts % destination.block_size
-    # A segment ends where the first block ends.
-    last = np.minimum(source.block_size - here, destination.block_size - there) - 1
-    source_row, destination_row = here // source.tokens_per_row, there // destination.tokens_per_row
-    num_rows = (here + last) // source.tokens_per_row - source_row + 1
-    also = (there + last) // destination.tokens_per_row - destination_row + 1
-    assert np.array_equal(num_rows, also), "a row stands for other tokens on the other side"
-    return np.stack([source_row, destination_row, num_rows], axis=1)
-
-
-def _segments(live: range, source_block_size: int, destination_block_size: int) -> Ints:
-    """First positions of the segments that hold a live row: borders of either side's blocks, ascending."""
-    if not live:
-        return np.empty(0, dtype=np.int64)
-    borders = [
-        np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
-        for size in {source_block_size, destination_block_size}
-    ]
-    starts: Ints = np.unique(np.concatenate(borders))
-    # Keep the last border at or before the first live row, and all after it.
-    return starts[np.searchsorted(starts, live.start, side="right") - 1 :]
