@@ -61,11 +61,13 @@ def load_decoder(
 def _refuse_unread(reader: WeightReader, config: DecoderConfig, where: str) -> None:
     """Raise CheckpointError for tensors that nothing read: the model would not be the one saved."""
     names = FAMILIES[config.family].weights
+    further = range(config.num_layers, config.num_layers + config.num_further_layers)
+    ignored = (*names.ignored_prefixes, *(names.layer_prefix.format(i=i) for i in further))
     unread = sorted(
         name
         for name in reader.unread
         if not name.endswith(names.ignored_suffixes)
-        and not name.startswith(names.ignored_prefixes)
+        and not name.startswith(ignored)
         # Tied weights are sometimes saved twice.
         and not (config.tie_embeddings and name == names.lm_head)
     )

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayk.parallel.local import LocalComm
+from rayk.types.errors import CheckpointError
 from tests.helpers import assert_matches
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import (
@@ -101,6 +102,28 @@ def test_logits_with_a_state_every_few_tokens(checkpoint: Checkpoint, tp_size: i
         prompts(), every_logit(checkpoint, tp_size, state_block_size=7), strict=True
     ):
         assert_right(checkpoint, token_ids, logits)
+
+
+FURTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "deepseek_v3": ({"num_nextn_predict_layers": 2}, "model.layers.{}.enorm.weight"),
+    "qwen3_next": ({}, "mtp.layers.{}.input_layernorm.weight"),
+}
+
+
+@pytest.mark.parametrize("family", FURTHER)
+def test_layers_that_predict_further_are_not_read(tmp_path: Path, family: str) -> None:
+    """deepseek_v3 numbers them on from its last layer: how many there are, config.json says."""
+    overrides, name = FURTHER[family]
+    saved = write_checkpoint(tmp_path, family, **overrides)
+    file = tmp_path / "model.safetensors"
+    tensors, num_layers = load_file(file), saved.config.num_layers
+    more = {name.format(i): torch.ones(64) for i in (num_layers, num_layers + 1)}
+    save_file(tensors | more, file)
+    load(saved, LocalComm())
+    unknown = f"model.layers.{num_layers + 2}.enorm.weight"
+    save_file(tensors | {unknown: torch.ones(64)}, file)
+    with pytest.raises(CheckpointError, match=f"no use for: {unknown}"):
+        load(saved, LocalComm())
 
 
 @cases(("deepseek_v3", 2))

@@ -39,6 +39,8 @@ class WeightNames:
     """Tensors that old checkpoints carry and nothing reads."""
     ignored_prefixes: tuple[str, ...] = ()
     """Tensors of parts that are not text, which nothing reads."""
+    layer_prefix: str = "model.layers.{i}."
+    """How the names of what a layer has begin."""
     nested: tuple[tuple[str, str], ...] = ()
     """How names may begin where the text model is part of a larger one -> how the names above begin."""
     experts: str = "interleaved"

@@ -61,7 +61,8 @@ def parse(raw: RawConfig) -> DecoderConfig:
     if num_dense < num_layers:
         mlps[num_dense:] = [_experts(raw)] * (num_layers - num_dense)
     layers = tuple(LayerConfig(mixer="mla", rope=rope, mlp=mlp) for mlp in mlps)
-    return replace(config, layers=layers, mla=_mla(raw, rope, head_size))
+    num_further = raw.whole("num_nextn_predict_layers", 0)
+    return replace(config, layers=layers, mla=_mla(raw, rope, head_size), num_further_layers=num_further)
 
 
 def _mla(raw: RawConfig, rope: RopeConfig, head_size: int) -> MlaConfig:
@@ -126,8 +127,6 @@ FAMILY = common.Family(
                 **experts.shared_names(f"{_MLP}.shared_experts"),
             }
         ),
-        # The released model's layer that predicts a token further, as transformers leaves it out.
-        ignored_prefixes=("model.layers.61.",),
         experts="single",
     ),
 )
