@@ -27,7 +27,7 @@ def run_job(description: str, spec: Path, write_checkpoints: Callable[[], None])
     """Run an experiment; returns the exit code of `rayk run`.
 
     A job's working directory holds tracked files only: `write_checkpoints` makes the models of `spec` where
-    they are missing.
+    they are missing or outdated.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--spec", type=Path, default=spec, help="experiment, YAML (default: %(default)s)")
@@ -55,9 +55,7 @@ def write_tiny_checkpoint() -> None:
     """The spec's model."""
     from rayk.oracle.checkpoint import write_checkpoint
 
-    if TINY.exists():
-        return
-    print(f"writing {TINY}", file=sys.stderr)
+    print(f"checkpoint {TINY}", file=sys.stderr)
     write_checkpoint("qwen3", TINY)
 
 

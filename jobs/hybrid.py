@@ -3,7 +3,8 @@
     python jobs/hybrid.py
     ray job submit --working-dir . -- python jobs/hybrid.py --out /absolute/path
 
-Writes the tiny checkpoints that are missing, a minute for all. Options and exit status as of hetero_tp.py.
+Writes the tiny checkpoints that are missing or outdated, half a minute for all. Options and exit status as of
+hetero_tp.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SPEC = Path(__file__).with_suffix(".yaml")
 
 
 def write_checkpoints() -> None:
-    """The models of the spec: one per family, and those with a single group."""
+    """The models of the spec: one per family, and those with a single group. What is there is kept."""
     from rayk.oracle.checkpoint import write_checkpoint
     from rayk.oracle.hybrids import FAMILIES, ONE_GROUP
 
@@ -25,9 +26,8 @@ def write_checkpoints() -> None:
     models = {name: (name, {}) for name in FAMILIES}
     models |= {f"{name}-one-group": (name, dict(values)) for name, values in ONE_GROUP.items()}
     for name, (family, overrides) in models.items():
-        if not (folder / name).exists():
-            print(f"writing {folder / name}", file=sys.stderr)
-            write_checkpoint(family, folder / name, overrides=overrides)
+        print(f"checkpoint {folder / name}", file=sys.stderr)
+        write_checkpoint(family, folder / name, overrides=overrides)
 
 
 if __name__ == "__main__":

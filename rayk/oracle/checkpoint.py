@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rayk.oracle.files import replaced_folder
+from rayk.oracle.files import is_whole, replaced_folder
 from rayk.oracle.quiet import no_progress_bars
 from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
@@ -38,6 +39,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint, unless `directory` already holds the one these parameters give.
 
+    One that another release of transformers wrote, or that lacks files, is written again.
+
     overrides:      values of the family's config class, by its names (see tiny.HYBRID).
     max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
     tie:            whether lm_head shares the embeddings; None keeps the family's setting.
@@ -65,7 +68,7 @@ def write_checkpoint(
         "dtype": dtype,
     }
     target = Path(directory)
-    if read_marker(target).get("parameters") == json.loads(json.dumps(parameters)):
+    if _is_written(target, parameters):
         return target
     with replaced_folder(target, marker=MARKER) as scratch:
         _write(scratch, parameters)
@@ -73,13 +76,23 @@ def write_checkpoint(
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
-    """What write_checkpoint noted about a folder; empty if it did not write it."""
+    """What write_checkpoint noted about a folder; empty if it did not write it, or the note is damaged."""
     path = Path(directory) / MARKER
-    if not path.is_file():
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(found, dict)
-    return found
+    return found if isinstance(found, dict) else {}
+
+
+def _is_written(folder: Path, parameters: Mapping[str, Any]) -> bool:
+    """Whether the folder holds, whole, what these parameters give with the libraries at hand."""
+    marker = read_marker(folder)
+    return (
+        marker.get("parameters") == json.loads(json.dumps(parameters))
+        and marker.get("transformers") == version("transformers")
+        and is_whole(folder)
+    )
 
 
 def _write(folder: Path, parameters: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -45,6 +46,34 @@ def checkpoint_hash(folder: Path) -> str:
             file.seek(-_SAMPLE_BYTES, os.SEEK_END)
             digest.update(file.read())
     return digest.hexdigest()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint has its config, its tokenizer and all weights its files tell of.
+
+    A safetensors file starts with the length of its header (8 bytes), which says where each tensor ends.
+    """
+    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+        return False
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+    except FileNotFoundError:
+        names = {"model.safetensors"}
+    except (ValueError, KeyError):
+        return False
+    return all(_is_whole_file(folder / name) for name in names)
+
+
+def _is_whole_file(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        return path.stat().st_size == 8 + size + max(ends)
+    except (FileNotFoundError, ValueError, KeyError):
+        return False
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import unicodedata
@@ -16,8 +17,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rayk.oracle.checkpoint import SUPPORTED, read_marker, write_checkpoint
-from rayk.oracle.files import checkpoint_hash, replaced_folder
+from rayk.oracle.checkpoint import MARKER, SUPPORTED, read_marker, write_checkpoint
+from rayk.oracle.files import checkpoint_hash, is_whole, replaced_folder
 from rayk.oracle.reference import Reference
 from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN, family_values, make_config
 from rayk.types.errors import UnsupportedArchitecture, UserError
@@ -209,6 +210,66 @@ def test_a_finished_folder_is_kept_and_other_parameters_replace_it(tmp_path: Pat
     assert path.stat().st_ino != inode
     assert read_marker(path)["parameters"]["seed"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "scratch folders are left"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def second_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small(tmp_path_factory.mktemp("whole") / "model", max_shard_size="10KB")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: second_shard(folder).unlink(),
+        lambda folder: cut(second_shard(folder)),
+        lambda folder: second_shard(folder).write_bytes(b""),
+        lambda folder: cut(folder / "model.safetensors.index.json"),
+        lambda folder: (folder / "model.safetensors.index.json").unlink(),
+    ],
+    ids=["config", "tokenizer", "weights", "cut-weights", "empty-weights", "cut-index", "index"],
+)
+def test_a_folder_that_lacks_something_is_not_whole(
+    shards: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    path = Path(shutil.copytree(shards, tmp_path / "model"))
+    assert is_whole(path)
+    damage(path)
+    assert not is_whole(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: cut(second_shard(folder)),
+        lambda folder: cut(folder / MARKER),
+        lambda folder: note(folder, transformers="4.0.0"),
+    ],
+    ids=["cut-weights", "cut-marker", "release"],
+)
+def test_a_damaged_or_outdated_folder_is_written_again(
+    shards: Path, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    path = Path(shutil.copytree(shards, tmp_path / "model"))
+    damage(path)
+    assert checkpoint_hash(path) != checkpoint_hash(shards)
+    write_small(path, max_shard_size="10KB")
+    assert checkpoint_hash(path) == checkpoint_hash(shards)
+    assert is_whole(path)
+
+
+def note(folder: Path, **changes: object) -> None:
+    marker = json.loads((folder / MARKER).read_text())
+    (folder / MARKER).write_text(json.dumps(marker | changes, indent=1))
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
