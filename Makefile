@@ -12,10 +12,11 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment hybrid test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
+	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
@@ -43,6 +44,9 @@ $(STAMP): pyproject.toml constraints.txt
 experiment: $(STAMP)
 	$(BIN)/rayk checkpoint qwen3 $(MODEL)
 	$(BIN)/rayk run $(SPEC)
+
+hybrid: $(STAMP)
+	$(BIN)/python jobs/hybrid.py $(ARGS)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)
