@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 FAMILIES = "tests/transfer/test_families.py"
 FAULTS = "tests/transfer/test_state_faults.py"
+CUTS = "tests/transfer/test_cuts.py"
 GUARDS = "tests/transfer/test_guards.py"
 
 STATES = (
@@ -29,6 +30,34 @@ STATES = (
         "destination_row = here // source.tokens_per_row, there // destination.tokens_per_row",
         "destination_row = here // source.tokens_per_row, there",
         f"{FAMILIES}::test_every_family_at_tp_pairs_even_and_uneven",
+    ),
+    Mutation(
+        "a tail is cut short of its last rows",
+        "rayk/transfer/segments.py",
+        "stop = np.minimum((last // quantum + 1) * quantum, num_rows)",
+        "stop = np.minimum((last // quantum + 0) * quantum + 1, num_rows)",
+        f"{CUTS}::test_a_tail_is_cut_at_a_sixteenth",
+    ),
+    Mutation(
+        "what lies before a window moves with it",
+        "rayk/transfer/segments.py",
+        "offsets = np.maximum(live.start - starts, 0),",
+        "offsets = np.maximum(live.start - starts, 0) * 0,",
+        f"{CUTS}::test_a_window_is_cut_at_both_ends",
+    ),
+    Mutation(
+        "cuts are free",
+        "rayk/transfer/plan.py",
+        "> num_more * BLOCK_COST_BYTES else whole",
+        "> num_more * 0 else whole",
+        f"{CUTS}::test_a_cut_that_saves_less_than_its_descriptors_cost_is_not_made",
+    ),
+    Mutation(
+        "lists are freed under a read",
+        "rayk/transfer/link.py",
+        "if not prepared.num_users]",
+        "if prepared.num_users >= 0]",
+        "tests/transfer/test_prepared.py::test_the_least_recently_used_are_freed_when_no_read_uses_them",
     ),
     Mutation(
         "digests look for a state's row at its token",

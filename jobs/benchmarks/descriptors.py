@@ -4,6 +4,7 @@
 
 Nothing is moved: the plans of both sides are lowered for a prompt whose blocks were handed out in order.
 A cell is `descriptors (left when consecutive blocks of dense runs are read as one)`, of all consumer ranks.
+Needed are the bytes of live rows; more may move where cutting a block would take too many descriptors.
 In BHLNC and BLHNC one allocation holds blocks of all layers; in LBNHC and LBHNC every layer lies apart, as in
 engines that allocate layer by layer.
 """
@@ -32,14 +33,22 @@ ABOUT = """# Descriptors per request
 
 A prompt of 1024 tokens; blocks of 16 tokens (or more, where attention's pages grow towards a state's), one
 block of states per request, bfloat16 (recurrent states float32); one layout on both sides, blocks in order.
-Cells: descriptors (left when neighbours are read as one), all consumer ranks together. Last column: what the
-better per-layer layout has left, over what BHLNC has.
+MiB are those of live rows, all consumer ranks together. Cells: descriptors (left when neighbours are read as
+one). Last column: what the better per-layer layout has left, over what BHLNC has.
 
     python jobs/benchmarks/descriptors.py > jobs/benchmarks/results/descriptors.md
+"""
+ABOUT_BYTES = """
+# Bytes moved per byte needed
+
+Blocks that are filled in part are cut to their live rows, at sixteenths and never below 16 tokens, where the
+bytes that saves cost more than the descriptors it adds (8 KiB each, rayk/kv/groups.py). Cells: MiB needed,
+times moved in the layout that moves most of those above.
 """
 LAYOUTS = ("BHLNC", "BLHNC", "LBNHC", "LBHNC")
 TPS = ((1, 1), (1, 2), (2, 1))
 NUM_TOKENS = 1024
+LENGTHS = (5, 100, 1024, 4096)
 BLOCK_SIZE = 16
 
 RELEASED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -89,6 +98,10 @@ class Moved:
     """What one request takes, over all consumer ranks."""
 
     num_bytes: int
+    needed_bytes: int
+    """Of live rows."""
+    token_bytes: int
+    """Of one row per token, in all layers that have one."""
     num_descriptors: int
     num_coalesced: int
 
@@ -106,28 +119,35 @@ def model_of(family: str, values: Mapping[str, Any]) -> DecoderConfig:
     return parse_config(config | {"architectures": [name]}, where=family)
 
 
-def plan_of(model: DecoderConfig, layout: str, tp: int) -> EnginePlan:
+def plan_of(model: DecoderConfig, layout: str, tp: int, num_tokens: int = NUM_TOKENS) -> EnginePlan:
     """One engine's memory: room for the request once over."""
     config = EngineConfig(
         model="", dtype="bfloat16", tp=tp, layout=layout, block_size=BLOCK_SIZE, num_blocks=2
     )
     num_groups = len(plan_engine(config, model).groups)
-    return plan_engine(replace(config, num_blocks=1 + num_groups * -(-NUM_TOKENS // BLOCK_SIZE)), model)
+    return plan_engine(replace(config, num_blocks=1 + num_groups * -(-num_tokens // BLOCK_SIZE)), model)
 
 
-def moved(model: DecoderConfig, layout: str, tp: tuple[int, int]) -> Moved:
+def moved(model: DecoderConfig, layout: str, tp: tuple[int, int], num_tokens: int = NUM_TOKENS) -> Moved:
     """Lower every consumer rank's plan."""
-    producer, consumer = (plan_of(model, layout, size) for size in tp)
-    tables = consecutive_tables(producer.ranks[0], NUM_TOKENS)
+    producer, consumer = (plan_of(model, layout, size, num_tokens) for size in tp)
+    tables = consecutive_tables(producer.ranks[0], num_tokens)
     reads = [
         read
         for rank in consumer.ranks
         for read in plan_transfer(producer.ranks, rank).lower(
-            NUM_TOKENS, tables, consecutive_tables(rank, NUM_TOKENS)
+            num_tokens, tables, consecutive_tables(rank, num_tokens)
         )
+    ]
+    rows = [
+        (len(g.group.spec.live_rows(num_tokens)), g.rows, len(g.group.layers) * g.page_bytes // g.rows)
+        for rank in consumer.ranks
+        for g in rank.groups
     ]
     return Moved(
         sum(r.num_bytes for r in reads),
+        sum(num_live * row_bytes for num_live, _, row_bytes in rows),
+        sum(row_bytes for _, per_block, row_bytes in rows if per_block > 1),
         sum(r.num_descriptors for r in reads),
         sum(r.num_coalesced for r in reads),
     )
@@ -147,14 +167,14 @@ def rows(name: str, model: DecoderConfig) -> list[list[str]]:
     found = []
     for tp in TPS:
         by_layout = [moved(model, layout, tp) for layout in LAYOUTS]
-        assert len({m.num_bytes for m in by_layout}) == 1, "whatever the layout, the same rows move"
+        assert len({m.needed_bytes for m in by_layout}) == 1, "whatever the layout, the same rows are live"
         canonical, per_layer = by_layout[0].num_coalesced, min(m.num_coalesced for m in by_layout[2:])
         found.append(
             [
                 name,
                 kinds(model),
                 f"{tp[0]} -> {tp[1]}",
-                f"{by_layout[0].num_bytes / 2**20:,.2f}",
+                f"{by_layout[0].needed_bytes / 2**20:,.2f}",
                 *map(str, by_layout),
                 f"{per_layer / canonical:.1f}",
             ]
@@ -162,9 +182,21 @@ def rows(name: str, model: DecoderConfig) -> list[list[str]]:
     return found
 
 
-def markdown(body: list[list[str]]) -> str:
+def byte_rows(name: str, model: DecoderConfig) -> list[list[str]]:
+    """One row per TP pair: what is needed and the most that is moved, by length of the prompt."""
+    found = []
+    for tp in TPS:
+        cells = []
+        for num_tokens in LENGTHS:
+            by_layout = [moved(model, layout, tp, num_tokens) for layout in LAYOUTS]
+            most, needed = max(m.num_bytes for m in by_layout), by_layout[0].needed_bytes
+            cells.append(f"{needed / 2**20:,.2f} x {most / needed:.3f}")
+        found.append([name, f"{tp[0]} -> {tp[1]}", *cells])
+    return found
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
     """The table."""
-    head = ["model", "caches", "TP", "MiB", *LAYOUTS, "per-layer / BHLNC"]
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -174,14 +206,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Descriptors per request, canonical and per layer.")
     parser.add_argument("--families", nargs="+", default=list(RELEASED), choices=list(RELEASED))
     families = parser.parse_args().families
-    body: list[list[str]] = []
-    for family in families:
-        name, values = RELEASED[family]
-        body += rows(name, model_of(family, values))
-    for family in families:
-        body += rows(f"{family}, tiny", model_of(family, TINY[family]))
+    models = {RELEASED[family][0]: model_of(family, RELEASED[family][1]) for family in families}
+    tiny = {f"{family}, tiny": model_of(family, TINY[family]) for family in families}
     print(ABOUT)
-    print(markdown(body))
+    head = ["model", "caches", "TP", "MiB", *LAYOUTS, "per-layer / BHLNC"]
+    print(markdown(head, [row for name, model in (models | tiny).items() for row in rows(name, model)]))
+    print(ABOUT_BYTES)
+    head = ["model", "TP", *(f"{num_tokens:,} tokens" for num_tokens in LENGTHS)]
+    print(markdown(head, [row for name, model in models.items() for row in byte_rows(name, model)]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ A plan goes through canonical coordinates: of every field, every unit a consumer
 source rank that holds it too, and rows are cut wherever a block of either side ends, so that a segment lies
 in one block on both sides. Segments that lie alike in both blocks share a `Pattern`: byte runs relative to
 the block, the same for every block id. A pattern is made once; a request only picks block ids.
+
+Blocks may be large (attention's grow to the size of a state): segments are cut to their live rows where the
+bytes this saves cost more than the descriptors it adds.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import numpy.typing as npt
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.fields import PageField
 from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
-from rayk.transfer.segments import rows_of, segment_starts
+from rayk.transfer.segments import live_parts, rows_of, segment_starts
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -154,8 +158,8 @@ class TransferPlan:
     ) -> list[BlockReads]:
         """The reads that bring the live rows of a sequence of `num_tokens` tokens.
 
-        Block tables are per group, manager's block ids by position in the sequence. A segment with any live
-        row is read whole: its other rows lie in the same blocks and mean nothing to either side.
+        Block tables are per group, manager's block ids by position in the sequence. Rows around the live ones
+        may move with them: they lie in the same blocks and mean nothing to either side.
         """
         assert len(producer_blocks) == len(consumer_blocks) == len(self.consumer.groups), "a table per group"
         lowered: list[BlockReads] = []
@@ -170,13 +174,30 @@ class TransferPlan:
             assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
             assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
             rows = rows_of(source, destination, starts)
-            for triple in np.unique(rows, axis=0):
-                here = (rows == triple).all(axis=1)
-                pattern = self.pattern((read.producer_rank, read.group, *triple.tolist()))
+            parts = live_parts(source, starts, rows, live)
+            kinds, kind_of = np.unique(np.hstack([rows, parts]), axis=0, return_inverse=True)
+            # Two kinds have one pattern where a cut does not pay.
+            keys = [self._choose(read, *kind) for kind in kinds.tolist()]
+            for key in dict.fromkeys(keys):
+                here = np.isin(kind_of.reshape(-1), [i for i, k in enumerate(keys) if k == key])
+                pattern = self.pattern(key)
                 lowered.append(
                     BlockReads(read.producer_rank, read.group, pattern, from_blocks[here], to_blocks[here])
                 )
         return lowered
+
+    def _choose(
+        self, read: UnitReads, source_row: int, destination_row: int, num_rows: int, first: int, stop: int
+    ) -> PatternKey:
+        """The pattern that moves rows [first, stop) of a segment: of those rows alone if that pays."""
+        whole = (read.producer_rank, read.group, source_row, destination_row, num_rows)
+        if stop - first == num_rows:
+            return whole
+        cut = (read.producer_rank, read.group, source_row + first, destination_row + first, stop - first)
+        runs, cut_runs = self.pattern(whole).runs, self.pattern(cut).runs
+        # It joins no neighbour's descriptors and takes a read of its own, even where it has no more runs.
+        num_more = max(1, len(cut_runs) - len(runs))
+        return cut if runs.num_bytes - cut_runs.num_bytes > num_more * BLOCK_COST_BYTES else whole
 
     def _sides(self, read: UnitReads) -> tuple[GroupGeometry, GroupGeometry]:
         return self.producers[read.producer_rank].groups[read.group], self.consumer.groups[read.group]

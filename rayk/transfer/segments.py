@@ -1,6 +1,7 @@
 """Where the rows of a sequence are cut for a transfer. Pure.
 
-Positions are cut wherever a block of either side ends: a segment lies in one block on both sides.
+Positions are cut wherever a block of either side ends: a segment lies in one block on both sides. The first
+and the last segment may hold few live rows; `live_parts` says which rows around them are worth a cut.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rayk.kv.geometry import GroupGeometry
+from rayk.kv.groups import REFERENCE_BLOCK_SIZE
 
 Ints = npt.NDArray[np.int64]
+
+MAX_PARTS = 16
+"""Segments are cut at this many places at most, so that requests of all lengths share a few patterns."""
 
 
 def segment_starts(live: range, source_block_size: int, destination_block_size: int) -> Ints:
@@ -37,3 +42,19 @@ def rows_of(source: GroupGeometry, destination: GroupGeometry, starts: Ints) -> 
     also = (there + last) // destination.tokens_per_row - destination_row + 1
     assert np.array_equal(num_rows, also), "a row stands for other tokens on the other side"
     return np.stack([source_row, destination_row, num_rows], axis=1)
+
+
+def live_parts(source: GroupGeometry, starts: Ints, rows: Ints, live: range) -> Ints:
+    """[segments, 2]: first row, counted in the segment, and the one after the last, of the part that holds
+    the live rows; all rows where all are live. `starts`, `rows`: of segments that hold a live row.
+
+    Parts end at multiples of a sixteenth of the segment, and of a block as it was before it grew.
+    """
+    source_row, num_rows = rows[:, 0], rows[:, 2]
+    offsets = np.maximum(live.start - starts, 0), live.stop - 1 - starts
+    first, last = (
+        (starts % source.block_size + offset) // source.tokens_per_row - source_row for offset in offsets
+    )
+    quantum = REFERENCE_BLOCK_SIZE * -(-num_rows // (MAX_PARTS * REFERENCE_BLOCK_SIZE))
+    stop = np.minimum((last // quantum + 1) * quantum, num_rows)
+    return np.stack([first // quantum * quantum, stop], axis=1)
