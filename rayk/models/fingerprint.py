@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rayk.models.config import LayerConfig
 from rayk.models.headers import tensor_entries
 
 if TYPE_CHECKING:
@@ -25,30 +26,57 @@ NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
 
 
+ATTENTION = (
+    *("qkv_bias", "o_bias", "qk_norm", "sinks", "attention_soft_cap", "attention_scale", "attention_gate"),
+    *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+)
+"""What a model's attention layers share."""
+PER_LAYER = {"mixer": "mixers", "window": "windows", "mlp": "mlps"}
+"""Setting of a layer -> its field, where that is called otherwise."""
+ELSEWHERE = frozenset(
+    {
+        *("architecture", "num_layers", "num_query_heads", "num_kv_heads", "head_size", "norm", "vocab_size"),
+        *ATTENTION,
+        # In attention_scale.
+        *("score_multiplier", "query_scalar"),
+        "layers",
+    }
+)
+"""Settings of a model that have fields of their own."""
+HARMLESS = frozenset(
+    {
+        *("family", "dtype", "max_positions", "stated_positions", "num_further_layers"),
+        # Behind the last layer, where nothing is cached any more.
+        *("tie_embeddings", "logit_scale", "final_soft_cap"),
+        *("bos_token_id", "eos_token_ids", "pad_token_id"),
+    }
+)
+"""Settings that change nothing of what is cached. Whatever is not named here shows in the fingerprint."""
+
+
 def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
     """Field -> value, in the order in which a handshake should report differences.
 
     Raises CheckpointError when a weights file cannot be read.
     """
-    ropes = [None if layer.rope is None else asdict(layer.rope) for layer in config.layers]
+    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in HARMLESS | ELSEWHERE}
+    mixers = {name: value for name, value in settings.items() if is_dataclass(value)}
+    # Keys, values and states of a layer are made of all that the layers below it computed.
+    block = {name: value for name, value in settings.items() if name not in mixers and value is not None}
     return {
         "architecture": config.architecture,
         "num_layers": str(config.num_layers),
-        "mixers": _per_layer([layer.mixer for layer in config.layers]),
         "num_query_heads": str(config.num_query_heads),
         "num_kv_heads": str(config.num_kv_heads),
         "head_sizes": f"k {config.head_size_k}, v {config.head_size_v}",
-        "windows": _per_layer([layer.window for layer in config.layers]),
-        "rope": _per_layer(ropes),
-        "norm": json.dumps(asdict(config.norm)),
+        **{
+            PER_LAYER.get(f.name, f.name): _per_layer([getattr(layer, f.name) for layer in config.layers])
+            for f in fields(LayerConfig)
+        },
+        "norm": _text(config.norm),
         "attention_settings": _attention(config),
-        "mixer_settings": _mixers(config),
-        # Keys, values and states of a layer are made of all that the layers below it computed.
-        "block": (
-            f"{config.block}, embedding scale {config.embedding_scale!r}, "
-            f"residual multiplier {config.residual_multiplier!r}, float32 residual {config.residual_wide}"
-        ),
-        "mlps": _per_layer([None if layer.mlp is None else asdict(layer.mlp) for layer in config.layers]),
+        "mixer_settings": _text(mixers),
+        "block": _text(block),
         "vocab_size": str(config.vocab_size),
         "weights": weights_digest(Path(path)),
     }
@@ -56,21 +84,13 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
 
 def _attention(config: DecoderConfig) -> str:
     """What the model's attention layers share; none without such layers."""
-    if not any("attention" in layer.mixer.split("+") for layer in config.layers):
+    if not any("attention" in layer.mixers for layer in config.layers):
         return "none"
-    return (
-        f"qkv_bias {config.qkv_bias}, o_bias {config.o_bias}, qk_norm {config.qk_norm}, "
-        f"scale {config.attention_scale!r}, sinks {config.sinks}, "
-        f"soft_cap {config.attention_soft_cap!r}, gate {config.attention_gate}, multipliers key "
-        f"{config.key_multiplier!r}, in {config.attention_in_multiplier!r}, "
-        f"out {config.attention_out_multiplier!r}"
-    )
+    return _text({name: getattr(config, name) for name in ATTENTION})
 
 
-def _mixers(config: DecoderConfig) -> str:
-    """What the model's latent and recurrent layers share."""
-    settings = {name: getattr(config, name) for name in ("mla", "mamba1", "mamba2", "gdn")}
-    return json.dumps({name: asdict(value) for name, value in settings.items() if value is not None})
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=asdict)
 
 
 def _per_layer(values: list[Any]) -> str:
@@ -81,7 +101,7 @@ def _per_layer(values: list[Any]) -> str:
             runs[-1][0] += 1
         else:
             runs.append([1, value])
-    return json.dumps(runs[0][1] if len(runs) == 1 else runs, sort_keys=True)
+    return _text(runs[0][1] if len(runs) == 1 else runs)
 
 
 def weights_digest(folder: Path) -> str:

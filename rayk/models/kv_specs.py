@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -108,44 +110,22 @@ def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheS
     )
 
 
-def _mamba1(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
-    assert config.mamba1 is not None
-    return Mamba1Spec(
-        block_size=settings.state_block_size,
-        dtype=settings.conv_dtype,
-        conv_width=config.mamba1.conv_width,
-        num_channels=config.mamba1.num_channels,
-        state_size=config.mamba1.state_size,
-    )
-
-
-def _mamba2(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
-    assert config.mamba2 is not None
-    return Mamba2Spec(
-        block_size=settings.state_block_size,
-        dtype=settings.conv_dtype,
-        conv_width=config.mamba2.conv_width,
-        num_heads=config.mamba2.num_heads,
-        head_size=config.mamba2.head_size,
-        num_groups=config.mamba2.num_groups,
-        state_size=config.mamba2.state_size,
-    )
-
-
-def _gdn(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
-    assert config.gdn is not None
-    return GatedDeltaNetSpec(
-        block_size=settings.state_block_size,
-        dtype=settings.conv_dtype,
-        conv_width=config.gdn.conv_width,
-        num_key_heads=config.gdn.num_key_heads,
-        key_head_size=config.gdn.key_head_size,
-        num_value_heads=config.gdn.num_value_heads,
-        value_head_size=config.gdn.value_head_size,
-    )
+def _state(
+    kind: str, spec: Callable[..., KVCacheSpec], config: DecoderConfig, _: LayerConfig, settings: _Settings
+) -> KVCacheSpec:
+    """A recurrent spec is asked for what the mixer's settings call by the same names."""
+    own = getattr(config, kind)
+    asked = {name: getattr(own, name) for name in signature(spec).parameters if hasattr(own, name)}
+    return spec(block_size=settings.state_block_size, dtype=settings.conv_dtype, **asked)
 
 
 _LOWERED: Mapping[str, Callable[[DecoderConfig, LayerConfig, _Settings], KVCacheSpec]] = MappingProxyType(
-    {"attention": _attention, "mla": _mla, "mamba1": _mamba1, "mamba2": _mamba2, "gdn": _gdn}
+    {
+        "attention": _attention,
+        "mla": _mla,
+        "mamba1": partial(_state, "mamba1", Mamba1Spec),
+        "mamba2": partial(_state, "mamba2", Mamba2Spec),
+        "gdn": partial(_state, "gdn", GatedDeltaNetSpec),
+    }
 )
 """Mixer -> its spec."""

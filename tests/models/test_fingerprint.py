@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.models import fingerprint as module
+from rayk.models.config import GdnConfig, Mamba1Config, Mamba2Config, MlaConfig
 from rayk.models.families import load_config, parse_config
 from rayk.models.fingerprint import fingerprint, weights_digest
 from rayk.models.kv_specs import kv_cache_specs
@@ -157,6 +158,48 @@ def test_what_families_differ_in_shows(saved: Checkpoint) -> None:
     ):
         after = fingerprint(saved.path, dataclasses.replace(config, **changes))
         assert differing(before, after) == {field}
+
+
+def test_every_setting_shows_but_for_those_that_change_nothing_cached(saved: Checkpoint) -> None:
+    """One that is added later shows, too, until somebody says that it may not."""
+    config = parse_config(small("mistral"))
+    before = fingerprint(saved.path, config)
+    others = {
+        "num_layers": {"num_layers": config.num_layers + 1, "layers": (*config.layers, config.layers[0])},
+        "num_query_heads": {"num_query_heads": 2 * config.num_query_heads},
+        "norm": {"norm": dataclasses.replace(config.norm, eps=1.0)},
+        "layers": {"layers": (dataclasses.replace(config.layers[0], mlp=None), *config.layers[1:])},
+        **{name: {name: settings_of(kind)} for name, kind in MIXERS.items()},
+    }
+    unseen = set()
+    for field in dataclasses.fields(config):
+        changes = others.get(field.name) or {field.name: another(getattr(config, field.name))}
+        if not differing(before, fingerprint(saved.path, dataclasses.replace(config, **changes))):
+            unseen.add(field.name)
+    assert unseen == {
+        *("family", "dtype", "max_positions", "stated_positions", "num_further_layers"),
+        *("tie_embeddings", "logit_scale", "final_soft_cap"),
+        *("bos_token_id", "eos_token_ids", "pad_token_id"),
+    }
+
+
+MIXERS = {"mla": MlaConfig, "mamba1": Mamba1Config, "mamba2": Mamba2Config, "gdn": GdnConfig}
+
+
+def settings_of(kind: Any) -> Any:
+    """Any at all."""
+    return kind(**{f.name: 1 for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING})
+
+
+def another(value: Any) -> Any:
+    """Something else that may stand in its place."""
+    kinds = {
+        bool: lambda v: not v,
+        int: lambda v: v * 2 or 2,
+        float: lambda v: v + 1,
+        tuple: lambda v: (*v, 1),
+    }
+    return kinds.get(type(value), lambda v: 2 if v is None else v + "x")(value)
 
 
 def test_layers_that_differ_are_told_apart(saved: Checkpoint) -> None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from rayk.models.builders.layer import BUILDERS
 from rayk.models.config import (
+    PARTS,
     DecoderConfig,
     GdnConfig,
     LayerConfig,
@@ -15,6 +17,7 @@ from rayk.models.config import (
     MlaConfig,
     NormConfig,
 )
+from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.tensor_parallel import why_tp_unsupported
 
 MAMBA1 = Mamba1Config(
@@ -107,3 +110,10 @@ def test_windows_and_layers_that_keep_nothing_change_nothing() -> None:
     assert [why_tp_unsupported(slid, tp) for tp in range(1, 17)] == [
         why_tp_unsupported(config, tp) for tp in range(1, 17)
     ]
+
+
+def test_every_mixer_has_a_builder_and_a_spec() -> None:
+    """PARTS, BUILDERS and what a mixer is lowered to: three tables of the same mixers."""
+    assert set(PARTS) == set(BUILDERS)
+    for mixer, part in PARTS.items():
+        assert list(kv_cache_specs(model(mixer), block_size=4, dtype="float32")) == [(0, part)]
