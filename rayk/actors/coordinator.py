@@ -334,7 +334,9 @@ class _CellRun:
             self._outcome.transfers.append(transfer)
         if "captured" in info:
             self._outcome.captured[row.prompt_index] = info["captured"]
-        if info.get("num_preemptions") and row.kv_path == "remote":
+        if engine.role != "prefill":
+            row.num_recomputed_tokens = info.get("num_recomputed_tokens", 0)
+        if row.num_recomputed_tokens and row.kv_path == "remote":
             row.kv_path = "recomputed"
 
     async def _diagnose(

@@ -306,6 +306,7 @@ class Leader:
         info: dict[str, Any] = {}
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
+            info["num_recomputed_tokens"] = state.num_recomputed_tokens
             if state.request.sampling.temperature:
                 info["seed"] = state.request.sampling.seed
         prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None

@@ -101,6 +101,7 @@ REQUEST_FIELDS: dict[str, Any] = {
     "error": _TEXT,
     "num_prompt_tokens": _INT,
     "num_cached_tokens": _INT,
+    "num_recomputed_tokens": _INT,
     "prefill_engine": _TEXT,
     "decode_engine": _TEXT,
     "kv_path": _TEXT,

@@ -35,6 +35,10 @@ class RequestState:
     num_computed: int = 0
     row: int | None = None
     num_preemptions: int = 0
+    num_prompt_seen: int = 0
+    """First prompt tokens that were computed at some time, here or where the request was prefilled."""
+    num_recomputed_tokens: int = 0
+    """Prompt tokens that were computed here though they had been before."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
@@ -53,6 +57,13 @@ class RequestState:
     def output_token_ids(self) -> list[int]:
         """Tokens generated so far."""
         return self.tokens[len(self.request.prompt_token_ids) :]
+
+    def advance(self, start: int, stop: int) -> None:
+        """Tokens `start` to `stop` were computed here, and all before them exist."""
+        end = min(stop, len(self.request.prompt_token_ids))
+        self.num_computed = stop
+        self.num_recomputed_tokens += max(0, min(end, self.num_prompt_seen) - start)
+        self.num_prompt_seen = max(end, self.num_prompt_seen)
 
     def append(self, token: int, max_positions: int) -> None:
         """Take a sampled token and decide whether the request is finished."""
@@ -138,7 +149,7 @@ class Scheduler:
         state = self.add(request)
         state.tokens += output_token_ids
         state.prompt_logprobs = None  # told where the prompt was computed
-        state.num_computed = len(request.prompt_token_ids)
+        state.num_computed = state.num_prompt_seen = len(request.prompt_token_ids)
         return state
 
     def remove(self, request_id: str, *, keep_blocks: bool = False) -> RequestState | None:
@@ -194,7 +205,8 @@ class Scheduler:
             state = by_id.get(share.request_id)
             if state is None:
                 continue  # aborted while the step ran
-            state.num_computed = share.num_computed_tokens + len(share.token_ids)
+            start = share.num_computed_tokens
+            state.advance(start, start + len(share.token_ids))
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:

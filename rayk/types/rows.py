@@ -21,10 +21,13 @@ class RequestRow:
     error: str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    """Prompt tokens that the decoding engine computed though they had been, there or at a prefill engine: it
+    preempted the request. 0 of failed requests."""
     prefill_engine: str | None = None
     decode_engine: str | None = None
     kv_path: str = "none"
-    """remote, local, recomputed or none."""
+    """remote, local, recomputed (it came from elsewhere, and was lost in a preemption) or none."""
     finish_reason: str | None = None
     """stop, length, abort or error."""
     stop_reason: str | None = None

@@ -91,6 +91,7 @@ def test_requests_take_turns_on_the_engines_of_a_side(matrix_run):
     assert engines["prefill_engine"].tolist() == ["prefill0", "prefill1", "prefill0"]
     assert set(engines["decode_engine"]) == {"decode0"}
     assert set(engines["kv_path"]) == {"remote"}
+    assert set(requests["num_recomputed_tokens"]) == {0}, "no prompt token is computed twice"
     whole = requests[requests["cell_id"].str.startswith("agg")]
     assert set(whole["kv_path"]) == {"local"}
 
@@ -122,6 +123,40 @@ def test_the_results_say_what_ran(matrix_run):
         re.fullmatch(r"rayk/[0-9a-f]{6}/(prefill[01]|decode0)/r[0-3]", n) for n in environment["workers"]
     )
     assert (out / "report.html").stat().st_size > 100_000
+
+
+def test_models_of_one_matrix_run_with_their_own_weights(ray_address, checkpoint, reference, tmp_path):
+    """The same workers serve one model after the other; each row of the results names its own."""
+    paths = {name: checkpoint(name) for name in ("mamba2", "deepseek_v3")}
+    prompts = {"random": {"count": 2, "input_tokens": [5, 37], "seed": 3}}
+    Experiment(
+        {
+            "name": "models",
+            "model": str(paths["mamba2"]),
+            "device": "cpu",
+            "prompts": prompts,
+            "sampling": {"max_tokens": 6, "ignore_eos": True},
+            "engine": {"num_blocks": 64},
+            "matrix": [
+                {"model": [str(p) for p in paths.values()], "prefill.tp": 2, "decode.layout": "LHBNC"},
+                {"model": [str(p) for p in paths.values()], "mode": "aggregated"},
+            ],
+            "checks": ["tokens", "kv_bytes", "kv_values"],
+        }
+    ).run(tmp_path / "run", address=ray_address)
+    result = load(tmp_path / "run")
+    cells = result.cells
+    assert cells["verdict"].tolist() == ["PASS"] * 4
+    assert set(zip(cells["model"], cells["mode"], strict=True)) == {
+        (str(path), mode) for path in paths.values() for mode in ("aggregated", "disaggregated")
+    }
+    assert (cells["num_kv_values_checked"] > 0).all()
+    for cell_id, model in zip(cells["cell_id"], cells["model"], strict=True):
+        rows = result.requests[result.requests["cell_id"] == cell_id]
+        asked = [list(map(int, p)) for p in rows["prompt_token_ids"]]
+        answers = reference(Path(model)).generate(asked, max_tokens=6, ignore_eos=True)
+        assert [list(t) for t in rows["output_token_ids"]] == [list(a.token_ids) for a in answers]
+        assert len(rows) == 2
 
 
 def test_no_worker_is_left_behind(matrix_run):

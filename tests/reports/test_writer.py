@@ -21,7 +21,8 @@ kv_waste_bytes kv_waste_percent
 num_kv_bytes_checked num_kv_bytes_mismatched transfer_bytes num_descriptors transfer_gb_per_s ttft_ms_p50
 ttft_ms_p99 tpot_ms_p50 e2e_ms_p50 output_tokens_per_s wall_s mode prefill.tp decode.tp"""
 REQUEST_COLUMNS = """cell_id repeat request_id prompt_index prompt_token_ids output_token_ids error
-num_prompt_tokens num_cached_tokens prefill_engine decode_engine kv_path ttft_ms tpot_ms itl_ms e2e_ms
+num_prompt_tokens num_cached_tokens num_recomputed_tokens prefill_engine decode_engine kv_path ttft_ms
+tpot_ms itl_ms e2e_ms
 finish_reason stage_queue_ns stage_prefill_ns stage_decode_ns"""
 TRANSFER_COLUMNS = """cell_id request_id producer_rank consumer_rank group bytes num_descriptors post_ms
 transfer_ms gb_per_s transport staged retries verdict"""

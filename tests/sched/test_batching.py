@@ -127,6 +127,7 @@ class SchedulerWalk(RuleBasedStateMachine):
                 assert self.states.pop(state.request_id) is state
                 expected = expected_output(state.request, MAX_POSITIONS)
                 assert (state.output_token_ids, state.finish_reason) == expected
+                assert state.num_recomputed_tokens == self.world.num_recomputed(state.request)
         if hand_over and got_token and got_token[0].finish_reason is None:
             self.hand_over(got_token[0].request_id)
 

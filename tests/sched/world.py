@@ -7,6 +7,8 @@ computed twice shows at once.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.kv.specs import KVCacheSpec, Mamba2Spec
@@ -69,6 +71,8 @@ class World:
         self.rows: dict[int, list[list[int]]] = {}
         self.num_computed: dict[str, int] = {}
         """Tokens of each request whose KV exists; absent or 0 after a preemption."""
+        self.prompt_computed: dict[str, Counter[int]] = {}
+        """How often each prompt token of each request was computed, here and elsewhere."""
 
     def prefill(self, request: Request, num_tokens: int) -> None:
         """Another engine's KV of the live rows arrives in the request's blocks."""
@@ -86,6 +90,7 @@ class World:
             assert block != 0, "the last token's state has a block"
             self.memory[group, block, 0] = (request.request_id, last, request.prompt_token_ids[last])
         self.num_computed[request.request_id] = num_tokens
+        self.prompt_computed[request.request_id] = Counter(range(num_tokens))
 
     def run(self, batch: ScheduledBatch) -> dict[str, int]:
         """Carry out a step: tables, writes, then reads; the sampled tokens."""
@@ -125,6 +130,12 @@ class World:
                 slot = position % size if group < len(WINDOWS) else 0
                 self.memory[group, block, slot] = (share.request_id, position, token)
         self.num_computed[share.request_id] = positions[-1] + 1
+        self.prompt_computed.setdefault(share.request_id, Counter()).update(positions)
+
+    def num_recomputed(self, request: Request) -> int:
+        """Prompt tokens' computations but the first of each."""
+        counts = self.prompt_computed[request.request_id]
+        return sum(counts[p] - 1 for p in range(len(request.prompt_token_ids)))
 
     def _read_states(self, share: ScheduledRequest) -> None:
         """A step goes on from the state after the token before its first, unless that is the very first."""
