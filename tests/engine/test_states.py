@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 
 from rayk.oracle.checkpoint import read_marker
 from tests.engine.stepped import Stepped
+from tests.families import HYBRID
 from tests.markers import slow
 
 FAMILIES = ("mamba2", "jamba", "qwen3_next", "falcon_h1")
 """Mamba2 alone, Mamba1 and a gated delta net between layers of attention, Mamba2 beside attention."""
+OTHERS = tuple(f for f in HYBRID if f not in FAMILIES)
+"""Their layers are of these kinds, too, or keep latents."""
+of_all = pytest.mark.parametrize("model", HYBRID, indirect=True)
+of_others = pytest.mark.parametrize("model", OTHERS, indirect=True)
+of_others_slowly = pytest.mark.parametrize(
+    "model", [*FAMILIES, *(pytest.param(f, marks=slow) for f in OTHERS)], indirect=True
+)
 NUM_TOKENS = 8
 
 
@@ -35,7 +43,7 @@ class Model:
         self.expected = [tokens[:NUM_TOKENS] for tokens in self.long_answers]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def model(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path], reference: Callable[..., Any]
 ) -> Model:
@@ -55,12 +63,26 @@ EXAMPLES = settings(
 SIZES = st.sampled_from([None, 1, 5, 64])
 
 
+@of_others_slowly
 @EXAMPLES
 @given(size=SIZES, cuts=st.sets(st.integers(1, 60), max_size=5))
 def test_a_prompt_may_be_cut_at_any_token(
     model: Model, ranks: dict[int | None, Stepped], size: int | None, cuts: set[int]
 ) -> None:
-    engine, prompt = ranks[size], model.prompts[2]
+    check_cuts(model, ranks[size], cuts)
+
+
+@of_others
+@pytest.mark.parametrize(("size", "cuts"), [(None, {1, 2, 40}), (1, {3}), (5, {7, 30, 60}), (64, {36, 37})])
+def test_a_prompt_may_be_cut(
+    model: Model, ranks: dict[int | None, Stepped], size: int | None, cuts: set[int]
+) -> None:
+    check_cuts(model, ranks[size], cuts)
+
+
+def check_cuts(model: Model, engine: Stepped, cuts: set[int]) -> None:
+    """Prefill the longest prompt in steps that end at the cuts."""
+    prompt = model.prompts[2]
     engine.restart(140)
     state = engine.add("r", prompt, NUM_TOKENS)
     ends = [*sorted(cuts), len(prompt)]
@@ -72,21 +94,17 @@ def test_a_prompt_may_be_cut_at_any_token(
 
 
 @slow
+@of_all
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [None, 1, 5, 64])
 def test_a_prompt_is_cut_at_every_token(
     model: Model, ranks: dict[int | None, Stepped], size: int | None
 ) -> None:
-    engine, prompt = ranks[size], model.prompts[2]
-    for cut in range(1, len(prompt)):
-        engine.restart(140)
-        state = engine.add("r", prompt, NUM_TOKENS)
-        engine.step(cut)
-        assert state.num_computed == cut
-        engine.finish()
-        assert state.output_token_ids == model.expected[2], cut
+    for cut in range(1, len(model.prompts[2])):
+        check_cuts(model, ranks[size], {cut})
 
 
+@of_others_slowly
 @EXAMPLES
 @given(data=st.data(), size=SIZES, num_blocks=st.integers(3, 20))
 def test_requests_that_come_and_go_keep_their_states(
@@ -109,6 +127,7 @@ def test_requests_that_come_and_go_keep_their_states(
             assert state.output_token_ids == model.expected[n]
 
 
+@of_all
 @pytest.mark.parametrize("size", [5, 64])
 def test_preempted_requests_begin_again_without_a_state(
     model: Model, ranks: dict[int | None, Stepped], size: int
