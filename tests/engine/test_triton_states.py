@@ -1,4 +1,4 @@
-"""The Triton kernels of recurrent states in recorded decode steps, in Triton's interpreter.
+"""The Triton kernels of recurrent states and of latents in recorded decode steps, in Triton's interpreter.
 
 A step's slots reach them through tensors alone, as in a CUDA graph, where the host's are those of recording.
 """
@@ -28,12 +28,14 @@ SHORT = {
     "mamba2": {"num_hidden_layers": 1},
     "jamba": {"num_hidden_layers": 2},
     "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "deepseek_v3": {"num_hidden_layers": 1},
 }
 """Few layers of each family: the interpreter takes its time."""
 
 
 @pytest.mark.parametrize(
-    "family", ["mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("jamba", "qwen3_next"))]
+    "family",
+    ["mamba2", "deepseek_v3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("jamba", "qwen3_next"))],
 )
 def test_recorded_steps_go_by_tensors(
     checkpoint: Callable[..., Path],
