@@ -1,4 +1,4 @@
-"""Ranks that share a unit in part: six readers of two at TP 3, where rank 1 holds both."""
+"""TP sizes that do not divide each other. Six readers of two units at TP 3: rank 1 holds both of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rayk.oracle.checkpoint import read_marker
 from rayk.types.config import EngineConfig
 from tests.pd import NAN_POISON, Pair
 
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 2}),
     # At TP 3, four heads each: rank 1 reads both groups of B and C.
     "mamba2": ("mamba2", {"hidden_size": 48, "num_heads": 12, "head_dim": 8, "n_groups": 2}),
@@ -28,6 +28,23 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
             "linear_num_value_heads": 6,
         },
     ),
+    # Channels of Mamba1 fall into runs, none of which is shared; its two KV heads are.
+    "mamba1": ("jamba", {}),
+    # Both caches of each layer.
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 12,
+            "mamba_d_head": 8,
+            "mamba_rms_norm": True,
+        },
+    ),
+    # Every rank holds the latents whole.
+    "mla": ("deepseek_v3", {"num_attention_heads": 6, "num_key_value_heads": 6}),
 }
 LENGTHS = (5, 37)
 NUM_TOKENS = 6
@@ -53,11 +70,18 @@ def test_uneven_shards_give_the_references_tokens(
 
 
 def test_what_each_rank_holds(path: Path) -> None:
-    """Of the two KV heads, groups or key heads."""
+    """Of heads, groups, runs of channels and latents: those that its readers read."""
     plan = plan_engine(EngineConfig(model=str(path), tp=3), load_config(path))
-    for i, group in enumerate(plan.groups):
-        shared = [f.name for f in group.spec.fields() if f.units == 2]
-        assert len(shared) == 2
-        for name in shared:
-            assert [rank.groups[i].field(name).units for rank in plan.ranks] == [(0,), (0, 1), (1,)]
-    assert plan.ranks[1].block_bytes > plan.ranks[0].block_bytes
+    held = {
+        f.name: (f.units, [rank.groups[i].field(f.name).units for rank in plan.ranks])
+        for i, group in enumerate(plan.groups)
+        for f in group.spec.fields()
+    }
+    for name, (num_units, units) in held.items():
+        if num_units < 3:
+            assert units == {1: [(0,)] * 3, 2: [(0,), (0, 1), (1,)]}[num_units], name
+        else:
+            each = num_units // 3
+            assert units == [tuple(range(r * each, (r + 1) * each)) for r in range(3)], name
+    is_uneven = any(num_units == 2 for num_units, _ in held.values())
+    assert (plan.ranks[1].block_bytes > plan.ranks[0].block_bytes) == is_uneven
