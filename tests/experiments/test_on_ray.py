@@ -151,6 +151,7 @@ def test_models_of_one_matrix_run_with_their_own_weights(ray_address, checkpoint
         (str(path), mode) for path in paths.values() for mode in ("aggregated", "disaggregated")
     }
     assert (cells["num_kv_values_checked"] > 0).all()
+    assert set(result.requests["num_recomputed_tokens"]) == {0}
     for cell_id, model in zip(cells["cell_id"], cells["model"], strict=True):
         rows = result.requests[result.requests["cell_id"] == cell_id]
         asked = [list(map(int, p)) for p in rows["prompt_token_ids"]]
