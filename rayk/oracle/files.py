@@ -70,7 +70,7 @@ def _is_whole_file(path: Path) -> bool:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
         return path.stat().st_size == 8 + size + max(ends)
     except (FileNotFoundError, ValueError, KeyError):
         return False
