@@ -76,8 +76,8 @@ STATES = (
     Mutation(
         "a field's units are those of the view before",
         "rayk/transfer/verify.py",
-        "part.words(found)[list(part.field.units)] = word[0].cpu().numpy()",
-        "part.words(found)[list(part.view.fields[0].units)[: len(word[0])]] = word[0].cpu().numpy()",
+        "part.words(found)[list(part.field.units)] = copied",
+        "part.words(found)[list(part.view.fields[0].units)[: len(part.field.units)]] = copied",
         f"{FAMILIES}::test_every_family_arrives_verified",
     ),
     Mutation(

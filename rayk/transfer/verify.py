@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,18 @@ Sources = Mapping[tuple[int, str, int], int]
 
 
 @dataclass(frozen=True, eq=False)
+class _Packed:
+    """Fields that lie side by side in the content of each (unit, row): digested in one pass."""
+
+    view: torch.Tensor
+    """[kernel blocks, local units, rows of a kernel block, elements of all]."""
+    units: tuple[int, ...]
+    field_indices: tuple[int, ...]
+    starts: tuple[int, ...]
+    """First element of each field, and the end of the last."""
+
+
+@dataclass(frozen=True, eq=False)
 class LayerView:
     """One of a layer's caches as its kernels see it. Filled by `make_layer_view`."""
 
@@ -48,6 +62,17 @@ class LayerView:
         """Bytes of one row of all fields and local units."""
         return sum(len(f.units) * f.view.shape[3] * f.view.element_size() for f in self.fields)
 
+    @cached_property
+    def packed(self) -> tuple[_Packed, ...]:
+        """All fields, those of one view together: K and V of attention."""
+        packed: list[_Packed] = []
+        for index, field in enumerate(self.fields):
+            if packed and (joined := _join(packed[-1], index, field)) is not None:
+                packed[-1] = joined
+            else:
+                packed.append(_Packed(field.view, field.units, (index,), (0, int(field.view.shape[3]))))
+        return tuple(packed)
+
     def live_rows(self, num_tokens: int) -> range:
         """Positions of the live rows of a sequence."""
         return self.group.spec.live_rows(num_tokens)
@@ -56,7 +81,8 @@ class LayerView:
         self, block_table: Sequence[int], num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(kernel block ids, rows in them, token positions) of the live rows, each int64 [rows] on the
-        view's device. `block_table`: manager's ids."""
+        view's device. `block_table`: manager's ids. AssertionError, without waiting for the device, where it
+        names blocks that are none of the rank's."""
         spec, live = self.group.spec, self.live_rows(num_tokens)
         rows = rows_per_block(spec)
         positions = np.arange(live.start, live.stop, dtype=np.int64)
@@ -65,6 +91,8 @@ class LayerView:
         kernel_block, kernel_row = np.divmod(row, self.kernel_block_size)
         table = np.asarray(block_table, dtype=np.int64)
         ids = table[block] * (rows // self.kernel_block_size) + kernel_block
+        num_blocks = self.fields[0].view.shape[0]
+        assert np.all((ids >= 0) & (ids < num_blocks)), f"block ids outside 0 .. {num_blocks - 1}: {table}"
         device = self.fields[0].view.device
         return tuple(torch.from_numpy(a).to(device) for a in (ids, kernel_row, positions))  # type: ignore[return-value]
 
@@ -123,6 +151,24 @@ def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]
     return LayerView(layer, group, ordered)
 
 
+def _join(packed: _Packed, index: int, field: FieldView) -> _Packed | None:
+    """With one field more, if it lies just behind in each (unit, row) of the same memory."""
+    view, more = packed.view, field.view
+    is_same = (
+        packed.units == field.units
+        and view.dtype == more.dtype
+        and view.shape[:3] == more.shape[:3]
+        and view.stride() == more.stride()
+        and view.untyped_storage().data_ptr() == more.untyped_storage().data_ptr()
+        and view.storage_offset() + view.shape[3] == more.storage_offset()
+    )
+    if not is_same:
+        return None
+    stop = packed.starts[-1] + int(more.shape[3])
+    wide = view.as_strided((*view.shape[:3], stop), view.stride(), view.storage_offset())
+    return _Packed(wide, packed.units, (*packed.field_indices, index), (*packed.starts, stop))
+
+
 def _check_view(where: str, page_field: PageField, found: FieldView) -> None:
     view = found.view
     dtype = TORCH_DTYPES[page_field.dtype]
@@ -148,28 +194,38 @@ def compute_digests(
     Zero where this rank holds no such unit. `block_tables` per group, manager's ids.
     """
     parts = list(_parts(views, num_tokens, rows_per_group))
-    found = np.zeros(parts[-1].stop, dtype=np.int64)
-    places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    words = []
-    for part in parts:
-        view, field = part.view, part.field
-        key = (view.group.index, view.kernel_block_size)
+    part_of = {(part.view, part.field_index): part for part in parts}
+    places: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    words: list[torch.Tensor] = []
+    digested: list[_Part] = []
+    for view, packed in ((v, packed) for v in views for packed in v.packed):
+        key = (view.group.index, view.kernel_block_size, packed.view.shape[0])
         if key not in places:
             places[key] = view.places(block_tables[view.group.index], num_tokens)
-        words.append(
-            digest_rows(
-                field.view,
-                *places[key],
-                layer=view.layer,
-                units=field.units,
-                fields=[(FIELD_IDS[field.name], 0, int(field.view.shape[3]))],
-                rows_per_group=rows_per_group,
-                first_group=part.row_groups.start,
-                num_groups=len(part.row_groups),
-            )
+        found_in = [part_of[view, index] for index in packed.field_indices]
+        word = digest_rows(
+            packed.view,
+            *places[key],
+            layer=view.layer,
+            units=packed.units,
+            fields=[
+                (FIELD_IDS[part.field.name], start, stop - start)
+                for part, (start, stop) in zip(found_in, pairwise(packed.starts), strict=True)
+            ],
+            rows_per_group=rows_per_group,
+            first_group=found_in[0].row_groups.start,
+            num_groups=len(found_in[0].row_groups),
+            are_places_checked=True,
         )
-    for part, word in zip(parts, words, strict=True):
-        part.words(found)[list(part.field.units)] = word[0].cpu().numpy()
+        words.append(word.reshape(-1))
+        digested += found_in
+    # The only wait for the device.
+    copied = torch.cat(words).cpu().numpy()
+    found = np.zeros(parts[-1].stop, dtype=np.int64)
+    stop = 0
+    for part in digested:
+        start, stop = stop, stop + len(part.field.units) * len(part.row_groups)
+        part.words(found)[list(part.field.units)] = copied[start:stop].reshape(len(part.field.units), -1)
     return found
 
 

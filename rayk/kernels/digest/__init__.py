@@ -24,6 +24,7 @@ def digest_rows(
     rows_per_group: int,
     first_group: int,
     num_groups: int,
+    are_places_checked: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Digest of the given rows of one layer: int64 [num_fields, H, num_groups]. `reference.py` defines it.
@@ -32,6 +33,9 @@ def digest_rows(
     are [n_rows] int64. units[h] is the global id of local head h. A field is (field_id, start_elem,
     num_elems) of the content axis. Row group g, counted from `first_group`, holds the positions
     (first_group + g) * rows_per_group and on; sums of positions nobody gave are 0.
+
+    `are_places_checked`: the caller knows that ids, slots and positions are in range; to look at them here
+    waits for the device.
 
     `impl`: reference or native; None takes native for CPU tensors where it can be built. Both give the
     same integers.
@@ -42,7 +46,7 @@ def digest_rows(
     assert len(block_ids) == len(slots) == len(rows)
     assert block_ids.dtype == slots.dtype == rows.dtype == torch.int64
     assert all(0 <= start <= start + num_elems <= content for _, start, num_elems in fields)
-    if len(rows) > 0:
+    if len(rows) > 0 and not are_places_checked:
         _check_range(block_ids, num_blocks, "block id")
         _check_range(slots, num_slots, "slot")
         _check_range(rows // rows_per_group - first_group, num_groups, "row group")

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
+CPU = torch.device("cpu")
 MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED = 0x7261796B64696765
@@ -45,13 +46,16 @@ def mix64(x: int) -> int:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def coordinate_keys(layer: int, field_id: int, units: tuple[int, ...]) -> torch.Tensor:
-    """K of (layer, field, unit) for each unit: int64 [H], on the CPU. Not to be written to."""
+def coordinate_keys(
+    layer: int, field_id: int, units: tuple[int, ...], device: torch.device = CPU
+) -> torch.Tensor:
+    """K of (layer, field, unit) for each unit: int64 [H], not to be written to. Kept: bringing them to
+    a device waits for it."""
     key = _SEED
     for index in (layer, field_id):
         key = mix64(((key + _GOLDEN) & MASK64) ^ index)
     of_field = signed((key + _GOLDEN) & MASK64)
-    return mix64_tensor(torch.tensor(units, dtype=torch.int64) ^ of_field)
+    return mix64_tensor(torch.tensor(units, dtype=torch.int64) ^ of_field).to(device)
 
 
 def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +91,7 @@ def digest_rows_reference(
     for f, (field_id, start, num_elems) in enumerate(fields):
         word_bytes, word_dtype = _word(num_elems * kv_cache.element_size())
         num_words = num_elems * kv_cache.element_size() // word_bytes
-        key_H = coordinate_keys(layer, field_id, tuple(units)).to(device) + signed(_GOLDEN)
+        key_H = coordinate_keys(layer, field_id, tuple(units), device) + signed(_GOLDEN)
         index_W = torch.arange(num_words, device=device) ^ ~signed(_GOLDEN)
         mix64_tensor(index_W)
         step = max(1, _CHUNK_WORDS // (len(units) * num_words))
