@@ -1,6 +1,7 @@
 """Verdict matrices: prefill TP by decode TP, one per setting of everything else that varies.
 
-Where the model is an axis, each has rows of its own.
+Where the model is an axis, each has rows of its own; where hardly two cells share a grid, as in a set that
+covers pairs only, each model has one grid: TP settings by everything else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,38 @@ def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     for record in cells.to_dict(orient="records"):
         key = (record["mode"], *(_plain(record[axis]) for axis in axes))
         grids.setdefault(key, []).append(record)
+    if "model" in cells and 2 * len(grids) > len(cells):
+        return _grids_by_model(cells, axes)
     return [_make_grid(records, axes) for records in grids.values()]
+
+
+def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]]:
+    """A grid per model; a row names its layouts and what differs from most cells."""
+    usual = {axis: cells[axis].map(_plain).mode(dropna=False)[0] for axis in axes}
+    settings = sorted({_tp_setting(r) for r in cells.to_dict(orient="records")})
+    grids = []
+    for model, part in cells.groupby("model", sort=False):
+        at: dict[str, dict[tuple[int, ...], dict[Any, Any]]] = {}
+        for record in sorted(part.to_dict(orient="records"), key=_tp_setting):
+            differing = [a for a in axes if _plain(record[a]) != usual[a]]
+            label = _title(record, differing, record["mode"] == "aggregated")
+            at.setdefault(label, {})[_tp_setting(record)] = record
+        columns = [s for s in settings if any(s in row for row in at.values())]
+        grids.append(
+            {
+                "title": Path(str(model)).name,
+                "corner": "TP",
+                "columns": [" → ".join(map(str, s[1:])) for s in columns],
+                "rows": [(label, [_grid_cell(row.get(s)) for s in columns]) for label, row in at.items()],
+            }
+        )
+    return grids
+
+
+def _tp_setting(record: dict[Any, Any]) -> tuple[int, ...]:
+    """(number of sides, TP of each), which sorts the aggregated ones first."""
+    sides = ("prefill.tp",) if record["mode"] == "aggregated" else ("prefill.tp", "decode.tp")
+    return len(sides), *(int(record[side]) for side in sides)
 
 
 def axis_columns(cells: pd.DataFrame) -> list[str]:

@@ -198,3 +198,30 @@ def test_runs_of_one_name_and_absent_cells(run: Path, tmp_path: Path) -> None:
     assert len(compare(results)) == 19
     assert f"verdict, {run.name} (2)" in compare_markdown(results)
     assert "absent" in compare_markdown(results)
+
+
+def test_a_set_that_covers_pairs_has_one_grid_per_model(tmp_path: Path) -> None:
+    """Every cell has layouts or settings of its own, so that a grid for each would hold one cell."""
+    layouts = ("BHLNC", "BLHNC", "LBHNC")
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    for m, model in enumerate(("a/first", "b/second")):
+        for i, (p, d) in enumerate(((2, 1), (1, 2), (4, 1), (2, None))):
+            pair = (layouts[(i + m) % 3], layouts[(i + 2 * m + 1) % 3])
+            cell = cell_row(p, d, pair, cell_id=f"{model}-{i}")
+            cell.axes["model"] = model
+            cell.axes["prefill.block_size"] = 32 if (m, i) == (1, 2) else 16
+            writer.write_cell(cell, [], [])
+    writer.finish()
+    first, second = verdict_grids(load(tmp_path).cells)
+    assert (first["title"], second["title"]) == ("first", "second")
+    assert first["columns"] == second["columns"] == ["2", "1 → 2", "2 → 1", "4 → 1"]
+    assert [label for label, _ in first["rows"]] == [
+        "aggregated, layout BHLNC",
+        "BLHNC → LBHNC",
+        "BHLNC → BLHNC",
+        "LBHNC → BHLNC",
+    ]
+    assert second["rows"][3][0].endswith(", prefill.block_size 32")
+    for grid in (first, second):
+        shown = [[cell is not None for cell in cells] for _, cells in grid["rows"]]
+        assert shown == [[i == j for j in range(4)] for i in range(4)]
