@@ -54,11 +54,26 @@ class _Step:
     """[T] int64"""
     device_starts: torch.Tensor
     device_seq_lens: torch.Tensor
+    host_starts: tuple[int, ...]
+    host_seq_lens: tuple[int, ...]
+    max_query_len: int
+    """Most tokens of one request."""
 
-    @property
-    def max_query_len(self) -> int:
-        """Most tokens of one request."""
-        return int(np.diff(self.starts).max())
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cuts:
+    """A step's segments where blocks of states have one size; which groups share, as only slots differ."""
+
+    rows: np.ndarray
+    """[S] int64, the row of the block tables of each segment's request."""
+    blocks: np.ndarray
+    """[S] int64, the column in which it ends."""
+    last_blocks: np.ndarray
+    """[R] int64, the column of each request's state before this step; 0 where it has none."""
+    device_starts: torch.Tensor
+    device_ends: torch.Tensor
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
 
 
 class InputBuilder:
@@ -85,13 +100,17 @@ class InputBuilder:
         step = self._step(batch)
         token_ids = np.fromiter((t for r in batch.requests for t in r.token_ids), dtype=np.int64)
         wanted = np.array([r.needs_logits for r in batch.requests], dtype=bool)
+        sizes = {g.block_size for g in self._groups if _is_state(g)}
+        cuts = {size: self._cuts(size, step) for size in sizes}
         return ModelInputs(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(step.positions),
             logits_index=self._tensor((step.starts[1:] - 1)[wanted].astype(np.int64)),
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
-                self._segments(g, table, step) if _is_state(g) else self._attention(g, table, step)
+                self._segments(table, step, cuts[g.block_size])
+                if _is_state(g)
+                else self._attention(g, table, step)
                 for g, table in zip(self._groups, self._tables, strict=True)
             ),
         )
@@ -112,6 +131,9 @@ class InputBuilder:
             positions=computed[request_of] + np.arange(len(request_of)) - starts[request_of],
             device_starts=self._tensor(starts),
             device_seq_lens=self._tensor(seq_lens),
+            host_starts=tuple(starts.tolist()),
+            host_seq_lens=tuple(seq_lens.tolist()),
+            max_query_len=int(counts.max()),
         )
 
     def _prompt_index(self, batch: ScheduledBatch, starts: np.ndarray) -> torch.Tensor | None:
@@ -143,13 +165,12 @@ class InputBuilder:
             num_tokens=len(step.positions),
             max_query_len=step.max_query_len,
             max_seq_len=longest,
-            query_start_loc_cpu=tuple(step.starts.tolist()),
-            seq_lens_cpu=tuple(step.seq_lens.tolist()),
+            query_start_loc_cpu=step.host_starts,
+            seq_lens_cpu=step.host_seq_lens,
         )
 
-    def _segments(self, group: GroupGeometry, table: np.ndarray, step: _Step) -> Segments:
+    def _cuts(self, size: int, step: _Step) -> _Cuts:
         """A segment per block that the step touches: each block ends up with the state at its last token."""
-        size = group.block_size
         first = step.computed // size
         counts = (step.seq_lens - 1) // size - first + 1
         segment_starts = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -157,21 +178,32 @@ class InputBuilder:
         request_of = np.repeat(np.arange(len(counts)), counts)
         blocks = first[request_of] + np.arange(len(request_of)) - segment_starts[request_of]
         end_positions = np.minimum((blocks + 1) * size, step.seq_lens[request_of])
-        ends = (step.starts[:-1] - step.computed)[request_of] + end_positions
-        writes = table[step.rows[request_of], blocks].astype(np.int64)
-        last_block = np.maximum(step.computed - 1, 0) // size
-        reads = np.where(step.computed > 0, table[step.rows, last_block], NO_SLOT).astype(np.int64)
+        ends = ((step.starts[:-1] - step.computed)[request_of] + end_positions).astype(np.int32)
+        return _Cuts(
+            rows=step.rows[request_of],
+            blocks=blocks,
+            last_blocks=np.maximum(step.computed - 1, 0) // size,
+            device_starts=self._tensor(segment_starts),
+            device_ends=self._tensor(ends),
+            starts=tuple(segment_starts.tolist()),
+            ends=tuple(ends.tolist()),
+        )
+
+    def _segments(self, table: np.ndarray, step: _Step, cuts: _Cuts) -> Segments:
+        writes = table[cuts.rows, cuts.blocks].astype(np.int64)
+        found = table[step.rows, cuts.last_blocks]
+        reads = np.where(step.computed > 0, found, NO_SLOT).astype(np.int64)
         assert not np.any(writes == NULL_BLOCK), "a state is to be kept in a block that nobody gave"
         assert not np.any(reads == NULL_BLOCK), "a state is to be read from a block that nobody gave"
         return Segments(
             query_start_loc=step.device_starts,
             read_slots=self._tensor(reads),
-            segment_start_loc=self._tensor(segment_starts),
-            segment_ends=self._tensor(ends.astype(np.int32)),
+            segment_start_loc=cuts.device_starts,
+            segment_ends=cuts.device_ends,
             write_slots=self._tensor(writes),
-            query_start_loc_cpu=tuple(step.starts.tolist()),
-            segment_start_loc_cpu=tuple(segment_starts.tolist()),
-            segment_ends_cpu=tuple(ends.tolist()),
+            query_start_loc_cpu=step.host_starts,
+            segment_start_loc_cpu=cuts.starts,
+            segment_ends_cpu=cuts.ends,
             max_query_len=step.max_query_len,
         )
 
