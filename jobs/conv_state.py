@@ -1,6 +1,6 @@
 """Mamba2's convolution state under heterogeneous TP: how many columns arrive wrong, by executing rayk's plan.
 
-    python jobs/conv_state.py [--layouts BHLNC BLNHC]
+    python jobs/conv_state.py [--layouts BHLNC BLNHC] > jobs/benchmarks/results/conv_state.md
 
 A column is the kept taps of one channel: x channels are cut by head, B and C by group; with one group every
 rank needs all of B and C. The producer's taps are numbered, its other bytes are not; a consumer's column is
@@ -211,12 +211,19 @@ def main() -> int:
     layouts = parser.parse_args().layouts
     torch.set_num_threads(1)
     pairs = list(itertools.product(layouts, repeat=2))
-    print(f"x = {HEADS * HEAD_SIZE} channels, state {STATE_SIZE}, width {CONV_WIDTH}, bfloat16.")
-    print("Columns of all consumer ranks: total/wrong/read outside the convolution state.")
-    print(f"rayk: its plan, executed at {len(pairs)} pairs of layouts; the worst.\n")
+    print("# Mamba2's convolution state between engines of unlike TP sizes\n")
+    print("    python jobs/conv_state.py > jobs/benchmarks/results/conv_state.md\n")
+    print(
+        f"x = {HEADS * HEAD_SIZE} channels, state {STATE_SIZE}, width {CONV_WIDTH}, bfloat16. Columns of all"
+    )
+    print("consumer ranks: total/wrong/read outside the convolution state. vLLM 0.33.0: what its offset")
+    print(
+        "arithmetic does with one group of B and C (vLLM issue #55208). rayk: what arrives when its plan is"
+    )
+    print(f"executed, at {len(pairs)} pairs of layouts; the worst.\n")
     lines: list[str] = []
     for num_groups in (1, 8):
-        print(f"n_groups = {num_groups}:\n")
+        print(f"## n_groups = {num_groups}\n")
         rows = table(num_groups, pairs)
         print("\n".join(rows) + "\n")
         lines += rows[2:]

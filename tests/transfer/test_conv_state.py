@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from rayk.kv import maps
 from rayk.kv.specs import Mamba2Spec
 
 JOB = Path(__file__).resolve().parents[2] / "jobs" / "conv_state.py"
+RESULTS = JOB.parent / "benchmarks" / "results" / "conv_state.md"
 SPEC = Mamba2Spec(64, "bfloat16", 4, 48, 64, 1, 128)
 LAYOUTS = ("BHLNC", "BLNHC")
 
@@ -29,14 +31,19 @@ def job() -> Any:
     return module
 
 
-@pytest.mark.parametrize("tp", [(1, 2), (2, 4), (4, 1), (4, 2), (2, 2)], ids=lambda t: f"{t[0]}to{t[1]}")
-def test_no_column_is_wrong_and_all_are_counted(job: Any, tp: tuple[int, int]):
-    counted = job.count_columns(SPEC, tp, LAYOUTS)
+@pytest.mark.parametrize("num_groups", [1, 8])
+@pytest.mark.parametrize("tp", list(itertools.product((1, 2, 4), repeat=2)), ids=lambda t: f"{t[0]}to{t[1]}")
+def test_no_column_is_wrong_and_all_are_counted(job: Any, tp: tuple[int, int], num_groups: int):
+    counted = job.count_columns(replace(SPEC, num_groups=num_groups), tp, LAYOUTS)
     assert (counted.wrong, counted.outside) == (0, 0)
-    # x once over all ranks, B and C whole on each.
-    assert counted.total == 3072 + tp[1] * 256
-    if tp in job.VLLM_ONE_GROUP:
-        assert counted.total == job.VLLM_ONE_GROUP[tp][0]
+    # x once over all ranks, B and C whole on each where there is one group, else once, too.
+    assert counted.total == 3072 + (tp[1] if num_groups == 1 else 8) * 256
+    theirs = job.VLLM_ONE_GROUP.get(tp, (counted.total, 0, 0))
+    assert counted.total == theirs[0] or num_groups == 8
+    # The table that is kept says the same.
+    kept = dict(zip((1, 8), RESULTS.read_text().split("## n_groups = ")[1:], strict=True))[num_groups]
+    beside = "/".join(map(str, theirs)) if num_groups == 1 else "0 wrong"
+    assert f"| {tp[0]} -> {tp[1]} | {beside} | {counted} |" in kept.splitlines()
 
 
 @pytest.mark.parametrize(
