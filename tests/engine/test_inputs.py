@@ -156,3 +156,6 @@ def test_states_have_no_block_table() -> None:
 def test_kernel_blocks_of_a_block_follow_each_other() -> None:
     assert to_kernel_blocks((3, 1), 4).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
     assert to_kernel_blocks([], 2).tolist() == []
+    # Two requests of three and two blocks: one after the other, as they count.
+    tables = [to_kernel_blocks(ids, 2).tolist() for ids in ([0, 1, 2], [3, 4])]
+    assert tables == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from math import lcm
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from rayk.kv.geometry import RankGeometry, kernel_block_sizes, plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
-from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba1Spec, SlidingWindowSpec
 from rayk.transfer.plan import (
     BlockReads,
     TransferPlan,
@@ -218,17 +219,22 @@ def test_live_rows_arrive_for_any_blocks_groups_and_windows(case: dict):
         apply(plan, reads, [np.zeros(p.pages_bytes, dtype=np.int64) for p in producers])
 
 
-def test_triples_of_the_fixture_all_have_a_head_map():
-    """163 triples over the sizes {1, 2, 3, 4, 6, 8, 16} with dividing ratios, 38 of them with more producer
-    ranks than both heads and consumer ranks."""
-    sizes = (1, 2, 3, 4, 6, 8, 16)
+def test_every_triple_with_a_dividing_ratio_has_a_head_map():
+    """Of (KV heads, producer TP, consumer TP) in 1 to 16: 376. In 86 more producer ranks than heads and than
+    consumer ranks hold them, which vLLM 0.33.0 refuses.
+
+    163 and 38 of those are of the sizes {1, 2, 3, 4, 6, 8, 16}.
+    """
     chosen = [
         (k, p, d)
-        for k, p, d in itertools.product(sizes, repeat=3)
+        for k, p, d in itertools.product(range(1, 17), repeat=3)
         if fits(k, p) and fits(k, d) and (p % d == 0 or d % p == 0)
     ]
-    assert len(chosen) == 163
-    assert sum(p > d and p > k for k, p, d in chosen) == 38
+    assert len(chosen) == 376
+    assert sum(p > d and p > k for k, p, d in chosen) == 86
+    of_seven_sizes = [triple for triple in chosen if set(triple) <= {1, 2, 3, 4, 6, 8, 16}]
+    assert len(of_seven_sizes) == 163
+    assert sum(p > d and p > k for k, p, d in of_seven_sizes) == 38
     for k, p, d in chosen:
         spec = FullAttentionSpec(2, k, 1, 1, "int8", lcm(k, p, d))
         producers, consumers = (
@@ -283,6 +289,55 @@ def test_descriptor_indices_of_the_fixture():
     assert destination.tolist() == [7, 8, 57, 58]
     assert source.dtype == np.int32
     assert (reads.num_bytes, reads.num_descriptors) == (2 * 2 * 4, 4)
+
+
+def test_descriptor_indices_of_attention_and_states_together():
+    """Two regions of attention, four of states (taps and states of two layers), 100 blocks each: attention's
+    blocks 3 and 5, and the blocks 1 and 2 of the states of two requests.
+
+    Each group has lists of its own: in one list, the states' would follow attention's.
+    """
+    attention = FullAttentionSpec(2, 1, 1, 1, "int8", 2)
+    groups = group_layers(
+        {(layer, s.part): s for layer in range(2) for s in (attention, Mamba1Spec(4096, "float32", 4, 32, 2))}
+    )
+    (producer,), consumers = (
+        [plan_rank(groups, LAYOUTS["LBHNC"], tp_size=tp, tp_rank=rank, num_blocks=100) for rank in range(tp)]
+        for tp in (1, 2)
+    )
+    by_kind = {"full": [3, 5], "mamba1": [1]}
+    tables = [by_kind[g.spec.kind] for g in groups]
+    block_size = next(g.spec.block_size for g in groups if g.spec.kind == "full")
+    reads = {
+        groups[r.group].spec.kind: r
+        for r in plan_transfer([producer], consumers[0]).lower(2 * block_size, tables, tables)
+    }
+    states = replace(reads["mamba1"], source_blocks=np.array([1, 2]), destination_blocks=np.array([1, 2]))
+    found = [r.indices(100, 100)[0].tolist() for r in (reads["full"], states)]
+    assert found[0] == [3, 5, 103, 105]
+    start = 100 * len(reads["full"].pattern.runs)
+    assert [start + i for i in found[1]] == [201, 202, 301, 302, 401, 402, 501, 502]
+
+
+def test_small_blocks_against_large_ones():
+    """Blocks of 4 tokens, ids 1 to 10, into blocks of 16, ids 1 to 3: quarters 4 to 15, 10 are needed.
+
+    The last two are neither written nor zeroed: no kernel reads a row behind the last token (seq_lens), and
+    digests cover live rows only, so what an earlier request left there reaches nobody.
+    """
+    specs = [FullAttentionSpec(size, 1, 1, 1, "int8", 1) for size in (4, 16)]
+    (producer,), (consumer,) = (make_ranks({0: spec}, "BHLNC", 1, 20, None) for spec in specs)
+    plan = plan_transfer([producer], consumer)
+    reads = plan.lower(40, [list(range(1, 11))], [[1, 2, 3]])
+    quarters = {
+        source: destination * 4 + r.pattern.destination_row // 4
+        for r in reads
+        for source, destination in zip(r.source_blocks.tolist(), r.destination_blocks.tolist(), strict=True)
+    }
+    assert quarters == dict(zip(range(1, 11), range(4, 14), strict=True))
+    landed = apply(plan, reads, [np.arange(producer.pages_bytes)])
+    assert (landed.reshape(-1, 4 * 2)[:, 0] != UNKNOWN).nonzero()[0].tolist() == list(range(4, 14))
+    assert consumer.groups[0].group.spec.live_rows(40) == range(40)
 
 
 def test_consecutive_dense_blocks_coalesce():
