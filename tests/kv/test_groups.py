@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from itertools import count, product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,18 +54,42 @@ def published_positions(counts: list[int]) -> int:
 
 
 def dealt(specs: Specs, positions: int) -> tuple[KVCacheGroup, ...]:
-    """The grouping with so many positions, dealt by hand, pages unified."""
+    """The grouping with so many positions, dealt and its pages grown by hand."""
     kinds: dict[KVCacheSpec, list[int]] = {}
     for key in sorted(specs):
         kinds.setdefault(specs[key], []).append(key[0])
-    groups = []
-    counts = [-(-len(layers) // positions) for layers in kinds.values()]
-    for spec, layers in zip(unify_pages(tuple(kinds), counts, positions), kinds.values(), strict=True):
-        hands: list[list[int]] = [[] for _ in range(-(-len(layers) // positions))]
-        for i, layer in enumerate(layers):
-            hands[i % len(hands)].append(layer)
-        groups += [KVCacheGroup(0, spec, tuple(hand), positions) for hand in hands]
-    return tuple(groups)
+    hands: list[list[tuple[int, ...]]] = []
+    for layers in kinds.values():
+        num_groups = -(-len(layers) // positions)
+        hands.append([tuple(layers[first::num_groups]) for first in range(num_groups)])
+    best: tuple[KVCacheGroup, ...] = ()
+    for limit in limits(list(kinds)):
+        groups = tuple(
+            KVCacheGroup(0, grown_below(spec, limit), hand, positions)
+            for spec, dealt_out in zip(kinds, hands, strict=True)
+            for hand in dealt_out
+        )
+        if not best or brute_cost(groups) < brute_cost(best):
+            best = groups
+    return best
+
+
+def limits(specs: list[KVCacheSpec]) -> list[int]:
+    """Pages that blocks may grow to: the largest, or that of some kind's first factor to reach it."""
+    largest = max(page_bytes(spec) for spec in specs)
+    found = {largest}
+    for spec in specs:
+        if spec.part == "attention":
+            found.add(next(n * page_bytes(spec) for n in count(1) if n * page_bytes(spec) >= largest))
+    return sorted(found)
+
+
+def grown_below(spec: KVCacheSpec, limit: int) -> KVCacheSpec:
+    """A state as it is; attention with the most blocks in one that fit into `limit` bytes."""
+    if spec.part == "state":
+        return spec
+    factor = next(n for n in count(1) if (n + 1) * page_bytes(spec) > limit)
+    return with_block_size(spec, factor * spec.block_size)
 
 
 def counted(specs: Specs) -> list[int]:
@@ -72,12 +100,13 @@ def counted(specs: Specs) -> list[int]:
 def brute_cost(groups: tuple[KVCacheGroup, ...]) -> int:
     """Bytes of a reference request, block by block, and the price of each block."""
     page = max(page_bytes(g.spec) for g in groups)
-    cost = 0
-    for g in groups:
-        live = g.spec.live_rows(REFERENCE_TOKENS)
-        for _ in {position // g.spec.block_size for position in live}:
-            cost += g.num_positions * page + BLOCK_COST_BYTES
-    return cost
+    return sum(touched_blocks(g.spec) * (g.num_positions * page + BLOCK_COST_BYTES) for g in groups)
+
+
+@cache
+def touched_blocks(spec: KVCacheSpec) -> int:
+    """Blocks that a reference request holds rows in."""
+    return len({position // spec.block_size for position in spec.live_rows(REFERENCE_TOKENS)})
 
 
 def held_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
@@ -263,6 +292,46 @@ def test_no_other_grouping_costs_less(specs: Specs):
     allowed = [o for o in others if brute_cost(o) <= limits[0] and held_bytes(o) <= limits[1]]
     assert (len(groups), brute_cost(groups)) == min((len(o), brute_cost(o)) for o in allowed)
     assert brute_cost(groups) <= SLACK * brute_cost(dealt(specs, published_positions(counted(specs))))
+
+
+@st.composite
+def grown_kinds(draw: st.DrawFn) -> tuple[list[KVCacheSpec], list[int], int]:
+    """One or two kinds of full attention and a state of up to a dozen of their pages; groups of each;
+    positions."""
+    sizes = draw(st.lists(st.integers(1, 9), min_size=1, max_size=2, unique=True))
+    specs: list[KVCacheSpec] = [full(16, 1, 16 * size, 5 * size, query_heads=1) for size in sizes]
+    state_size = draw(st.integers(1, 12 * min(sizes) * 336 // 64))
+    specs.append(Mamba1Spec(REFERENCE_TOKENS, "int8", 2, 16, state_size))
+    groups = draw(st.lists(st.integers(1, 40), min_size=len(specs), max_size=len(specs)))
+    return specs, groups, draw(st.integers(1, 4))
+
+
+@slow_but_sure
+@given(grown_kinds())
+def test_no_other_growth_costs_less(case: tuple[list[KVCacheSpec], list[int], int]):
+    """Every factor by which each kind may grow is tried, up to some kind's first page beyond the largest.
+    What is chosen costs least, and of what costs the same is the smallest page."""
+    specs, num_groups, positions = case
+
+    def cost(grown: Sequence[KVCacheSpec]) -> tuple[int, int]:
+        groups = tuple(
+            KVCacheGroup(0, spec, tuple(range(positions)), positions)
+            for spec, number in zip(grown, num_groups, strict=True)
+            for _ in range(number)
+        )
+        return brute_cost(groups), max(page_bytes(spec) for spec in grown)
+
+    *growing, state = specs
+    largest = max(page_bytes(spec) for spec in specs)
+    ladders = [
+        [with_block_size(spec, 16 * n) for n in range(1, limits(specs)[-1] // page_bytes(spec) + 1)]
+        for spec in growing
+    ]
+    chosen = unify_pages(specs, num_groups, positions)
+    assert cost(chosen) == min(cost((*rival, state)) for rival in product(*ladders))
+    for spec, grown in zip(growing, chosen, strict=False):
+        factor = grown.block_size // 16
+        assert factor in {largest // page_bytes(spec), -(-largest // page_bytes(spec))} or len(growing) > 1
 
 
 def test_few_groups_are_worth_a_few_percent():
