@@ -1,4 +1,7 @@
-"""config.json of released models with latent attention or gated delta nets, as in `released`."""
+"""config.json of released models with latent attention or gated delta nets, as in `released`.
+
+Qwen3-Next's layers, heads and sizes are those of its model card; DeepSeek-V3's follow transformers' defaults.
+"""
 
 from __future__ import annotations
 

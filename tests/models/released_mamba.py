@@ -1,5 +1,11 @@
 """config.json as released checkpoints with Mamba layers have it: what was published, without keys that no
-code reads."""
+code reads.
+
+Layers, heads and sizes were compared with what is published elsewhere: Bamba with its config.json as
+huggingface.co shows it, Falcon-H1 with the table of transformers' falcon_h1 page, Nemotron-H-8B with
+Megatron Bridge's page (pattern, heads, state; not its groups), Jamba with UniLLM's. Granite 4.0: that 4 of
+40 layers attend; its other numbers, and Mamba-Codestral's and Nemotron-3's, have not been compared.
+"""
 
 from __future__ import annotations
 
