@@ -208,8 +208,8 @@ def test_one_wrong_bit_in_any_run_is_caught(
 ) -> None:
     """Of KV, latents and states by their digests, of block generations by themselves.
 
-    Where heads lie outside token rows, a run starts with a row that is valid: the first. All layouts, and which
-    bytes need not be noticed, are in tests/transfer/test_flipped_bytes.py.
+    Where heads lie outside token rows, a run starts with a row that is valid: the first. All layouts, and
+    which bytes need not be noticed: tests/transfer/test_flipped_bytes.py.
     """
     path = checkpoint(family)
     prompt = read_marker(path)["probes"][1]["prompt"]
