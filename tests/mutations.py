@@ -31,14 +31,14 @@ TRANSFER = (
     ),
     Mutation(
         "rows cut at the consumer's blocks only",
-        "rayk/transfer/plan.py",
+        "rayk/transfer/segments.py",
         "for size in {source_block_size, destination_block_size}",
         "for size in {destination_block_size}",
         f"{PLAN}::test_live_rows_arrive_for_any_blocks_groups_and_windows",
     ),
     Mutation(
         "last block dropped when it holds one row",
-        "rayk/transfer/plan.py",
+        "rayk/transfer/segments.py",
         "np.arange(live.start // size * size, live.stop, size, dtype=np.int64)",
         "np.arange(live.start // size * size, live.stop - 1, size, dtype=np.int64)",
         f"{PLAN}::test_live_rows_arrive_for_any_blocks_groups_and_windows",
