@@ -12,8 +12,8 @@ ENGINE = (
     Mutation(
         "a state is read where the next token's goes",
         "rayk/engine/inputs.py",
-        "last_block = np.maximum(step.computed - 1, 0) // size",
-        "last_block = step.computed // size",
+        "last_blocks=np.maximum(step.computed - 1, 0) // size",
+        "last_blocks=step.computed // size",
         STEPS,
     ),
     Mutation(
@@ -40,8 +40,15 @@ ENGINE = (
     Mutation(
         "segments are counted from the request's first token",
         "rayk/engine/inputs.py",
-        "ends = (step.starts[:-1] - step.computed)[request_of] + end_positions",
-        "ends = step.starts[:-1][request_of] + end_positions",
+        "(step.starts[:-1] - step.computed)[request_of] + end_positions",
+        "step.starts[:-1][request_of] + end_positions",
+        STEPS,
+    ),
+    Mutation(
+        "groups of all block sizes share one step's segments",
+        "rayk/engine/inputs.py",
+        "self._cuts(size, step) for size in sizes",
+        "self._cuts(max(sizes), step) for size in sizes",
         STEPS,
     ),
     Mutation(
