@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,8 +133,11 @@ class _OneSlotOn:
         self._block_size = block_size
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
-        """See Mixer. `metadata` is the paged backends'."""
-        slots, size = metadata.common.slot_mapping, self._block_size
+        """See Mixer. `metadata` is the paged backends', by part where the layer has two caches."""
+        paged = metadata["attention"] if isinstance(metadata, Mapping) else metadata
+        slots, size = paged.common.slot_mapping, self._block_size
         shifted = torch.where(slots < 0, slots, slots - slots % size + (slots + 1) % size)
-        common = replace(metadata.common, slot_mapping=shifted)
-        return self._mixer.forward(x, rotation, replace(metadata, common=common))
+        wrong = replace(paged, common=replace(paged.common, slot_mapping=shifted))
+        if isinstance(metadata, Mapping):
+            return self._mixer.forward(x, rotation, {**metadata, "attention": wrong})
+        return self._mixer.forward(x, rotation, wrong)

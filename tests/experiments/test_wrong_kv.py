@@ -78,6 +78,9 @@ STORE = "store_kv: token t holds token t-1 (3 of 37 wrong tokens hold something 
         ("phi3", "rope", 3, ROPE),
         ("gpt_oss", "rope", 1, ROPE),
         ("gpt_oss", "store_kv", 3, STORE),
+        # Layers with a state beside their keys and values, whose blocks have more than 16 tokens.
+        ("falcon_h1", "rope", 1, ROPE),
+        ("falcon_h1", "store_kv", 1, "store_kv: token t holds token t-1 (1 of 37 wrong tokens"),
     ],
 )
 def test_the_culprit_is_named(
