@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayk.engine.plan import plan_engine
 from rayk.experiments.compare import (
     NEAR_TIE_LOGITS,
     UNBOUNDED,
@@ -185,7 +184,9 @@ class CellJudge:
     def _check_values(
         self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _Counts
     ) -> None:
-        groups = plan_engine(cell.prefill, self._config).groups
+        if not outcome.captured:
+            return
+        groups = engine_groups(cell.prefill, self._config)
         bounds = self._kv_bounds(cell, prompts)
         references = self._references(cell)
         for index, captured in sorted(outcome.captured.items()):

@@ -12,7 +12,7 @@ from rayk.actors.coordinator import CellOutcome
 from rayk.experiments.judge import CellJudge
 from rayk.reports import ResultWriter, load
 from rayk.specs import Cell, expand, load_spec
-from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch
+from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, LayoutVetoed
 from rayk.types.rows import RequestRow
 from tests.specs.models import decoder, spec
 
@@ -120,6 +120,14 @@ def test_a_pass_says_that_kv_values_saw_too_little(cell: Cell, judge: CellJudge)
         row = judge.judge(looking, PROMPTS, [*whole[:2], outcome(cell, 2, captured=captured)])
         assert (row.verdict, row.checks_done) == ("PASS", ["kv_bytes"])
         assert row.reason == "kv_values did not see every request: some ended with their first token"
+
+
+def test_a_refused_layout_is_no_breakdown_of_kv_values(cell: Cell, judge: CellJudge) -> None:
+    veto = LayoutVetoed((("LHBNC", "specs", "unlike"),))
+    refused = replace(cell, checks=("tokens", "kv_values"), prefill=replace(cell.prefill, layout="LHBNC"))
+    row = judge.judge(refused, PROMPTS, [outcome(cell, 0, requests=[], captured={}, errors=[veto])])
+    assert row.verdict == "UNSUPPORTED"
+    assert row.reason == str(veto)
 
 
 def test_the_tables_have_a_row_per_repeat(cell: Cell, judge: CellJudge, tmp_path: Path) -> None:
