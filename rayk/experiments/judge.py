@@ -17,7 +17,7 @@ from rayk.experiments.compare import (
 )
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.references import References
-from rayk.experiments.verdict import Findings
+from rayk.experiments.verdict import Findings, untraced
 from rayk.kv.groups import measure_waste
 from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.models.kv_specs import engine_groups
@@ -90,12 +90,9 @@ class CellJudge:
             counts.checks_done.append("kv_bytes")
         mismatches = [e for o in outcomes for e in o.errors if isinstance(e, KVMismatch)]
         verdict, reason = findings.judge()
-        if verdict == "PASS" and cell.decode is not None and not checked:
-            reason = "no KV was handed over: every request ended with its first token"
-        elif verdict == "PASS" and self.needs_capture(cell) and "kv_values" not in counts.checks_done:
-            reason = "kv_values did not see every request: some ended with their first token"
-        elif verdict == "PASS" and self.needs_capture(cell):
-            reason = self._unjudged(cell, prompts) or reason
+        if verdict in ("PASS", "NEAR_TIE"):
+            remarks = untraced(cell), reason, self._unseen(cell, prompts, counts, bool(checked))
+            reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
         return CellRow(
             cell_id=cell.cell_id,
@@ -132,6 +129,16 @@ class CellJudge:
         if key not in self._bounds:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
         return self._bounds[key]
+
+    def _unseen(self, cell: Cell, prompts: Prompts, counts: _Counts, checked: bool) -> str:
+        """What a cell that passes did not look at. `checked`: whether it compared bytes."""
+        if cell.decode is not None and not checked:
+            return "no KV was handed over: every request ended with its first token"
+        if not self.needs_capture(cell):
+            return ""
+        if "kv_values" not in counts.checks_done:
+            return "kv_values did not see every request: some ended with their first token"
+        return self._unjudged(cell, prompts)
 
     def _unjudged(self, cell: Cell, prompts: Prompts) -> str:
         """Which states kv_values cannot judge in the cell's dtype, if any."""

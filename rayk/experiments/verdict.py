@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rayk.specs.experiment import VERDICTS
+from rayk.specs import Cell
+from rayk.specs.cells import EXPECTED_VERDICT
+from rayk.specs.experiment import VERDICTS, FaultSpec
 from rayk.types.errors import (
     DeadlineExceeded,
     EngineDied,
@@ -61,3 +63,23 @@ def verdict_of(error: RaykError) -> str:
             return "UNSUPPORTED"
         case _:
             return "ENGINE_ERROR"
+
+
+def untraced(cell: Cell) -> str:
+    """Which planted faults were to be found in a cell that passes all the same; empty if none."""
+    if cell.expected_verdict in ("PASS", "NEAR_TIE"):
+        return ""
+    faults = [f for f in cell.faults if (f.expect or EXPECTED_VERDICT.get(f.kind, "PASS")) != "PASS"]
+    text = ", ".join(_described(fault) for fault in faults)
+    remark = f"{text} left no trace"
+    if any(fault.point == "stale_state" for fault in faults):
+        remark += ": a page of states must be used again (fewer num_blocks, max_seqs: 1, more requests)"
+    return remark
+
+
+def _described(fault: FaultSpec) -> str:
+    """A fault as a reader of the spec knows it."""
+    where = f" at {fault.point}" if fault.point is not None else ""
+    named = ("layer", "request", "step", "rank")
+    given = [f"{name} {getattr(fault, name)}" for name in named if getattr(fault, name) is not None]
+    return f"fault {fault.kind}{where}" + (f" ({', '.join(given)})" if given else "")

@@ -130,6 +130,36 @@ def test_a_refused_layout_is_no_breakdown_of_kv_values(cell: Cell, judge: CellJu
     assert row.reason == str(veto)
 
 
+STALE = {"kind": "wrong_kv", "point": "stale_state", "layer": 1}
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ([], ""),
+        ([{"kind": "flip_bit", "expect": "PASS"}], ""),
+        ([{"kind": "kill", "point": "decode", "step": 50}], "fault kill at decode (step 50) left no trace"),
+        (
+            [{"kind": "flip_bit", "request": 1}, STALE],
+            "fault flip_bit (request 1), fault wrong_kv at stale_state (layer 1) left no trace: a page of "
+            "states must be used again (fewer num_blocks, max_seqs: 1, more requests)",
+        ),
+    ],
+)
+def test_a_pass_says_which_fault_left_no_trace(
+    judge: CellJudge, faults: list[dict[str, Any]], reason: str
+) -> None:
+    sampling = {"max_tokens": 3, "ignore_eos": True}
+    loaded = load_spec(spec(device="cpu", sampling=sampling, faults=faults))
+    (cell,) = expand(loaded.spec, decoder())
+    row = judge.judge(cell, PROMPTS, [outcome(cell, 0)])
+    assert (row.verdict, row.reason) == ("PASS", reason)
+    assert row.met == (not reason)
+    nothing = judge.judge(cell, PROMPTS, [outcome(cell, 0, num_kv_bytes_checked=0)])
+    assert nothing.reason.startswith(reason or "no KV")
+    assert "no KV was handed over" in nothing.reason
+
+
 def test_the_tables_have_a_row_per_repeat(cell: Cell, judge: CellJudge, tmp_path: Path) -> None:
     outcomes = [outcome(cell, i) for i in range(3)]
     requests = [row for o in outcomes for row in o.requests]
