@@ -118,7 +118,11 @@ def _stats(result: Result) -> list[tuple[str, str]]:
 
 
 def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:
-    columns = [c for c in COLUMNS if c[1] != "reason" or cells["reason"].fillna("").any()]
+    columns = [c for c in COLUMNS if c[1] != "reason"]
+    if cells["reason"].fillna("").any():
+        # Where no scrolling is needed to see it.
+        at = 1 + [column for _, column, _ in columns].index("verdict")
+        columns[at:at] = [c for c in COLUMNS if c[1] == "reason"]
     rows = []
     for record in cells.to_dict(orient="records"):
         rows.append([table_cell(record, column, spec) for _, column, spec in columns])

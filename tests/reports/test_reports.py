@@ -73,6 +73,16 @@ def test_the_page_shows_every_cell_and_reason(run: Path) -> None:
     assert f"rayk run {run / 'spec.yaml'}" in text
 
 
+def test_the_reason_stands_beside_the_verdict(run: Path) -> None:
+    """Columns of numbers are many: behind them it would lie outside the window."""
+    page = (run / "report.html").read_text()
+    heads = re.findall(r"<th data-sort[^>]*>([^<]*)</th>", page)
+    assert heads[:4] == ["cell", "verdict", "reason", "requests"]
+    table = page[page.index("<h2>Cells") :]
+    row = next(r for r in table.split("<tr>") if "last block not written" in r)
+    assert re.findall(r'<td class="(\w+)', row)[:3] == ["name", "reason", "num"]
+
+
 def test_the_plots_hold_the_runs_numbers(run: Path) -> None:
     text = (run / "report.html").read_text()
     match = re.search(r'id="plots">(.*?)</script>', text, re.DOTALL)
