@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
-from rayk.reports.verdicts import format_value
+from rayk.reports.verdicts import format_value, tone
 
 SHORT = {
     "PASS": "pass",
@@ -30,8 +30,8 @@ SHORT = {
 def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """One grid per combination of the axes that vary beside TP, layouts always named.
 
-    A grid has title, corner, columns (labels), rows: (label, cells); a cell has verdict, short,
-    note and tip, or is None where the matrix has a hole.
+    A grid has title, corner, columns (labels), rows: (label, cells); a cell has verdict, tone,
+    short, note and tip, or is None where the matrix has a hole.
     """
     if cells.empty:
         return []
@@ -141,6 +141,7 @@ def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:
     verdict = str(record["verdict"])
     return {
         "verdict": verdict,
+        "tone": tone(record),
         "short": SHORT.get(verdict, verdict),
         "note": note,
         "tip": _tip(record),
@@ -167,6 +168,8 @@ def _tip(record: dict[Any, Any]) -> str:
         ("TPOT p50, ms", "tpot_ms_p50", ".1f"),
     )
     lines = [f"{record['cell_id']}: {record['verdict']}"]
+    if record["expected_verdict"] not in (None, "PASS"):
+        lines.append(f"expected: {record['expected_verdict']}")
     if record["reason"]:
         lines.append(str(record["reason"]))
     for label, column, spec in facts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
 from rayk.reports.plots import make_plots
 from rayk.reports.result import Result, load
-from rayk.reports.verdicts import COLUMNS, format_bytes, format_value, headline
+from rayk.reports.verdicts import COLUMNS, format_bytes, format_value, headline, tone
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -44,7 +45,7 @@ def render(result: Result) -> str:
         git_commit=environment.get("git_commit"),
         headline=headline(result.cells),
         title=headline(result.cells, verdicts=False),
-        counts=list(result.cells["verdict"].value_counts().items()),
+        counts=_counts(result.cells),
         stats=_stats(result),
         grids=verdict_grids(result.cells),
         table=_cell_table(result.cells),
@@ -117,12 +118,23 @@ def _stats(result: Result) -> list[tuple[str, str]]:
     return stats
 
 
+def _counts(cells: pd.DataFrame) -> list[tuple[str, int, str]]:
+    """(tone, number, text), most frequent first: cells of one verdict that were met and that were not."""
+    faulty = (cells["expected_verdict"] != "PASS").any()
+    counts = Counter((tone(r), str(r["verdict"]), bool(r["met"])) for r in cells.to_dict(orient="records"))
+    return [
+        (colour, count, verdict if met or not faulty else f"{verdict}, not as expected")
+        for (colour, verdict, met), count in counts.most_common()
+    ]
+
+
 def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:
     columns = [c for c in COLUMNS if c[1] != "reason"]
     if cells["reason"].fillna("").any():
         # Where no scrolling is needed to see it.
-        at = 1 + [column for _, column, _ in columns].index("verdict")
-        columns[at:at] = [c for c in COLUMNS if c[1] == "reason"]
+        columns[2:2] = [c for c in COLUMNS if c[1] == "reason"]
+    if (cells["expected_verdict"] != "PASS").any():
+        columns.insert(2, ("expected", "expected_verdict", ""))
     rows = []
     for record in cells.to_dict(orient="records"):
         rows.append([table_cell(record, column, spec) for _, column, spec in columns])
@@ -138,7 +150,7 @@ def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]
         "text": text,
         "value": float(value) if spec and text else None,
         "kind": "num" if spec else names.get(column, ""),
-        "chip": value if column == "verdict" else "",
+        "chip": tone(record) if column == "verdict" else "",
     }
 
 

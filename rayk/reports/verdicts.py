@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -42,6 +43,18 @@ def exit_code(cells: pd.DataFrame, *, strict: bool = False) -> int:
         return 2
     failed = ~cells["met"].astype(bool)
     return int(bool(failed.any()) or (strict and bool(unsupported.any())))
+
+
+def tone(record: Mapping[Any, Any]) -> str:
+    """How a cell is coloured: `unmet`, `met` (ended as its faults ask for), else as its verdict is."""
+    if not record["met"]:
+        return "unmet"
+    expected = record["expected_verdict"]
+    return "met" if expected not in (None, "PASS") and record["verdict"] == expected else record["verdict"]
+
+
+TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}
+"""tone() -> rich style."""
 
 
 COLUMNS = (
@@ -90,8 +103,8 @@ def verdict_table(cells: pd.DataFrame, *, width: int | None = None) -> Table:
             overflow="fold",
             no_wrap=bool(spec) or column == "verdict",
         )
-    for row in rows:
-        style = STYLES.get(row[1], "")
+    for row, record in zip(rows, cells.to_dict(orient="records"), strict=True):
+        style = TONE_STYLES.get(tone(record), "")
         texts = [Text(text, style=style if i == 1 else "") for i, text in enumerate(row)]
         table.add_row(*(texts[i] for i in shown))
     return table

@@ -17,7 +17,7 @@ from rayk.reports.compare import compare, compare_headline, compare_markdown, wr
 from rayk.reports.grids import SHORT, verdict_grids
 from rayk.reports.html import write_html
 from rayk.reports.text import markdown, write_csv
-from rayk.reports.verdicts import STYLES
+from rayk.reports.verdicts import STYLES, TONE_STYLES
 from rayk.specs.experiment import VERDICTS
 from tests.reports.synthetic import cell_row, write_run
 
@@ -83,6 +83,34 @@ def test_the_reason_stands_beside_the_verdict(run: Path) -> None:
     assert re.findall(r'<td class="(\w+)', row)[:3] == ["name", "reason", "num"]
 
 
+def test_cells_with_faults_are_coloured_by_what_was_expected(tmp_path: Path) -> None:
+    """A fault that was found is good news, and one that passed is not."""
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    faulty = {"expected_verdict": "KV_MISMATCH"}
+    ends = [
+        ("KV_MISMATCH", faulty),
+        ("PASS", faulty),
+        ("ENGINE_ERROR", faulty),
+        ("UNSUPPORTED", {}),
+        ("NEAR_TIE", {}),
+        ("PASS", {}),
+    ]
+    for tp, (verdict, more) in enumerate(ends, start=1):
+        writer.write_cell(cell_row(1, tp, ("BHLNC", "BHLNC"), verdict=verdict, **more), [], [])
+    page = writer.finish().read_text()
+    cells = load(tmp_path).cells
+    tones = ["met", "unmet", "unmet", "UNSUPPORTED", "NEAR_TIE", "PASS"]
+    grid, table = page.split("<h2>Cells")
+    assert re.findall(r'<td class="(\w+)" tabindex', grid) == tones
+    assert re.findall(r'<span class="chip (\w+)">(\w+)', table) == [
+        (tone, verdict) for tone, (verdict, _) in zip(tones, ends, strict=True)
+    ]
+    assert '<span class="chip unmet">1 PASS, not as expected</span>' in grid
+    assert ">expected</th>" in table
+    styles = [column._cells for column in verdict_table(cells).columns][1]
+    assert [text.style for text in styles][:2] == ["green", "bold red"]
+
+
 def test_the_plots_hold_the_runs_numbers(run: Path) -> None:
     text = (run / "report.html").read_text()
     match = re.search(r'id="plots">(.*?)</script>', text, re.DOTALL)
@@ -114,6 +142,8 @@ def test_every_verdict_has_a_style() -> None:
     for verdict in VERDICTS:
         assert verdict in STYLES
         assert verdict in SHORT
+    for verdict in (*VERDICTS, "met", "unmet"):
+        assert verdict in TONE_STYLES
         assert re.search(rf"\.{verdict}\b", css), verdict
 
 
