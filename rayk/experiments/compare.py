@@ -15,8 +15,9 @@ from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
 from rayk.experiments.references import LayerKV, References
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.groups import KVCacheGroup
-from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
+from rayk.specs.faults import is_behind_experts
 from rayk.types.errors import KVMismatch
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
@@ -107,8 +108,7 @@ def measure_values(
     states = _states(model)
     bounds: dict[tuple[int, str], Bound] = {}
     for (layer, name), noise in errors.items():
-        before = model.layers[:layer]
-        routed = references.routed and any(isinstance(b.mlp, ExpertsConfig) for b in before)
+        routed = references.routed and is_behind_experts(model, layer)
         if routed and (layer, name) in states:
             bounds[layer, name] = UNBOUNDED
             continue

@@ -40,6 +40,9 @@ FAULT_FIELDS: dict[str, tuple[str, ...]] = {
 }
 """What each kind heeds beside kind, point, role, rank and expect; anything else would be ignored."""
 
+MAX_LISTED = 8
+"""Layers that a mend names."""
+
 
 def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
     """Refuse a fault that cannot be meant in this cell. Raises SpecError."""
@@ -123,7 +126,7 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
     """Refuse a fault or check that the model has no place for. Raises SpecError."""
     for fault in cell.faults:
         if fault.kind == "wrong_kv":
-            problem, mend = _no_place(fault, config)
+            problem, mend = _no_place(fault, config) or _not_judged(fault, cell, config) or ("", "")
             if problem:
                 raise SpecError(
                     problem=f"fault wrong_kv at {fault.point}: {problem}",
@@ -140,31 +143,72 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
         )
 
 
-def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str]:
-    """(what the model lacks, how to mend it); empty texts if nothing."""
-    layer = fault.layer or 0
-    if fault.point in STATE_POINTS:
-        return _no_state(fault.point, layer, config)
-    kept = [i for i, other in enumerate(config.layers) if "attention" in other.mixers]
-    if layer not in kept:
-        return f"layer {layer} of {config.num_layers} keeps no keys and values", _one_of(kept)
-    if fault.point == "k_norm" and not config.qk_norm:
-        return f"{config.architecture} does not norm its keys", "point: rope or store_kv"
-    if fault.point == "rope" and config.layers[layer].rope is None:
-        rotated = [i for i in config.attention_layers if config.layers[i].rope is not None]
-        return f"layer {layer} has no positions", f"layer: {rotated[0]}" if rotated else "point: store_kv"
-    return "", ""
+def is_behind_experts(config: DecoderConfig, layer: int) -> bool:
+    """Whether some layer before this one routes experts."""
+    return any(isinstance(before.mlp, ExpertsConfig) for before in config.layers[:layer])
 
 
-def _no_state(point: str | None, layer: int, config: DecoderConfig) -> tuple[str, str]:
-    """As `_no_place`, of a point in a recurrent layer."""
-    if layer not in config.state_layers:
-        return f"layer {layer} of {config.num_layers} keeps no state", _one_of(config.state_layers)
-    spec = kv_cache_specs(config, block_size=1, dtype=config.dtype)[layer, "state"]
-    if point == "swap_taps" and twin_taps(spec.fields()) is None:
-        return f"{spec.kind} keeps no taps of B and C, nor of q and k", "point: shift_taps"
-    return "", ""
+def fitting_points(config: DecoderConfig, layer: int) -> tuple[str, ...]:
+    """Points of wrong_kv that a layer of the model has."""
+    own = config.layers[layer]
+    points: list[str] = []
+    if "attention" in own.mixers:
+        points += ["k_norm"] if config.qk_norm else []
+        points += ["rope"] if own.rope is not None else []
+        points += ["store_kv"]
+    if "state" in own.parts:
+        spec = kv_cache_specs(config, block_size=1, dtype=config.dtype)[layer, "state"]
+        points += [p for p in STATE_POINTS if p != "swap_taps" or twin_taps(spec.fields()) is not None]
+    return tuple(points)
 
 
-def _one_of(layers: Sequence[int]) -> str:
-    return f"layer: {', '.join(map(str, layers))}" if layers else "another point, or another model"
+def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str] | None:
+    """(what the model lacks, how to mend it), or None."""
+    layer, point = fault.layer or 0, fault.point or ""
+    layers = [i for i in range(config.num_layers) if point in fitting_points(config, i)]
+    if layer in layers:
+        return None
+    if layer >= config.num_layers:
+        problem = f"there is no layer {layer}: the model has layers 0 to {config.num_layers - 1}"
+        return problem, _mend((), layers)
+    own = config.layers[layer]
+    if point in STATE_POINTS and "state" in own.parts:
+        lacks = f"{'+'.join(own.mixers)} keeps no taps of B and C, nor of q and k"
+    elif point in STATE_POINTS:
+        lacks = f"layer {layer} of {config.num_layers} keeps no state"
+    elif "attention" not in own.mixers:
+        lacks = f"layer {layer} of {config.num_layers} keeps no keys and values"
+    elif point == "k_norm":
+        lacks = f"{config.architecture} does not norm its keys"
+    else:
+        lacks = f"layer {layer} has no positions"
+    return lacks, _mend(fitting_points(config, layer), layers)
+
+
+def _not_judged(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:
+    """As `_no_place`, of a state that check kv_values lets pass whatever it holds."""
+    layer, dtype = fault.layer or 0, cell.prefill.dtype
+    if fault.point not in STATE_POINTS or fault.expect is not None or dtype == "float32":
+        return None
+    if not is_behind_experts(config, layer):
+        return None
+    judged = [
+        i
+        for i in range(config.num_layers)
+        if fault.point in fitting_points(config, i) and not is_behind_experts(config, i)
+    ]
+    return (
+        f"kv_values does not judge the state of layer {layer} in {dtype}: it follows routed experts",
+        "dtype: float32" + (f", or {_mend((), judged)}" if judged else ""),
+    )
+
+
+def _mend(points: Sequence[str], layers: Sequence[int]) -> str:
+    """What to write instead: a point of the same layer, or a layer that has the point."""
+    parts = []
+    if points:
+        parts.append(f"point: {', '.join(points)}")
+    if layers:
+        more = ["..."] if len(layers) > MAX_LISTED else []
+        parts.append(f"layer: {', '.join([*map(str, layers[:MAX_LISTED]), *more])}")
+    return "; or ".join(parts) or "another point, or another model"

@@ -150,7 +150,7 @@ def test_wrong_kv_is_expected_to_be_named() -> None:
         ({"point": "decode"}, VALUES, "cannot strike at 'decode'"),
         ({"request": 1}, VALUES, "does not heed `request`"),
         ({"role": "decode"}, VALUES, "what the prefill engine holds"),
-        ({"layer": 2}, VALUES, "layer 2 of 2 keeps no keys and values"),
+        ({"layer": 2}, VALUES, "no layer 2: the model has layers 0 to 1"),
         ({"layer": 0}, VALUES, "layer 0 has no positions"),
         ({"point": "k_norm"}, VALUES, "does not norm its keys"),
         ({"point": "store_kv"}, {**VALUES, "engine": {"kernel_block_size": 1}}, "one slot here"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayk.actors.planted_state import SPOILS
+from rayk.models.families import load_config
 from rayk.specs import expand, load_spec, plan_cells
 from rayk.specs.faults import STATE_POINTS
 from rayk.types.errors import SpecError
@@ -37,3 +40,75 @@ def test_a_fault_of_a_request_that_is_not_there_is_refused() -> None:
 
 def test_every_point_of_a_state_can_be_planted():
     assert {*SPOILS, "stale_state"} == set(STATE_POINTS)
+
+
+STATES = "point: swap_taps, shift_taps, state_dtype, stale_state"
+
+
+@pytest.mark.parametrize(
+    ("model", "point", "layer", "problem", "mend"),
+    [
+        ("jamba", "k_norm", 1, "JambaForCausalLM does not norm its keys", "point: store_kv"),
+        ("jamba", "rope", 4, "layer 4 has no positions", "point: store_kv"),
+        (
+            "jamba",
+            "swap_taps",
+            0,
+            "mamba1 keeps no taps of B and C, nor of q and k",
+            "point: shift_taps, state_dtype, stale_state",
+        ),
+        (
+            "jamba",
+            "store_kv",
+            6,
+            "there is no layer 6: the model has layers 0 to 5",
+            "layer: 1, 4",
+        ),
+        ("mamba2", "rope", 0, "layer 0 of 4 keeps no keys and values", STATES),
+        ("bamba", "store_kv", 0, "layer 0 of 6 keeps no keys and values", f"{STATES}; or layer: 2, 5"),
+        (
+            "bamba",
+            "stale_state",
+            2,
+            "layer 2 of 6 keeps no state",
+            "point: rope, store_kv; or layer: 0, 1, 3, 4",
+        ),
+        ("nemotron_h", "rope", 1, "layer 1 of 9 keeps no keys and values", "another point, or another model"),
+    ],
+)
+def test_a_refused_point_names_those_that_fit(
+    checkpoint: Callable[..., Path], model: str, point: str, layer: int, problem: str, mend: str
+) -> None:
+    fault = {"kind": "wrong_kv", "point": point, "layer": layer}
+    loaded = load_spec(spec(faults=[fault], checks=["kv_values"]))
+    with pytest.raises(SpecError) as caught:
+        plan_cells(loaded, load_config(checkpoint(model)), device="cpu")
+    assert caught.value.problem == f"fault wrong_kv at {point}: {problem}"
+    assert caught.value.mend == mend
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "mend"),
+    [
+        ("jamba", 2, "dtype: float32, or layer: 0"),
+        ("granitemoehybrid", 3, "dtype: float32, or layer: 0"),
+        ("qwen3_next", 4, "dtype: float32, or layer: 0, 1"),
+    ],
+)
+def test_a_state_that_kv_values_does_not_judge_cannot_be_spoiled(
+    checkpoint: Callable[..., Path], model: str, layer: int, mend: str
+) -> None:
+    def plan(dtype: str = "bfloat16", **changes: Any) -> Any:
+        fault = {"kind": "wrong_kv", "point": "stale_state", "layer": layer, **changes}
+        loaded = load_spec(spec(faults=[fault], dtype=dtype, checks=["kv_values"]))
+        return plan_cells(loaded, load_config(checkpoint(model)), device="cpu")
+
+    with pytest.raises(
+        SpecError, match=rf"not judge the state of layer {layer} in bfloat16: it foll"
+    ) as caught:
+        plan()
+    assert caught.value.mend == mend
+    assert plan("float32")
+    assert plan(layer=0)
+    # Whoever says what it ends in knows.
+    assert plan(expect="PASS")
