@@ -80,24 +80,23 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
     if point is not None and point in STATE_POINTS:
         _replace_mixer(decoder, layer, wrong_state(decoder, layer, point))
         return
-    attention = decoder.attention_layers[layer]
-    assert attention.kv_cache is not None, "bind the cache first"
     if point == "k_norm":
-        weight = attention.key_norm_weight
+        weight = decoder.attention_layers[layer].key_norm_weight
         assert weight is not None, f"layer {layer} has no k-norm"
         weight.copy_(weight.roll(1, -1))
         return
     mixer = decoder.layers[layer].mixer
     assert mixer is not None, f"layer {layer} has no mixer"
+    # [B, U, N, D] of keys or of latents.
+    view = decoder.cache_owners[layer, "attention"].field_views()[0].view
     if point == "rope":
         rope = decoder.layers[layer].rope
         assert rope is not None, f"layer {layer} has no positions"
-        device = attention.kv_cache.device
-        rotary = Rotary(rope, dtype=torch.float32, device=device)
-        wrong: Mixer = _OnePositionOn(mixer, rotary.at(torch.ones(1, device=device)))
+        rotary = Rotary(rope, dtype=torch.float32, device=view.device)
+        wrong: Mixer = _OnePositionOn(mixer, rotary.at(torch.ones(1, device=view.device)))
     else:
         assert point == "store_kv", point
-        wrong = _OneSlotOn(mixer, attention.kv_cache.shape[2])
+        wrong = _OneSlotOn(mixer, view.shape[2])
     _replace_mixer(decoder, layer, wrong)
 
 

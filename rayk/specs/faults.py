@@ -152,8 +152,8 @@ def fitting_points(config: DecoderConfig, layer: int) -> tuple[str, ...]:
     """Points of wrong_kv that a layer of the model has."""
     own = config.layers[layer]
     points: list[str] = []
-    if "attention" in own.mixers:
-        points += ["k_norm"] if config.qk_norm else []
+    if "attention" in own.parts:
+        points += ["k_norm"] if config.qk_norm and "attention" in own.mixers else []
         points += ["rope"] if own.rope is not None else []
         points += ["store_kv"]
     if "state" in own.parts:
@@ -176,8 +176,10 @@ def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str] | None
         lacks = f"{'+'.join(own.mixers)} keeps no taps of B and C, nor of q and k"
     elif point in STATE_POINTS:
         lacks = f"layer {layer} of {config.num_layers} keeps no state"
-    elif "attention" not in own.mixers:
+    elif "attention" not in own.parts:
         lacks = f"layer {layer} of {config.num_layers} keeps no keys and values"
+    elif "attention" not in own.mixers:
+        lacks = f"layer {layer} keeps latents, whose keys are not normed"
     elif point == "k_norm":
         lacks = f"{config.architecture} does not norm its keys"
     else:

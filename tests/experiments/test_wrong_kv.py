@@ -92,6 +92,19 @@ def test_the_culprit_is_named(
 
 
 @pytest.mark.parametrize(
+    ("point", "layer", "field", "why"),
+    [("rope", 1, "rope", "rope: positions are off by +1"), ("store_kv", 2, "latent", STORE)],
+)
+def test_the_culprit_is_named_in_latents(
+    checkpoint: Callable[..., Path], point: str, layer: int, field: str, why: str
+) -> None:
+    """Before and behind layers that route experts."""
+    mismatch = compare_with_fault(checkpoint("deepseek_v3"), point, layer).mismatch
+    assert place(mismatch) == (layer, field, 0, 0)
+    assert why in mismatch.classification  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     ("model", "point", "why"),
     [
         ("qwen3", "k_norm", K_NORM),

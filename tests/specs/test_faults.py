@@ -73,6 +73,13 @@ STATES = "point: swap_taps, shift_taps, state_dtype, stale_state"
             "layer 2 of 6 keeps no state",
             "point: rope, store_kv; or layer: 0, 1, 3, 4",
         ),
+        (
+            "deepseek_v3",
+            "k_norm",
+            0,
+            "layer 0 keeps latents, whose keys are not normed",
+            "point: rope, store_kv",
+        ),
         ("nemotron_h", "rope", 1, "layer 1 of 9 keeps no keys and values", "another point, or another model"),
     ],
 )
