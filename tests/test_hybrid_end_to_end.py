@@ -171,7 +171,7 @@ def test_a_layout_that_cannot_hold_the_model_is_refused_with_the_reason(
     if model in ONE_SHAPE:
         ThreadEngine(config).close()
         return
-    with pytest.raises(LayoutVetoed, match="groups of unlike"):
+    with pytest.raises(LayoutVetoed, match="LHBNC holds groups of one shape only"):
         ThreadEngine(config)
 
 

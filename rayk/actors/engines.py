@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
 
 T = TypeVar("T")
 
@@ -122,6 +122,8 @@ async def _value(ref: Any) -> Any:
 def translate(error: Exception, engine: str, rank: int | None = None, *, node: str = "") -> RaykError:
     """A Ray failure as what it means: the worker's own RaykError, or the engine's death."""
     cause = getattr(error, "cause", None)
+    if isinstance(cause, LayoutVetoed):
+        return replace(cause, engine=engine)
     if isinstance(cause, RaykError):
         return cause
     if isinstance(error, RaykError):  # RayTaskError made an instance of both

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rayk.cli.places import find_coordinate, name_byte
@@ -18,6 +18,7 @@ from rayk.models.families import load_config
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.transfer.plan import consecutive_tables, plan_transfer
+from rayk.types.config import EngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported, UserError
 
 DEFAULT_TOKENS = 1024
@@ -116,7 +117,8 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         return Explanation(supported=False, reason=refused)
     assert cell.decode is not None
     try:
-        producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
+        producer = _plan("prefill", cell.prefill, config)
+        consumer = _plan("decode", cell.decode, config)
     except (Unsupported, LayoutVetoed) as error:
         return Explanation(supported=False, reason=str(error))
     tokens = _num_tokens(num_tokens, config, producer, consumer)
@@ -152,7 +154,7 @@ def locate(
         raise UserError(problem=f"no side {side!r}", where="--side", mend="prefill or decode")
     if rank >= engine.tp:
         raise UserError(problem=f"rank {rank} of a {side} engine of TP {engine.tp}", where="--rank")
-    geometry = plan_engine(engine, config).ranks[rank]
+    geometry = _plan(side, engine, config).ranks[rank]
     if find is not None:
         return find_coordinate(geometry, find)
     assert byte is not None
@@ -161,6 +163,14 @@ def locate(
             problem=f"byte {byte} is past the buffer's {geometry.buffer_bytes} bytes", where="--byte"
         )
     return name_byte(geometry, byte)
+
+
+def _plan(side: str, engine: EngineConfig, config: DecoderConfig) -> EnginePlan:
+    """As plan_engine, but a layout's refusal says whose it is."""
+    try:
+        return plan_engine(engine, config)
+    except LayoutVetoed as error:
+        raise replace(error, engine=side) from None
 
 
 def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tuple[Cell, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import lcm
 
 from rayk.kv.fields import ITEMSIZE, PageField
@@ -198,11 +199,11 @@ def layout_veto(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -> str | 
     Only LHBNC puts blocks inside heads: a block id then means the same bytes in every group only when all
     groups have the same heads and head bytes.
     """
-    shapes = {tuple(_bundle_shape(b) for b in _bundles(g.spec.fields())) for g in groups}
-    if layout.name == "LHBNC" and len(shapes) > 1:
-        listed = sorted(", ".join(f"({units}, {size})" for units, _, size in shape) for shape in shapes)
-        return f"groups of unlike (heads, bytes per head) cannot share a pool: {'; '.join(listed)}"
-    return None
+    if layout.name != "LHBNC":
+        return None
+    unlike = (_difference(groups[0], other) for other in groups[1:])
+    found = next((text for text in unlike if text), None)
+    return f"{layout.name} holds groups of one shape only: {found}" if found else None
 
 
 def canonical_page(group: KVCacheGroup) -> GroupGeometry:
@@ -235,6 +236,32 @@ def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
 def _bundle_shape(fields: Sequence[PageField]) -> tuple[int, int, int]:
     """(units, readers, bytes of a unit): what decides how a bundle lies on any rank."""
     return fields[0].units, fields[0].readers, sum(f.unit_bytes for f in fields)
+
+
+def _difference(one: KVCacheGroup, other: KVCacheGroup) -> str:
+    """The first bundle in which two groups are of unlike shapes, in words; "" if there is none."""
+    names = [g.spec.kind for g in (one, other)]
+    if names[0] == names[1]:
+        names = [f"{g.spec.kind} (layer {g.layers[0]})" for g in (one, other)]
+    bundles = (_bundles(g.spec.fields()) for g in (one, other))
+    nothing: list[PageField] = []
+    for pair in zip_longest(*bundles, fillvalue=nothing):
+        shapes = [_bundle_shape(fields) if fields else None for fields in pair]
+        if shapes[0] != shapes[1]:
+            texts = [_shape_text(*fields) for fields in pair]
+            if texts[0] == texts[1]:  # which rank holds what then differs
+                texts += [f" for {fields[0].readers} {fields[0].reader_name}" for fields in pair]
+            return ", ".join(f"{n} has {''.join(texts[i::2])}" for i, n in enumerate(names))
+    return ""
+
+
+def _shape_text(*fields: PageField) -> str:
+    """A bundle's: `8 heads of 160 bytes (conv_x)`."""
+    if not fields:
+        return "nothing more"
+    units, _, size = _bundle_shape(fields)
+    name = fields[0].unit_name + "s"[: units != 1]
+    return f"{units} {name} of {size:,} bytes ({', '.join(f.name for f in fields)})"
 
 
 @dataclass(frozen=True, slots=True)

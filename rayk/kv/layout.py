@@ -61,7 +61,7 @@ def resolve_layout(requested: str, parties: Sequence[tuple[str, Veto]]) -> Layou
     """The most preferred layout that no party vetoes.
 
     `requested` is a layout name (the user then vetoes all others) or "auto".
-    Raises LayoutVetoed with the whole table when nothing is left.
+    Raises LayoutVetoed with the whole table when nothing is left; its message keeps to what was asked for.
     """
     wanted = None if requested == "auto" else get_layout(requested)
     vetoes: list[tuple[str, str, str]] = []
@@ -74,5 +74,5 @@ def resolve_layout(requested: str, parties: Sequence[tuple[str, Veto]]) -> Layou
         if not rows:
             accepted.append(layout)
     if not accepted:
-        raise LayoutVetoed(tuple(vetoes))
+        raise LayoutVetoed(tuple(vetoes), "" if wanted is None else wanted.name)
     return LayoutResolution(accepted[0], tuple(vetoes))

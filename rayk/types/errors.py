@@ -91,10 +91,29 @@ class LayoutVetoed(RaykError):
     """Every candidate layout has a veto. `vetoes` holds (layout, who, reason) rows."""
 
     vetoes: tuple[tuple[str, str, str], ...]
+    requested: str = ""
+    """The one layout that was asked for; the user then vetoes the others, which the message leaves out."""
+    engine: str = ""
+    """Whose layout, for the message."""
 
     def __str__(self) -> str:
-        rows = "\n".join(f"  {layout}: {who}: {why}" for layout, who, why in self.vetoes)
-        return f"no KV-cache layout is left; vetoes:\n{rows}"
+        prefix = f"{self.engine}: " if self.engine else ""
+        own = [(who, why) for layout, who, why in self.vetoes if layout == self.requested]
+        if not own:
+            rows = "\n".join(f"  {layout}: {who}: {why}" for layout, who, why in self.vetoes)
+            return f"{prefix}no KV-cache layout is left; vetoes:\n{rows}"
+        # The groups' own veto is a sentence that names the layout.
+        texts = [why if who == "specs" else f"layout {self.requested}: {who}: {why}" for who, why in own]
+        return prefix + "; ".join([*texts, *self._mend()])
+
+    def _mend(self) -> list[str]:
+        """Layouts that nobody but the user vetoes, if there are any."""
+        others = dict.fromkeys(layout for layout, _, _ in self.vetoes if layout != self.requested)
+        refused = {layout for layout, who, _ in self.vetoes if who != "user"}
+        left = [layout for layout in others if layout not in refused]
+        names = ", ".join(left)
+        mend = f"any other layout ({names})" if len(left) == len(others) else f"one of {names}"
+        return [f"mend: {mend}"] if left else []
 
 
 @dataclass

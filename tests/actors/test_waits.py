@@ -10,14 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from rayk.actors import pool as pool_module
 from rayk.actors.coordinator import CellOutcome, Coordinator
-from rayk.actors.engines import EngineHandle
+from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.nodes import EngineAsk, Node
 from rayk.actors.pool import WorkerPool
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded
+from rayk.types.errors import DeadlineExceeded, LayoutVetoed
 
 NODE = Node(node_id="n0", address="10.0.0.1", resources={"CPU": 8.0}, free={"CPU": 8.0}, labels={})
 CPU = {"CPU": 1.0}
@@ -187,3 +188,10 @@ def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.Monk
     assert took_s < 0.75
     assert [str(e) for e in outcome.errors] == ["the end of decode0 exceeded its deadline of 0.5 s"]
     assert replaced == [("decode0", 1)]
+
+
+def test_a_refused_layout_names_its_engine() -> None:
+    """The worker that refuses does not know which engine it is of."""
+    refusal = LayoutVetoed((("BHLNC", "user", "asked for LHBNC"), ("LHBNC", "specs", "unlike")), "LHBNC")
+    translated = translate(RayTaskError("load", "traceback", refusal), "decode0")
+    assert str(translated) == "decode0: unlike; mend: any other layout (BHLNC)"

@@ -180,7 +180,15 @@ def test_refused_tensor_parallelism_says_what_does_not_divide(
 def test_unlike_pages_are_refused_where_heads_are_outside_blocks(checkpoint: CheckpointFactory) -> None:
     told = answer("--model", checkpoint("bamba"), "--prefill-layout", "LHBNC")
     assert not told["supported"]
-    assert "groups of unlike (heads, bytes per head) cannot share a pool" in told["reason"]
+    assert told["reason"] == (
+        "prefill: LHBNC holds groups of one shape only: mamba2 has 8 heads of 192 bytes (conv_x), "
+        "full has 2 heads of 8,192 bytes (k, v); mend: any other layout (BHLNC, BLHNC, BLNHC, LBHNC, LBNHC)"
+    )
+    result = invoke("--model", checkpoint("bamba"), "--decode-layout", "LHBNC")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("not supported: decode: LHBNC holds groups of one shape only: ")
+    found = invoke("--model", checkpoint("bamba"), "--prefill-layout", "LHBNC", "--byte", "0")
+    assert (found.exit_code, found.stderr) == (2, f"rayk: {told['reason']}\n")
     assert answer("--model", checkpoint("mamba2"), "--prefill-layout", "LHBNC")["supported"]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from rayk.kv.geometry import canonical_page, kernel_block_sizes, layout_veto, plan_rank
-from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import Unsupported
 from tests.kv.brute import (
@@ -243,17 +245,26 @@ def test_only_lhbnc_refuses_unlike_groups(other, is_vetoed: bool):
     if is_vetoed:
         reason = layout_veto(groups, LAYOUTS["LHBNC"])
         assert reason is not None
+        assert reason.startswith("LHBNC holds groups of one shape only: full")
         for g in groups:
-            (units, size), *_ = _shapes(g)
-            assert f"({units}, {size})" in reason
+            # The first bundles differ already.
+            bundle = brute_bundles(g.spec)[0]
+            size = sum(piece.row_bytes for piece in bundle) * brute_rows(g.spec)
+            assert re.search(rf"{g.spec.kind}\b.* has {bundle[0].num_units} \w+ of {size:,} bytes", reason)
 
 
-def _shapes(group: KVCacheGroup) -> list[tuple[int, int]]:
-    """(heads, bytes of one in a block) by bundle."""
-    return [
-        (bundle[0].num_units, sum(piece.row_bytes for piece in bundle) * brute_rows(group.spec))
-        for bundle in brute_bundles(group.spec)
-    ]
+def test_what_lhbnc_refuses_is_named():
+    for other, text in (
+        (mamba2(), "full has 2 heads of 120 bytes (k, v), mamba2 has 12 heads of 4 bytes (conv_x)"),
+        (mla(), "full has 2 heads of 40 bytes (k, v), mla has 1 latent of 64 bytes (latent, rope)"),
+        (
+            full(query_heads=4),
+            "full (layer 0) has 2 heads of 20 bytes (k, v) for 12 query heads, "
+            "full (layer 1) has 2 heads of 20 bytes (k, v) for 4 query heads",
+        ),
+    ):
+        groups = group_layers(keyed({0: full(), 1: other}))
+        assert layout_veto(groups, LAYOUTS["LHBNC"]) == f"LHBNC holds groups of one shape only: {text}"
 
 
 def test_shares_that_do_not_exist_are_refused():

@@ -72,8 +72,12 @@ def test_nothing_left_names_who_and_why():
     assert {row[0] for row in caught.value.vetoes} == SIX
     assert ("LHBNC", "specs", "not LHBNC") in caught.value.vetoes
     message = str(caught.value)
-    assert "LHBNC: specs: not LHBNC" in message
-    assert "BHLNC: user: asked for LHBNC" in message
+    assert message == "not LHBNC; mend: any other layout (BHLNC, BLHNC, BLNHC, LBHNC, LBNHC)"
+    with pytest.raises(LayoutVetoed, match="LBNHC: cpu: not LBNHC\\n"):
+        resolve_layout("auto", [("cpu", refuses(*SIX))])
+    with pytest.raises(LayoutVetoed) as caught:
+        resolve_layout("LHBNC", [("cpu", refuses("BHLNC", "LHBNC", "LBHNC"))])
+    assert str(caught.value) == "layout LHBNC: cpu: not LHBNC; mend: one of BLHNC, BLNHC, LBNHC"
 
 
 def test_unknown_names_are_the_users_mistake():
