@@ -1,7 +1,8 @@
 """Verdict matrices: prefill TP by decode TP, one per setting of everything else that varies.
 
 Where the model is an axis, each has rows of its own; where hardly two cells share a grid, as in a set that
-covers pairs only, each model has one grid: TP settings by everything else.
+covers pairs only, each model has one grid: TP settings by everything else. Without models, faults and other
+axes of lists or mappings then become rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
+from rayk.reports.labels import axis_label, parsed
 from rayk.reports.verdicts import format_value, tone
 
 SHORT = {
@@ -35,14 +37,30 @@ def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """
     if cells.empty:
         return []
-    grids: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
     axes = _grouping_axes(cells)
+    grids = _split(cells, axes)
+    rows: list[str] = []
+    if 2 * len(grids) > len(cells):
+        if "model" in cells:
+            return _grids_by_model(cells, axes)
+        rows = [axis for axis in axes if _is_structured(cells[axis])]
+        axes = [axis for axis in axes if axis not in rows]
+        grids = _split(cells, axes)
+    return [_make_grid(records, axes, rows) for records in grids]
+
+
+def _split(cells: pd.DataFrame, axes: list[str]) -> list[list[dict[Any, Any]]]:
+    """The cells, apart where mode or one of the axes differs."""
+    parts: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
     for record in cells.to_dict(orient="records"):
         key = (record["mode"], *(_plain(record[axis]) for axis in axes))
-        grids.setdefault(key, []).append(record)
-    if "model" in cells and 2 * len(grids) > len(cells):
-        return _grids_by_model(cells, axes)
-    return [_make_grid(records, axes) for records in grids.values()]
+        parts.setdefault(key, []).append(record)
+    return list(parts.values())
+
+
+def _is_structured(column: pd.Series[Any]) -> bool:
+    """Whether an axis has lists or mappings for values."""
+    return any(isinstance(parsed(value), list | dict) for value in column)
 
 
 def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]]:
@@ -53,7 +71,8 @@ def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]
     for model, part in cells.groupby("model", sort=False):
         at: dict[str, dict[tuple[int, ...], dict[Any, Any]]] = {}
         for record in sorted(part.to_dict(orient="records"), key=_tp_setting):
-            differing = [a for a in axes if _plain(record[a]) != usual[a]]
+            # What is planted has no usual value: a cell always says it.
+            differing = [a for a in axes if a == "faults" or _plain(record[a]) != usual[a]]
             label = _title(record, differing, record["mode"] == "aggregated")
             at.setdefault(label, {})[_tp_setting(record)] = record
         columns = [s for s in settings if any(s in row for row in at.values())]
@@ -95,15 +114,15 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _make_grid(records: list[dict[Any, Any]], axes: list[str]) -> dict[str, Any]:
+def _make_grid(records: list[dict[Any, Any]], axes: list[str], row_axes: list[str]) -> dict[str, Any]:
     first = records[0]
     aggregated = first["mode"] == "aggregated"
-    # Rows: models and, of those handed over, prefill TP. Columns: the other TP.
+    # Rows: models, `row_axes` and, of those handed over, prefill TP. Columns: the other TP.
     column = "prefill.tp" if aggregated else "decode.tp"
     columns = sorted({int(r[column]) for r in records})
     at: dict[str, dict[int, dict[Any, Any]]] = {}
     for record in sorted(records, key=lambda r: 0 if aggregated else int(r["prefill.tp"])):
-        at.setdefault(_row_label(record, aggregated), {})[int(record[column])] = record
+        at.setdefault(_row_label(record, aggregated, row_axes), {})[int(record[column])] = record
     return {
         "title": _title(first, axes, aggregated),
         "corner": "" if aggregated else "TP",
@@ -112,11 +131,15 @@ def _make_grid(records: list[dict[Any, Any]], axes: list[str]) -> dict[str, Any]
     }
 
 
-def _row_label(record: dict[Any, Any], aggregated: bool) -> str:
+def _row_label(record: dict[Any, Any], aggregated: bool, row_axes: list[str]) -> str:
     parts = [Path(record["model"]).name] if "model" in record else []
     if not aggregated:
         parts.append(f"P {int(record['prefill.tp'])}")
-    return ", ".join(parts)
+    return ", ".join(parts + _labels(record, row_axes))
+
+
+def _labels(record: dict[Any, Any], axes: list[str]) -> list[str]:
+    return [axis_label(axis, record[axis]) for axis in axes if _plain(record[axis]) is not None]
 
 
 def _title(record: dict[Any, Any], axes: list[str], aggregated: bool) -> str:
@@ -125,12 +148,7 @@ def _title(record: dict[Any, Any], axes: list[str], aggregated: bool) -> str:
         parts = [f"aggregated, layout {record['prefill.layout']}"]
     else:
         parts = [f"{record['prefill.layout']} → {record['decode.layout']}"]
-    others = [a for a in axes if a not in layouts and _plain(record[a]) is not None]
-    return ", ".join(parts + [f"{axis} {_number(record[axis])}" for axis in others])
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return ", ".join(parts + _labels(record, [a for a in axes if a not in layouts]))
 
 
 def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:

@@ -16,6 +16,7 @@ from rayk.reports import ResultWriter, load, verdict_table
 from rayk.reports.compare import compare, compare_headline, compare_markdown, write_compare_html
 from rayk.reports.grids import SHORT, verdict_grids
 from rayk.reports.html import write_html
+from rayk.reports.labels import axis_label
 from rayk.reports.text import markdown, write_csv
 from rayk.reports.verdicts import STYLES, TONE_STYLES
 from rayk.specs.experiment import VERDICTS
@@ -265,3 +266,52 @@ def test_a_set_that_covers_pairs_has_one_grid_per_model(tmp_path: Path) -> None:
     for grid in (first, second):
         shown = [[cell is not None for cell in cells] for _, cells in grid["rows"]]
         assert shown == [[i == j for j in range(4)] for i in range(4)]
+
+
+def fault(**fields: object) -> list[dict[str, object]]:
+    return [{"kind": "wrong_kv", "layer": 1, "seed": 0} | fields]
+
+
+def test_faults_are_rows_of_one_grid(tmp_path: Path) -> None:
+    """A grid for each would hold one cell, under a title of JSON."""
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    planted = [[], fault(point="rope"), fault(point="rope", role="prefill", rank=0), fault(point="k_norm")]
+    for i, faults in enumerate(planted):
+        cell = cell_row(2, 1, ("auto", "auto"), cell_id=f"c{i}")
+        cell.axes["faults"] = faults
+        writer.write_cell(cell, [], [])
+    (grid,) = verdict_grids(load(tmp_path).cells)
+    assert grid["title"] == "auto → auto"
+    assert [label for label, _ in grid["rows"]] == [
+        "P 2, no fault",
+        "P 2, wrong_kv rope layer 1",
+        "P 2, wrong_kv rope layer 1 (prefill rank 0)",
+        "P 2, wrong_kv k_norm layer 1",
+    ]
+
+
+def test_faults_of_several_cells_each_have_grids(tmp_path: Path) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    for point in ("rope", "k_norm"):
+        for tp in (1, 2):
+            cell = cell_row(1, tp, ("auto", "auto"), cell_id=f"{point}{tp}")
+            cell.axes["faults"] = fault(point=point)
+            writer.write_cell(cell, [], [])
+    titles = [grid["title"] for grid in verdict_grids(load(tmp_path).cells)]
+    assert titles == ["auto → auto, wrong_kv rope layer 1", "auto → auto, wrong_kv k_norm layer 1"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "value", "label"),
+    [
+        ("faults", "[]", "no fault"),
+        ("faults", '[{"kind": "kill", "point": "decode", "step": 3}]', "kill decode step 3"),
+        ("faults", '[{"kind": "a", "seed": 7}, {"kind": "b", "rank": 2}]', "a seed 7 + b (rank 2)"),
+        ("decode.kernel_block_sizes", '{"full": 16, "sliding": 8}', "full: 16, sliding: 8"),
+        ("decode.layer_backends", "{}", "none"),
+        ("sampling.stop", "[not JSON", "[not JSON"),
+        ("temperature", 0.5, "0.5"),
+    ],
+)
+def test_labels_of_axis_values(axis: str, value: object, label: str) -> None:
+    assert axis_label(axis, value) == (label if axis == "faults" else f"{axis} {label}")
