@@ -243,6 +243,7 @@ def _mismatch(
         wrong.first_token + int(rows[0]),
         f"the prefill engine's cache differs from the reference's by up to {error:.3g} "
         f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong, others)}",
+        unit_name=wrong.fields[name].unit_name,
     )
 
 

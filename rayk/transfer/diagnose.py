@@ -99,6 +99,7 @@ def first_difference(
         classify(difference),
         num_bytes_checked=sum(v.size for v in found.values()),
         num_bytes_mismatched=num_wrong,
+        unit_name=page_field.unit_name,
     )
 
 

@@ -278,6 +278,7 @@ def digest_mismatch(
         start,
         f"digests differ for {len(wrong)} of the rank's words; first {tokens}",
         num_bytes_checked(views, num_tokens),
+        unit_name=view.group.spec.fields()[first.field_index].unit_name,
     )
 
 

@@ -168,11 +168,13 @@ class KVMismatch(RaykError):
     classification: str
     num_bytes_checked: int = 0
     num_bytes_mismatched: int = 0
+    unit_name: str = "head"
+    """What the field's unit `head` is, for the message."""
 
     def __str__(self) -> str:
         return (
             f"KV of {self.request_id} differs: layer {self.layer}, group {self.group}, "
-            f"{self.field}, head {self.head}, token {self.token}: {self.classification}"
+            f"{self.field}, {self.unit_name} {self.head}, token {self.token}: {self.classification}"
         )
 
 

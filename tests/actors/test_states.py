@@ -99,6 +99,8 @@ def test_wrong_states_are_named_and_nothing_is_decoded_from_them(falcon: Model) 
             assert {(m.layer, m.group, m.field, m.token) for m in found} == {(LAYER, group, field, 36)}
             assert (done.error.layer, done.error.group, done.error.field) == (LAYER, group, field)
             assert [m.classification for m in found] == [why]
+            units = {"conv_b": "group", "conv_c": "group"}
+            assert {m.unit_name for m in (done.error, *found)} == {units.get(field, "head")}
             pair.d.handover.settle(name)
         pair.check_all_free()
         assert pair.generate(falcon.prompts[:2]) == falcon.expected[:2]

@@ -100,6 +100,8 @@ def test_can_be_raised_and_printed(cls: type[RaykError]):
         (TransferError("r1", "late", "P0", "D1"), "transfer of r1 from P0 to D1: late"),
         (KVMismatch("r1", 2, 0, "k", 1, 37, "one flipped bit"),
          "KV of r1 differs: layer 2, group 0, k, head 1, token 37: one flipped bit"),
+        (KVMismatch("r1", 2, 0, "conv_b", 1, 36, "why", unit_name="group"),
+         "KV of r1 differs: layer 2, group 0, conv_b, group 1, token 36: why"),
         (EngineDied("P", "killed"), "engine P died: killed"),
         (EngineDied("P", "killed", 1), "engine P rank 1 died: killed"),
         (CommError("all_reduce", "peer gone"), "all_reduce: peer gone"),
