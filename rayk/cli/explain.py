@@ -81,7 +81,8 @@ def _explain(
         typer.Option(
             metavar="layer=..,block=..,head=..,token=..",
             help="Where this coordinate lies in the rank's buffer, and exit. Token counts inside the block; "
-            "a state has none. Also field=k|v|latent|ssm.., group=.., and unit=.. for what is no head.",
+            "a state has none. Also field=k|v|latent|ssm.., group=.., and unit=.. for what is no head, which "
+            "may be left out where there is one.",
         ),
     ] = None,
     **axes: Any,

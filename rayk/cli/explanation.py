@@ -154,9 +154,10 @@ def locate(
         raise UserError(problem=f"no side {side!r}", where="--side", mend="prefill or decode")
     if rank >= engine.tp:
         raise UserError(problem=f"rank {rank} of a {side} engine of TP {engine.tp}", where="--rank")
-    geometry = _plan(side, engine, config).ranks[rank]
+    ranks = _plan(side, engine, config).ranks
+    geometry = ranks[rank]
     if find is not None:
-        return find_coordinate(geometry, find)
+        return find_coordinate(ranks, rank, find)
     assert byte is not None
     if byte >= geometry.buffer_bytes:
         raise UserError(

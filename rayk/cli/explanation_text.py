@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from rayk.cli.explanation import Explanation, Group, Units
 from rayk.cli.guard import stdout
+from rayk.cli.places import numbers
 
 HEAD = ("consumer", "producer", "group", "kind", "layers", "units", "bytes", "descriptors", "merged")
 LEFT = ("kind", "layers", "units")
@@ -115,17 +116,6 @@ def _bytes_line(found: Mapping[str, Any]) -> str:
 def _field_text(found: Mapping[str, Any]) -> str:
     name = str(found["field"])
     return name.upper() if name in ("k", "v") else name
-
-
-def numbers(values: Iterable[int]) -> str:
-    """Ascending numbers with runs shortened: 0-3, 7."""
-    parts: list[list[int]] = []
-    for value in values:
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], value]
-        else:
-            parts.append([value])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def as_html(explanation: Explanation) -> str:

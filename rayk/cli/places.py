@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.kv.geometry import FieldGeometry, GroupGeometry, RankGeometry
 from rayk.types.errors import UserError
 
 NUMBERS = ("group", "layer", "block", "unit", "token")
-"""Keys of a coordinate that are numbers. `head` is another word for `unit`; `token` counts in the block."""
+"""Keys of a coordinate that are numbers. `head` is a `unit` of what has heads; `token` is one of a block."""
 
 
 def name_byte(rank: RankGeometry, byte: int) -> list[dict[str, Any]]:
@@ -28,51 +28,158 @@ def name_byte(rank: RankGeometry, byte: int) -> list[dict[str, Any]]:
     return found
 
 
-def find_coordinate(rank: RankGeometry, text: str) -> list[dict[str, Any]]:
-    """First byte and length of the row of each field that a coordinate names. Raises UserError."""
-    wanted = _parse(text)
-    found = [place for group in rank.groups for place in _places(rank, group, wanted)]
-    if not found:
-        raise UserError(problem=f"rank {rank.tp_rank} holds no such coordinate", where=f"--find {text}")
-    return found
+def find_coordinate(ranks: Sequence[RankGeometry], rank: int, text: str) -> list[dict[str, Any]]:
+    """First byte and length of the row of each field of a rank's buffer that a coordinate names.
+
+    Raises UserError that says what is wrong with it, and what there is.
+    """
+    try:
+        wanted = _parse(text)
+        found = _held(ranks, rank, _named(ranks[rank], wanted), wanted)
+    except UserError as error:
+        raise replace(error, where=f"--find {text}") from None
+    return [_place(group, field, wanted) for group, field in found]
 
 
-def _places(rank: RankGeometry, group: GroupGeometry, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-    layers = group.group.layers
-    layer, block, unit, token = (wanted[k] for k in ("layer", "block", "unit", "token"))
-    if wanted.get("group", group.group.index) != group.group.index:
-        return []
-    if layer not in layers or token >= group.block_size or block >= rank.num_blocks:
-        return []
-    kernel_block, row = divmod(token // group.tokens_per_row, group.kernel_block_size)
-    kernel_block += block * group.kernel_blocks_per_block
-    return [
-        {
-            "group": group.group.index,
-            "kind": group.group.spec.kind,
-            "field": f.field.name,
-            "byte": f.address(layers.index(layer), kernel_block, f.units.index(unit), row),
-            "num_bytes": f.field.row_bytes,
-        }
-        for f in group.fields
-        if unit in f.units and wanted.get("field", f.field.name) == f.field.name
+def numbers(values: Iterable[int]) -> str:
+    """Ascending numbers with runs shortened: 0-3, 7."""
+    parts: list[list[int]] = []
+    for value in values:
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], value]
+        else:
+            parts.append([value])
+    return ", ".join("-".join(map(str, part)) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A coordinate as it was given; None for what was left out."""
+
+    layer: int
+    block: int
+    unit: int | None
+    is_head: bool
+    """Whether the unit was called one."""
+    token: int | None
+    group: int | None
+    field: str | None
+
+
+_Found = list[tuple[GroupGeometry, FieldGeometry]]
+
+
+def _parse(text: str) -> _Wanted:
+    """Raises UserError for what no model has."""
+    parts = [part.partition("=") for part in text.split(",")]
+    given = {key.strip(): value.strip() for key, _, value in parts}
+    wrong = [f"no {n!r} is known" for n in given if n not in (*NUMBERS, "head", "field")]
+    wrong += [
+        f"{n}={v} is no number" for n, v in given.items() if n in (*NUMBERS, "head") and not v.isdecimal()
     ]
-
-
-def _parse(text: str) -> dict[str, Any]:
-    """Numbers by key, and the field. A state's only row needs no token."""
-    wanted: dict[str, Any] = {"token": "0"}
-    for part in text.split(","):
-        key, _, value = part.partition("=")
-        wanted["unit" if key.strip() == "head" else key.strip()] = value.strip()
-    numbers = [wanted[k] for k in NUMBERS if k in wanted]
-    missing = {"layer", "block", "unit"} - set(wanted)
-    extra = set(wanted) - {*NUMBERS, "field"}
-    if missing or extra or not all(n.isdigit() for n in numbers):
+    wrong += [f"{n} is left out" for n in ("layer", "block") if n not in given]
+    if len(given) < len(parts) or {"unit", "head"} <= set(given):
+        wrong.append("something is given twice")
+    if wrong:
         raise UserError(
-            problem="not a coordinate",
-            where=f"--find {text}",
+            problem=f"not a coordinate: {', '.join(wrong)}",
             mend="layer=0,block=1,head=0,token=0 (and field=k or v, group=0); of a state no token, and "
             "unit= for what is no head",
         )
-    return wanted | {k: int(wanted[k]) for k in NUMBERS if k in wanted}
+    values = {n: int(value) for n, value in given.items() if n != "field"}
+    return _Wanted(
+        layer=values["layer"],
+        block=values["block"],
+        unit=values.get("unit", values.get("head")),
+        is_head="head" in values,
+        token=values.get("token"),
+        group=values.get("group"),
+        field=given.get("field"),
+    )
+
+
+def _named(rank: RankGeometry, wanted: _Wanted) -> _Found:
+    """The fields that a coordinate may mean, whoever holds its unit. Raises UserError when there is none."""
+    layer, token = wanted.layer, wanted.token
+    layers = sorted({n for g in rank.groups for n in g.group.layers})
+    if layer not in layers:
+        raise UserError(f"layer {layer}: the layers that keep something are {numbers(layers)}")
+    if wanted.block >= rank.num_blocks:
+        raise UserError(f"block {wanted.block}: the pool has blocks 0-{rank.num_blocks - 1}")
+    found = [(g, f) for g in rank.groups if layer in g.group.layers for f in g.fields]
+    if wanted.group is not None:
+        groups = numbers(sorted({g.group.index for g, _ in found}))
+        found = [(g, f) for g, f in found if g.group.index == wanted.group]
+        _check(found, f"KV group {wanted.group}: layer {layer} is in {groups}")
+    if wanted.field is not None:
+        names = ", ".join(f.field.name for _, f in found)
+        found = [(g, f) for g, f in found if f.field.name == wanted.field]
+        _check(found, f"field {wanted.field}: layer {layer} has {names}")
+    if wanted.is_head:
+        units = _units_text(found)
+        found = [(g, f) for g, f in found if f.field.unit_name.split()[-1] == "head"]
+        _check(found, f"head={wanted.unit}: no heads here but {units}", mend=f"unit={wanted.unit}")
+    if token is not None:
+        names = ", ".join(f.field.name for _, f in found)
+        found = [(g, f) for g, f in found if g.group.spec.has_token_rows]
+        _check(found, f"token={token}: a state has no tokens ({names})", mend="leave token out")
+        size = max(g.block_size for g, _ in found)
+        found = [(g, f) for g, f in found if token < g.block_size]
+        _check(found, f"token {token}: a block has tokens 0-{size - 1}")
+    units = _units_text(found)
+    if wanted.unit is None:
+        if any(f.field.units > 1 for _, f in found):
+            raise UserError(f"which of {units}?", mend="add unit=N, or head=N")
+        return found
+    found = [(g, f) for g, f in found if wanted.unit < f.field.units]
+    _check(found, f"unit {wanted.unit}: there are {units}")
+    return found
+
+
+def _check(found: Sequence[object], problem: str, mend: str = "") -> None:
+    if not found:
+        raise UserError(problem, mend=mend)
+
+
+def _held(ranks: Sequence[RankGeometry], rank: int, named: _Found, wanted: _Wanted) -> _Found:
+    """Those of the named fields whose unit this rank holds. Raises UserError with the ranks that do."""
+    unit = wanted.unit or 0
+    held = [(g, f) for g, f in named if unit in f.units]
+    if not held:
+        keys = [(g.group.index, f.field.name) for g, f in named]
+        others = [
+            r.tp_rank
+            for r in ranks
+            if any(
+                (g.group.index, f.field.name) in keys and unit in f.units for g in r.groups for f in g.fields
+            )
+        ]
+        who = f"rank {others[0]} holds" if len(others) == 1 else f"ranks {numbers(others)} hold"
+        names = " or ".join(dict.fromkeys(f.field.unit_name for _, f in named))
+        raise UserError(f"rank {rank} does not hold {names} {unit}; {who} it", mend=f"--rank {others[0]}")
+    return held
+
+
+def _units_text(found: _Found) -> str:
+    """What units the fields have: `heads 0-7 (conv_x, ssm), groups 0-1 (conv_b, conv_c)`."""
+    alike: dict[tuple[str, int], list[str]] = {}
+    for _, f in found:
+        alike.setdefault((f.field.unit_name, f.field.units), []).append(f.field.name)
+    return ", ".join(
+        f"{name}{'s'[: count > 1]} {numbers(range(count))} ({', '.join(fields)})"
+        for (name, count), fields in alike.items()
+    )
+
+
+def _place(group: GroupGeometry, f: FieldGeometry, wanted: _Wanted) -> dict[str, Any]:
+    """Token 0 where none was given."""
+    kernel_block, row = divmod((wanted.token or 0) // group.tokens_per_row, group.kernel_block_size)
+    kernel_block += wanted.block * group.kernel_blocks_per_block
+    position, slot = group.group.layers.index(wanted.layer), f.units.index(wanted.unit or 0)
+    return {
+        "group": group.group.index,
+        "kind": group.group.spec.kind,
+        "field": f.field.name,
+        "byte": f.address(position, kernel_block, slot, row),
+        "num_bytes": f.field.row_bytes,
+    }

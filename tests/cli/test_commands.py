@@ -110,7 +110,7 @@ def test_explain_says_why_not_and_exits_1(model: Path) -> None:
         (("--byte", "0", "--side", "middle"), "no side 'middle'"),
         (("--find", "layer=0"), "not a coordinate"),
         (("--decode-kernel-block-size", "7"), "kernel_block_size 7 does not divide block_size 16"),
-        (("--find", "layer=0,block=1,head=9,token=0"), "holds no such coordinate"),
+        (("--find", "layer=0,block=1,head=9,token=0"), "unit 9: there are heads 0-1 (k, v)"),
     ],
 )
 def test_explain_bad_input_exits_2(model: Path, arguments: tuple[str, ...], message: str) -> None:

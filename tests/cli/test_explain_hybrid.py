@@ -26,6 +26,7 @@ KINDS = {
     "qwen3_next": {"gdn", "full"},
     "deepseek_v3": {"mla"},
 }
+FALCON = "falcon_h1"
 
 
 def invoke(*arguments: str | Path | int) -> Any:
@@ -151,13 +152,50 @@ def test_a_layer_with_two_caches_is_found_in_both(checkpoint: CheckpointFactory)
     """falcon_h1: head 1 of a layer is a KV head and a head of the state; `group` chooses."""
     side = ("--model", checkpoint("falcon_h1"))
     both = answer(*side, "--find", "layer=1,block=1,head=1")
-    assert {f["field"] for f in both} == {"k", "v", "conv_x", "conv_b", "conv_c", "ssm"}
+    assert {f["field"] for f in both} == {"k", "v", "conv_x", "ssm"}
+    units = answer(*side, "--find", "layer=1,block=1,unit=1")
+    assert {f["field"] for f in units} == {"k", "v", "conv_x", "conv_b", "conv_c", "ssm"}
     for group in {f["group"] for f in both}:
         one = answer(*side, "--find", f"layer=1,block=1,head=1,group={group}")
         assert one == [f for f in both if f["group"] == group]
-    # A state has no token rows of its own; any token of its block finds its one row.
-    again = answer(*side, "--find", "layer=1,block=1,head=1,token=9,field=ssm")
-    assert again == [f for f in both if f["field"] == "ssm"]
+    # A token is one of what has tokens.
+    assert {f["field"] for f in answer(*side, "--find", "layer=1,block=1,unit=1,token=9")} == {"k", "v"}
+
+
+@pytest.mark.parametrize(
+    ("family", "coordinate", "message"),
+    [
+        (FALCON, "layer=9,block=1,head=0", "layer 9: the layers that keep something are 0-3"),
+        (FALCON, "layer=0,block=999,head=0", "block 999: the pool has blocks 0-255"),
+        (FALCON, "layer=0,block=1,head=9", "heads 0-1 (k, v), heads 0-7 (conv_x, ssm)"),
+        (FALCON, "layer=0,block=1,head=0,field=w", "field w: layer 0 has k, v, conv_x, conv_b, conv_c, ssm"),
+        (FALCON, "layer=0,block=1,head=0,group=2", "KV group 2: layer 0 is in 0-1"),
+        (FALCON, "layer=0,block=1,head=1,field=k", "head 1; rank 1 holds it\n  mend: --rank 1"),
+        (FALCON, "layer=0,block=1,head=1,field=conv_b", "here but groups 0-1 (conv_b)\n  mend: unit=1"),
+        (FALCON, "layer=0,block=1,head=1,field=ssm,token=9", "a state has no tokens (ssm)"),
+        (FALCON, "layer=0,block=1,head=0,token=99", "token 99: a block has tokens 0-79"),
+        (FALCON, "layer=0,block=1,field=k", "which of heads 0-1 (k)?\n  mend: add unit=N"),
+        (FALCON, "layer=0,block=one,unit=1", "block=one is no number"),
+        (FALCON, "layer=0,blok=1,unit=1", "no 'blok' is known, block is left out"),
+        (FALCON, "layer=0,block=1,unit=1,head=1", "given twice"),
+        ("jamba", "layer=0,block=1,head=1", "no heads here but channel runs 0-11 (conv_x, ssm)"),
+        ("deepseek_v3", "layer=0,block=1,head=0", "no heads here but latent 0 (latent, rope)"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_coordinate_is_said(
+    family: str, coordinate: str, message: str, checkpoint: CheckpointFactory
+) -> None:
+    result = invoke("--model", checkpoint(family), "--prefill-tp", "2", "--find", coordinate)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"rayk: --find {coordinate}: " in result.stderr
+    assert message in result.stderr
+
+
+def test_the_only_unit_may_be_left_out(checkpoint: CheckpointFactory) -> None:
+    side = ("--model", checkpoint("deepseek_v3"), "--prefill-tp", "2", "--rank", "1")
+    found = answer(*side, "--find", "layer=1,block=3,token=9")
+    assert found == answer(*side, "--find", "layer=1,block=3,token=9,unit=0")
+    assert [f["field"] for f in found] == ["latent", "rope"]
 
 
 @pytest.mark.parametrize(
