@@ -89,6 +89,8 @@ def _explain(
 ) -> None:
     """Say whether two engines can hand over KV, what it costs, and who reads what from whom.
 
+    Pages and waste are told before TP (of all heads once), bytes per block and what is unused of one by rank.
+
     Exit 0: supported. 1: not, and why. 2: bad input.
     """
     from rayk.cli.explanation import explain_pair, locate

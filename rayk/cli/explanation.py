@@ -11,7 +11,7 @@ from typing import Any
 from rayk.cli.places import find_coordinate, name_byte
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.kv.geometry import GroupGeometry, RankGeometry
-from rayk.kv.groups import REFERENCE_TOKENS, measure_waste, wasted_bytes
+from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
@@ -67,7 +67,9 @@ class Group:
     page_bytes: int
     """One layer's of a block, before tensor parallelism."""
     wasted_bytes_per_block: int
-    """Canonical bytes of a block that no layer uses."""
+    """Bytes of a block that no layer uses, before tensor parallelism."""
+    unused_bytes_per_block: tuple[int, ...]
+    """Of each rank: bytes of its block that no layer uses there, with what replicas of other groups add."""
     units: tuple[tuple[Units, ...], ...]
     """Of each rank."""
 
@@ -130,7 +132,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         bytes=sum(r.bytes for r in reads),
         num_descriptors=sum(r.num_descriptors for r in reads),
         reads=tuple(reads),
-        sides={"prefill": _side(producer), "decode": _side(consumer)},
+        sides={"prefill": _side(producer, config), "decode": _side(consumer, config)},
     )
 
 
@@ -242,9 +244,10 @@ def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[
     return reads
 
 
-def _side(plan: EnginePlan) -> Side:
+def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
     ranks = plan.ranks
-    waste = measure_waste(plan.groups)
+    num_tokens = waste_tokens(config.max_positions)
+    waste = measure_waste(plan.groups, num_tokens)
     return Side(
         tp=len(ranks),
         layout=plan.resolution.layout.name,
@@ -252,15 +255,14 @@ def _side(plan: EnginePlan) -> Side:
         buffer_bytes=max(r.buffer_bytes for r in ranks),
         kv_waste_bytes=waste.bytes,
         kv_waste_percent=waste.percent,
-        waste_tokens=REFERENCE_TOKENS,
-        groups=tuple(
-            _group([r.groups[i] for r in ranks], wasted) for i, wasted in enumerate(wasted_bytes(plan.groups))
-        ),
+        waste_tokens=num_tokens,
+        groups=tuple(_group(ranks, i, wasted) for i, wasted in enumerate(wasted_bytes(plan.groups))),
     )
 
 
-def _group(ranks: Sequence[GroupGeometry], wasted: int) -> Group:
-    first = ranks[0]
+def _group(ranks: Sequence[RankGeometry], index: int, wasted: int) -> Group:
+    shares = [rank.groups[index] for rank in ranks]
+    first = shares[0]
     return Group(
         kind=first.group.spec.kind,
         layers=first.group.layers,
@@ -270,7 +272,11 @@ def _group(ranks: Sequence[GroupGeometry], wasted: int) -> Group:
         kernel_block_size=first.kernel_block_size,
         page_bytes=page_bytes(first.group.spec),
         wasted_bytes_per_block=wasted,
-        units=tuple(_units(rank, {f.field.name: f.units for f in rank.fields}) for rank in ranks),
+        unused_bytes_per_block=tuple(
+            rank.block_bytes - len(share.group.layers) * share.page_bytes
+            for rank, share in zip(ranks, shares, strict=True)
+        ),
+        units=tuple(_units(share, {f.field.name: f.units for f in share.fields}) for share in shares),
     )
 
 

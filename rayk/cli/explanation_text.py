@@ -45,7 +45,7 @@ def side_lines(explanation: Explanation) -> list[str]:
     """One line per engine, and one per KV group of it."""
     lines = []
     for name, side in explanation.sides.items():
-        waste = f"{side.kv_waste_bytes:,} bytes ({side.kv_waste_percent:.1f} %)"
+        waste = f"{side.kv_waste_bytes:,} bytes ({side.kv_waste_percent:.1f} %) before TP"
         lines.append(
             f"{name}: TP {side.tp}, {side.layout}, {side.block_bytes:,} bytes per block and rank; a request "
             f"of {side.waste_tokens:,} tokens wastes {waste}"
@@ -58,13 +58,17 @@ def _group_text(group: Group) -> str:
     texts = [
         f"{group.kind}, layers {numbers(group.layers)}",
         f"blocks of {group.block_size:,} tokens",
-        f"pages of {group.page_bytes:,} bytes",
+        f"pages of {group.page_bytes:,} bytes before TP",
     ]
     if group.kernel_block_size != group.rows:
         texts.append(f"kernel blocks of {group.kernel_block_size}")
     if group.wasted_bytes_per_block:
-        texts.append(f"{group.wasted_bytes_per_block:,} bytes of a block unused")
-    return ", ".join(texts) + "; by rank " + " | ".join(units_text(units) for units in group.units)
+        texts.append(f"{group.wasted_bytes_per_block:,} bytes of a block unused before TP")
+    ranks = [
+        units_text(units) + (f"; {unused:,} bytes of a block unused" if unused else "")
+        for units, unused in zip(group.units, group.unused_bytes_per_block, strict=True)
+    ]
+    return ", ".join(texts) + "; by rank " + " | ".join(ranks)
 
 
 def units_text(units: Sequence[Units]) -> str:

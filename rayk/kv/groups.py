@@ -140,6 +140,12 @@ def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TO
     return Waste(allocated, needed)
 
 
+def waste_tokens(max_positions: int) -> int:
+    """Length of the request by which waste is told: that by which groupings are compared, or what the model
+    can take."""
+    return min(REFERENCE_TOKENS, max_positions)
+
+
 def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     """Per group, the canonical bytes of each of its blocks that no layer uses: padding positions, and pages
     padded to the largest group's."""

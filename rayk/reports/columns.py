@@ -69,6 +69,8 @@ CELL_FIELDS: dict[str, Any] = {
     "met": _BOOL,
     "prefill.effective_block_sizes": _INTS,
     "decode.effective_block_sizes": _INTS,
+    # Before tensor parallelism, of a request of 4096 tokens or as many as the model has positions; without a
+    # side's name those of the side that wastes more bytes.
     "kv_waste_bytes": _INT,
     "kv_waste_percent": _FLOAT,
     "prefill.kv_waste_bytes": _INT,
@@ -204,7 +206,7 @@ def cell_record(
 
 
 def _waste(by_side: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Each side's, and that of the side that wastes more."""
+    """Each side's bytes, and the bytes and percent of the side that wastes more bytes."""
     worst = max(by_side.values(), default=(None, None))
     record: dict[str, Any] = {"kv_waste_bytes": worst[0], "kv_waste_percent": worst[1]}
     return record | {

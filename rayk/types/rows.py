@@ -90,8 +90,9 @@ class CellRow:
     """Per KV group, tokens."""
     decode_effective_block_sizes: list[int] | None = None
     kv_waste: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Side -> (bytes, percent) that a request of kv.groups.REFERENCE_TOKENS tokens holds beyond what its
-    layers need, before tensor parallelism."""
+    """Side -> (bytes, percent) that a request of `kv.groups.waste_tokens` (4096, or the model's positions
+    where fewer) holds beyond what its layers need, before tensor parallelism: without what replicas and
+    padding add on a rank."""
     effective: dict[str, str | None] = field(default_factory=dict)
     """What each side ran with, e.g. prefill.effective_layout; see reports.columns.EFFECTIVE."""
     num_kv_bytes_checked: int | None = None

@@ -87,11 +87,11 @@ def test_waste_is_told_per_side(checkpoint: CheckpointFactory) -> None:
         page = max(g["page_bytes"] for g in side["groups"])
         waste = allocated = 0
         for g in side["groups"]:
-            blocks = 1 if g["kind"] == "mamba2" else -(-4096 // g["block_size"])
-            needed = g["page_bytes"] * (1 if g["rows"] == 1 else 4096 / g["block_size"]) * len(g["layers"])
+            blocks = 1 if g["kind"] == "mamba2" else -(-2048 // g["block_size"])
+            needed = g["page_bytes"] * (1 if g["rows"] == 1 else 2048 / g["block_size"]) * len(g["layers"])
             allocated += blocks * g["num_positions"] * page
             waste += blocks * g["num_positions"] * page - needed
-        assert (side["kv_waste_bytes"], side["waste_tokens"]) == (waste, 4096)
+        assert (side["kv_waste_bytes"], side["waste_tokens"]) == (waste, 2048)
         assert side["kv_waste_percent"] == pytest.approx(100 * waste / allocated)
         wastes.append(side["kv_waste_percent"])
         assert g["wasted_bytes_per_block"] == g["num_positions"] * page - len(g["layers"]) * g["page_bytes"]
@@ -99,9 +99,27 @@ def test_waste_is_told_per_side(checkpoint: CheckpointFactory) -> None:
     text = invoke("--model", model, "--decode-block-size", "40").stdout
     for side in told["sides"].values():
         waste = f"{side['kv_waste_bytes']:,} bytes ({side['kv_waste_percent']:.1f} %)"
-        assert f"a request of 4,096 tokens wastes {waste}" in " ".join(text.split())
+        assert f"a request of 2,048 tokens wastes {waste} before TP" in " ".join(text.split())
     page_text = invoke("--model", model, "--format", "html").stdout
     assert f"wastes {told['sides']['prefill']['kv_waste_bytes']:,} bytes" in page_text
+
+
+def test_what_is_unused_of_a_block_is_told_by_rank(checkpoint: CheckpointFactory) -> None:
+    """falcon_h1 at TP 8: a rank has one whole KV head of the two, but an eighth of the state."""
+    told = answer("--model", checkpoint(FALCON), "--decode-tp", "8")
+    full, state = told["sides"]["decode"]["groups"]
+    kv_pages = 4 * full["page_bytes"] // 2
+    assert told["sides"]["decode"]["block_bytes"] == kv_pages
+    assert full["unused_bytes_per_block"] == [0] * 8
+    config = load_config(checkpoint(FALCON)).mamba2
+    assert config is not None
+    taps = (config.conv_width - 1) * (config.head_size + 2 * config.state_size)
+    unused = kv_pages - 4 * 4 * (taps + config.head_size * config.state_size)
+    assert state["unused_bytes_per_block"] == [unused] * 8
+    text = " ".join(invoke("--model", checkpoint(FALCON), "--decode-tp", "8").stdout.split())
+    assert f"pages of {full['page_bytes']:,} bytes before TP" in text
+    assert "12,288 bytes of a block unused before TP; by rank conv_x, ssm: heads 0-7" in text
+    assert f"conv_b, conv_c: groups 1; {unused:,} bytes of a block unused" in text
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rayk.specs import Cell, expand, load_spec
 from tests.specs.models import decoder, spec
 
 WINDOW = 20
+POSITIONS = 1024
 ROW_BYTES = 2 * 2 * 16 * 4
 """K and V of 2 heads of 16, float32."""
 
@@ -24,8 +25,8 @@ def cell(**changes: Any) -> Cell:
 
 
 def waste(block_size: int) -> int:
-    """A request of 4096 tokens: the sliding layer's 19 live rows, 4077 to 4095, in blocks of 16 or more."""
-    blocks = {row // block_size for row in range(4096 - WINDOW + 1, 4096)}
+    """A request of all the model's positions: the sliding layer's 19 live rows in blocks of 16 or more."""
+    blocks = {row // block_size for row in range(POSITIONS - WINDOW + 1, POSITIONS)}
     return (len(blocks) * block_size - (WINDOW - 1)) * ROW_BYTES
 
 
@@ -46,7 +47,7 @@ def test_a_cells_row_says_what_its_groups_waste(
     outcome = CellOutcome(requests=[], num_kv_bytes_checked=1, wall_ns=1, facts={})
     row = CellJudge("m", decoder((None, WINDOW)), tmp_path).judge(made, [[1, 2]], [outcome])
     assert {side: num_bytes for side, (num_bytes, _) in row.kv_waste.items()} == expected
-    needed = (4096 + (4096 if not made.prefill.hybrid_kv else WINDOW - 1)) * ROW_BYTES
+    needed = (POSITIONS + (POSITIONS if not made.prefill.hybrid_kv else WINDOW - 1)) * ROW_BYTES
     for num_bytes, percent in row.kv_waste.values():
         assert percent == pytest.approx(100 * num_bytes / (num_bytes + needed))
     writer = ResultWriter(tmp_path / "run", spec_yaml="name: x", environment={"started": "now"}, resume=False)

@@ -20,6 +20,7 @@ from rayk.kv.groups import (
     held_blocks,
     measure_waste,
     unify_pages,
+    waste_tokens,
     wasted_bytes,
 )
 from rayk.kv.specs import (
@@ -367,3 +368,7 @@ def test_wide_blocks_do_not_change_who_shares_a_group():
     assert min(costs) == costs[1]
     assert [g.keys for g in group_layers(wide)] == [g.keys for g in group_layers(specs)]
     assert {g.num_positions for g in group_layers(wide)} == {5}
+
+
+def test_waste_is_told_of_a_request_that_the_model_can_take():
+    assert [waste_tokens(n) for n in (2048, 4096, 1 << 20)] == [2048, 4096, 4096]
