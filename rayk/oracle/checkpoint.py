@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +24,8 @@ MARKER = "rayk_checkpoint.json"
 """The file in a finished folder: the parameters it was made from and what was promised of it."""
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+_SIZE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 
 _FORMAT = 1
 """Raise it when the same parameters give other files."""
@@ -52,13 +56,17 @@ def write_checkpoint(
     the folder appears whole or not at all. Returns its path.
 
     Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
-    without room for all bytes, a folder that is something else).
+    without room for all bytes, values no model can have, a folder that is something else or cannot be made).
     """
     values = family_values(family, overrides or {})
     if tie is not None:
         values["tie_word_embeddings"] = tie
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}", mend=f"one of {', '.join(DTYPES)}")
+    if max_shard_size is not None and not _SIZE.fullmatch(max_shard_size):
+        raise UserError(
+            f"max_shard_size {max_shard_size!r}", mend="a number and KB, MB, GB or TB, e.g. 100KB"
+        )
     parameters = {
         "format": _FORMAT,
         "family": family,
@@ -70,7 +78,12 @@ def write_checkpoint(
     target = Path(directory)
     if _is_written(target, parameters):
         return target
-    with replaced_folder(target, marker=MARKER) as scratch:
+    with ExitStack() as stack:
+        try:
+            scratch = stack.enter_context(replaced_folder(target, marker=MARKER))
+        except OSError as error:
+            problem = f"cannot make a folder here: {error.strerror}"
+            raise UserError(problem, where=str(target), mend="choose another folder") from error
         _write(scratch, parameters)
     return target
 
@@ -101,15 +114,22 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
     import transformers
 
     from rayk.oracle.draw import probe_prompts, search
+    from rayk.oracle.text import Text
 
     family, values = parameters["family"], parameters["config"]
+    if not isinstance(values["vocab_size"], int):
+        raise UserError(f"vocab_size {values['vocab_size']!r}", where=family, mend="a whole number")
     tokenizer = build_tokenizer(values["vocab_size"], adds_bos=family in ADDS_BOS)
     bos, eos, pad = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     special = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
-    config = make_config(family, special | values)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    with _values_blamed(family, values):
+        config = make_config(family, special | values)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+        text = Text(model)  # some values show only when the model runs
+        text.feed((0, 1, 2))
+        text.feed((3,))
     positions = getattr(config, "max_position_embeddings", None)
     prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, positions)
     dtype = getattr(torch, parameters["dtype"])
@@ -129,3 +149,23 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
         "probes": [asdict(probe) for probe in draw.probes],
     }
     (folder / MARKER).write_text(json.dumps(notes, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def _values_blamed(family: str, values: Mapping[str, Any]) -> Iterator[None]:
+    """What transformers raises on values other than the family's own is UserError; on those it is a bug."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    own = FAMILIES[family]
+    changed = [f"{key}={value}" for key, value in values.items() if key not in own or own[key] != value]
+    kinds = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    try:
+        yield
+    except (*kinds, StrictDataclassError) as error:
+        if not changed:
+            raise
+        raise UserError(
+            f"transformers cannot build or run it: {' '.join(str(error).split())}",
+            where=f"{family} with {', '.join(changed)}",
+            mend="choose other values, or leave them out",
+        ) from error

@@ -383,13 +383,50 @@ def test_unknown_family_names_the_supported_ones(tmp_path: Path) -> None:
     [
         ({"overrides": {"hiden_size": 32}}, "did you mean 'hidden_size'"),
         ({"overrides": {"vocab_size": 200}}, "use 259 or more"),
+        ({"overrides": {"vocab_size": "many"}}, "a whole number"),
+        ({"overrides": {"hidden_size": "wide"}}, "hidden_size=wide, .*transformers cannot build or run it"),
+        ({"overrides": {"num_attention_heads": 0}}, "num_attention_heads=0"),
         ({"dtype": "int4"}, "bfloat16, float16, float32"),
+        ({"max_shard_size": "100"}, "e.g. 100KB"),
     ],
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         write_small(tmp_path / "model", **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("mamba2", {"n_groups": 3}), ("jamba", {"num_hidden_layers": 1}), ("mamba2", {"num_heads": 3})],
+    ids=str,
+)
+def test_values_that_transformers_cannot_run(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    """They show in the config, in the model or in its first step; the message names them."""
+    (key,) = overrides
+    with pytest.raises(
+        UserError, match=f"{family} with {key}={overrides[key]}: transformers cannot build or run it"
+    ):
+        write_checkpoint(family, tmp_path / "model", overrides=overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_of_the_writer_is_not_blamed_on_the_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fail)
+    with pytest.raises(ValueError, match="^a bug"):
+        write_checkpoint("qwen3", tmp_path / "model")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "model", Path("/proc/model")):
+        with pytest.raises(UserError, match=f"{folder}: cannot make a folder here"):
+            write_small(folder)
 
 
 def test_writers_at_once_leave_one_whole_folder(tmp_path: Path) -> None:
