@@ -36,7 +36,8 @@ def checkpoint(
 ) -> None:
     """Write a tiny random checkpoint (tokenizer included) through transformers and print its path.
 
-    A folder that already holds the same checkpoint is left as it is.
+    A folder that already holds the same checkpoint is left as it is. One of the same family with other
+    settings is written again; one of another family is refused.
     """
     values = parse_overrides(overrides or [])
     if layers is not None:

@@ -43,7 +43,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint, unless `directory` already holds the one these parameters give.
 
-    One that another release of transformers wrote, or that lacks files, is written again.
+    One of the same family with other settings, that another release of transformers wrote, or that lacks
+    files, is written again.
 
     overrides:      values of the family's config class, by its names (see tiny.HYBRID).
     max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
@@ -56,7 +57,8 @@ def write_checkpoint(
     the folder appears whole or not at all. Returns its path.
 
     Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
-    without room for all bytes, values no model can have, a folder that is something else or cannot be made).
+    without room for all bytes, values no model can have, a folder that cannot be made, is something
+    else or holds another family).
     """
     values = family_values(family, overrides or {})
     if tie is not None:
@@ -78,6 +80,7 @@ def write_checkpoint(
     target = Path(directory)
     if _is_written(target, parameters):
         return target
+    _refuse_other_family(target, family)
     with ExitStack() as stack:
         try:
             scratch = stack.enter_context(replaced_folder(target, marker=MARKER))
@@ -96,6 +99,18 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _refuse_other_family(folder: Path, family: str) -> None:
+    """Raises UserError: what was meant is more likely another folder than to lose this model."""
+    parameters = read_marker(folder).get("parameters")
+    found = parameters.get("family", family) if isinstance(parameters, dict) else family
+    if found != family:
+        raise UserError(
+            f"holds a checkpoint of another family ({found}, not {family})",
+            where=str(folder),
+            mend="choose another folder, or delete this one",
+        )
 
 
 def _is_written(folder: Path, parameters: Mapping[str, Any]) -> bool:

@@ -212,6 +212,16 @@ def test_a_finished_folder_is_kept_and_other_parameters_replace_it(tmp_path: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["model"], "scratch folders are left"
 
 
+def test_another_familys_folder_is_kept(tmp_path: Path) -> None:
+    path = write_small(tmp_path / "model")
+    before = checkpoint_hash(path)
+    with pytest.raises(
+        UserError, match=r"another family \(qwen3, not llama\)\n  mend: choose another folder"
+    ):
+        write_checkpoint("llama", path, overrides=SMALL)
+    assert checkpoint_hash(path) == before
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
