@@ -158,12 +158,14 @@ def compare_values(
     bounds: KVBounds | None = None,
     model: DecoderConfig | None = None,
     others: Mapping[int, LayerKV] | None = None,
+    ends: Mapping[int, LayerKV] | None = None,
 ) -> ValueComparison:
     """Compare every rank's live rows with what the reference's cache holds, layer by layer.
 
     `captured` by rank. `bounds`: of `measure_values`; None: the fixed ones of float32. To name the culprit:
-    `model`, and `others`, the reference's caches of the cell's other requests by prompt index. The first
-    difference in the order (layer, group, field, unit, token) is named.
+    `model`, and `others`, the reference's caches of the cell's other requests by prompt index, and `ends`,
+    those after the last tokens that this engine computed of them. The first difference in the order (layer,
+    group, field, unit, token) is named.
     """
     num_values, max_error, max_share = 0, 0.0, 0.0
     mismatch: KVMismatch | None = None
@@ -194,9 +196,8 @@ def compare_values(
         if mismatch is None and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
             layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model, group.spec)
-            mismatch = _mismatch(
-                request_id, group, layer_of, {i: kv[layer] for i, kv in (others or {}).items()}
-            )
+            states = [{i: kv[layer] for i, kv in (held or {}).items()} for held in (others, ends)]
+            mismatch = _mismatch(request_id, group, layer_of, states)
     return ValueComparison(num_values, max_error, max_share, mismatch)
 
 
@@ -229,7 +230,10 @@ def _heads(
 
 
 def _mismatch(
-    request_id: str, group: KVCacheGroup, wrong: WrongLayer, others: Mapping[int, Mapping[str, torch.Tensor]]
+    request_id: str,
+    group: KVCacheGroup,
+    wrong: WrongLayer,
+    others: Sequence[Mapping[int, Mapping[str, torch.Tensor]]],
 ) -> KVMismatch:
     name, head = wrong.first
     rows = wrong.rows(wrong.first)
@@ -242,7 +246,7 @@ def _mismatch(
         head,
         wrong.first_token + int(rows[0]),
         f"the prefill engine's cache differs from the reference's by up to {error:.3g} "
-        f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong, others)}",
+        f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong, *others)}",
         unit_name=wrong.fields[name].unit_name,
     )
 

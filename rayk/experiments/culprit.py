@@ -79,13 +79,14 @@ class WrongLayer:
         return ((found - expected).abs() <= SLACK * self.limit[name]).all(-1)
 
 
-def name_culprit(wrong: WrongLayer, others: Mapping[int, LayerState] | None = None) -> str:
+def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
     """What most likely went wrong, e.g. `rope: positions are off by +1`.
 
-    `others`: of a recurrent state, what the layer should hold of other requests, by prompt index.
+    `others`: of a recurrent state, what the layer should hold of other requests, by prompt index; of several
+    points in time.
     """
     if wrong.spec is not None and not wrong.spec.has_token_rows:
-        return name_state_culprit(wrong, others or {})
+        return name_state_culprit(wrong, *others)
     for explain in (_never_written, _other_rows, _latent_alone, _keys_alone, _values_alone):
         text = explain(wrong)
         if text is not None:

@@ -15,7 +15,7 @@ Legend: U units, E elements of a unit, J taps kept (convolution width - 1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,17 +37,17 @@ LayerState = Mapping[str, torch.Tensor]
 """field -> [U, 1, E]"""
 
 
-def name_state_culprit(wrong: WrongLayer, others: Mapping[int, LayerState]) -> str:
+def name_state_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
     """What most likely went wrong.
 
-    `others`: what the layer should hold of the other requests, by prompt index.
+    `others`: what the layer should hold of the other requests, by prompt index; of several points in time.
     """
     explanations: tuple[Callable[[WrongLayer], str | None], ...] = (
         _never_written,
         _other_unit,
         _moved_taps,
         _other_dtype,
-        lambda w: _left_over(w, others),
+        lambda w: _left_over(w, [item for held in others for item in sorted(held.items())]),
     )
     for explain in explanations:
         text = explain(wrong)
@@ -137,9 +137,9 @@ def _reads_right_as(wrong: WrongLayer, unit: tuple[str, int], own: str, other: s
     return bool((error <= allowed).all())
 
 
-def _left_over(wrong: WrongLayer, others: Mapping[int, LayerState]) -> str | None:
+def _left_over(wrong: WrongLayer, others: Sequence[tuple[int, LayerState]]) -> str | None:
     """What the state has too much of points the way of another request's."""
-    for prompt, other in sorted(others.items()):
+    for prompt, other in others:
         likeness = []
         for name, unit in _wrong_units(wrong):
             before, found = other[name][unit].double(), wrong.found[name, unit]

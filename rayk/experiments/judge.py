@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from rayk.experiments.compare import (
     measure_values,
 )
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
-from rayk.experiments.references import References
+from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, untraced
 from rayk.kv.groups import measure_waste, waste_tokens
 from rayk.models.config import DecoderConfig, ExpertsConfig
@@ -198,7 +199,8 @@ class CellJudge:
         references = self._references(cell)
         for index, captured in sorted(outcome.captured.items()):
             name, prompt = f"{cell.cell_id}/{index}", prompts[index]
-            compared = compare_values(
+            compare = partial(
+                compare_values,
                 name,
                 captured,
                 references.kv(prompt),
@@ -208,12 +210,25 @@ class CellJudge:
                 self._config,
                 others={i: references.kv(p) for i, p in enumerate(prompts) if i != index},
             )
+            compared = compare()
+            if compared.mismatch is not None and cell.decode is None:
+                compared = compare(ends=_ends(references, outcome, index))
             counts.num_values = (counts.num_values or 0) + compared.num_values
             counts.max_value_error = max(counts.max_value_error or 0.0, compared.max_error)
             share = counts.measured.get("max_kv_value_error_of_bound", 0.0)
             counts.measured["max_kv_value_error_of_bound"] = max(share, compared.max_error_of_bound)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
+
+
+def _ends(references: References, outcome: CellOutcome, index: int) -> dict[int, LayerKV]:
+    """The reference's caches of the other requests of an aggregated cell when they ended: what their pages
+    held from then on. The last token is not computed."""
+    return {
+        row.prompt_index: references.kv([*row.prompt_token_ids, *row.output_token_ids[:-1]])
+        for row in outcome.requests
+        if row.error is None and row.prompt_index != index
+    }
 
 
 def _all_captured(outcomes: Sequence[CellOutcome]) -> bool:

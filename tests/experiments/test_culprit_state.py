@@ -47,7 +47,13 @@ def draw(seed: int) -> Fields:
     return {n: torch.randn(u, 1, e, generator=generator).double() for n, (u, e) in shapes.items()}
 
 
-def named(found: Fields, truth: Fields, others: Mapping[int, Fields], dtype: str = "float32") -> str:
+def named(
+    found: Fields,
+    truth: Fields,
+    others: Mapping[int, Fields],
+    dtype: str = "float32",
+    ends: Mapping[int, Fields] | None = None,
+) -> str:
     by_unit = {(n, u): t[u] for n, t in found.items() for u in range(len(t))}
     wrong = {
         (n, u): ((rows - truth[n][u]).abs() > LIMIT).any(-1) | rows.isnan().any(-1)
@@ -56,7 +62,7 @@ def named(found: Fields, truth: Fields, others: Mapping[int, Fields], dtype: str
     spec = Mamba2Spec(64, dtype, TAPS + 1, HEADS, SIZE, GROUPS, STATE)
     limits = dict.fromkeys(truth, LIMIT)
     layer = WrongLayer(1, TOKENS - 1, by_unit, truth, wrong, limits, model(), spec)
-    return name_culprit(layer, others)
+    return name_culprit(layer, others, ends or {})
 
 
 def moved(taps: torch.Tensor, by: int) -> torch.Tensor:
@@ -135,3 +141,11 @@ def test_an_unrelated_state_is_nobody_elses() -> None:
     truth = draw(1)
     found = truth | {"ssm": truth["ssm"] + 0.2 * draw(7)["ssm"]}
     assert "left over" not in named(found, truth, {0: draw(2), 1: draw(3)})
+
+
+def test_a_state_that_went_on_before_its_page_was_reused_is_known() -> None:
+    truth, prompt, end = draw(1), draw(2), draw(3)
+    found = truth | {"ssm": truth["ssm"] + 0.5 * end["ssm"]}
+    assert "left over" not in named(found, truth, {2: prompt})
+    text = named(found, truth, {2: prompt}, ends={2: end})
+    assert text.startswith("left over: the state began with that of request 2")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayk.actors.coordinator import CellOutcome
-from rayk.experiments.judge import CellJudge
+from rayk.experiments.judge import CellJudge, _ends
 from rayk.reports import ResultWriter, load
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, LayoutVetoed
@@ -158,6 +158,18 @@ def test_a_pass_says_which_fault_left_no_trace(
     nothing = judge.judge(cell, PROMPTS, [outcome(cell, 0, num_kv_bytes_checked=0)])
     assert nothing.reason.startswith(reason or "no KV")
     assert "no KV was handed over" in nothing.reason
+
+
+def test_pages_of_an_aggregated_engine_held_all_but_the_last_token(cell: Cell) -> None:
+    class Caches:
+        def kv(self, token_ids: list[int]) -> Any:
+            return tuple(token_ids)
+
+    run = outcome(cell, 0)
+    references: Any = Caches()
+    assert _ends(references, run, 0) == {1: (3, 4, 5, 7, 8)}
+    run.requests[1].error = "killed"
+    assert _ends(references, run, 0) == {}
 
 
 def test_the_tables_have_a_row_per_repeat(cell: Cell, judge: CellJudge, tmp_path: Path) -> None:
