@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rayk.cli.places import find_coordinate, name_byte
@@ -60,6 +61,8 @@ class Group:
     num_positions: int
     block_size: int
     """Tokens, after growing towards the largest page."""
+    covers_request: bool
+    """Whether a block covers all of the model's positions: a request then has one."""
     rows: int
     """Of a block: its tokens, or one state."""
     kernel_block_size: int
@@ -97,7 +100,12 @@ class Explanation:
 
     supported: bool
     reason: str
-    num_tokens: int = 0
+    model: str
+    """Its folder's name."""
+    engines: Mapping[str, str]
+    """Side -> what was asked for, in words."""
+    num_tokens: int
+    """Of the sequence: what was asked for, or would fit."""
     bytes: int = 0
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()
@@ -115,14 +123,17 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     """
     config = load_config(model)
     cell, refused = _cell(model, settings, config)
-    if refused:
-        return Explanation(supported=False, reason=refused)
     assert cell.decode is not None
+    about: dict[str, Any] = {"model": Path(model).resolve().name}
+    about["engines"] = {"prefill": _engine_text(cell.prefill), "decode": _engine_text(cell.decode)}
+    asked = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
+    if refused:
+        return Explanation(supported=False, reason=refused, num_tokens=asked, **about)
     try:
         producer = _plan("prefill", cell.prefill, config)
         consumer = _plan("decode", cell.decode, config)
     except (Unsupported, LayoutVetoed) as error:
-        return Explanation(supported=False, reason=str(error))
+        return Explanation(supported=False, reason=str(error), num_tokens=asked, **about)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
     reads = _reads(producer, consumer, tokens)
     return Explanation(
@@ -133,7 +144,13 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         num_descriptors=sum(r.num_descriptors for r in reads),
         reads=tuple(reads),
         sides={"prefill": _side(producer, config), "decode": _side(consumer, config)},
+        **about,
     )
+
+
+def _engine_text(engine: EngineConfig) -> str:
+    """`TP 2`, and the layout if one was asked for."""
+    return f"TP {engine.tp}" + (f", {engine.layout}" if engine.layout != "auto" else "")
 
 
 def locate(
@@ -256,11 +273,14 @@ def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
         kv_waste_bytes=waste.bytes,
         kv_waste_percent=waste.percent,
         waste_tokens=num_tokens,
-        groups=tuple(_group(ranks, i, wasted) for i, wasted in enumerate(wasted_bytes(plan.groups))),
+        groups=tuple(
+            _group(ranks, i, wasted, config.max_positions)
+            for i, wasted in enumerate(wasted_bytes(plan.groups))
+        ),
     )
 
 
-def _group(ranks: Sequence[RankGeometry], index: int, wasted: int) -> Group:
+def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, max_positions: int) -> Group:
     shares = [rank.groups[index] for rank in ranks]
     first = shares[0]
     return Group(
@@ -268,6 +288,7 @@ def _group(ranks: Sequence[RankGeometry], index: int, wasted: int) -> Group:
         layers=first.group.layers,
         num_positions=first.group.num_positions,
         block_size=first.block_size,
+        covers_request=first.block_size >= max_positions,
         rows=first.rows,
         kernel_block_size=first.kernel_block_size,
         page_bytes=page_bytes(first.group.spec),

@@ -19,18 +19,24 @@ def print_text(explanation: Explanation) -> None:
     """Print to stdout."""
     console = stdout()
     if not explanation.supported:
-        reason = explanation.reason.removeprefix("not supported yet: ")
-        console.print(f"not supported: {reason}", markup=False)
+        console.print(refusal(explanation), markup=False)
         return
     console.print(f"supported: {summary(explanation)}", markup=False)
-    for line in side_lines(explanation):
-        console.print(line, markup=False)
+    for side, groups in side_lines(explanation):
+        console.print(side, markup=False)
+        for group in groups:
+            console.print(f"  {group}", markup=False)
     table = Table(title="reads", title_justify="left")
     for name in HEAD:
         table.add_column(name, justify="left" if name in LEFT else "right")
     for row in read_rows(explanation):
         table.add_row(*row)
     console.print(table)
+
+
+def refusal(explanation: Explanation) -> str:
+    """Why not."""
+    return f"not supported: {explanation.reason.removeprefix('not supported yet: ')}"
 
 
 def summary(explanation: Explanation) -> str:
@@ -41,34 +47,36 @@ def summary(explanation: Explanation) -> str:
     )
 
 
-def side_lines(explanation: Explanation) -> list[str]:
+def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
     """One line per engine, and one per KV group of it."""
     lines = []
     for name, side in explanation.sides.items():
         waste = f"{side.kv_waste_bytes:,} bytes ({side.kv_waste_percent:.1f} %) before TP"
         lines.append(
-            f"{name}: TP {side.tp}, {side.layout}, {side.block_bytes:,} bytes per block and rank; a request "
-            f"of {side.waste_tokens:,} tokens wastes {waste}"
+            (
+                f"{name}: TP {side.tp}, {side.layout}, {side.block_bytes:,} bytes per block and rank; "
+                f"a request of {side.waste_tokens:,} tokens wastes {waste}",
+                [f"KV group {i}: {_group_text(group)}" for i, group in enumerate(side.groups)],
+            )
         )
-        lines += [f"  KV group {i}: {_group_text(group)}" for i, group in enumerate(side.groups)]
     return lines
 
 
 def _group_text(group: Group) -> str:
     texts = [
         f"{group.kind}, layers {numbers(group.layers)}",
-        f"blocks of {group.block_size:,} tokens",
+        "one block per request" if group.covers_request else f"blocks of {group.block_size:,} tokens",
         f"pages of {group.page_bytes:,} bytes before TP",
     ]
     if group.kernel_block_size != group.rows:
         texts.append(f"kernel blocks of {group.kernel_block_size}")
-    if group.wasted_bytes_per_block:
-        texts.append(f"{group.wasted_bytes_per_block:,} bytes of a block unused before TP")
-    ranks = [
-        units_text(units) + (f"; {unused:,} bytes of a block unused" if unused else "")
-        for units, unused in zip(group.units, group.unused_bytes_per_block, strict=True)
-    ]
-    return ", ".join(texts) + "; by rank " + " | ".join(ranks)
+    unused = group.unused_bytes_per_block
+    if group.wasted_bytes_per_block or any(unused):
+        by_rank = f"{unused[0]:,} on each rank"
+        if len(set(unused)) > 1:
+            by_rank = "by rank " + " | ".join(f"{n:,}" for n in unused)
+        texts.append(f"unused of a block {group.wasted_bytes_per_block:,} bytes before TP, {by_rank}")
+    return ", ".join(texts) + "; by rank " + " | ".join(units_text(units) for units in group.units)
 
 
 def units_text(units: Sequence[Units]) -> str:
@@ -126,9 +134,9 @@ def as_html(explanation: Explanation) -> str:
     """One self-contained page."""
     import html
 
-    lines = side_lines(explanation)
-    title = "supported" if explanation.supported else "not supported"
-    about = summary(explanation) if explanation.supported else explanation.reason
+    title = f"{explanation.model}: " + " to ".join(f"{n} {text}" for n, text in explanation.engines.items())
+    title = html.escape(title)
+    about = f"supported: {summary(explanation)}" if explanation.supported else refusal(explanation)
     head = "".join(f"<th>{name}</th>" for name in HEAD)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(t)}</td>" for t in row) + "</tr>"
@@ -139,7 +147,10 @@ def as_html(explanation: Explanation) -> str:
         "margin:32px auto;padding:0 16px}table{border-collapse:collapse;width:100%}"
         "th,td{text-align:right;padding:5px 10px;border-bottom:1px solid #8884}div{overflow-x:auto}"
     )
-    body = "".join(f"<p>{html.escape(line)}</p>" for line in (about, *lines))
+    body = f"<p>{html.escape(about)}</p>"
+    for line, groups in side_lines(explanation):
+        items = "".join(f"<li>{html.escape(group)}</li>" for group in groups)
+        body += f"<p>{html.escape(line)}</p><ul>{items}</ul>"
     table = f"<div><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>" if rows else ""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'

@@ -118,8 +118,8 @@ def test_what_is_unused_of_a_block_is_told_by_rank(checkpoint: CheckpointFactory
     assert state["unused_bytes_per_block"] == [unused] * 8
     text = " ".join(invoke("--model", checkpoint(FALCON), "--decode-tp", "8").stdout.split())
     assert f"pages of {full['page_bytes']:,} bytes before TP" in text
-    assert "12,288 bytes of a block unused before TP; by rank conv_x, ssm: heads 0-7" in text
-    assert f"conv_b, conv_c: groups 1; {unused:,} bytes of a block unused" in text
+    assert "unused of a block 12,288 bytes before TP, 12,288 on each rank; by rank conv_x" in text
+    assert f"unused of a block 12,288 bytes before TP, {unused:,} on each rank; by rank conv_x" in text
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,33 @@ def test_unlike_pages_are_refused_where_heads_are_outside_blocks(checkpoint: Che
     found = invoke("--model", checkpoint("bamba"), "--prefill-layout", "LHBNC", "--byte", "0")
     assert (found.exit_code, found.stderr) == (2, f"rayk: {told['reason']}\n")
     assert answer("--model", checkpoint("mamba2"), "--prefill-layout", "LHBNC")["supported"]
+
+
+def test_a_block_of_all_positions_is_one_per_request(checkpoint: CheckpointFactory) -> None:
+    text = " ".join(invoke("--model", checkpoint(FALCON), "--decode-state-block-size", "160").stdout.split())
+    prefill, decode = text.split("decode: TP 1")
+    assert "mamba2, layers 0-3, one block per request, pages" in prefill
+    assert "full, layers 0-3, blocks of 80 tokens, pages" in prefill
+    assert "mamba2, layers 0-3, blocks of 160 tokens, pages" in decode
+
+
+def test_a_page_is_headed_by_model_and_sides(checkpoint: CheckpointFactory) -> None:
+    model = checkpoint(FALCON)
+    page = invoke("--model", model, "--decode-tp", "2", "--format", "html").stdout
+    assert f"<h1>{model.name}: prefill TP 1 to decode TP 2</h1><p>supported: " in page
+    sides = re.findall(r"<p>(\w+): TP .*?</p><ul><li>KV group 0: full.*?</li><li>KV group 1: mamba2", page)
+    assert sides == ["prefill", "decode"]
+    refused = invoke("--model", model, "--decode-layout", "LHBNC", "--format", "html").stdout
+    assert (
+        f"<h1>{model.name}: prefill TP 1 to decode TP 1, LHBNC</h1><p>not supported: decode: LHBNC" in refused
+    )
+
+
+def test_a_refusal_tells_the_tokens_that_were_asked_for(checkpoint: CheckpointFactory) -> None:
+    for options in (("--decode-layout", "LHBNC"), ("--decode-tp", "3")):
+        asked = answer("--model", checkpoint(FALCON), *options, "--num-tokens", "77")
+        assert (asked["supported"], asked["num_tokens"], asked["bytes"]) == (False, 77, 0)
+        assert answer("--model", checkpoint(FALCON), *options)["num_tokens"] == 1024
 
 
 def test_mappings_are_options_too(checkpoint: CheckpointFactory) -> None:
