@@ -15,6 +15,9 @@ from rayk.types.errors import UserError
 if TYPE_CHECKING:
     from rayk.specs import LoadedSpec
 
+REASON_LINES = 3
+"""Of a reason in a terminal; files and the report have it whole."""
+
 
 @guarded
 def run(
@@ -76,7 +79,8 @@ def run_spec(
         stderr().print(f"{progress.summary()}: --out {folder} --resume continues", markup=False)
         raise
     console = stdout()
-    console.print(verdict_table(result.cells, width=console.width))
+    reason_lines = REASON_LINES if console.is_terminal else None
+    console.print(verdict_table(result.cells, width=console.width, reason_lines=reason_lines))
     stderr().print(f"report: {folder / 'report.html'}", markup=False)
     return exit_code(result.cells, strict=strict)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -87,10 +89,31 @@ DROPPED_FIRST = ("KV waste %", "TPOT ms", "requests", "wall s", "GB/s", "TTFT ms
 MIN_REASON_WIDTH = 24
 
 
-def verdict_table(cells: pd.DataFrame, *, width: int | None = None) -> Table:
+class _Capped:
+    """A text of which a table's cell shows its first lines."""
+
+    def __init__(self, text: Text, num_lines: int) -> None:
+        self._text = text
+        self._num_lines = num_lines
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = self._text.wrap(console, options.max_width, overflow="fold")
+        yield from lines[: self._num_lines - 1]
+        for last in lines[self._num_lines - 1 : self._num_lines]:
+            if len(lines) > self._num_lines:
+                last.rstrip()
+                last.truncate(options.max_width - 2)
+                last.append(" …")
+            yield last
+
+
+def verdict_table(cells: pd.DataFrame, *, width: int | None = None, reason_lines: int | None = None) -> Table:
     """The verdict table for a terminal of `width` columns (None: as wide as it gets).
 
-    The reason column is left out when nobody has one.
+    The reason column is left out when nobody has one, and shows `reason_lines` lines (None: all).
     """
     rows = table_rows(cells)
     shown = _shown_columns(rows, width)
@@ -105,7 +128,13 @@ def verdict_table(cells: pd.DataFrame, *, width: int | None = None) -> Table:
         )
     for row, record in zip(rows, cells.to_dict(orient="records"), strict=True):
         style = TONE_STYLES.get(tone(record), "")
-        texts = [Text(text, style=style if i == 1 else "") for i, text in enumerate(row)]
+        texts: list[Text | _Capped] = [
+            Text(text, style=style if i == 1 else "") for i, text in enumerate(row)
+        ]
+        if reason_lines is not None:
+            # Requests are named after their cell, which the row begins with.
+            reason = row[-1].replace(f"{record['cell_id']}/", "request ")
+            texts[-1] = _Capped(Text(reason), reason_lines)
         table.add_row(*(texts[i] for i in shown))
     return table
 

@@ -216,6 +216,30 @@ def test_the_verdict_table_never_cuts_a_number(run: Path, width: int) -> None:
     assert ("2,408,448" in text) == (width == 160)
 
 
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_a_terminal_shows_three_lines_of_a_reason(tmp_path: Path, width: int) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
+    reason = "KV of long/0 differs: " + "a cache of another kind " * 30 + "end"
+    for name, text in (("long", reason), ("short", "no room")):
+        cell = cell_row(1, 2, ("auto", "auto"), cell_id=name, verdict="KV_MISMATCH", reason=text)
+        writer.write_cell(cell, [], [])
+    cells = load(tmp_path).cells
+
+    def shown(lines: int | None) -> str:
+        console = Console(width=width, file=io.StringIO(), color_system=None)
+        console.print(verdict_table(cells, width=width, reason_lines=lines))
+        return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+    text = shown(3)
+    assert text.count("\n") == 3 + 1 + 3 + 1 + 1, "title, head, long, short, foot"
+    assert max(map(len, text.splitlines())) == width
+    assert "long/0" not in text
+    assert len(re.findall(r"\w …", text)) == 1
+    assert "no room" in text
+    assert "end" in shown(None)
+    assert "…" not in shown(None)
+
+
 def test_two_runs_are_compared_cell_by_cell(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "good"
     write_run(other, failures=False, seed=1)
