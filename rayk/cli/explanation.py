@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,25 +211,37 @@ def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tup
 
 def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, consumer: EnginePlan) -> int:
     """Tokens of the sequence: what was asked, else as many as fit up to 1024."""
-    room = [_capacity_tokens(plan.ranks[0]) for plan in (producer, consumer)]
-    most = min(config.max_positions, *room)
-    if asked is not None and asked > most:
-        raise UserError(
-            problem=f"{asked} tokens: at most {config.positions_text}; the prefill "
-            f"pool holds {room[0]} tokens, the decode pool {room[1]}",
-            where="--num-tokens",
-        )
-    return asked or min(DEFAULT_TOKENS, most)
+    ranks = {"prefill": producer.ranks[0], "decode": consumer.ranks[0]}
+    room = {side: _capacity_tokens(rank) for side, rank in ranks.items()}
+    if asked is None:
+        return min(DEFAULT_TOKENS, config.max_positions, *room.values())
+    problem = mend = ""
+    num_blocks = producer.ranks[0].num_blocks
+    most = min(config.max_positions, *room.values())
+    if asked > config.max_positions:
+        problem = f"at most {config.positions_text}"
+        mend = f"--num-tokens {config.max_positions} or fewer"
+        if most < config.max_positions:
+            mend = f"--num-tokens {most} or fewer, which is what --num-blocks {num_blocks} hold"
+    elif asked > most:
+        small = [f"the {side} pool holds {tokens}" for side, tokens in room.items() if asked > tokens]
+        blocks = 1 + max(_num_blocks(rank, asked) for rank in ranks.values())
+        problem = f"{' and '.join(small)} in --num-blocks {num_blocks}"
+        mend = f"--num-blocks {blocks} or more, or --num-tokens {most} or fewer"
+    if problem:
+        raise UserError(problem=f"{asked} tokens: {problem}", where="--num-tokens", mend=mend)
+    return asked
+
+
+def _num_blocks(rank: RankGeometry, num_tokens: int) -> int:
+    """Blocks of a sequence if every group kept all of it."""
+    return sum(-(-num_tokens // g.block_size) for g in rank.groups)
 
 
 def _capacity_tokens(rank: RankGeometry) -> int:
     """Tokens of one sequence that fit if every group kept all of them (block 0 is the null block)."""
-
-    def needed(num_tokens: int) -> int:
-        return sum(-(-num_tokens // g.block_size) for g in rank.groups)
-
     most = (rank.num_blocks - 1) * max(g.block_size for g in rank.groups)
-    return bisect_right(range(most + 1), rank.num_blocks - 1, key=needed) - 1
+    return bisect_right(range(most + 1), rank.num_blocks - 1, key=partial(_num_blocks, rank)) - 1
 
 
 def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[Read]:

@@ -275,6 +275,36 @@ def test_a_refusal_tells_the_tokens_that_were_asked_for(checkpoint: CheckpointFa
         assert answer("--model", checkpoint(FALCON), *options)["num_tokens"] == 1024
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("3000",), "3000 tokens: at most the model's 2048 positions\n  mend: --num-tokens 2048 or fewer\n"),
+        (
+            ("3000", "--num-blocks", "9"),
+            "the model's 2048 positions\n  mend: --num-tokens 560 or fewer, which is what --num-blocks 9 hold\n",
+        ),
+        # 700 tokens are 9 blocks of 80 and a state, beside the null block; or as many blocks of states.
+        (
+            ("700", "--num-blocks", "10"),
+            "700 tokens: the prefill pool holds 640 and the decode pool holds 640 in --num-blocks 10\n"
+            "  mend: --num-blocks 11 or more, or --num-tokens 640 or fewer\n",
+        ),
+        (
+            ("700", "--num-blocks", "11", "--decode-state-block-size", "80"),
+            "700 tokens: the decode pool holds 400 in --num-blocks 11\n"
+            "  mend: --num-blocks 19 or more, or --num-tokens 400 or fewer\n",
+        ),
+    ],
+)
+def test_too_many_tokens_say_which_bound_broke(
+    options: tuple[str, ...], message: str, checkpoint: CheckpointFactory
+) -> None:
+    result = invoke("--model", checkpoint(FALCON), "--num-tokens", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"rayk: --num-tokens: {options[0]} tokens: ")
+    assert message in result.stderr
+
+
 def test_mappings_are_options_too(checkpoint: CheckpointFactory) -> None:
     model = checkpoint("falcon_h1")
     settings = ("--prefill-kernel-block-sizes", "full=8", "--decode-state-block-size", "32")
