@@ -281,7 +281,7 @@ def test_a_refusal_tells_the_tokens_that_were_asked_for(checkpoint: CheckpointFa
         (("3000",), "3000 tokens: at most the model's 2048 positions\n  mend: --num-tokens 2048 or fewer\n"),
         (
             ("3000", "--num-blocks", "9"),
-            "the model's 2048 positions\n  mend: --num-tokens 560 or fewer, which is what --num-blocks 9 hold\n",
+            "2048 positions\n  mend: --num-tokens 560 or fewer, which is what --num-blocks 9 hold\n",
         ),
         # 700 tokens are 9 blocks of 80 and a state, beside the null block; or as many blocks of states.
         (
