@@ -62,8 +62,8 @@ KV = (
     Mutation(
         "LHBNC accepts unlike groups",
         "rayk/kv/geometry.py",
-        'if layout.name == "LHBNC" and len(shapes) > 1:',
-        'if layout.name == "LHBNC" and len(shapes) > 2:',
+        "unlike = (_difference(groups[0], other) for other in groups[1:])",
+        "unlike = (_difference(groups[0], other) for other in groups[2:])",
         f"{GEOMETRY}::test_only_lhbnc_refuses_unlike_groups",
     ),
     Mutation(
