@@ -102,6 +102,7 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "split", "float32", (256, 256), 4, "plain")
         yield Case(target, "decode", "float16", (256, 256), 7)
         yield Case(target, "store", "bfloat16", (128, 128), 1, "plain")
+    for target in ("sm_90", "gfx942"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
         yield Case(target, "mamba1", "bfloat16", (16, 16), 1, "plain")

@@ -50,12 +50,15 @@ def test_nothing_spills_and_shared_memory_fits(rows: Rows) -> None:
         assert 0 < row["registers"] <= 512, row
 
 
-def test_every_kernel_was_compiled_for_every_target(rows: Rows) -> None:
-    kernels = {
+def test_every_kernel_was_compiled(rows: Rows) -> None:
+    """Those of states and latents for one maker's GPU each; `make kernels` compiles all for all."""
+    paged = {
         "store_kv_kernel",
         "paged_attention_kernel",
         "paged_attention_decode_kernel",
         "combine_splits_kernel",
+    }
+    others = {
         "causal_conv1d_kernel",
         "keep_taps_kernel",
         "causal_conv1d_step_kernel",
@@ -67,9 +70,13 @@ def test_every_kernel_was_compiled_for_every_target(rows: Rows) -> None:
         "gated_delta_tokens_kernel",
     }
     for target in LIMITS:
-        assert {row["kernel"] for row in rows if row["target"] == target} == kernels
+        wanted = paged | others if target in ("sm_90", "gfx942") else paged
+        assert {row["kernel"] for row in rows if row["target"] == target} == wanted
     # Triton once handed the binary of the first target to all of them.
-    uses = {target: [row["registers"] for row in rows if row["target"] == target] for target in LIMITS}
+    uses = {
+        target: [row["registers"] for row in rows if row["target"] == target and row["kernel"] in paged]
+        for target in LIMITS
+    }
     assert len({tuple(registers) for registers in uses.values()}) == len(LIMITS)
 
 
