@@ -13,6 +13,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import atexit
 import hashlib
 import importlib.util
 import json
@@ -113,3 +114,27 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Uninitialised tensors hold NaN or an out-of-range integer instead of what memory had."""
     with poison(monkeypatch):
         yield
+
+
+_EXIT_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember what the tests came to."""
+    session.config.stash[_EXIT_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the process with the tests' own status.
+
+    Threads of native libraries (gRPC's of Ray, UCX's) may outlive what they use while the interpreter ends:
+    a run of all tests once crashed there, after its summary. Exit handlers run first (Ray's among them).
+    """
+    status = config.stash.get(_EXIT_STATUS, None)
+    if status is None or "ray" not in sys.modules:
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
