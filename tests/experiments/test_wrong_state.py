@@ -55,6 +55,7 @@ def found(mismatch: KVMismatch | None) -> tuple[int, str, int]:
         ("jamba", "shift_taps", 3, "conv_x", "taps: tap j of conv_x holds tap j-1"),
         ("falcon_h1", "state_dtype", 1, "ssm", "dtype: ssm holds bfloat16 values, and is read as float32"),
         ("qwen3_next", "state_dtype", 1, "delta", "dtype: delta holds bfloat16 values"),
+        ("jamba", "state_dtype", 3, "ssm", "dtype: ssm holds bfloat16 values"),
     ],
 )
 def test_the_culprit_is_named(
