@@ -10,9 +10,9 @@ import pytest
 
 from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
-from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
 from rayk.types.config import EngineConfig
+from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.families import ATTENTION
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
@@ -41,8 +41,6 @@ CHUNKS = {"chunk7": 7, "chunk64": 64, "whole": 512}
 AGGREGATED = (1, 2, 4)
 DISAGGREGATED = ((1, 2), (2, 1), (4, 2), (2, 4))
 TP_SETTINGS: tuple[tuple[int, ...], ...] = (*((n,) for n in AGGREGATED), *DISAGGREGATED)
-PROMPT_LENGTHS = (5, 37, 300)
-NUM_TOKENS = 24
 
 
 class Cell(NamedTuple):
@@ -97,32 +95,10 @@ def test_every_model_meets_every_tp_setting_and_chunk_size_in_every_run() -> Non
     assert {MODELS[c.model][0] for c in drawn} == set(ATTENTION)
 
 
-class Answers(NamedTuple):
-    """A checkpoint, the prompts and what transformers says."""
-
-    path: Path
-    prompts: list[list[int]]
-    expected: list[list[int]]
-
-
 @pytest.fixture(scope="session")
 def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Answers]:
     """By model name; each asked once."""
-    made: dict[str, Answers] = {}
-
-    def make(model: str) -> Answers:
-        if model not in made:
-            family, options = MODELS[model]
-            path = checkpoint(family, **options)
-            # The prompts that the checkpoint was tuned on: greedy output without near ties.
-            prompts = [probe["prompt"] for probe in read_marker(path)["probes"]]
-            assert tuple(len(p) for p in prompts) == PROMPT_LENGTHS
-            outputs = reference(path).generate(prompts, NUM_TOKENS, ignore_eos=True)
-            assert min(min(o.margins) for o in outputs) > 0.03, "no near ties: a wrong token is a bug"
-            made[model] = Answers(path, prompts, [list(o.token_ids) for o in outputs])
-        return made[model]
-
-    return make
+    return make_answers(MODELS, checkpoint, reference)
 
 
 @pytest.mark.parametrize("cell", cells())

@@ -20,6 +20,7 @@ from rayk.transfer import local_agent
 from rayk.transfer.local_agent import LocalAgent
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch, LayoutVetoed, TransferError
+from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.families import HYBRID
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
@@ -45,8 +46,6 @@ TOKEN_GROUPS = {"mamba2": None, "deepseek_v3": "mla"}
 """The kind of a family's groups that kernels may cut; None without; full in all others."""
 ONE_SHAPE = ("mamba2", "mamba2-one-group", "deepseek_v3", "deepseek_v3-yarn")
 """Models whose groups are of one shape, as LHBNC needs it."""
-PROMPT_LENGTHS = (5, 37, 300)
-NUM_TOKENS = 24
 
 
 class Cell(NamedTuple):
@@ -103,32 +102,10 @@ def test_every_family_meets_all(slow: bool) -> None:
     assert {c.model for c in drawn} == set(MODELS)
 
 
-class Answers(NamedTuple):
-    """A checkpoint, the prompts and what transformers says."""
-
-    path: Path
-    prompts: list[list[int]]
-    expected: list[list[int]]
-
-
 @pytest.fixture(scope="session")
 def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Answers]:
     """By model name; each asked once."""
-    made: dict[str, Answers] = {}
-
-    def make(model: str) -> Answers:
-        if model not in made:
-            family, options = MODELS[model]
-            path = checkpoint(family, **options)
-            # The prompts that the checkpoint was tuned on: greedy output without near ties.
-            prompts = [probe["prompt"] for probe in read_marker(path)["probes"]]
-            assert tuple(len(p) for p in prompts) == PROMPT_LENGTHS
-            outputs = reference(path).generate(prompts, NUM_TOKENS, ignore_eos=True)
-            assert min(min(o.margins) for o in outputs) > 0.03, "no near ties: a wrong token is a bug"
-            made[model] = Answers(path, prompts, [list(o.token_ids) for o in outputs])
-        return made[model]
-
-    return make
+    return make_answers(MODELS, checkpoint, reference)
 
 
 def cut_where_possible(model: str, settings: dict[str, Any]) -> dict[str, Any]:
