@@ -17,7 +17,6 @@ from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
-from rayk.specs.faults import is_behind_experts
 from rayk.types.errors import KVMismatch
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
@@ -108,7 +107,7 @@ def measure_values(
     states = _states(model)
     bounds: dict[tuple[int, str], Bound] = {}
     for (layer, name), noise in errors.items():
-        routed = references.routed and is_behind_experts(model, layer)
+        routed = references.routed and model.is_behind_experts(layer)
         if routed and (layer, name) in states:
             bounds[layer, name] = UNBOUNDED
             continue

@@ -20,7 +20,7 @@ from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, untraced
 from rayk.kv.groups import measure_waste, waste_tokens
-from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell
 from rayk.types.errors import KVMismatch
@@ -54,11 +54,6 @@ class CellJudge:
         self._directory = directory / "reference"
         self._by_dtype: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
-
-    @property
-    def _is_routed(self) -> bool:
-        """Whether experts are chosen somewhere."""
-        return any(isinstance(layer.mlp, ExpertsConfig) for layer in self._config.layers)
 
     def ask(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference's answers ready for a cell."""
@@ -122,7 +117,9 @@ class CellJudge:
     def _references(self, cell: Cell) -> References:
         dtype = cell.prefill.dtype
         if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = References(self._model, self._directory, dtype, routed=self._is_routed)
+            self._by_dtype[dtype] = References(
+                self._model, self._directory, dtype, routed=self._config.is_routed
+            )
         return self._by_dtype[dtype]
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
@@ -143,7 +140,7 @@ class CellJudge:
 
     def _unjudged(self, cell: Cell, prompts: Prompts) -> str:
         """Which states kv_values cannot judge in the cell's dtype, if any."""
-        if not self._is_routed or cell.prefill.dtype == "float32":
+        if not self._config.is_routed or cell.prefill.dtype == "float32":
             return ""
         layers = sorted({layer for (layer, _), b in self._kv_bounds(cell, prompts).items() if b == UNBOUNDED})
         if not layers:

@@ -337,3 +337,12 @@ class DecoderConfig:
 
     def _layers_with(self, part: str) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if part in layer.parts)
+
+    def is_behind_experts(self, layer: int) -> bool:
+        """Whether some layer before this one routes experts; `num_layers` stands for the output."""
+        return any(isinstance(before.mlp, ExpertsConfig) for before in self.layers[:layer])
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether experts are chosen somewhere."""
+        return self.is_behind_experts(self.num_layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.kv.fields import twin_taps
-from rayk.models.config import DecoderConfig, ExpertsConfig
+from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
@@ -133,19 +133,13 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
                     where=loaded.where("faults"),
                     mend=mend,
                 )
-    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
-    if "tokens" in cell.checks and routed and cell.prefill.dtype != "float32":
+    if "tokens" in cell.checks and config.is_routed and cell.prefill.dtype != "float32":
         raise SpecError(
             problem=f"check tokens of a model that routes experts, in {cell.prefill.dtype}: rounding flips "
             "routes, and no tolerance tells that from an error",
             where=loaded.where("checks"),
             mend="checks: [logprobs, kv_bytes], or dtype: float32",
         )
-
-
-def is_behind_experts(config: DecoderConfig, layer: int) -> bool:
-    """Whether some layer before this one routes experts."""
-    return any(isinstance(before.mlp, ExpertsConfig) for before in config.layers[:layer])
 
 
 def fitting_points(config: DecoderConfig, layer: int) -> tuple[str, ...]:
@@ -192,12 +186,12 @@ def _not_judged(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[st
     layer, dtype = fault.layer or 0, cell.prefill.dtype
     if fault.point not in STATE_POINTS or fault.expect is not None or dtype == "float32":
         return None
-    if not is_behind_experts(config, layer):
+    if not config.is_behind_experts(layer):
         return None
     judged = [
         i
         for i in range(config.num_layers)
-        if fault.point in fitting_points(config, i) and not is_behind_experts(config, i)
+        if fault.point in fitting_points(config, i) and not config.is_behind_experts(i)
     ]
     return (
         f"kv_values does not judge the state of layer {layer} in {dtype}: it follows routed experts",

@@ -13,7 +13,6 @@ from rayk.experiments.logprobs import compare_logprobs
 from rayk.experiments.references import References
 from rayk.kv.fields import ITEMSIZE
 from rayk.kv.groups import KVCacheGroup
-from rayk.models.config import ExpertsConfig
 from rayk.models.families import load_config
 from rayk.oracle.tiny import HYBRID
 from rayk.types.request import SamplingParams
@@ -58,7 +57,7 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
     family, options = MODELS[model]
     path = checkpoint(family, **options)
     config, prompts = load_config(path), prompts_of(path)[1:]
-    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    routed = config.is_routed
     references = References(str(path), CHECKPOINTS / "reference-cache", dtype, routed=routed)
     with Pair.open(path, tp=TP[dtype], dtype=dtype, max_batch_tokens=64, num_blocks=64) as pair:
         rows, captured = handed_over(pair, prompts)

@@ -13,7 +13,6 @@ from rayk.actors.planted import PlantedFault, commit_wrong_kv
 from rayk.experiments.compare import ValueComparison, compare_values, measure_values
 from rayk.experiments.noise import ROUTED_ROWS, broken, measure
 from rayk.experiments.references import References
-from rayk.models.config import ExpertsConfig
 from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
 from rayk.types.errors import KVMismatch
@@ -36,7 +35,7 @@ def compare_with_fault(
 ) -> ValueComparison:
     """Prefill and hand over one prompt, with the fault at one rank of P."""
     config, prompts = load_config(path), prompts_of(path)
-    routed = any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers)
+    routed = config.is_routed
     references = References(str(path), None, dtype, routed=routed)
     prompt = prompts[1]
     with Pair.open(path, tp=(tp, 1), dtype=dtype) as pair:
