@@ -1,6 +1,7 @@
 """Attention over the paged KV cache: what a step's batch looks like, who computes it, which layers share.
 
-metadata: `CommonAttentionMetadata`, built once per step and KV group. backend: the protocol that a way of
+metadata: `CommonAttentionMetadata`, built once per step and KV group. transforms: how layers with local
+attention, or with a few of the tokens, see it. backend: the protocol that a way of
 computing attention fulfils, and a layer's constants (`AttentionParams`; `MlaParams` of latent attention).
 backends: reference (plain torch), cpu (C++ or torch), triton; `get_backend` finds one by name. groups:
 layers of one KV group that share a builder (`AttentionGroup`).
@@ -8,7 +9,13 @@ layers of one KV group that share a builder (`AttentionGroup`).
 
 from rayk.attention.backend import AttentionBackend, AttentionParams, MlaParams, PagedAttentionMetadata
 from rayk.attention.backends import get_backend
-from rayk.attention.groups import AttentionGroup, AttentionGroups, AttentionLayer, make_attention_groups
+from rayk.attention.groups import (
+    AttentionGroup,
+    AttentionGroups,
+    AttentionLayer,
+    AttentionView,
+    make_attention_groups,
+)
 from rayk.attention.metadata import CommonAttentionMetadata
 
 __all__ = [
@@ -17,6 +24,7 @@ __all__ = [
     "AttentionGroups",
     "AttentionLayer",
     "AttentionParams",
+    "AttentionView",
     "CommonAttentionMetadata",
     "MlaParams",
     "PagedAttentionMetadata",

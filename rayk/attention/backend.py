@@ -32,6 +32,8 @@ class AttentionParams:
     denominator only, unscaled and not capped."""
     soft_cap: float | None = None
     """Scores become cap * tanh(scale * q . k / cap), before the mask; None = as they are."""
+    chunk: int | None = None
+    """Positions of a run within which tokens see each other (chunked local attention); None = no runs."""
 
     @cached_property
     def groups(self) -> HeadGroups:
@@ -54,7 +56,9 @@ class PagedAttentionMetadata:
     """What `build` makes of the common metadata for the layers of one attention group."""
 
     common: CommonAttentionMetadata
+    """As the group sees the step: transformed (see transforms)."""
     window: int | None
+    chunk: int | None = None
 
 
 class AttentionBackend(Protocol):
@@ -80,20 +84,26 @@ class AttentionBackend(Protocol):
         """Why this backend cannot serve layers of `spec` in this KV-cache layout, or None."""
         ...
 
-    def build(self, common: CommonAttentionMetadata, window: int | None) -> PagedAttentionMetadata:
-        """Metadata for the layers of one attention group; once per group and step."""
+    def build(
+        self, common: CommonAttentionMetadata, window: int | None, chunk: int | None = None
+    ) -> PagedAttentionMetadata:
+        """Metadata for the layers of one attention group; once per group and step. `common`: transformed for
+        the window or the chunk."""
         ...
 
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: PagedAttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv]."""
+        """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv].
+
+        k and v are None together: the keys and values of another layer are attended to, and nothing stored.
+        """
         ...
 
     def forward_latent(

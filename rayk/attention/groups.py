@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from rayk.attention import transforms
 from rayk.attention.backend import AttentionBackend, PagedAttentionMetadata
 from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.kv.specs import KVCacheSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionView:
+    """How layers see a step of their KV group. Groups with equal views share their transformed metadata."""
+
+    kv_group: int
+    window: int | None = None
+    """Not always the spec's: a windowed layer may keep all its tokens in a full-attention group."""
+    chunk: int | None = None
+    """As `window`."""
+    fast_prefill: bool = False
+    """Only the tokens whose logits are wanted are computed."""
+
+    def of(
+        self, common: CommonAttentionMetadata, wanted: np.ndarray | None
+    ) -> CommonAttentionMetadata | None:
+        """The step as the layers see it; None where they compute nothing.
+
+        `wanted`: packed tokens [M] whose logits are; None: all tokens are computed everywhere.
+        """
+        if self.fast_prefill and wanted is not None:
+            reduced = transforms.fast_prefill(common, wanted)
+            if reduced is None:
+                return None
+            common = reduced
+        if self.chunk is not None:
+            common = transforms.chunked_local(common, self.chunk)
+        if self.window is not None:
+            common = transforms.sliding_window(common, self.window)
+        return common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,30 +49,22 @@ class AttentionLayer:
     """What decides a layer's attention group."""
 
     layer: int
-    kv_group: int
     backend: AttentionBackend
     spec: KVCacheSpec
     num_query_heads: int
-    window: int | None
-    """Not always the spec's: a windowed layer may keep all its tokens in a full-attention group."""
-    fast_prefill: bool = False
+    view: AttentionView
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGroup:
-    """Layers of one KV group with the same backend, spec, query heads, window and eligibility."""
+    """Layers of one KV group with the same backend, spec, query heads, and view (of window, chunk, fast
+    prefill)."""
 
-    kv_group: int
     backend: AttentionBackend
     spec: KVCacheSpec
     num_query_heads: int
-    window: int | None
-    fast_prefill: bool
+    view: AttentionView
     layers: tuple[int, ...]
-
-    def build(self, common: CommonAttentionMetadata) -> PagedAttentionMetadata:
-        """This step's metadata for every layer of the group."""
-        return self.backend.build(common, self.window)
 
 
 def make_attention_groups(layers: Iterable[AttentionLayer]) -> tuple[AttentionGroup, ...]:
@@ -51,23 +77,14 @@ def make_attention_groups(layers: Iterable[AttentionLayer]) -> tuple[AttentionGr
     for item in layers:
         assert item.layer not in seen, f"layer {item.layer} is in two attention groups"
         seen.add(item.layer)
-        key = (
-            item.kv_group,
-            id(item.backend),
-            item.spec,
-            item.num_query_heads,
-            item.window,
-            item.fast_prefill,
-        )
+        key = (id(item.backend), item.spec, item.num_query_heads, item.view)
         members.setdefault(key, []).append(item)
     return tuple(
         AttentionGroup(
-            kv_group=first.kv_group,
             backend=first.backend,
             spec=first.spec,
             num_query_heads=first.num_query_heads,
-            window=first.window,
-            fast_prefill=first.fast_prefill,
+            view=first.view,
             layers=tuple(item.layer for item in (first, *rest)),
         )
         for first, *rest in members.values()
@@ -85,18 +102,39 @@ class AttentionGroups:
         """All groups, in layer order of their first layers. None in a model without attention."""
         return self._groups or ()
 
+    @property
+    def views(self) -> tuple[AttentionView, ...]:
+        """The distinct views, in the order of their first groups."""
+        return tuple(dict.fromkeys(group.view for group in self.groups))
+
     def initialise(self, layers: Iterable[AttentionLayer]) -> None:
         """Form the groups. Doing it twice would leave layers with another group's metadata: an error."""
         assert self._groups is None, "attention groups are already initialised"
         self._groups = make_attention_groups(layers)
 
+    def see(
+        self, commons: Mapping[int, CommonAttentionMetadata], wanted: np.ndarray | None = None
+    ) -> dict[AttentionView, CommonAttentionMetadata]:
+        """The step by view, from the common metadata of each KV group with attention layers; views that
+        compute nothing are left out. `wanted`: see AttentionView.of."""
+        seen = {view: view.of(commons[view.kv_group], wanted) for view in self.views}
+        return {view: common for view, common in seen.items() if common is not None}
+
     def build(
-        self, commons: Sequence[CommonAttentionMetadata] | Mapping[int, CommonAttentionMetadata]
+        self, seen: Mapping[AttentionView, CommonAttentionMetadata]
     ) -> dict[int, PagedAttentionMetadata]:
-        """Metadata by layer, from the common metadata of each KV group that has attention layers."""
+        """Metadata by layer; none for layers whose view is not there. Groups of one backend whose transformed
+        metadata, window and chunk are the same share one build."""
         assert self._groups is not None, "attention groups are not initialised"
+        shared: dict[tuple[object, ...], PagedAttentionMetadata] = {}
         built: dict[int, PagedAttentionMetadata] = {}
         for group in self._groups:
-            metadata = group.build(commons[group.kv_group])
-            built |= dict.fromkeys(group.layers, metadata)
+            common = seen.get(group.view)
+            if common is None:
+                continue
+            local = group.view.window, group.view.chunk
+            key = id(group.backend), id(common), *local
+            if key not in shared:
+                shared[key] = group.backend.build(common, *local)
+            built |= dict.fromkeys(group.layers, shared[key])
         return built

@@ -1,6 +1,7 @@
 """What every attention backend needs to know of a step's batch.
 
-R requests, T packed tokens of this step, N token slots in a kernel block.
+R requests, T packed tokens of this step, N token slots in a kernel block. Transforms make of it how a layer
+with local attention, or one that computes some of the tokens only, sees the step (see transforms).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class CommonAttentionMetadata:
     """[R, max_blocks] int32 kernel block ids; 0 (the null block) where no block is needed or kept."""
     slot_mapping: torch.Tensor
     """[T] int64, kernel block id * N + offset of each token; -1 = do not store."""
+    block_size: int
+    """N."""
     query_start_loc_cpu: tuple[int, ...]
     """query_start_loc on the host."""
     seq_lens_cpu: tuple[int, ...]
@@ -47,6 +50,7 @@ class CommonAttentionMetadata:
         seq_lens: Sequence[int],
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,
+        block_size: int,
         device: torch.device | str = "cpu",
     ) -> CommonAttentionMetadata:
         """Build from each request's number of tokens in this step and in total, as plain ints."""
@@ -61,6 +65,7 @@ class CommonAttentionMetadata:
             seq_lens=torch.tensor(seq_lens, dtype=torch.int32).to(device),
             block_table=block_table.to(device, torch.int32),
             slot_mapping=slot_mapping.to(device, torch.int64),
+            block_size=block_size,
             query_start_loc_cpu=tuple(starts),
             seq_lens_cpu=tuple(seq_lens),
             num_tokens=starts[-1],

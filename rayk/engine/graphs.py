@@ -86,8 +86,9 @@ class _Rows:
 class _AttentionBuffers:
     """One KV group's block table and slots."""
 
-    def __init__(self, rows: _Rows, width: int) -> None:
+    def __init__(self, rows: _Rows, width: int, block_size: int) -> None:
         max_seqs, device = len(rows.seq_lens), rows.seq_lens.device
+        self._block_size = block_size
         self._rows = rows
         self._table = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
         self._slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)
@@ -110,6 +111,7 @@ class _AttentionBuffers:
             seq_lens=self._rows.seq_lens[:size],
             block_table=self._table[:size],
             slot_mapping=self._slots[:size],
+            block_size=self._block_size,
             query_start_loc_cpu=tuple(range(size + 1)),
             seq_lens_cpu=(longest,) * size,
             num_tokens=size,
@@ -157,20 +159,20 @@ class DecodeGraphs:
         forward: Forward,
         recorder: Recorder,
         *,
-        table_widths: Sequence[int | None],
+        table_shapes: Sequence[tuple[int, int] | None],
         max_seqs: int,
         max_positions: int,
         device: torch.device,
     ) -> None:
-        """Record every size. `table_widths`: W of each KV group's block table, in kernel blocks; None for
-        groups of states."""
+        """Record every size. `table_shapes`: W of each KV group's block table, in kernel blocks, and the
+        tokens of a kernel block; None for groups of states."""
         self.sizes = graph_sizes(max_seqs)
         self._token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self._rows = _Rows(max_seqs, max_positions, device)
         self._groups = [
-            _StateBuffers(self._rows) if width is None else _AttentionBuffers(self._rows, width)
-            for width in table_widths
+            _StateBuffers(self._rows) if shape is None else _AttentionBuffers(self._rows, *shape)
+            for shape in table_shapes
         ]
         # Largest first: later captures then find room in the pool that the first one took.
         self._replays = {

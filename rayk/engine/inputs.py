@@ -32,6 +32,8 @@ class ModelInputs:
     """int64 [requests that need logits]: packed index of their last token"""
     metadata: tuple[GroupMetadata, ...]
     """Per KV group."""
+    wanted: np.ndarray
+    """`logits_index` on the host"""
     prompt_index: torch.Tensor | None = None
     """int64: packed index of every token of the batch's `prompt_logits`; None where there is none"""
 
@@ -87,10 +89,11 @@ class InputBuilder:
         self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
 
     @property
-    def table_widths(self) -> tuple[int | None, ...]:
-        """Columns of each KV group's block table, in kernel blocks; None where metadata has slots instead."""
+    def table_shapes(self) -> tuple[tuple[int, int] | None, ...]:
+        """Columns of each KV group's block table and tokens of a kernel block; None where metadata has slots
+        instead."""
         return tuple(
-            None if _is_state(g) else table.shape[1]
+            None if _is_state(g) else (table.shape[1], g.kernel_block_size)
             for g, table in zip(self._groups, self._tables, strict=True)
         )
 
@@ -99,13 +102,15 @@ class InputBuilder:
         self._update_tables(batch)
         step = self._step(batch)
         token_ids = np.fromiter((t for r in batch.requests for t in r.token_ids), dtype=np.int64)
-        wanted = np.array([r.needs_logits for r in batch.requests], dtype=bool)
+        needs = np.array([r.needs_logits for r in batch.requests], dtype=bool)
+        logits_index = (step.starts[1:] - 1)[needs].astype(np.int64)
         sizes = {g.block_size for g in self._groups if _is_state(g)}
         cuts = {size: self._cuts(size, step) for size in sizes}
         return ModelInputs(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(step.positions),
-            logits_index=self._tensor((step.starts[1:] - 1)[wanted].astype(np.int64)),
+            logits_index=self._tensor(logits_index),
+            wanted=logits_index,
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
                 self._segments(table, step, cuts[g.block_size])
@@ -162,6 +167,7 @@ class InputBuilder:
             seq_lens=step.device_seq_lens,
             block_table=self._tensor(block_table),
             slot_mapping=self._tensor(blocks * size + step.positions % size),
+            block_size=size,
             num_tokens=len(step.positions),
             max_query_len=step.max_query_len,
             max_seq_len=longest,

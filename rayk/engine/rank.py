@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from rayk.attention import AttentionGroups, AttentionLayer, CommonAttentionMetadata
+from rayk.attention import AttentionGroups, AttentionLayer, AttentionView, CommonAttentionMetadata
 from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
-from rayk.engine.inputs import GroupMetadata, InputBuilder
+from rayk.engine.inputs import GroupMetadata, InputBuilder, ModelInputs
 from rayk.engine.plan import plan_engine
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
@@ -56,9 +57,8 @@ class EngineRank:
         size), LayoutVetoed, or UserError for a setting.
         """
         assert comm.size == config.tp, (comm.size, config.tp)
-        for setting in ("prefix_caching", "fast_prefill"):
-            if getattr(config, setting):
-                raise UserError(f"{setting} is not supported yet", mend=f"{setting}: false")
+        if config.prefix_caching:
+            raise UserError("prefix_caching is not supported yet", mend="prefix_caching: false")
         self.config = config
         self.comm = comm
         self.device = torch.device(config.device)
@@ -76,7 +76,7 @@ class EngineRank:
             device=self.device,
             backend=self.backends.__getitem__,
         )
-        self.caches.bind(self.decoder.cache_owners)
+        self.caches.bind(self.decoder.cache_owners, self.decoder.cache_readers)
         on_loaded(self.decoder)
         self._inputs = InputBuilder(
             geometry,
@@ -84,6 +84,8 @@ class EngineRank:
             max_positions=self.model_config.max_positions,
             device=self.device,
         )
+        self.fast_prefill_layers = self.model_config.fast_prefill_layers if config.fast_prefill else range(0)
+        """Layers that compute only the tokens whose logits are wanted."""
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
         self._prompt_hidden: torch.Tensor | None = None
@@ -94,18 +96,22 @@ class EngineRank:
         self._graphs = self._record_graphs(recorder) if self.why_no_graphs is None else None
 
     def _attention_layers(self) -> list[AttentionLayer]:
+        groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}
         return [
             AttentionLayer(
-                layer=layer,
-                kv_group=group.index,
-                backend=self.backends[layer],
-                spec=group.spec,
+                layer=index,
+                backend=self.backends[index],
+                spec=groups[source].spec,
                 num_query_heads=self.model_config.num_query_heads // self.comm.size,
-                window=self.model_config.layers[layer].window,
+                view=AttentionView(
+                    kv_group=groups[source].index,
+                    window=layer.window,
+                    chunk=layer.chunk,
+                    fast_prefill=index in self.fast_prefill_layers,
+                ),
             )
-            for group in self.plan.groups
-            if group.spec.has_token_rows
-            for layer in group.layers
+            for index, layer in enumerate(self.model_config.layers)
+            if (source := index if layer.kv_source is None else layer.kv_source) in groups
         ]
 
     @property
@@ -135,10 +141,7 @@ class EngineRank:
         if self._graphs is not None and self._graphs.fits(inputs):
             logits = self._graphs.replay(inputs)
         else:
-            hidden = self._forward(inputs.token_ids, inputs.positions, inputs.metadata)
-            logits = self.decoder.logits(hidden[inputs.logits_index])
-            if inputs.prompt_index is not None:
-                self._prompt_hidden = hidden[inputs.prompt_index]
+            logits = self._eager(inputs)
         self.fence.end()
         return logits
 
@@ -155,13 +158,30 @@ class EngineRank:
                 logits = self.decoder.logits(hidden)
             yield logits
 
+    def _eager(self, inputs: ModelInputs) -> torch.Tensor:
+        """The step's logits, kernel by kernel."""
+        fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)
+        metadata = self._by_cache(inputs.metadata, inputs.wanted if fast else None)
+        wanted = inputs.logits_index if fast else None
+        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted)
+        if inputs.prompt_index is not None:
+            assert not fast, "prompt logits need every token in every layer"
+            self._prompt_hidden = hidden[inputs.prompt_index]
+        return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
+
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupMetadata]
     ) -> torch.Tensor:
-        return self.decoder.forward(token_ids, positions, self._by_cache(groups))
+        return self.decoder.forward(token_ids, positions, self._by_cache(groups, transform=False))
 
-    def _by_cache(self, groups: Sequence[GroupMetadata]) -> dict[CacheKey, Any]:
-        """What each cache's layer is told, from what is known of each KV group."""
+    def _by_cache(
+        self,
+        groups: Sequence[GroupMetadata],
+        wanted: np.ndarray | None = None,
+        *,
+        transform: bool = True,
+    ) -> dict[CacheKey, Any]:
+        """What each cache's layer is told, from what is known of each KV group; see AttentionView.of."""
         built: dict[CacheKey, Any] = {}
         commons: dict[int, CommonAttentionMetadata] = {}
         for group, metadata in zip(self.plan.groups, groups, strict=True):
@@ -169,7 +189,13 @@ class EngineRank:
                 built |= dict.fromkeys(group.keys, metadata)
             else:
                 commons[group.index] = metadata
-        for layer, attention in self.attention_groups.build(commons).items():
+        views = self.attention_groups.views
+        if transform:
+            seen = self.attention_groups.see(commons, wanted)
+        else:
+            assert all(view.chunk is None for view in views), "chunks are told by transforms"
+            seen = {view: commons[view.kv_group] for view in views}
+        for layer, attention in self.attention_groups.build(seen).items():
             built[layer, "attention"] = attention
         return built
 
@@ -195,7 +221,7 @@ class EngineRank:
         return DecodeGraphs(
             decode,
             recorder or CudaRecorder(self.device),
-            table_widths=self._inputs.table_widths,
+            table_shapes=self._inputs.table_shapes,
             max_seqs=self.config.max_seqs,
             max_positions=self.model_config.max_positions,
             device=self.device,
@@ -203,4 +229,4 @@ class EngineRank:
 
     def close(self) -> None:
         """Unbind the cache."""
-        self.caches.unbind(self.decoder.cache_owners)
+        self.caches.unbind(self.decoder.cache_owners, self.decoder.cache_readers)

@@ -6,7 +6,7 @@ elements (K then V).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,17 +102,26 @@ class CanonicalKVCaches:
                 return views if len(views) > 1 else views.popitem()[1]
         raise KeyError(f"layer {layer} keeps no {part} in the cache")
 
-    def bind(self, owners: Mapping[CacheKey, OwnsCache]) -> None:
-        """Give every owner its view. AssertionError unless exactly the cached layers are there."""
+    def bind(
+        self,
+        owners: Mapping[CacheKey, OwnsCache],
+        readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
+    ) -> None:
+        """Give every owner its view, and each of `readers` the view of the cache that it reads and never
+        writes. AssertionError unless exactly the cached layers are owners."""
         cached = {key for g in self.geometry.groups for key in g.group.keys}
         assert cached == set(owners), f"layers {sorted(set(owners) ^ cached)} do not match the cache"
-        for key, owner in owners.items():
-            owner.bind_kv_cache(self.view(*key))
+        for key, layer in (*owners.items(), *readers):
+            layer.bind_kv_cache(self.view(*key))
 
-    def unbind(self, owners: Mapping[CacheKey, OwnsCache]) -> None:
-        """Make every owner forget its view: the buffer is free when this object goes, too."""
-        for owner in owners.values():
-            owner.unbind_kv_cache()
+    def unbind(
+        self,
+        owners: Mapping[CacheKey, OwnsCache],
+        readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
+    ) -> None:
+        """Make all forget their views: the buffer is free when this object goes, too."""
+        for layer in (*owners.values(), *(reader for _, reader in readers)):
+            layer.unbind_kv_cache()
 
 
 def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0) -> CanonicalKVCaches:

@@ -22,7 +22,7 @@ class KVCacheSpec(Protocol):
 
     @property
     def kind(self) -> str:
-        """A name people read: full, sliding, mla, mamba1, mamba2, gdn."""
+        """A name people read: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
         ...
 
     @property
@@ -58,6 +58,10 @@ class KVCacheSpec(Protocol):
         """Token positions whose content a later token may still read, when `num_tokens` are computed."""
         ...
 
+    def max_live_rows(self, max_tokens: int) -> int:
+        """Most live rows of a sequence at any time until `max_tokens` are computed."""
+        ...
+
 
 class _TokensSpec:
     """What layers share that keep something of every token."""
@@ -77,6 +81,10 @@ class _TokensSpec:
     def live_rows(self, num_tokens: int) -> range:
         """Every token."""
         return range(num_tokens)
+
+    def max_live_rows(self, max_tokens: int) -> int:
+        """See KVCacheSpec."""
+        return len(self.live_rows(max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,26 @@ class SlidingWindowSpec(FullAttentionSpec):
     def live_rows(self, num_tokens: int) -> range:
         """The next token, at position num_tokens, sees keys > num_tokens - window."""
         return range(max(0, num_tokens + 1 - self.window), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocalSpec(FullAttentionSpec):
+    """Keys and values of the current run of `chunk` positions; a token sees its own run up to itself."""
+
+    chunk: int
+
+    @property
+    def kind(self) -> str:
+        """A name people read."""
+        return "chunked"
+
+    def live_rows(self, num_tokens: int) -> range:
+        """The next token, at position num_tokens, sees its run's keys: none where it begins a run."""
+        return range(num_tokens - num_tokens % self.chunk, num_tokens)
+
+    def max_live_rows(self, max_tokens: int) -> int:
+        """A whole run but its last token, which begins the next when it is computed."""
+        return min(max_tokens, self.chunk - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +216,10 @@ class _StateSpec:
     def live_rows(self, num_tokens: int) -> range:
         """The position of the last token: its state holds all that came before."""
         return range(max(0, num_tokens - 1), num_tokens)
+
+    def max_live_rows(self, max_tokens: int) -> int:
+        """See KVCacheSpec."""
+        return len(self.live_rows(max_tokens))
 
     def _conv(
         self, name: str, units: int, channels: int, readers: int, what: str, unit: str = "head"
@@ -317,6 +349,6 @@ def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0)
     `num_new_tokens`: rows that are being written beside them.
     """
     whole = -(-max_tokens // spec.block_size)
-    rows = len(spec.live_rows(max_tokens)) + num_new_tokens
+    rows = spec.max_live_rows(max_tokens) + num_new_tokens
     # The first row may be the last of its block; the others fill blocks from their start.
     return min(whole, 1 + -(-(rows - 1) // spec.block_size))

@@ -6,7 +6,7 @@ Every number is global (before tensor parallelism). What may differ between laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,6 +14,33 @@ PARTS: Mapping[str, str] = MappingProxyType(
     {"attention": "attention", "mla": "attention", "mamba1": "state", "mamba2": "state", "gdn": "state"}
 )
 """Mixer -> the part of a layer's cache that it owns (see KVCacheSpec.part)."""
+
+
+def why_bad_source(layers: Sequence[LayerConfig], index: int) -> str | None:
+    """Why layer `index` cannot attend to the keys and values of its `kv_source`, or None when it can, or
+    has its own."""
+    layer, source = layers[index], layers[index].kv_source
+    if source is None:
+        return None
+    if not 0 <= source < len(layers):
+        return f"layer {index} reuses the keys and values of layer {source}, of layers 0 to {len(layers) - 1}"
+    if source >= index:
+        return f"layer {index} reuses the keys and values of layer {source}, which does not come before it"
+    target = layers[source]
+    if target.kv_source is not None:
+        return f"layer {index} reuses the keys and values of layer {source}, which has none of its own"
+    for what, mine, its in (
+        ("mixer", layer.mixer, target.mixer),
+        ("window", layer.window, target.window),
+        ("chunk", layer.chunk, target.chunk),
+    ):
+        if mine != its:
+            return (
+                f"layer {index} ({what} {mine}) reuses the keys and values of layer {source} ({what} {its})"
+            )
+    if layer.mixer != "attention":
+        return f"layer {index} reuses the cache of layer {source}, but a {layer.mixer} mixer cannot"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +234,12 @@ class LayerConfig:
     """attention, mla, mamba1, mamba2, gdn, attention+mamba2 (side by side, summed), or none."""
     window: int | None = None
     """Keys a query sees, the current token included; None is all of them."""
+    chunk: int | None = None
+    """Chunked local attention: a query sees the keys of its own run of `chunk` positions, up to itself;
+    None is all of them."""
+    kv_source: int | None = None
+    """The earlier layer whose keys and values this one attends to: it makes and keeps none (see kv_sharing).
+    None: its own."""
     rope: RopeConfig | None
     """None: the layer has no positions."""
     mlp: MlpConfig | ExpertsConfig | None
@@ -218,9 +251,14 @@ class LayerConfig:
         return () if self.mixer == "none" else tuple(self.mixer.split("+"))
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """The caches that the layer owns, one per mixer."""
+    def mixer_parts(self) -> tuple[str, ...]:
+        """The caches that the layer uses, one per mixer: its own, or another layer's."""
         return tuple(PARTS[kind] for kind in self.mixers)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The caches that the layer owns, one per mixer; none where it uses another layer's."""
+        return self.mixer_parts if self.kv_source is None else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,7 +331,9 @@ class DecoderConfig:
         assert len(self.layers) == self.num_layers, (len(self.layers), self.num_layers)
         if self.attention_layers:
             assert self.num_query_heads % self.num_kv_heads == 0
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            reason = why_bad_source(self.layers, index)
+            assert reason is None, reason
             for kind in layer.mixers:
                 assert kind in PARTS, kind
                 assert kind == "attention" or getattr(self, kind) is not None, f"no {kind} settings"
@@ -329,6 +369,20 @@ class DecoderConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers that keep something of every token: keys and values, or latents."""
         return self._layers_with("attention")
+
+    @property
+    def sharing_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that attend to another's keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.kv_source is not None)
+
+    @property
+    def fast_prefill_layers(self) -> range:
+        """The trailing run of layers that share: of a prompt, they need to compute those tokens only whose
+        logits somebody wants, since nothing behind them keeps anything of the others."""
+        first = self.num_layers
+        while first > 0 and self.layers[first - 1].kv_source is not None:
+            first -= 1
+        return range(first, self.num_layers)
 
     @property
     def state_layers(self) -> tuple[int, ...]:

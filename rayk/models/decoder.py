@@ -10,7 +10,7 @@ import torch
 from rayk.models.layers.attention import Attention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rayk.kv.caches import OwnsCache
     from rayk.kv.groups import CacheKey
@@ -103,16 +103,18 @@ class Decoder:
         embedding: VocabEmbedding,
         layers: tuple[Layer | ParallelLayer, ...],
         cache_owners: Mapping[CacheKey, OwnsCache],
+        cache_readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
         final_norm: Norm,
         lm_head: LmHead,
         rotaries: tuple[Rotary, ...],
         dtype: torch.dtype,
     ) -> None:
-        """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `dtype`: the
-        weights'."""
+        """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `cache_readers`:
+        those that use another's, by its key. `dtype`: the weights'."""
         self.config = config
         self.layers = layers
         self.cache_owners = dict(cache_owners)
+        self.cache_readers = tuple(cache_readers)
         self.attention_layers: dict[int, Attention] = {
             layer: owner for (layer, _), owner in self.cache_owners.items() if isinstance(owner, Attention)
         }
@@ -128,24 +130,38 @@ class Decoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         metadata: Mapping[CacheKey, Any],
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, the same on every rank.
 
         token_ids, positions: int64 [T], the requests' tokens one after the other, no padding.
-        metadata: (layer, part) -> what was built for that cache and this step: an attention backend's, or
-        the Segments of a recurrent state.
+        metadata: (layer, part) -> what was built for the cache it uses and this step: an attention backend's,
+        or the Segments of a recurrent state.
+        wanted: int64 [M], ascending: the tokens whose hidden states are returned, [M, hidden]. The layers of
+        `config.fast_prefill_layers` compute only these (their metadata is of these), none of them if M = 0.
+        None: all tokens everywhere.
         """
-        # One rotation per distinct rope, not per layer.
-        rotations = {rotary.config: rotary.at(positions) for rotary in self._rotaries}
+        rotations = self._rotations(positions)
         x = self._embedding.forward(token_ids).to(self._residual_dtype)
+        first_fast = len(self.layers) if wanted is None else self.config.fast_prefill_layers.start
         for index, layer in enumerate(self.layers):
+            if index == first_fast:
+                assert wanted is not None
+                x = x.index_select(-2, wanted)
+                if not len(wanted):
+                    break
+                rotations = self._rotations(positions[wanted])
             rotation = None if layer.rope is None else rotations[layer.rope]
             x = layer.forward(x, rotation, self._metadata_of(index, metadata))
         return self._final_norm.forward(x).to(self._dtype)
 
+    def _rotations(self, positions: torch.Tensor) -> dict[RopeConfig, Rotation]:
+        """One rotation per distinct rope, not per layer."""
+        return {rotary.config: rotary.at(positions) for rotary in self._rotaries}
+
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
         """What its mixer takes: that of its only cache, or by part where it has two; None without any."""
-        parts = self.config.layers[layer].parts
+        parts = self.config.layers[layer].mixer_parts
         if len(parts) > 1:
             return {part: metadata[layer, part] for part in parts}
         return metadata[layer, parts[0]] if parts else None

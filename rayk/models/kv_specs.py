@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.specs import (
+    ChunkedLocalSpec,
     FullAttentionSpec,
     GatedDeltaNetSpec,
     KVCacheSpec,
@@ -47,8 +48,9 @@ def kv_cache_specs(
 ) -> dict[CacheKey, KVCacheSpec]:
     """(layer, part) -> spec, for the layers that keep anything; block sizes in tokens.
 
-    Without `hybrid_kv`, windowed layers keep every token too (their attention still slides), so that all
-    layers of attention fall into full groups; states stay. `state_block_size` None: the model's positions, so
+    Layers that use another's cache have none. Without `hybrid_kv`, windowed and chunked layers keep every
+    token too (their attention is as local), so that all layers of attention fall into full groups; states
+    stay. `state_block_size` None: the model's positions, so
     that a request has one block of states. `conv_dtype`: of a convolution's inputs that are kept; None:
     `dtype`.
     """
@@ -61,6 +63,8 @@ def kv_cache_specs(
     )
     specs: dict[CacheKey, KVCacheSpec] = {}
     for index, layer in enumerate(config.layers):
+        if layer.kv_source is not None:
+            continue  # it uses the cache of another layer
         for mixer, part in zip(layer.mixers, layer.parts, strict=True):
             spec = _LOWERED[mixer](config, layer, settings)
             assert spec.part == part, f"layer {index}: {mixer} is lowered to a spec of {spec.part}"
@@ -96,6 +100,8 @@ def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -
     )
     if settings.hybrid_kv and layer.window is not None:
         return SlidingWindowSpec(*full, layer.window)
+    if settings.hybrid_kv and layer.chunk is not None:
+        return ChunkedLocalSpec(*full, layer.chunk)
     return FullAttentionSpec(*full)
 
 

@@ -96,8 +96,17 @@ def _decoder(build: Build) -> Decoder:
         embedding=VocabEmbedding(embedding, vocab_rows, build.comm, scale=scale),
         layers=tuple(layer for layer, _ in built),
         cache_owners={
-            (index, part): owner for index, (_, owners) in enumerate(built) for part, owner in owners.items()
+            (index, part): user
+            for index, (layer, (_, users)) in enumerate(zip(config.layers, built, strict=True))
+            for part, user in users.items()
+            if layer.kv_source is None
         },
+        cache_readers=[
+            ((layer.kv_source, part), user)
+            for layer, (_, users) in zip(config.layers, built, strict=True)
+            for part, user in users.items()
+            if layer.kv_source is not None
+        ],
         final_norm=build.norm(names.final_norm),
         lm_head=LmHead(
             embedding if tied else pieces.rows(names.lm_head, vocab, vocab_rows),

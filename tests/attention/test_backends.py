@@ -36,6 +36,7 @@ def common_of(batch: Batch) -> CommonAttentionMetadata:
         seq_lens=[total for _, total in batch.requests],
         block_table=batch.block_table,
         slot_mapping=batch.slot_mapping,
+        block_size=batch.cache.shape[-2],
     )
 
 

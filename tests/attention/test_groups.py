@@ -10,6 +10,7 @@ import torch
 from rayk.attention import (
     AttentionGroups,
     AttentionLayer,
+    AttentionView,
     CommonAttentionMetadata,
     get_backend,
     make_attention_groups,
@@ -19,7 +20,9 @@ from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 BACKEND = get_backend("reference", "cpu")
 FULL = FullAttentionSpec(16, 2, 64, 64, "float32", 8)
 SLIDING = SlidingWindowSpec(16, 2, 64, 64, "float32", 8, window=50)
-BASE = AttentionLayer(layer=0, kv_group=0, backend=BACKEND, spec=FULL, num_query_heads=8, window=None)
+VIEW = AttentionView(kv_group=0)
+WINDOW = AttentionView(kv_group=1, window=50)
+BASE = AttentionLayer(layer=0, backend=BACKEND, spec=FULL, num_query_heads=8, view=VIEW)
 
 
 def common(num_tokens: int = 1) -> CommonAttentionMetadata:
@@ -28,33 +31,35 @@ def common(num_tokens: int = 1) -> CommonAttentionMetadata:
         seq_lens=[num_tokens],
         block_table=torch.ones(1, 1, dtype=torch.int32),
         slot_mapping=torch.arange(16, 16 + num_tokens),
+        block_size=16,
     )
 
 
 def test_like_layers_share_a_group_in_layer_order() -> None:
     layers = [
         replace(BASE, layer=0),
-        replace(BASE, layer=1, kv_group=1, spec=SLIDING, window=50),
+        replace(BASE, layer=1, spec=SLIDING, view=WINDOW),
         replace(BASE, layer=2),
-        replace(BASE, layer=3, kv_group=1, spec=SLIDING, window=50),
+        replace(BASE, layer=3, spec=SLIDING, view=WINDOW),
     ]
     groups = make_attention_groups(layers)
     assert [group.layers for group in groups] == [(0, 2), (1, 3)]
-    assert [group.kv_group for group in groups] == [0, 1]
-    assert [group.window for group in groups] == [None, 50]
+    assert [group.view.kv_group for group in groups] == [0, 1]
+    assert [group.view.window for group in groups] == [None, 50]
 
 
 @pytest.mark.parametrize(
     "difference",
     [
-        {"kv_group": 1},
+        {"view": replace(VIEW, kv_group=1)},
         {"backend": get_backend("cpu-torch", "cpu")},
         {"spec": SLIDING},
         {"num_query_heads": 4},
-        {"window": 50},
-        {"fast_prefill": True},
+        {"view": replace(VIEW, window=50)},
+        {"view": replace(VIEW, chunk=32)},
+        {"view": replace(VIEW, fast_prefill=True)},
     ],
-    ids=lambda d: next(iter(d)),
+    ids=["kv-group", "backend", "spec", "query-heads", "window", "chunk", "fast-prefill"],
 )
 def test_any_difference_makes_another_group(difference: dict[str, object]) -> None:
     groups = make_attention_groups([BASE, replace(BASE, layer=1, **difference)])
@@ -66,13 +71,13 @@ def test_build_gives_each_layer_its_kv_groups_metadata_and_window() -> None:
     groups.initialise(
         [
             replace(BASE, layer=3),
-            replace(BASE, layer=5, kv_group=1, spec=SLIDING, window=50),
+            replace(BASE, layer=5, spec=SLIDING, view=WINDOW),
             # Kept in full, seen through a window: another attention group of the same KV group.
-            replace(BASE, layer=7, window=50),
+            replace(BASE, layer=7, view=replace(VIEW, window=50)),
         ]
     )
     first, second = common(1), common(2)
-    built = groups.build([first, second])
+    built = groups.build(groups.see({0: first, 1: second}))
     assert set(built) == {3, 5, 7}
     assert (built[3].common, built[3].window) == (first, None)
     assert (built[5].common, built[5].window) == (second, 50)
@@ -88,9 +93,9 @@ def test_initialising_twice_is_an_error() -> None:
 
 def test_a_layer_in_two_groups_is_an_error() -> None:
     with pytest.raises(AssertionError, match="layer 0 is in two"):
-        make_attention_groups([BASE, replace(BASE, kv_group=1)])
+        make_attention_groups([BASE, replace(BASE, view=WINDOW)])
 
 
 def test_building_before_initialising_is_an_error() -> None:
     with pytest.raises(AssertionError, match="not initialised"):
-        AttentionGroups().build([common()])
+        AttentionGroups().build({VIEW: common()})

@@ -14,6 +14,7 @@ def build(query_lens: list[int], seq_lens: list[int], num_slots: int) -> CommonA
         seq_lens=seq_lens,
         block_table=torch.zeros(len(seq_lens), 4, dtype=torch.int64),
         slot_mapping=torch.arange(num_slots),
+        block_size=16,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,7 +71,12 @@ def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None
         return token_ids[:, None].float()
 
     graphs = DecodeGraphs(
-        forward, Again(), table_widths=(4, 3), max_seqs=4, max_positions=64, device=torch.device("cpu")
+        forward,
+        Again(),
+        table_shapes=((4, 16), (3, 16)),
+        max_seqs=4,
+        max_positions=64,
+        device=torch.device("cpu"),
     )
     full = _decode([11, 12, 13, 14], [9, 20, 3, 30], widths=(4, 3))
     assert graphs.fits(full)
@@ -96,7 +102,7 @@ def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
     graphs = DecodeGraphs(
         lambda ids, positions, groups: (seen.append(groups[0]), ids[:, None].float())[1],
         Again(),
-        table_widths=(None, 4),
+        table_shapes=(None, (4, 16)),
         max_seqs=4,
         max_positions=64,
         device=torch.device("cpu"),
@@ -124,7 +130,7 @@ def test_only_whole_decode_steps_fit() -> None:
     graphs = DecodeGraphs(
         lambda ids, *_: ids[:, None].float(),
         Again(),
-        table_widths=(4,),
+        table_shapes=((4, 16),),
         max_seqs=2,
         max_positions=64,
         device=torch.device("cpu"),
@@ -132,13 +138,19 @@ def test_only_whole_decode_steps_fit() -> None:
     assert graphs.fits(_decode([1, 2], [4, 5], widths=(4,)))
     assert not graphs.fits(_decode([1, 2, 3], [4, 5, 6], widths=(4,))), "more rows than were recorded"
     silent = _decode([1, 2], [4, 5], widths=(4,))
-    without = ModelInputs(silent.token_ids, silent.positions, silent.logits_index[:1], silent.metadata)
+    without = ModelInputs(
+        silent.token_ids, silent.positions, silent.logits_index[:1], silent.metadata, np.arange(1)
+    )
     assert not graphs.fits(without), "a chunk of one token wants no logits"
     chunk = CommonAttentionMetadata.from_host(
-        query_lens=[2], seq_lens=[2], block_table=torch.ones(1, 4), slot_mapping=torch.arange(2)
+        query_lens=[2],
+        seq_lens=[2],
+        block_table=torch.ones(1, 4),
+        slot_mapping=torch.arange(2),
+        block_size=16,
     )
     ids = torch.tensor([1, 2])
-    assert not graphs.fits(ModelInputs(ids, ids, torch.tensor([1]), (chunk,)))
+    assert not graphs.fits(ModelInputs(ids, ids, torch.tensor([1]), (chunk,), np.array([1])))
 
 
 def _decode(token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...]) -> ModelInputs:
@@ -149,10 +161,13 @@ def _decode(token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...
             seq_lens=seq_lens,
             block_table=torch.arange(1, num * w + 1).view(num, w) + 100 * g,
             slot_mapping=torch.arange(num) + 1000 * (g + 1),
+            block_size=16,
         )
         for g, w in enumerate(widths)
     )
-    return ModelInputs(torch.tensor(token_ids), torch.tensor(seq_lens) - 1, torch.arange(num), metadata)
+    return ModelInputs(
+        torch.tensor(token_ids), torch.tensor(seq_lens) - 1, torch.arange(num), metadata, np.arange(num)
+    )
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-hybrid"])

@@ -309,6 +309,7 @@ class Paged:
             seq_lens=[self.seen[r] for r in active],
             block_table=self.block_table[active],
             slot_mapping=torch.tensor(slots),
+            block_size=self.block_size,
         )
         metadata = {
             key: segments if key[1] == "state" else owner.backend.build(common, owner.window)

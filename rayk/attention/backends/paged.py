@@ -57,23 +57,30 @@ class PagedBackend:
             return f"heads of {max(sizes)} elements are larger than the {limit} of {self.implementation}"
         return None
 
-    def build(self, common: CommonAttentionMetadata, window: int | None) -> PagedAttentionMetadata:
+    def build(
+        self, common: CommonAttentionMetadata, window: int | None, chunk: int | None = None
+    ) -> PagedAttentionMetadata:
         """The kernels take the common metadata as it is."""
-        return PagedAttentionMetadata(common, window)
+        return PagedAttentionMetadata(common, window, chunk)
 
     def forward(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         kv_cache: torch.Tensor,
         metadata: PagedAttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv]."""
-        assert params.window == metadata.window, "the layer is in another attention group's metadata"
+        """See AttentionBackend."""
+        local = params.window, params.chunk
+        assert local == (metadata.window, metadata.chunk), (
+            "the layer is in another attention group's metadata"
+        )
         common = metadata.common
-        store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
+        if k is not None:
+            assert v is not None
+            store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
         return paged_attention(
             q,
             kv_cache,

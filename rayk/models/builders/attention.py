@@ -22,21 +22,28 @@ def build_attention(build: Build, index: int) -> Attention:
     q_heads = shard.query_heads(config.num_query_heads, *build.tp)
     kv_heads = shard.kv_heads(config.num_query_heads, config.num_kv_heads, *build.tp)
     size_k, size_v = config.head_size_k, config.head_size_v
-    parts = (
+    shares = config.layers[index].kv_source is not None
+    parts: tuple[Rows, ...] = (
         _query_rows(config.num_query_heads, q_heads, size_k, gated=config.attention_gate),
-        Rows("k", config.num_kv_heads * size_k, head_rows(kv_heads, size_k)),
-        Rows("v", config.num_kv_heads * size_v, head_rows(kv_heads, size_v)),
     )
+    if not shares:
+        parts += (
+            Rows("k", config.num_kv_heads * size_k, head_rows(kv_heads, size_k)),
+            Rows("v", config.num_kv_heads * size_v, head_rows(kv_heads, size_v)),
+        )
     out = Rows("o", config.num_query_heads * size_v, head_rows(q_heads, size_v))
     weights = AttentionWeights(
         qkv=build.linear(index, parts, bias=config.qkv_bias),
         out=build.row_parallel(index, out, bias=config.o_bias),
-        qk_norm=_qk_norm(build, index, len(q_heads), len(kv_heads)) if config.qk_norm else None,
+        qk_norm=_qk_norm(build, index, len(q_heads), 0 if shares else len(kv_heads))
+        if config.qk_norm
+        else None,
     )
     kv_index = shard.kv_index(config.num_query_heads, config.num_kv_heads, *build.tp)
     params = AttentionParams(
         scale=config.attention_scale,
         window=config.layers[index].window,
+        chunk=config.layers[index].chunk,
         kv_index=torch.tensor(kv_index, dtype=torch.int64, device=build.pieces.device),
         head_size_k=size_k,
         head_size_v=size_v,
@@ -49,6 +56,7 @@ def build_attention(build: Build, index: int) -> Attention:
         kv_head_ids=kv_heads,
         params=params,
         backend=build.backend_for(index),
+        shares=shares,
         gated=config.attention_gate,
         multipliers=AttentionMultipliers(
             inputs=config.attention_in_multiplier,
@@ -75,8 +83,9 @@ def _sinks(build: Build, index: int, q_heads: tuple[int, ...]) -> torch.Tensor:
 
 
 def _qk_norm(build: Build, index: int, num_q: int, num_kv: int) -> Norm:
-    """The head norms of q and k as one weight [Q + H, D]."""
+    """The head norms of q and k as one weight [Q + H, D]; of q alone where the layer makes no keys."""
     size = build.config.head_size_k
-    q = build.pieces.whole(build.name(index, "q_norm.weight"), size)
-    k = build.pieces.whole(build.name(index, "k_norm.weight"), size)
-    return Norm(torch.cat([q.expand(num_q, size), k.expand(num_kv, size)]), build.config.norm)
+    weights = [build.pieces.whole(build.name(index, "q_norm.weight"), size).expand(num_q, size)]
+    if num_kv:
+        weights.append(build.pieces.whole(build.name(index, "k_norm.weight"), size).expand(num_kv, size))
+    return Norm(torch.cat(weights), build.config.norm)

@@ -38,10 +38,10 @@ BUILDERS: Mapping[str, Callable[[Build, int], CachingMixer]] = MappingProxyType(
 
 
 class BuiltLayer(NamedTuple):
-    """A layer, and what of it owns which part of its cache."""
+    """A layer, and what of it uses which part of a cache: its own, or that of its `kv_source`."""
 
     layer: Layer | ParallelLayer
-    owners: Mapping[str, OwnsCache]
+    users: Mapping[str, OwnsCache]
 
 
 def build_layer(build: Build, index: int) -> BuiltLayer:

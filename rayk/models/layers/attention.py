@@ -21,11 +21,12 @@ class AttentionWeights:
     """One rank's weights of an attention layer."""
 
     qkv: Linear
-    """Rows of the rank's query heads, then its key heads, then its value heads. Gates, where there are any,
-    come before all of them, of the size of a query head each."""
+    """Rows of the rank's query heads, then its key heads, then its value heads; of the query heads alone
+    where the layer shares another's keys and values. Gates, where there are any, come before all of them, of
+    the size of a query head each."""
     out: RowParallelLinear
     qk_norm: Norm | None
-    """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head."""
+    """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head that it makes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +50,12 @@ class Attention:
         kv_head_ids: tuple[int, ...],
         params: AttentionParams,
         backend: AttentionBackend,
+        shares: bool = False,
         gated: bool = False,
         multipliers: AttentionMultipliers | None = None,
     ) -> None:
-        """`gated`: a head's output is multiplied by the sigmoid of its gate."""
+        """`shares`: it binds another layer's cache, and makes no keys and values. `gated`: a head's output is
+        multiplied by the sigmoid of its gate."""
         self.layer = layer
         self.kv_head_ids = kv_head_ids
         """Global ids of the rank's KV heads, in cache order, as the weights were cut."""
@@ -60,6 +63,7 @@ class Attention:
         self.window = params.window
         self.params = params
         self.backend = backend
+        self.shares = shares
         self.kv_cache: torch.Tensor | None = None
         self._weights = weights
         self._gated = gated
@@ -69,7 +73,7 @@ class Attention:
     def key_norm_weight(self) -> torch.Tensor | None:
         """The head norm's weight of this rank's keys [H, D], a view; None where keys are not normed."""
         norm = self._weights.qk_norm
-        return None if norm is None else norm.weight[self.num_query_heads :]
+        return None if norm is None or self.shares else norm.weight[self.num_query_heads :]
 
     def bind_kv_cache(self, view: torch.Tensor) -> None:
         """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token."""
@@ -94,9 +98,10 @@ class Attention:
         )
 
     def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; stores k and v of the T tokens. `metadata` is the backend's."""
+        """[T, hidden] -> [T, hidden]; stores k and v of the T tokens, if it makes any. `metadata` is the
+        backend's."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
-        num_q, num_kv = self.num_query_heads, len(self.kv_head_ids)
+        num_q, num_kv = self.num_query_heads, 0 if self.shares else len(self.kv_head_ids)
         params, multipliers = self.params, self._multipliers
         qkv = self._weights.qkv.forward(x if multipliers.inputs == 1.0 else x * multipliers.inputs)
         gate = None
@@ -104,15 +109,14 @@ class Attention:
             gate, qkv = qkv.tensor_split((num_q * params.head_size_k,), dim=-1)
         num_qk = (num_q + num_kv) * params.head_size_k
         qk = qkv[:, :num_qk].view(-1, num_q + num_kv, params.head_size_k)
-        v = qkv[:, num_qk:].view(-1, num_kv, params.head_size_v)
+        v = None if self.shares else qkv[:, num_qk:].view(-1, num_kv, params.head_size_v)
         if multipliers.keys != 1.0:
             qk[:, num_q:] *= multipliers.keys
         if self._weights.qk_norm is not None:
             qk = self._weights.qk_norm.forward(qk)
         if rotation is not None:
             qk = rotate(qk, rotation)
-        out = self.backend.forward(qk[:, :num_q], qk[:, num_q:], v, self.kv_cache, metadata, params).flatten(
-            1
-        )
+        k = None if self.shares else qk[:, num_q:]
+        out = self.backend.forward(qk[:, :num_q], k, v, self.kv_cache, metadata, params).flatten(1)
         out = self._weights.out.forward(out if gate is None else out * gate.sigmoid())
         return out if multipliers.outputs == 1.0 else out * multipliers.outputs

@@ -1,0 +1,146 @@
+"""How layers that see less than everything see a step: pure functions on metadata, which compose.
+
+fast_prefill:   only the tokens whose logits are wanted are queries (trailing layers that share KV).
+chunked_local:  a virtual batch per request and run of `chunk` positions that it has tokens in; its keys begin
+                where the run does. Attention within it is plain causal attention.
+sliding_window: block tables without the columns that no token of the step can see.
+
+Where two apply, fast_prefill comes first: then virtual batches are made for the few tokens that are left.
+All work on the host in whole arrays, and take rows and columns of the block tables on the device. A transform
+that would change nothing returns what it was given, so that equal views of a step can be told by identity.
+
+Legend: R requests, T packed tokens, V virtual batches, N token slots of a kernel block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rayk.attention.metadata import CommonAttentionMetadata
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class VirtualBatches:
+    """The runs of positions that a step's tokens lie in, in packed order; int64 [V] each."""
+
+    requests: np.ndarray
+    """The request."""
+    query_lens: np.ndarray
+    """Tokens of this step."""
+    key_lens: np.ndarray
+    """Tokens of the run until the last of this step."""
+    key_starts: np.ndarray
+    """Position of the run's first token."""
+
+
+def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) -> VirtualBatches:
+    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at the ends of runs."""
+    computed = seq_lens - query_lens
+    first = computed // chunk
+    counts = (seq_lens - 1) // chunk - first + 1
+    starts = np.cumsum(counts) - counts
+    requests = np.repeat(np.arange(len(counts)), counts)
+    key_starts = (first[requests] + np.arange(len(requests)) - starts[requests]) * chunk
+    ends = np.minimum(key_starts + chunk, seq_lens[requests])
+    return VirtualBatches(
+        requests=requests,
+        query_lens=ends - np.maximum(key_starts, computed[requests]),
+        key_lens=ends - key_starts,
+        key_starts=key_starts,
+    )
+
+
+def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentionMetadata:
+    """The step as layers see it whose tokens see their own run of `chunk` positions: R = V.
+
+    Runs must begin where kernel blocks do: N divides `chunk`.
+    """
+    size = common.block_size
+    assert chunk % size == 0, f"runs of {chunk} positions do not begin where kernel blocks of {size} do"
+    if common.max_seq_len <= chunk:
+        return common
+    starts, seq_lens = _host(common)
+    batches = virtual_batches(np.diff(starts), seq_lens, chunk)
+    return _rebuilt(
+        common, batches.requests, batches.query_lens, batches.key_lens, batches.key_starts // size
+    )
+
+
+def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttentionMetadata:
+    """The step as layers see it whose tokens see `window` keys, themselves included: tables and lengths begin
+    at the first kernel block that some token of the request sees into."""
+    if common.max_seq_len - window < common.block_size:
+        return common
+    starts, seq_lens = _host(common)
+    query_lens = np.diff(starts)
+    first = np.maximum(seq_lens - query_lens + 1 - window, 0) // common.block_size
+    if not first.any():
+        return common
+    key_lens = seq_lens - first * common.block_size
+    return _rebuilt(common, np.arange(len(first)), query_lens, key_lens, first)
+
+
+def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonAttentionMetadata | None:
+    """The step as layers see it that compute only the packed tokens `wanted` [M], ascending: requests without
+    any are left out. None if there are none at all.
+
+    A request's wanted tokens are its last ones, else causal attention would see the wrong keys. Nothing is
+    stored: the slots are -1.
+    """
+    if len(wanted) == common.num_tokens:
+        return common
+    if not len(wanted):
+        return None
+    starts, seq_lens = _host(common)
+    counts = np.diff(np.searchsorted(wanted, starts))
+    ends = starts[1:][counts > 0]
+    kept = np.flatnonzero(counts)
+    query_lens = counts[kept]
+    lasts = np.repeat(ends - np.cumsum(query_lens), query_lens) + np.arange(len(wanted))
+    assert np.array_equal(wanted, lasts), "tokens are wanted that are not the last of their request"
+    made = _rebuilt(common, kept, query_lens, seq_lens[kept], None)
+    slots = torch.full((len(wanted),), -1, dtype=torch.int64, device=common.slot_mapping.device)
+    return replace(made, slot_mapping=slots)
+
+
+def _host(common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
+    """query_start_loc [R + 1] and seq_lens [R], int64."""
+    return np.array(common.query_start_loc_cpu), np.array(common.seq_lens_cpu)
+
+
+def _rebuilt(
+    common: CommonAttentionMetadata,
+    requests: np.ndarray,
+    query_lens: np.ndarray,
+    key_lens: np.ndarray,
+    first_columns: np.ndarray | None,
+) -> CommonAttentionMetadata:
+    """Rows of `common`, each with queries and keys of its own, its table from a column of its own on (None:
+    from the first)."""
+    device = common.block_table.device
+    starts = np.zeros(len(requests) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    longest = int(key_lens.max())
+    width = -(-longest // common.block_size)
+    rows = torch.from_numpy(requests).to(device)
+    if first_columns is None:
+        table = common.block_table[rows, :width]
+    else:
+        # Columns beyond a row's keys may be beyond the table, too; nothing reads them.
+        columns = first_columns[:, None] + np.arange(width)
+        columns = np.minimum(columns, common.block_table.shape[1] - 1)
+        table = common.block_table[rows[:, None], torch.from_numpy(columns).to(device)]
+    return replace(
+        common,
+        query_start_loc=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(key_lens.astype(np.int32)).to(device),
+        block_table=table,
+        query_start_loc_cpu=tuple(starts.tolist()),
+        seq_lens_cpu=tuple(key_lens.tolist()),
+        num_tokens=int(starts[-1]),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=longest,
+    )
