@@ -9,6 +9,7 @@ from rayk.models.builders.context import Build
 from rayk.models.builders.layer import build_layer
 from rayk.models.decoder import Decoder
 from rayk.models.families import FAMILIES
+from rayk.models.families.sharing import unused_tensors
 from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
 from rayk.models.layers.rope import Rotary
 from rayk.models.pieces import Pieces
@@ -65,7 +66,7 @@ def _refuse_unread(reader: WeightReader, config: DecoderConfig, where: str) -> N
     ignored = (*names.ignored_prefixes, *(names.layer_prefix.format(i=i) for i in further))
     unread = sorted(
         name
-        for name in reader.unread
+        for name in reader.unread - unused_tensors(names, config)
         if not name.endswith(names.ignored_suffixes)
         and not name.startswith(ignored)
         # Tied weights are sometimes saved twice.

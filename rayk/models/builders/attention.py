@@ -23,21 +23,18 @@ def build_attention(build: Build, index: int) -> Attention:
     kv_heads = shard.kv_heads(config.num_query_heads, config.num_kv_heads, *build.tp)
     size_k, size_v = config.head_size_k, config.head_size_v
     shares = config.layers[index].kv_source is not None
-    parts: tuple[Rows, ...] = (
+    # A layer that shares still names all three: a fused tensor holds rows of each.
+    made: tuple[int, ...] = () if shares else kv_heads
+    parts = (
         _query_rows(config.num_query_heads, q_heads, size_k, gated=config.attention_gate),
+        Rows("k", config.num_kv_heads * size_k, head_rows(made, size_k)),
+        Rows("v", config.num_kv_heads * size_v, head_rows(made, size_v)),
     )
-    if not shares:
-        parts += (
-            Rows("k", config.num_kv_heads * size_k, head_rows(kv_heads, size_k)),
-            Rows("v", config.num_kv_heads * size_v, head_rows(kv_heads, size_v)),
-        )
     out = Rows("o", config.num_query_heads * size_v, head_rows(q_heads, size_v))
     weights = AttentionWeights(
         qkv=build.linear(index, parts, bias=config.qkv_bias),
         out=build.row_parallel(index, out, bias=config.o_bias),
-        qk_norm=_qk_norm(build, index, len(q_heads), 0 if shares else len(kv_heads))
-        if config.qk_norm
-        else None,
+        qk_norm=_qk_norm(build, index, len(q_heads), len(made)) if config.qk_norm else None,
     )
     kv_index = shard.kv_index(config.num_query_heads, config.num_kv_heads, *build.tp)
     params = AttentionParams(

@@ -30,6 +30,7 @@ from rayk.models.families import (
 )
 from rayk.models.families.common import Family, WeightNames
 from rayk.models.families.raw import RawConfig, read_json
+from rayk.models.families.sharing import apply_sharing
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 __all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
@@ -87,7 +88,8 @@ def parse_config(values: dict[str, object], where: str = "config.json") -> Decod
             architecture=str(names[0]),
             supported=SUPPORTED,
         )
-    return family.parse(RawConfig(values, where, str(names[0])))
+    raw = RawConfig(values, where, str(names[0]))
+    return apply_sharing(raw, family.parse(raw))
 
 
 def _generation_eos(folder: Path) -> dict[str, object]:

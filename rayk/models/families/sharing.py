@@ -1,0 +1,141 @@
+"""Layers that attend to an earlier layer's keys and values, for any family whose layers all attend.
+
+Two keys of config.json, of which one may be given:
+
+num_kv_shared_layers   the last so many layers each reuse the last layer of their own type (window and
+                       chunk) among the others; 0 or null: none (gemma3n/configuration_gemma3n.py:207)
+kv_sharing_targets     one entry per layer: the layer whose keys and values it reuses, null for its own
+
+A family whose own config says which layers share is left as it is. Sharing layers have no weights of keys
+and values; those that a checkpoint still holds of them are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rayk.models.config import why_bad_source
+from rayk.models.families.raw import RawConfig
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig, LayerConfig
+    from rayk.models.families.common import WeightNames
+
+COUNT, TARGETS = "num_kv_shared_layers", "kv_sharing_targets"
+KEYS = (COUNT, TARGETS)
+
+_UNUSED = tuple(f"{name}.{part}" for name in ("k", "v", "k_norm") for part in ("weight", "bias"))
+
+
+def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
+    """`config` with the layers sharing that `raw` has keys for.
+
+    Raises CheckpointError for values that no model can have, and UnsupportedArchitecture where layers keep
+    something else than keys and values.
+    """
+    raw = _with_text_config(raw)
+    count, targets = raw.whole(COUNT, 0), raw.get(TARGETS)
+    if config.sharing_layers:  # the family's own rule made them
+        if targets is not None:
+            raise raw.refuse(
+                f"`{TARGETS}` is not supported in family {config.family}", f"its own key is `{COUNT}`"
+            )
+        return config
+    if not count and targets is None:
+        return config
+    if count and targets is not None:
+        raise CheckpointError(
+            f"`{COUNT}` and `{TARGETS}` both say which layers share", where=raw.where, mend="leave one out"
+        )
+    _require_attention(raw, config, COUNT if count else TARGETS)
+    sources = (
+        shared_sources(raw, config.layers, count) if count else _targets(raw, targets, len(config.layers))
+    )
+    layers = tuple(
+        replace(layer, kv_source=source) for layer, source in zip(config.layers, sources, strict=True)
+    )
+    for index in range(len(layers)):
+        reason = why_bad_source(layers, index)
+        if reason is not None:
+            raise CheckpointError(
+                f"`{TARGETS}`: {reason}",
+                where=raw.where,
+                mend="name an earlier layer of the same type that has its own, or null",
+            )
+    return replace(config, layers=layers)
+
+
+def shared_sources(raw: RawConfig, layers: Sequence[LayerConfig], count: int) -> tuple[int | None, ...]:
+    """Per layer the one it reuses when the last `count` share; None for its own.
+
+    Raises CheckpointError where there are not so many layers, or none of a sharing layer's type.
+    """
+    num_own = len(layers) - count
+    if num_own < 1:
+        raise CheckpointError(
+            f"`{COUNT}` {count} leaves none of {len(layers)} layers with keys and values of its own",
+            where=raw.where,
+            mend=f"at most {len(layers) - 1}",
+        )
+    last = {_type_of(layer): index for index, layer in enumerate(layers[:num_own])}
+    for index, layer in enumerate(layers[num_own:], num_own):
+        if _type_of(layer) not in last:
+            raise CheckpointError(
+                f"`{COUNT}` {count}: layer {index} (window {layer.window}, chunk {layer.chunk}) would reuse "
+                f"the last layer of its type among layers 0 to {num_own - 1}, and there is none",
+                where=raw.where,
+                mend="let fewer layers share",
+            )
+    return (None,) * num_own + tuple(last[_type_of(layer)] for layer in layers[num_own:])
+
+
+def unused_tensors(names: WeightNames, config: DecoderConfig) -> frozenset[str]:
+    """Names on disk of what sharing layers would have, did they make keys and values."""
+    return frozenset(
+        names.in_layer(index, parameter)
+        for index in config.sharing_layers
+        for parameter in _UNUSED
+        if parameter in names.layer
+    )
+
+
+def _type_of(layer: LayerConfig) -> tuple[str, int | None, int | None]:
+    return layer.mixer, layer.window, layer.chunk
+
+
+def _with_text_config(raw: RawConfig) -> RawConfig:
+    """With the text model's keys where config.json is a larger model's."""
+    text = raw.get("text_config", {})
+    if not isinstance(text, dict):
+        return raw
+    own = {key: value for key, value in raw.values.items() if value is not None}
+    return RawConfig({key: text.get(key) for key in KEYS} | own, raw.where, raw.architecture)
+
+
+def _require_attention(raw: RawConfig, config: DecoderConfig, key: str) -> None:
+    for index, layer in enumerate(config.layers):
+        if layer.mixers != ("attention",):
+            raise raw.refuse(
+                f"`{key}` is not supported in family {config.family}: the mixer of layer {index} is "
+                f"{layer.mixer}",
+                "layers can share keys and values where all of them are plain attention",
+            )
+
+
+def _targets(raw: RawConfig, values: object, num_layers: int) -> tuple[int | None, ...]:
+    """The list, checked for its form."""
+    if not isinstance(values, list) or len(values) != num_layers:
+        raise CheckpointError(
+            f"`{TARGETS}` must list {num_layers} layers, not {values!r}",
+            where=raw.where,
+            mend="one entry per layer: the layer whose keys and values it reuses, or null",
+        )
+    for index, value in enumerate(values):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise CheckpointError(
+                f"`{TARGETS}`[{index}] must be the number of a layer or null, not {value!r}", where=raw.where
+            )
+    return tuple(values)
