@@ -7,6 +7,7 @@ gains.py        what every tensor is drawn from
 draw.py         the search for random weights whose greedy output is worth comparing
 routing.py      how near routers come to another choice, and routers that never come near
 text.py         a text fed to a transformers model piece by piece, with its cache
+sharing.py      a cache through which layers of a transformers model share keys and values
 tokenizer.py    the byte-level BPE tokenizer it puts beside the weights
 reference.py    Reference: greedy tokens, margins, teacher forcing and KV values of transformers
 states.py       what transformers' cache holds, by the names of rayk's page fields

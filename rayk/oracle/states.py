@@ -35,7 +35,10 @@ def layer_caches(config: Any, cache: Any) -> list[Fields]:
     config: transformers' config object. cache: its DynamicCache, fed with one text.
     """
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(cache.layers)
-    return [_fields(config, kind, layer) for kind, layer in zip(types, cache.layers, strict=True)]
+    # The last layers keep nothing where they share others' keys and values: the cache may end before them.
+    num_kept = len(cache.layers)
+    found = [_fields(config, kind, layer) for kind, layer in zip(types[:num_kept], cache.layers, strict=True)]
+    return found + [{}] * (len(types) - num_kept)
 
 
 def _fields(config: Any, kind: str, layer: Any) -> Fields:

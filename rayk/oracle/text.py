@@ -48,6 +48,11 @@ class Text:
 def _new_cache(config: Any) -> Any:
     from transformers import DynamicCache
 
+    from rayk.oracle.sharing import SharingCache, kv_sources
+
+    sources = kv_sources(config)
+    if sources is not None:
+        return SharingCache(sources)
     types = getattr(config, "layer_types", None) or ()
     # Only where states make it necessary: without a config the cache keeps every token of sliding layers
     # too, which the mask hides.

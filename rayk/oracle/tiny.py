@@ -144,11 +144,29 @@ LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
 )
 """Overrides that divide every position by 4."""
 
+LAST_REUSE: Mapping[str, Any] = MappingProxyType({"num_kv_shared_layers": 2})
+"""Overrides with which the last two layers attend to keys and values of layers before them."""
+
+REUSE_IN_ORDER: Mapping[str, Any] = MappingProxyType({"kv_sharing_targets": [None, None, 0, 1]})
+"""The same in another form: the second half of the layers reuses the first, layer by layer."""
+
+TWICE_REUSED: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_hidden_layers": 8,
+        "layer_types": ["full_attention", "sliding_attention"] * 4,
+        "kv_sharing_targets": [None, None, 0, 1, None, None, 4, 5],
+    }
+)
+"""Overrides with which layers 2, 3, 6 and 7 reuse the two before them; only 6 and 7 end the model. For
+families with sliding layers (qwen2 and qwen3 need HYBRID as well)."""
+
 ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "llama", "mistral"})
 """Families whose tokenizers put the BOS token before a text by default."""
 
 _OLD_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"})
 _OTHER_OLD_KEYS = frozenset({"sliding_window_pattern"})
+_SHARING_KEYS = frozenset({"num_kv_shared_layers", "kv_sharing_targets"})
+"""rayk's own, of families whose layers all attend and that know no sharing themselves (oracle.sharing)."""
 
 
 def family_values(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +195,8 @@ def make_config(family: str, values: Mapping[str, Any]) -> Any:
 
     config_class = CONFIG_MAPPING[_MODEL_TYPES.get(family, family)]
     known = set(config_class().to_dict()) | _OLD_ROPE_KEYS | _OTHER_OLD_KEYS
+    if family not in HYBRIDS and not known & _SHARING_KEYS:
+        known |= _SHARING_KEYS
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)
