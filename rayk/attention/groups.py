@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 
-from rayk.attention import transforms
 from rayk.attention.backend import AttentionBackend, PagedAttentionMetadata
 from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.attention.transforms import chunked_local, fast_prefill, sliding_window
 from rayk.kv.specs import KVCacheSpec
 
 
@@ -24,24 +25,6 @@ class AttentionView:
     """As `window`."""
     fast_prefill: bool = False
     """Only the tokens whose logits are wanted are computed."""
-
-    def of(
-        self, common: CommonAttentionMetadata, wanted: np.ndarray | None
-    ) -> CommonAttentionMetadata | None:
-        """The step as the layers see it; None where they compute nothing.
-
-        `wanted`: packed tokens [M] whose logits are; None: all tokens are computed everywhere.
-        """
-        if self.fast_prefill and wanted is not None:
-            reduced = transforms.fast_prefill(common, wanted)
-            if reduced is None:
-                return None
-            common = reduced
-        if self.chunk is not None:
-            common = transforms.chunked_local(common, self.chunk)
-        if self.window is not None:
-            common = transforms.sliding_window(common, self.window)
-        return common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +99,12 @@ class AttentionGroups:
         self, commons: Mapping[int, CommonAttentionMetadata], wanted: np.ndarray | None = None
     ) -> dict[AttentionView, CommonAttentionMetadata]:
         """The step by view, from the common metadata of each KV group with attention layers; views that
-        compute nothing are left out. `wanted`: see AttentionView.of."""
-        seen = {view: view.of(commons[view.kv_group], wanted) for view in self.views}
+        compute nothing are left out. Views that come to the same are given the same object.
+
+        `wanted`: ascending packed tokens [M] whose logits are; None: all tokens are computed everywhere.
+        """
+        step = _Step(wanted)
+        seen = {view: step.see(commons[view.kv_group], view) for view in self.views}
         return {view: common for view, common in seen.items() if common is not None}
 
     def build(
@@ -133,8 +120,28 @@ class AttentionGroups:
             if common is None:
                 continue
             local = group.view.window, group.view.chunk
-            key = id(group.backend), id(common), *local
+            key = group.backend, common, *local
             if key not in shared:
                 shared[key] = group.backend.build(common, *local)
             built |= dict.fromkeys(group.layers, shared[key])
         return built
+
+
+class _Step:
+    """The transforms of one step. Each is done once for what it is given, whatever number of views ask."""
+
+    def __init__(self, wanted: np.ndarray | None) -> None:
+        self._reduced = None if wanted is None else cache(partial(fast_prefill, wanted=wanted))
+        self._chunked = cache(chunked_local)
+        self._windowed = cache(sliding_window)
+
+    def see(self, common: CommonAttentionMetadata, view: AttentionView) -> CommonAttentionMetadata | None:
+        """The step as the view's layers see it; None where they compute nothing."""
+        seen: CommonAttentionMetadata | None = common
+        if view.fast_prefill and self._reduced is not None:
+            seen = self._reduced(common)
+        if seen is not None and view.chunk is not None:
+            seen = self._chunked(seen, view.chunk)
+        if seen is not None and view.window is not None:
+            seen = self._windowed(seen, view.window)
+        return seen

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class CommonAttentionMetadata:
-    """One KV group's view of a step. Filled by the engine once per step; never changed."""
+    """One KV group's view of a step. Filled by the engine once per step; never changed, and equal only to
+    itself."""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32, where each request's tokens start among the T packed ones; the last is T."""

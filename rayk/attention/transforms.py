@@ -5,11 +5,14 @@ chunked_local:  a virtual batch per request and run of `chunk` positions that it
                 where the run does. Attention within it is plain causal attention.
 sliding_window: block tables without the columns that no token of the step can see.
 
-Where two apply, fast_prefill comes first: then virtual batches are made for the few tokens that are left.
+Where several apply, they come in this order. fast_prefill after chunked_local makes the same batch, but out of
+a virtual batch for every run of every prompt; and once sliding_window has cut a request's first keys off, its
+runs no longer begin where chunked_local looks for them.
+
 All work on the host in whole arrays, and take rows and columns of the block tables on the device. A transform
 that would change nothing returns what it was given, so that equal views of a step can be told by identity.
 
-Legend: R requests, T packed tokens, V virtual batches, N token slots of a kernel block.
+Legend: R requests, T packed tokens, V virtual batches, N token slots of a kernel block, W columns of a table.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ class VirtualBatches:
 
 
 def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) -> VirtualBatches:
-    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at the ends of runs."""
+    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at the ends of runs.
+
+    Every request has tokens in the step.
+    """
     computed = seq_lens - query_lens
     first = computed // chunk
     counts = (seq_lens - 1) // chunk - first + 1
@@ -64,9 +70,8 @@ def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentio
         return common
     starts, seq_lens = _host(common)
     batches = virtual_batches(np.diff(starts), seq_lens, chunk)
-    return _rebuilt(
-        common, batches.requests, batches.query_lens, batches.key_lens, batches.key_starts // size
-    )
+    first_columns = batches.key_starts // size
+    return _rebuilt(common, batches.requests, batches.query_lens, batches.key_lens, first_columns)
 
 
 def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttentionMetadata:
@@ -76,19 +81,19 @@ def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttent
         return common
     starts, seq_lens = _host(common)
     query_lens = np.diff(starts)
-    first = np.maximum(seq_lens - query_lens + 1 - window, 0) // common.block_size
-    if not first.any():
+    first_columns = np.maximum(seq_lens - query_lens + 1 - window, 0) // common.block_size
+    if not first_columns.any():
         return common
-    key_lens = seq_lens - first * common.block_size
-    return _rebuilt(common, np.arange(len(first)), query_lens, key_lens, first)
+    key_lens = seq_lens - first_columns * common.block_size
+    return _rebuilt(common, np.arange(len(seq_lens)), query_lens, key_lens, first_columns)
 
 
 def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonAttentionMetadata | None:
     """The step as layers see it that compute only the packed tokens `wanted` [M], ascending: requests without
     any are left out. None if there are none at all.
 
-    A request's wanted tokens are its last ones, else causal attention would see the wrong keys. Nothing is
-    stored: the slots are -1.
+    A request's wanted tokens are its last ones, else causal attention would see the wrong keys. Slots are -1:
+    such layers have no keys of their own to store.
     """
     if len(wanted) == common.num_tokens:
         return common
@@ -96,14 +101,13 @@ def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonA
         return None
     starts, seq_lens = _host(common)
     counts = np.diff(np.searchsorted(wanted, starts))
-    ends = starts[1:][counts > 0]
     kept = np.flatnonzero(counts)
     query_lens = counts[kept]
-    lasts = np.repeat(ends - np.cumsum(query_lens), query_lens) + np.arange(len(wanted))
-    assert np.array_equal(wanted, lasts), "tokens are wanted that are not the last of their request"
-    made = _rebuilt(common, kept, query_lens, seq_lens[kept], None)
+    last_ones = np.repeat(starts[1:][kept] - np.cumsum(query_lens), query_lens) + np.arange(query_lens.sum())
+    assert np.array_equal(wanted, last_ones), "tokens are wanted that are not the last of their request"
+    reduced = _rebuilt(common, kept, query_lens, seq_lens[kept], np.zeros_like(kept))
     slots = torch.full((len(wanted),), -1, dtype=torch.int64, device=common.slot_mapping.device)
-    return replace(made, slot_mapping=slots)
+    return replace(reduced, slot_mapping=slots)
 
 
 def _host(common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
@@ -116,31 +120,33 @@ def _rebuilt(
     requests: np.ndarray,
     query_lens: np.ndarray,
     key_lens: np.ndarray,
-    first_columns: np.ndarray | None,
+    first_columns: np.ndarray,
 ) -> CommonAttentionMetadata:
-    """Rows of `common`, each with queries and keys of its own, its table from a column of its own on (None:
-    from the first)."""
+    """A row per entry of these arrays [V]: tokens of one of `requests`, whose keys begin with a column of its
+    block table."""
     device = common.block_table.device
     starts = np.zeros(len(requests) + 1, dtype=np.int32)
     np.cumsum(query_lens, out=starts[1:])
     longest = int(key_lens.max())
-    width = -(-longest // common.block_size)
-    rows = torch.from_numpy(requests).to(device)
-    if first_columns is None:
-        table = common.block_table[rows, :width]
-    else:
-        # Columns beyond a row's keys may be beyond the table, too; nothing reads them.
-        columns = first_columns[:, None] + np.arange(width)
-        columns = np.minimum(columns, common.block_table.shape[1] - 1)
-        table = common.block_table[rows[:, None], torch.from_numpy(columns).to(device)]
     return replace(
         common,
         query_start_loc=torch.from_numpy(starts).to(device),
         seq_lens=torch.from_numpy(key_lens.astype(np.int32)).to(device),
-        block_table=table,
+        block_table=_cut_table(common.block_table, requests, first_columns, -(-longest // common.block_size)),
         query_start_loc_cpu=tuple(starts.tolist()),
         seq_lens_cpu=tuple(key_lens.tolist()),
         num_tokens=int(starts[-1]),
         max_query_len=int(query_lens.max()),
         max_seq_len=longest,
     )
+
+
+def _cut_table(
+    table: torch.Tensor, requests: np.ndarray, first_columns: np.ndarray, width: int
+) -> torch.Tensor:
+    """[V, width] from table [R, W]: of each of `requests` [V] the columns from its first on [V]."""
+    rows, first = torch.from_numpy(np.stack((requests, first_columns))).to(table.device).unsqueeze(-1)
+    columns = first + torch.arange(width, device=table.device)
+    # Columns beyond a row's keys may be beyond the table, too; nothing reads them.
+    columns.clamp_(max=table.shape[1] - 1).add_(rows * table.shape[1])
+    return table.reshape(-1).index_select(0, columns.view(-1)).view(-1, width)
