@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from rayk.kv.geometry import RankGeometry, kernel_block_sizes, layout_veto, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.specs import KVCacheSpec, rows_per_block
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import engine_groups
+from rayk.models.kv_specs import chunk_steps, engine_groups
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -35,7 +36,8 @@ def plan_engine(
     `parties` are (name, veto) of attention backends and the like, asked about every group's spec that is not
     a state (whose kernels read any layout by its strides); the groups' own veto is added here.
     Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left, UserError
-    for kernel blocks that do not divide a group's, or of groups that are not there.
+    for kernel blocks that do not divide a group's or the chunks of its layers, or of groups that are not
+    there.
     """
     groups = engine_groups(config, model)
     resolution = resolve_layout(
@@ -45,7 +47,7 @@ def plan_engine(
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
-    kernel_blocks = _kernel_blocks(groups, config)
+    kernel_blocks = _kernel_blocks(groups, config, chunk_steps(groups, model))
     ranks = tuple(
         plan_rank(
             groups,
@@ -60,19 +62,26 @@ def plan_engine(
     return EnginePlan(groups, resolution, ranks)
 
 
-def _kernel_blocks(groups: Sequence[KVCacheGroup], config: EngineConfig) -> tuple[int, ...]:
-    """Rows of a kernel block, by group."""
+def _kernel_blocks(
+    groups: Sequence[KVCacheGroup], config: EngineConfig, steps: Sequence[int]
+) -> tuple[int, ...]:
+    """Rows of a kernel block, by group; `steps` as of chunk_steps."""
     kinds = {g.spec.kind for g in groups if g.spec.has_token_rows}
     for kind, _ in config.kernel_block_sizes:
         if kind not in kinds:
             raise UserError(f"kernel_block_sizes: no {kind} groups", mend=f"one of {sorted(kinds)}")
-    sizes = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes))
-    for group, rows in zip(groups, sizes, strict=True):
+    sizes = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes), steps)
+    for group, rows, step in zip(groups, sizes, steps, strict=True):
         kind, size = group.spec.kind, group.spec.block_size
         if rows_per_block(group.spec) % rows:
             raise UserError(
                 f"kernel blocks of {rows} do not divide the {kind} groups' blocks of {size} tokens",
                 mend=f"kernel_block_size: a divisor of {size}",
+            )
+        if group.spec.has_token_rows and step % rows:
+            raise UserError(
+                f"kernel blocks of {rows} do not divide the chunks of {step} positions in {kind} groups",
+                mend=f"kernel_block_size: a divisor of {gcd(size, step)}, or none (which takes that)",
             )
     return sizes
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import lcm
+from math import gcd, lcm
 
 from rayk.kv.fields import ITEMSIZE, PageField
 from rayk.kv.groups import KVCacheGroup
@@ -181,14 +181,21 @@ def plan_rank(
 
 
 def kernel_block_sizes(
-    groups: Sequence[KVCacheGroup], default: int | None, by_kind: Mapping[str, int]
+    groups: Sequence[KVCacheGroup],
+    default: int | None,
+    by_kind: Mapping[str, int],
+    chunk_steps: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Rows of a kernel block for each group: by kind, else `default`, else (and where tokens have no rows)
-    a whole block."""
+    a whole block.
+
+    `chunk_steps`: by group, what the chunks of its layers are multiples of, 0 without any (None: nowhere).
+    A chunk begins with a kernel block: where it need not begin with a whole one, that is cut.
+    """
     sizes = []
-    for g in groups:
+    for g, step in zip(groups, chunk_steps or [0] * len(groups), strict=True):
         rows = rows_per_block(g.spec)
-        wanted = by_kind.get(g.spec.kind) or default or rows
+        wanted = by_kind.get(g.spec.kind) or default or gcd(rows, step)
         sizes.append(wanted if g.spec.has_token_rows else rows)
     return tuple(sizes)
 

@@ -17,7 +17,10 @@ CacheKey = tuple[int, str]
 """(layer, part): one of a layer's caches; part is the spec's, attention or state."""
 
 REFERENCE_TOKENS = 4096
-"""Length of the request by which groupings are compared."""
+"""Length of the request by which groupings are compared: each group counts as it is at its fullest up to
+there. Of chunked layers nothing lives at the end of a run, and 4096 is one for most chunks: they would cost
+nothing, and any grouping of them would do. One token before, they hold most, which is what the pool must have
+room for; all other layers hold most at the end."""
 REFERENCE_BLOCK_SIZE = 16
 """Tokens of an attention block, before it grows, of the engine by which groupings are compared."""
 BLOCK_COST_BYTES = 8 << 10
@@ -123,20 +126,21 @@ def unify_pages(
 
 
 def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
-    """Blocks of one group that a request holds when `num_tokens` are computed."""
-    live = spec.live_rows(num_tokens)
+    """Blocks of one group that a request of `num_tokens` holds when the group is at its fullest."""
+    live = spec.live_rows(spec.fullest_at(num_tokens))
     return -(-live.stop // spec.block_size) - live.start // spec.block_size
 
 
 def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS) -> Waste:
-    """The canonical waste of a request of `num_tokens`."""
+    """The canonical waste of a request of `num_tokens`, each group at its fullest."""
     page = max((page_bytes(g.spec) for g in groups), default=0)
     allocated = needed = 0
     for g in groups:
         allocated += held_blocks(g.spec, num_tokens) * g.num_positions * page
         # A state has one live row: that of the last token.
         row_bytes = page_bytes(g.spec) // rows_per_block(g.spec)
-        needed += len(g.spec.live_rows(num_tokens)) * len(g.layers) * row_bytes
+        num_rows = len(g.spec.live_rows(g.spec.fullest_at(num_tokens)))
+        needed += num_rows * len(g.layers) * row_bytes
     return Waste(allocated, needed)
 
 

@@ -58,8 +58,13 @@ class KVCacheSpec(Protocol):
         """Token positions whose content a later token may still read, when `num_tokens` are computed."""
         ...
 
-    def max_live_rows(self, max_tokens: int) -> int:
-        """Most live rows of a sequence at any time until `max_tokens` are computed."""
+    @property
+    def live_step(self) -> int:
+        """Live rows begin at a multiple of so many positions; 0: always at the first."""
+        ...
+
+    def fullest_at(self, max_tokens: int) -> int:
+        """The last number of computed tokens, up to `max_tokens`, at which a sequence has most live rows."""
         ...
 
 
@@ -82,9 +87,14 @@ class _TokensSpec:
         """Every token."""
         return range(num_tokens)
 
-    def max_live_rows(self, max_tokens: int) -> int:
+    @property
+    def live_step(self) -> int:
         """See KVCacheSpec."""
-        return len(self.live_rows(max_tokens))
+        return 0
+
+    def fullest_at(self, max_tokens: int) -> int:
+        """See KVCacheSpec."""
+        return max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +144,11 @@ class SlidingWindowSpec(FullAttentionSpec):
         """The next token, at position num_tokens, sees keys > num_tokens - window."""
         return range(max(0, num_tokens + 1 - self.window), num_tokens)
 
+    @property
+    def live_step(self) -> int:
+        """See KVCacheSpec."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalSpec(FullAttentionSpec):
@@ -150,9 +165,15 @@ class ChunkedLocalSpec(FullAttentionSpec):
         """The next token, at position num_tokens, sees its run's keys: none where it begins a run."""
         return range(num_tokens - num_tokens % self.chunk, num_tokens)
 
-    def max_live_rows(self, max_tokens: int) -> int:
-        """A whole run but its last token, which begins the next when it is computed."""
-        return min(max_tokens, self.chunk - 1)
+    @property
+    def live_step(self) -> int:
+        """See KVCacheSpec."""
+        return self.chunk
+
+    def fullest_at(self, max_tokens: int) -> int:
+        """When but one token of a run is computed: nobody reads the run any more once its last one is."""
+        last = (max_tokens + 1) // self.chunk * self.chunk - 1
+        return last if last >= 0 else max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +238,14 @@ class _StateSpec:
         """The position of the last token: its state holds all that came before."""
         return range(max(0, num_tokens - 1), num_tokens)
 
-    def max_live_rows(self, max_tokens: int) -> int:
+    @property
+    def live_step(self) -> int:
         """See KVCacheSpec."""
-        return len(self.live_rows(max_tokens))
+        return 1
+
+    def fullest_at(self, max_tokens: int) -> int:
+        """See KVCacheSpec."""
+        return max_tokens
 
     def _conv(
         self, name: str, units: int, channels: int, readers: int, what: str, unit: str = "head"
@@ -344,11 +370,13 @@ def page_bytes(spec: KVCacheSpec) -> int:
 
 
 def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0) -> int:
-    """Most blocks of a sequence of up to `max_tokens` that hold live rows at once, wherever the window falls.
+    """Most blocks of a sequence of up to `max_tokens` that hold live rows at once, wherever the live rows
+    begin.
 
     `num_new_tokens`: rows that are being written beside them.
     """
     whole = -(-max_tokens // spec.block_size)
-    rows = spec.max_live_rows(max_tokens) + num_new_tokens
-    # The first row may be the last of its block; the others fill blocks from their start.
-    return min(whole, 1 + -(-(rows - 1) // spec.block_size))
+    rows = len(spec.live_rows(spec.fullest_at(max_tokens))) + num_new_tokens
+    # The farthest from a block's start that live rows may begin: at its last row, if they begin anywhere.
+    offset = spec.block_size - gcd(spec.block_size, spec.live_step)
+    return min(whole, -(-(offset + rows) // spec.block_size)) if rows else 0

@@ -27,11 +27,17 @@ SAMPLE_BYTES = 64 << 10
 
 
 ATTENTION = (
-    *("qkv_bias", "o_bias", "qk_norm", "sinks", "attention_soft_cap", "attention_scale", "attention_gate"),
+    *("qkv_bias", "o_bias", "qk_norm", "v_norm", "sinks", "attention_soft_cap", "attention_scale", "attention_gate"),
     *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
 )
 """What a model's attention layers share."""
-PER_LAYER = {"mixer": "mixers", "window": "windows", "mlp": "mlps"}
+PER_LAYER = {
+    "mixer": "mixers",
+    "window": "windows",
+    "chunk": "chunks",
+    "kv_source": "kv_sources",
+    "mlp": "mlps",
+}
 """Setting of a layer -> its field, where that is called otherwise."""
 ELSEWHERE = frozenset(
     {

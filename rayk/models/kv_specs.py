@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -50,9 +51,8 @@ def kv_cache_specs(
 
     Layers that use another's cache have none. Without `hybrid_kv`, windowed and chunked layers keep every
     token too (their attention is as local), so that all layers of attention fall into full groups; states
-    stay. `state_block_size` None: the model's positions, so
-    that a request has one block of states. `conv_dtype`: of a convolution's inputs that are kept; None:
-    `dtype`.
+    stay. `state_block_size` None: the model's positions, so that a request has one block of states.
+    `conv_dtype`: of a convolution's inputs that are kept; None: `dtype`.
     """
     settings = _Settings(
         block_size=block_size,
@@ -87,6 +87,14 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
     """The KV groups that the engine forms, their blocks grown."""
     return group_layers(engine_specs(engine, config))
+
+
+def chunk_steps(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[int, ...]:
+    """For each group, in tokens, what the chunks of its layers are multiples of; 0 where it has none.
+
+    Not told from the groups' specs: without hybrid_kv chunked layers lie in groups that keep every token.
+    """
+    return tuple(gcd(*(config.layers[layer].chunk or 0 for layer in g.layers)) for g in groups)
 
 
 def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -> KVCacheSpec:

@@ -7,17 +7,21 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from rayk.kv.geometry import layout_veto
+from rayk.kv.layout import resolve_layout
 from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import engine_groups
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.types.config import EngineConfig
-from rayk.types.errors import SpecError
+from rayk.types.errors import LayoutVetoed, SpecError
 from rayk.types.request import SamplingParams
 
 Models = DecoderConfig | Mapping[str, DecoderConfig]
@@ -250,6 +254,13 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
         why = why_tp_unsupported(config, engine.tp)
         if why:
             return f"{side}: {why}" if decode else why
+        # Groups are of the engine's own dtype: the check of the spec refuses other kv_dtypes.
+        if engine.layout != "auto" and engine.kv_dtype == "auto":
+            veto = partial(layout_veto, engine_groups(engine, config))
+            try:
+                resolve_layout(engine.layout, [("specs", veto)])
+            except LayoutVetoed as error:
+                return str(replace(error, engine=side if decode else ""))
     return None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import gcd
 
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import engine_groups
+from rayk.models.kv_specs import chunk_steps, engine_groups
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
@@ -36,11 +37,14 @@ def check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
 
 
 def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
-    """Refuse kernel blocks that do not divide a group's, or of kinds the model lacks. Raises SpecError."""
+    """Refuse kernel blocks that do not divide a group's or its layers' chunks, or of kinds the model lacks.
+    Raises SpecError."""
     for side, engine in _engines(cell):
-        block_sizes = {
-            g.spec.kind: g.spec.block_size for g in engine_groups(engine, config) if g.spec.has_token_rows
-        }
+        groups = [g for g in engine_groups(engine, config) if g.spec.has_token_rows]
+        block_sizes = {g.spec.kind: g.spec.block_size for g in groups}
+        steps: dict[str, int] = {}
+        for g, step in zip(groups, chunk_steps(groups, config), strict=True):
+            steps[g.spec.kind] = gcd(step, steps.get(g.spec.kind, 0))
         sizes = dict(engine.kernel_block_sizes)
         for kind in sizes:
             if kind not in block_sizes:
@@ -52,14 +56,21 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
                 )
         for kind, block_size in block_sizes.items():
             rows = sizes.get(kind, engine.kernel_block_size)
+            name = "kernel_block_sizes" if kind in sizes else "kernel_block_size"
             if rows is not None and block_size % rows:
-                name = "kernel_block_sizes" if kind in sizes else "kernel_block_size"
                 grown = block_size != engine.block_size
                 raise SpecError(
                     problem=f"{side}: kernel_block_size {rows} does not divide block_size {block_size}"
                     + (f", to which blocks of {engine.block_size} grow in {kind} groups" if grown else ""),
                     where=_where(cell, side, name, loaded),
                     mend=f"a divisor of {block_size}",
+                )
+            if rows is not None and steps[kind] % rows:
+                raise SpecError(
+                    problem=f"{side}: kernel_block_size {rows} does not divide the chunks of "
+                    f"{steps[kind]} positions that layers of {kind} groups see",
+                    where=_where(cell, side, name, loaded),
+                    mend=f"a divisor of {gcd(block_size, steps[kind])}, or leave it out (it is that then)",
                 )
 
 

@@ -124,8 +124,9 @@ def _facts(description: CacheDescription) -> Iterator[tuple[str, str]]:
         yield f"{name}.layers", ",".join(map(str, group.layers))
         yield f"{name}.kind", group.spec.kind
         yield f"{name}.kv_dtype", group.spec.dtype
-        # Which rows are live names a window without asking for the kind of spec.
-        yield f"{name}.live_rows(1000000)", str(group.spec.live_rows(1_000_000))
+        # Which rows are live names a window or chunk without asking for the kind of spec: not at the very
+        # end of so many tokens, where chunks of many sizes have none.
+        yield f"{name}.live_rows(1000000)", str(group.spec.live_rows(group.spec.fullest_at(1_000_000)))
         for f in group.spec.fields():
             yield f"{name}.{f.name}", _describe_field(f)
     yield "digest_version", str(description.digest_version)
