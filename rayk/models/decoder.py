@@ -118,6 +118,8 @@ class Decoder:
         self.attention_layers: dict[int, Attention] = {
             layer: owner for (layer, _), owner in self.cache_owners.items() if isinstance(owner, Attention)
         }
+        self.num_token_layers = 0
+        """Tokens of the last `forward`, summed over the layers that computed them."""
         self._embedding = embedding
         self._final_norm = final_norm
         self._lm_head = lm_head
@@ -143,6 +145,7 @@ class Decoder:
         """
         rotations = self._rotations(positions)
         x = self._embedding.forward(token_ids).to(self._residual_dtype)
+        self.num_token_layers = 0
         first_fast = len(self.layers) if wanted is None else self.config.fast_prefill_layers.start
         for index, layer in enumerate(self.layers):
             if index == first_fast:
@@ -151,6 +154,7 @@ class Decoder:
                 if not len(wanted):
                     break
                 rotations = self._rotations(positions[wanted])
+            self.num_token_layers += x.shape[-2]
             rotation = None if layer.rope is None else rotations[layer.rope]
             x = layer.forward(x, rotation, self._metadata_of(index, metadata))
         return self._final_norm.forward(x).to(self._dtype)
