@@ -5,26 +5,42 @@ inputs into them, pads the batch to the next captured size and replays. Padding 
 sees only slot 0 of the null block and store nothing (slot -1); their states begin at zero and are not kept.
 So no request can tell that they are there.
 
-Only a step where every request computes one token and wants its logits fits a graph; others run eagerly.
+Each way of seeing a KV group (AttentionView) has block tables and lengths of its own, as wide as its window
+or chunk needs them: the step is seen before it is copied in, on the host, and what is recorded sees no more
+of it. Only a step where every request computes one token and wants its logits fits a graph; others run
+eagerly. So every view has a row per request, and fast prefill leaves nothing out.
 
-Legend: R requests of a step, S rows of a graph (S >= R), G KV groups, W width of a block table.
+Legend: R requests of a step, S rows of a graph (S >= R), W width of a block table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rayk.attention.groups import AttentionView
 from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.kernels.segments import NO_SLOT, Segments
 
 if TYPE_CHECKING:
-    from rayk.engine.inputs import GroupMetadata, ModelInputs
+    from rayk.engine.inputs import ModelInputs
 
-Forward = Callable[[torch.Tensor, torch.Tensor, "Sequence[GroupMetadata]"], torch.Tensor]
-"""(token_ids [S], positions [S], metadata per KV group) -> logits [S, vocab]."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepViews:
+    """A step as layers see it. Filled by the rank, once a step."""
+
+    attention: Mapping[AttentionView, CommonAttentionMetadata]
+    """Views that compute nothing in it are left out."""
+    states: Mapping[int, Segments]
+    """By KV group."""
+
+
+Forward = Callable[[torch.Tensor, torch.Tensor, StepViews], torch.Tensor]
+"""(token_ids [S], positions [S], the step) -> logits [S, vocab]."""
 Replay = Callable[[], torch.Tensor]
 """Runs what was recorded on what the buffers hold now; the result stays valid until the next replay."""
 
@@ -75,48 +91,55 @@ def graph_sizes(max_seqs: int) -> tuple[int, ...]:
 
 
 class _Rows:
-    """What all groups' buffers share: S rows of one token each."""
+    """What all buffers share: S rows of one token each."""
 
-    def __init__(self, max_seqs: int, max_positions: int, device: torch.device) -> None:
-        self.seq_lens = torch.ones(max_seqs, dtype=torch.int32, device=device)
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        self.max_seqs = max_seqs
+        self.device = device
         self.starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
-        self.max_positions = max_positions
+
+    def buffer(self, value: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
+        """[S, *width], filled with `value`."""
+        return torch.full((self.max_seqs, *width), value, dtype=dtype, device=self.device)
 
 
 class _AttentionBuffers:
-    """One KV group's block table and slots."""
+    """What one attention view sees of a step; views that differ in fast prefill only see the same."""
 
-    def __init__(self, rows: _Rows, width: int, block_size: int) -> None:
-        max_seqs, device = len(rows.seq_lens), rows.seq_lens.device
-        self._block_size = block_size
+    def __init__(
+        self, rows: _Rows, slots: torch.Tensor, *, width: int, block_size: int, most_keys: int
+    ) -> None:
+        """`slots`: those of its KV group. `most_keys`: of a row in any step."""
         self._rows = rows
-        self._table = torch.zeros(max_seqs, width, dtype=torch.int32, device=device)
-        self._slots = torch.full((max_seqs,), -1, dtype=torch.int64, device=device)
+        self._slots = slots
+        self._block_size = block_size
+        self._most_keys = most_keys
+        self._seq_lens = rows.buffer(1, torch.int32)
+        self._table = rows.buffer(0, torch.int32, width)
 
-    def fill(self, metadata: GroupMetadata, num_requests: int, size: int) -> None:
+    def fill(self, common: CommonAttentionMetadata, num_requests: int, size: int) -> None:
         """Copy a step in; rows from `num_requests` to `size` become padding."""
-        assert isinstance(metadata, CommonAttentionMetadata)
-        width = metadata.block_table.shape[1]
+        assert common.num_requests == num_requests, "a decode step has one row a request in every view"
+        width = common.block_table.shape[1]
         # Columns beyond a row's sequence keep older ids: nothing reads them.
-        self._table[:num_requests, :width] = metadata.block_table
+        self._table[:num_requests, :width] = common.block_table
         self._table[num_requests:size, :1] = 0
-        self._slots[:num_requests] = metadata.slot_mapping
-        self._slots[num_requests:size] = -1
+        self._seq_lens[:num_requests] = common.seq_lens
+        self._seq_lens[num_requests:size] = 1
 
     def metadata(self, size: int) -> CommonAttentionMetadata:
         """Of the first `size` rows. Host-side numbers hold for every step: lengths are the longest."""
-        longest = self._rows.max_positions
         return CommonAttentionMetadata(
             query_start_loc=self._rows.starts[: size + 1],
-            seq_lens=self._rows.seq_lens[:size],
+            seq_lens=self._seq_lens[:size],
             block_table=self._table[:size],
             slot_mapping=self._slots[:size],
             block_size=self._block_size,
             query_start_loc_cpu=tuple(range(size + 1)),
-            seq_lens_cpu=(longest,) * size,
+            seq_lens_cpu=(self._most_keys,) * size,
             num_tokens=size,
             max_query_len=1,
-            max_seq_len=longest,
+            max_seq_len=self._most_keys,
         )
 
 
@@ -125,13 +148,12 @@ class _StateBuffers:
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
-        self._reads, self._writes = (torch.full_like(rows.seq_lens, NO_SLOT, dtype=torch.int64) for _ in "rw")
+        self._reads, self._writes = (rows.buffer(NO_SLOT, torch.int64) for _ in "rw")
 
-    def fill(self, metadata: GroupMetadata, num_requests: int, size: int) -> None:
+    def fill(self, segments: Segments, num_requests: int, size: int) -> None:
         """Copy a step in; rows from `num_requests` to `size` become padding."""
-        assert isinstance(metadata, Segments)
-        self._reads[:num_requests] = metadata.read_slots
-        self._writes[:num_requests] = metadata.write_slots
+        self._reads[:num_requests] = segments.read_slots
+        self._writes[:num_requests] = segments.write_slots
         self._reads[num_requests:size] = NO_SLOT
         self._writes[num_requests:size] = NO_SLOT
 
@@ -160,20 +182,32 @@ class DecodeGraphs:
         recorder: Recorder,
         *,
         table_shapes: Sequence[tuple[int, int] | None],
+        views: Sequence[AttentionView],
         max_seqs: int,
         max_positions: int,
         device: torch.device,
     ) -> None:
         """Record every size. `table_shapes`: W of each KV group's block table, in kernel blocks, and the
-        tokens of a kernel block; None for groups of states."""
+        tokens of a kernel block; None for groups of states. `views`: those that layers have."""
         self.sizes = graph_sizes(max_seqs)
-        self._token_ids = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._rows = _Rows(max_seqs, max_positions, device)
-        self._groups = [
-            _StateBuffers(self._rows) if shape is None else _AttentionBuffers(self._rows, *shape)
-            for shape in table_shapes
-        ]
+        rows = _Rows(max_seqs, device)
+        self._token_ids = rows.buffer(0, torch.int64)
+        self._positions = rows.buffer(0, torch.int64)
+        self._slots = {g: rows.buffer(-1, torch.int64) for g, shape in enumerate(table_shapes) if shape}
+        self._states = {g: _StateBuffers(rows) for g, shape in enumerate(table_shapes) if shape is None}
+        self._views: dict[AttentionView, _AttentionBuffers] = {}
+        for view in dict.fromkeys(map(_plain, views)):
+            shape = table_shapes[view.kv_group]
+            assert shape is not None, f"KV group {view.kv_group} keeps states"
+            most_keys = most_keys_of(view, max_positions, shape[1])
+            self._views[view] = _AttentionBuffers(
+                rows,
+                self._slots[view.kv_group],
+                width=min(shape[0], -(-most_keys // shape[1])),
+                block_size=shape[1],
+                most_keys=most_keys,
+            )
+        self._all_views = tuple(views)
         # Largest first: later captures then find room in the pool that the first one took.
         self._replays = {
             size: self._record(forward, recorder, size) for size in sorted(self.sizes, reverse=True)
@@ -185,25 +219,50 @@ class DecodeGraphs:
         decodes = len(inputs.token_ids) == num_requests == len(inputs.logits_index)
         return decodes and inputs.prompt_index is None and num_requests <= self.sizes[-1]
 
-    def replay(self, inputs: ModelInputs) -> torch.Tensor:
-        """Logits [R, vocab] of a step that fits; valid until the next replay."""
+    def replay(self, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
+        """Logits [R, vocab] of a step that fits; valid until the next replay. `seen`: the step, all tokens
+        wanted."""
         num_requests = len(inputs.token_ids)
         size = next(s for s in self.sizes if s >= num_requests)
-        self._fill(inputs, num_requests, size)
+        self._fill(inputs, seen, num_requests, size)
         return self._replays[size]()[:num_requests]
 
-    def _fill(self, inputs: ModelInputs, num_requests: int, size: int) -> None:
+    def _fill(self, inputs: ModelInputs, seen: StepViews, num_requests: int, size: int) -> None:
         """Copy a step in, and make the rows up to `size` padding."""
         padding = slice(num_requests, size)
         self._token_ids[:num_requests] = inputs.token_ids
         self._positions[:num_requests] = inputs.positions
-        self._rows.seq_lens[:num_requests] = inputs.positions + 1
         self._token_ids[padding] = 0
         self._positions[padding] = 0
-        self._rows.seq_lens[padding] = 1
-        for metadata, group in zip(inputs.metadata, self._groups, strict=True):
-            group.fill(metadata, num_requests, size)
+        for group, metadata in enumerate(inputs.metadata):
+            if isinstance(metadata, Segments):
+                self._states[group].fill(metadata, num_requests, size)
+            else:
+                self._slots[group][:num_requests] = metadata.slot_mapping
+                self._slots[group][padding] = -1
+        for view, common in {_plain(view): common for view, common in seen.attention.items()}.items():
+            self._views[view].fill(common, num_requests, size)
 
     def _record(self, forward: Forward, recorder: Recorder, size: int) -> Replay:
-        groups = [group.metadata(size) for group in self._groups]
-        return recorder.record(lambda: forward(self._token_ids[:size], self._positions[:size], groups))
+        buffers = {view: held.metadata(size) for view, held in self._views.items()}
+        seen = StepViews(
+            attention={view: buffers[_plain(view)] for view in self._all_views},
+            states={group: held.metadata(size) for group, held in self._states.items()},
+        )
+        return recorder.record(lambda: forward(self._token_ids[:size], self._positions[:size], seen))
+
+
+def most_keys_of(view: AttentionView, max_positions: int, block_size: int) -> int:
+    """The most keys that a row of a decode step has in a view: those before the first kernel block of
+    `block_size` tokens that its token sees into are cut off."""
+    most = max_positions
+    if view.chunk is not None:
+        most = min(most, view.chunk)
+    if view.window is not None:
+        most = min(most, view.window + block_size - 1)
+    return most
+
+
+def _plain(view: AttentionView) -> AttentionView:
+    """What a view sees of a step whose tokens are all wanted."""
+    return replace(view, fast_prefill=False)

@@ -5,7 +5,7 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from rayk.attention import AttentionGroups, AttentionLayer, AttentionView, CommonAttentionMetadata
 from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
-from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
-from rayk.engine.inputs import GroupMetadata, InputBuilder, ModelInputs
+from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
+from rayk.engine.inputs import InputBuilder, ModelInputs
 from rayk.engine.plan import plan_engine
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
@@ -86,6 +86,11 @@ class EngineRank:
         )
         self.fast_prefill_layers = self.model_config.fast_prefill_layers if config.fast_prefill else range(0)
         """Layers that compute only the tokens whose logits are wanted."""
+        self.num_token_layers = 0
+        """Tokens computed since the start, summed over the layers that computed them; what pads a recorded
+        step is none of them."""
+        self._recorded_layers = 0
+        """Layers that a token of a recorded step goes through."""
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
         self._prompt_hidden: torch.Tensor | None = None
@@ -139,7 +144,7 @@ class EngineRank:
         self._prompt_hidden = None
         self.fence.begin()
         if self._graphs is not None and self._graphs.fits(inputs):
-            logits = self._graphs.replay(inputs)
+            logits = self._replay(self._graphs, inputs)
         else:
             logits = self._eager(inputs)
         self.fence.end()
@@ -161,43 +166,36 @@ class EngineRank:
     def _eager(self, inputs: ModelInputs) -> torch.Tensor:
         """The step's logits, kernel by kernel."""
         fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)
-        metadata = self._by_cache(inputs.metadata, inputs.wanted if fast else None)
+        metadata = self._by_cache(self._see(inputs, inputs.wanted if fast else None))
         wanted = inputs.logits_index if fast else None
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted)
+        self.num_token_layers += self.decoder.num_token_layers
         if inputs.prompt_index is not None:
             assert not fast, "prompt logits need every token in every layer"
             self._prompt_hidden = hidden[inputs.prompt_index]
         return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
 
-    def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupMetadata]
-    ) -> torch.Tensor:
-        return self.decoder.forward(token_ids, positions, self._by_cache(groups, transform=False))
+    def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs) -> torch.Tensor:
+        """The same of a decode step that was recorded."""
+        logits = graphs.replay(inputs, self._see(inputs))
+        self.num_token_layers += len(inputs.token_ids) * self._recorded_layers
+        return logits
 
-    def _by_cache(
-        self,
-        groups: Sequence[GroupMetadata],
-        wanted: np.ndarray | None = None,
-        *,
-        transform: bool = True,
-    ) -> dict[CacheKey, Any]:
-        """What each cache's layer is told, from what is known of each KV group; see AttentionView.of."""
-        built: dict[CacheKey, Any] = {}
-        commons: dict[int, CommonAttentionMetadata] = {}
-        for group, metadata in zip(self.plan.groups, groups, strict=True):
-            if isinstance(metadata, Segments):
-                built |= dict.fromkeys(group.keys, metadata)
-            else:
-                commons[group.index] = metadata
-        views = self.attention_groups.views
-        if transform:
-            seen = self.attention_groups.see(commons, wanted)
-        else:
-            assert all(view.chunk is None for view in views), "chunks are told by transforms"
-            seen = {view: commons[view.kv_group] for view in views}
-        for layer, attention in self.attention_groups.build(seen).items():
-            built[layer, "attention"] = attention
-        return built
+    def _see(self, inputs: ModelInputs, wanted: np.ndarray | None = None) -> StepViews:
+        """The step as layers see it; `wanted`: see AttentionGroups.see."""
+        groups = list(zip(self.plan.groups, inputs.metadata, strict=True))
+        commons = {g.index: m for g, m in groups if isinstance(m, CommonAttentionMetadata)}
+        return StepViews(
+            attention=self.attention_groups.see(commons, wanted),
+            states={g.index: m for g, m in groups if isinstance(m, Segments)},
+        )
+
+    def _by_cache(self, seen: StepViews) -> dict[CacheKey, Any]:
+        """What each cache's layer is told."""
+        states = {g.index: g.keys for g in self.plan.groups if g.index in seen.states}
+        told: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
+        attention = self.attention_groups.build(seen.attention)
+        return told | {(layer, "attention"): metadata for layer, metadata in attention.items()}
 
     def _why_no_graphs(self) -> str | None:
         if self.device.type != "cuda":
@@ -213,15 +211,16 @@ class EngineRank:
 
     @torch.inference_mode()
     def _record_graphs(self, recorder: Recorder | None) -> DecodeGraphs:
-        def decode(
-            token_ids: torch.Tensor, positions: torch.Tensor, groups: Sequence[GroupMetadata]
-        ) -> torch.Tensor:
-            return self.decoder.logits(self._forward(token_ids, positions, groups))
+        def decode(token_ids: torch.Tensor, positions: torch.Tensor, seen: StepViews) -> torch.Tensor:
+            hidden = self.decoder.forward(token_ids, positions, self._by_cache(seen))
+            self._recorded_layers = self.decoder.num_token_layers // len(token_ids)
+            return self.decoder.logits(hidden)
 
         return DecodeGraphs(
             decode,
             recorder or CudaRecorder(self.device),
             table_shapes=self._inputs.table_shapes,
+            views=self.attention_groups.views,
             max_seqs=self.config.max_seqs,
             max_positions=self.model_config.max_positions,
             device=self.device,

@@ -15,11 +15,18 @@ import torch
 
 from rayk.actors import planted
 from rayk.actors import worker as worker_module
-from rayk.attention.metadata import CommonAttentionMetadata
-from rayk.engine.graphs import DecodeGraphs, Replay, graph_sizes
+from rayk.attention import (
+    AttentionGroups,
+    AttentionLayer,
+    AttentionView,
+    CommonAttentionMetadata,
+    get_backend,
+)
+from rayk.engine.graphs import DecodeGraphs, Forward, Replay, StepViews, graph_sizes
 from rayk.engine.inputs import ModelInputs
 from rayk.engine.rank import EngineRank
 from rayk.kernels.segments import NO_SLOT, Segments
+from rayk.kv.specs import FullAttentionSpec
 from rayk.oracle.checkpoint import read_marker
 from rayk.parallel.local import LocalComm
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
@@ -54,9 +61,8 @@ def test_sizes_are_powers_of_two_and_the_largest_batch(max_seqs: int, sizes: tup
 def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None:
     seen: list[dict[str, Any]] = []
 
-    def forward(
-        token_ids: torch.Tensor, positions: torch.Tensor, commons: Sequence[CommonAttentionMetadata]
-    ) -> torch.Tensor:
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, step: StepViews) -> torch.Tensor:
+        commons = [step.attention[view] for view in views]
         seen.append(
             {
                 "token_ids": token_ids.tolist(),
@@ -70,19 +76,13 @@ def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None
         )
         return token_ids[:, None].float()
 
-    graphs = DecodeGraphs(
-        forward,
-        Again(),
-        table_shapes=((4, 16), (3, 16)),
-        max_seqs=4,
-        max_positions=64,
-        device=torch.device("cpu"),
-    )
+    views = (AttentionView(kv_group=0), AttentionView(kv_group=1))
+    graphs = _graphs(forward, views, ((4, 16), (3, 16)))
     full = _decode([11, 12, 13, 14], [9, 20, 3, 30], widths=(4, 3))
     assert graphs.fits(full)
-    assert graphs.replay(full).flatten().tolist() == [11, 12, 13, 14]
+    assert _replay(graphs, full, views).flatten().tolist() == [11, 12, 13, 14]
     short = _decode([21, 22, 23], [5, 6, 7], widths=(2, 1))
-    assert graphs.replay(short).flatten().tolist() == [21, 22, 23]
+    assert _replay(graphs, short, views).flatten().tolist() == [21, 22, 23]
     last = seen[-1]
     assert last["token_ids"] == [21, 22, 23, 0]
     assert last["positions"] == [4, 5, 6, 0]
@@ -99,13 +99,11 @@ def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None
 
 def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
     seen: list[Segments] = []
-    graphs = DecodeGraphs(
-        lambda ids, positions, groups: (seen.append(groups[0]), ids[:, None].float())[1],
-        Again(),
-        table_shapes=(None, (4, 16)),
-        max_seqs=4,
-        max_positions=64,
-        device=torch.device("cpu"),
+    views = (AttentionView(kv_group=1),)
+    graphs = _graphs(
+        lambda ids, positions, step: (seen.append(step.states[0]), ids[:, None].float())[1],
+        views,
+        (None, (4, 16)),
     )
     for reads, writes in (([5, -1, 7, 9], [5, 6, 8, 9]), ([3, 4, 9], [3, 5, 9])):
         step = _decode(list(range(len(reads))), [4] * len(reads), widths=(4,))
@@ -117,7 +115,7 @@ def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
         )
         inputs = dataclasses.replace(step, metadata=(segments, *step.metadata))
         assert graphs.fits(inputs)
-        assert len(graphs.replay(inputs)) == len(reads)
+        assert len(_replay(graphs, inputs, views)) == len(reads)
         padding = [NO_SLOT] * (4 - len(reads))
         assert seen[-1].read_slots.tolist() == reads + padding
         assert seen[-1].write_slots.tolist() == writes + padding
@@ -127,14 +125,8 @@ def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
 
 
 def test_only_whole_decode_steps_fit() -> None:
-    graphs = DecodeGraphs(
-        lambda ids, *_: ids[:, None].float(),
-        Again(),
-        table_shapes=((4, 16),),
-        max_seqs=2,
-        max_positions=64,
-        device=torch.device("cpu"),
-    )
+    views = (AttentionView(kv_group=0),)
+    graphs = _graphs(lambda ids, *_: ids[:, None].float(), views, ((4, 16),), max_seqs=2)
     assert graphs.fits(_decode([1, 2], [4, 5], widths=(4,)))
     assert not graphs.fits(_decode([1, 2, 3], [4, 5, 6], widths=(4,))), "more rows than were recorded"
     silent = _decode([1, 2], [4, 5], widths=(4,))
@@ -151,6 +143,41 @@ def test_only_whole_decode_steps_fit() -> None:
     )
     ids = torch.tensor([1, 2])
     assert not graphs.fits(ModelInputs(ids, ids, torch.tensor([1]), (chunk,), np.array([1])))
+
+
+def _graphs(
+    forward: Forward,
+    views: Sequence[AttentionView],
+    table_shapes: Sequence[tuple[int, int] | None],
+    max_seqs: int = 4,
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        forward,
+        Again(),
+        table_shapes=table_shapes,
+        views=views,
+        max_seqs=max_seqs,
+        max_positions=64,
+        device=torch.device("cpu"),
+    )
+
+
+def _replay(graphs: DecodeGraphs, inputs: ModelInputs, views: Sequence[AttentionView]) -> torch.Tensor:
+    """As the rank does it; views by KV group."""
+    groups = AttentionGroups()
+    groups.initialise(
+        AttentionLayer(
+            layer=layer,
+            backend=get_backend("reference", "cpu"),
+            spec=FullAttentionSpec(16, 1, 16, 16, "float32", 1),
+            num_query_heads=1,
+            view=view,
+        )
+        for layer, view in enumerate(views)
+    )
+    commons = {g: m for g, m in enumerate(inputs.metadata) if isinstance(m, CommonAttentionMetadata)}
+    states = {g: m for g, m in enumerate(inputs.metadata) if isinstance(m, Segments)}
+    return graphs.replay(inputs, StepViews(attention=groups.see(commons), states=states))
 
 
 def _decode(token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...]) -> ModelInputs:

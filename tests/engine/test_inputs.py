@@ -150,7 +150,7 @@ def check_segments(
 
 def test_states_have_no_block_table() -> None:
     # 100 positions in kernel blocks of 2 and of 16 tokens, whole blocks of 8 and 16.
-    assert make_builder((2, 16)).table_widths == (52, None, 7, None, None)
+    assert make_builder((2, 16)).table_shapes == ((52, 2), None, (7, 16), None, None)
 
 
 def test_kernel_blocks_of_a_block_follow_each_other() -> None:
