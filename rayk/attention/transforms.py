@@ -5,9 +5,9 @@ chunked_local:  a virtual batch per request and run of `chunk` positions that it
                 where the run does. Attention within it is plain causal attention.
 sliding_window: block tables without the columns that no token of the step can see.
 
-Where several apply, they come in this order. fast_prefill after chunked_local makes the same batch, but out of
-a virtual batch for every run of every prompt; and once sliding_window has cut a request's first keys off, its
-runs no longer begin where chunked_local looks for them.
+Where several apply, they come in this order. fast_prefill after chunked_local makes the same batch, but out
+of a virtual batch for every run of every prompt; and once sliding_window has cut a request's first keys off,
+its runs no longer begin where chunked_local looks for them.
 
 All work on the host in whole arrays, and take rows and columns of the block tables on the device. A transform
 that would change nothing returns what it was given, so that equal views of a step can be told by identity.
@@ -145,6 +145,8 @@ def _cut_table(
     table: torch.Tensor, requests: np.ndarray, first_columns: np.ndarray, width: int
 ) -> torch.Tensor:
     """[V, width] from table [R, W]: of each of `requests` [V] the columns from its first on [V]."""
+    if not first_columns.any():
+        return table[:, :width].index_select(0, torch.from_numpy(requests).to(table.device))
     rows, first = torch.from_numpy(np.stack((requests, first_columns))).to(table.device).unsqueeze(-1)
     columns = first + torch.arange(width, device=table.device)
     # Columns beyond a row's keys may be beyond the table, too; nothing reads them.
