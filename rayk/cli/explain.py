@@ -68,7 +68,10 @@ def _explain(
     ] = None,
     num_blocks: Annotated[int, typer.Option(help="KV blocks per engine.")] = 256,
     hybrid_kv: Annotated[
-        bool, typer.Option("--hybrid-kv/--no-hybrid-kv", help="Windowed layers keep their window only.")
+        bool,
+        typer.Option(
+            "--hybrid-kv/--no-hybrid-kv", help="Windowed and chunked layers keep what they see only."
+        ),
     ] = True,
     output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.text,
     side: Annotated[str, typer.Option(help="For --byte: prefill or decode.")] = "prefill",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.transfer.plan import consecutive_tables, plan_transfer
 from rayk.types.config import EngineConfig
-from rayk.types.errors import LayoutVetoed, SpecError, Unsupported, UserError
+from rayk.types.errors import SpecError, UserError
 
 DEFAULT_TOKENS = 1024
 
@@ -44,7 +44,7 @@ class Read:
     consumer_rank: int
     group: int
     kind: str
-    """Of the group's layers: full, sliding, mla, mamba1, mamba2, gdn."""
+    """Of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
     layers: tuple[int, ...]
     units: tuple[Units, ...]
     bytes: int
@@ -62,6 +62,10 @@ class Group:
     num_positions: int
     block_size: int
     """Tokens, after growing towards the largest page."""
+    readers: tuple[int, ...]
+    """Layers that keep nothing and use the pages of one of `layers` (see Explanation.sharing)."""
+    chunks: tuple[int, ...]
+    """Of its chunked layers: positions of the runs that they see. Kernel blocks divide them."""
     covers_request: bool
     """Whether a block covers all of the model's positions: a request then has one."""
     rows: int
@@ -96,6 +100,15 @@ class Side:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """A layer that keeps nothing, and sends nothing."""
+
+    layer: int
+    uses: int
+    """The layer whose pages it uses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """The answer. `reason` says why not, when not supported; then the rest is empty."""
 
@@ -110,6 +123,7 @@ class Explanation:
     bytes: int = 0
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()
+    sharing: tuple[Sharing, ...] = ()
     sides: Mapping[str, Side] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,11 +144,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     asked = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if refused:
         return Explanation(supported=False, reason=refused, num_tokens=asked, **about)
-    try:
-        producer = _plan("prefill", cell.prefill, config)
-        consumer = _plan("decode", cell.decode, config)
-    except (Unsupported, LayoutVetoed) as error:
-        return Explanation(supported=False, reason=str(error), num_tokens=asked, **about)
+    producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
     reads = _reads(producer, consumer, tokens)
     return Explanation(
@@ -144,6 +154,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         bytes=sum(r.bytes for r in reads),
         num_descriptors=sum(r.num_descriptors for r in reads),
         reads=tuple(reads),
+        sharing=tuple(Sharing(layer=n, uses=source) for n, source in _sources(config).items()),
         sides={"prefill": _side(producer, config), "decode": _side(consumer, config)},
         **about,
     )
@@ -174,28 +185,25 @@ def locate(
         raise UserError(problem=f"no side {side!r}", where="--side", mend="prefill or decode")
     if rank >= engine.tp:
         raise UserError(problem=f"rank {rank} of a {side} engine of TP {engine.tp}", where="--rank")
-    ranks = _plan(side, engine, config).ranks
+    ranks = plan_engine(engine, config).ranks
     geometry = ranks[rank]
     if find is not None:
-        return find_coordinate(ranks, rank, find)
+        return find_coordinate(ranks, rank, find, _sources(config))
     assert byte is not None
     if byte >= geometry.buffer_bytes:
         raise UserError(
             problem=f"byte {byte} is past the buffer's {geometry.buffer_bytes} bytes", where="--byte"
         )
-    return name_byte(geometry, byte)
+    return name_byte(geometry, byte, _sources(config))
 
 
-def _plan(side: str, engine: EngineConfig, config: DecoderConfig) -> EnginePlan:
-    """As plan_engine, but a layout's refusal says whose it is."""
-    try:
-        return plan_engine(engine, config)
-    except LayoutVetoed as error:
-        raise replace(error, engine=side) from None
+def _sources(config: DecoderConfig) -> dict[int, int]:
+    """Layer that keeps nothing -> the one whose pages it uses."""
+    return {n: s for n in config.sharing_layers if (s := config.layers[n].kv_source) is not None}
 
 
 def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tuple[Cell, str]:
-    """The one cell, and why it is refused ("" when it is not)."""
+    """The one cell, and why it is refused ("" when it is not): TP sizes, layouts, what is not built yet."""
     loaded = load_spec(
         {"model": model, "prompts": {"random": {}}, "checks": ["kv_bytes"], **settings}, source="options"
     )
@@ -286,22 +294,23 @@ def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
         kv_waste_bytes=waste.bytes,
         kv_waste_percent=waste.percent,
         waste_tokens=num_tokens,
-        groups=tuple(
-            _group(ranks, i, wasted, config.max_positions)
-            for i, wasted in enumerate(wasted_bytes(plan.groups))
-        ),
+        groups=tuple(_group(ranks, i, wasted, config) for i, wasted in enumerate(wasted_bytes(plan.groups))),
     )
 
 
-def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, max_positions: int) -> Group:
+def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: DecoderConfig) -> Group:
     shares = [rank.groups[index] for rank in ranks]
     first = shares[0]
+    layers = [config.layers[n] for n in first.group.layers if first.group.spec.has_token_rows]
+    sources = _sources(config).items() if layers else ()
     return Group(
         kind=first.group.spec.kind,
         layers=first.group.layers,
+        readers=tuple(n for n, source in sources if source in first.group.layers),
+        chunks=tuple(sorted({layer.chunk for layer in layers if layer.chunk is not None})),
         num_positions=first.group.num_positions,
         block_size=first.block_size,
-        covers_request=first.block_size >= max_positions,
+        covers_request=first.block_size >= config.max_positions,
         rows=first.rows,
         kernel_block_size=first.kernel_block_size,
         page_bytes=page_bytes(first.group.spec),

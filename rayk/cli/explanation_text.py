@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rayk.cli.explanation import Explanation, Group, Units
+from rayk.cli.explanation import Explanation, Group, Sharing, Units
 from rayk.cli.guard import stdout
 from rayk.cli.places import numbers
 
@@ -22,6 +22,8 @@ def print_text(explanation: Explanation) -> None:
         console.print(refusal(explanation), markup=False)
         return
     console.print(f"supported: {summary(explanation)}", markup=False)
+    if explanation.sharing:
+        console.print(sharing_text(explanation.sharing), markup=False)
     for side, groups in side_lines(explanation):
         console.print(side, markup=False)
         for group in groups:
@@ -47,6 +49,22 @@ def summary(explanation: Explanation) -> str:
     )
 
 
+def sharing_text(sharing: Sequence[Sharing]) -> str:
+    """`layers 4-7 keep and send nothing: 4, 6 use the pages of layer 2; 5, 7 use the pages of layer 3`."""
+    users: dict[int, list[int]] = {}
+    for s in sharing:
+        users.setdefault(s.uses, []).append(s.layer)
+    texts = [
+        f"{numbers(layers)} use{'s'[: len(layers) == 1]} the pages of layer {source}"
+        for source, layers in users.items()
+    ]
+    ending = "s" if len(sharing) == 1 else ""
+    return (
+        f"layer{'s'[: len(sharing) > 1]} {numbers(s.layer for s in sharing)} keep{ending} and send{ending} "
+        f"nothing: {'; '.join(texts)}"
+    )
+
+
 def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
     """One line per engine, and one per KV group of it."""
     lines = []
@@ -64,10 +82,12 @@ def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
 
 def _group_text(group: Group) -> str:
     texts = [
-        f"{group.kind}, layers {numbers(group.layers)}",
+        f"{group.kind}, layers {numbers(group.layers)}" + _users_text(group.readers),
         "one block per request" if group.covers_request else f"blocks of {group.block_size:,} tokens",
         f"pages of {group.page_bytes:,} bytes before TP",
     ]
+    if group.chunks:
+        texts.append(f"chunks of {numbers(group.chunks)} positions")
     if group.kernel_block_size != group.rows:
         texts.append(f"kernel blocks of {group.kernel_block_size}")
     unused = group.unused_bytes_per_block
@@ -77,6 +97,11 @@ def _group_text(group: Group) -> str:
             by_rank = "by rank " + " | ".join(f"{n:,}" for n in unused)
         texts.append(f"unused of a block {group.wasted_bytes_per_block:,} bytes before TP, {by_rank}")
     return ", ".join(texts) + "; by rank " + " | ".join(units_text(units) for units in group.units)
+
+
+def _users_text(readers: Sequence[int]) -> str:
+    """Layers that use pages beside those that keep them."""
+    return f" (used by {numbers(readers)}, too)" if readers else ""
 
 
 def units_text(units: Sequence[Units]) -> str:
@@ -114,15 +139,21 @@ def place_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _coordinate_line(found: Mapping[str, Any]) -> str:
     token = f"token {found['row']} of the block, " if found["has_token_rows"] else ""
+    layer = f"layer {found['layer']}{_users_text(found['used_by'])}"
     return (
-        f"layer {found['layer']}, block {found['block']}, {found['unit_name']} {found['unit']}, {token}"
+        f"{layer}, block {found['block']}, {found['unit_name']} {found['unit']}, {token}"
         f"{_field_text(found)}, byte {found['byte']} (KV group {found['group']})"
     )
 
 
 def _bytes_line(found: Mapping[str, Any]) -> str:
     first, last = found["byte"], found["byte"] + found["num_bytes"] - 1
-    return f"{_field_text(found)}: bytes {first} to {last} (KV group {found['group']})"
+    whose = (
+        ""
+        if found["asked"] == found["layer"]
+        else f" of layer {found['layer']}, whose pages {found['asked']} uses"
+    )
+    return f"{_field_text(found)}{whose}: bytes {first} to {last} (KV group {found['group']})"
 
 
 def _field_text(found: Mapping[str, Any]) -> str:
@@ -148,6 +179,8 @@ def as_html(explanation: Explanation) -> str:
         "th,td{text-align:right;padding:5px 10px;border-bottom:1px solid #8884}div{overflow-x:auto}"
     )
     body = f"<p>{html.escape(about)}</p>"
+    if explanation.sharing:
+        body += f"<p>{html.escape(sharing_text(explanation.sharing))}</p>"
     for line, groups in side_lines(explanation):
         items = "".join(f"<li>{html.escape(group)}</li>" for group in groups)
         body += f"<p>{html.escape(line)}</p><ul>{items}</ul>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,32 +13,38 @@ NUMBERS = ("group", "layer", "block", "unit", "token")
 """Keys of a coordinate that are numbers. `head` is a `unit` of what has heads; `token` is one of a block."""
 
 
-def name_byte(rank: RankGeometry, byte: int) -> list[dict[str, Any]]:
+def name_byte(rank: RankGeometry, byte: int, sources: Mapping[int, int]) -> list[dict[str, Any]]:
     """What a byte of the buffer is: one coordinate per KV group that uses it; none in padding.
 
+    `sources`: layer that keeps nothing -> the one whose pages it uses.
     Keys: those of kv.geometry.Coordinate, `kind` and `part` of the layer's cache, `has_token_rows` (else
-    `row` is no token's) and `unit_name`.
+    `row` is no token's), `unit_name`, and `used_by`, the layers that use the page without keeping any.
     """
     groups = {g.group.index: g for g in rank.groups}
     found = []
     for c in rank.describe(byte):
         spec, field = groups[c.group].group.spec, groups[c.group].field(c.field).field
         cache = {"kind": spec.kind, "part": spec.part, "has_token_rows": spec.has_token_rows}
-        found.append(asdict(c) | cache | {"unit_name": field.unit_name})
+        users = [n for n, source in sources.items() if source == c.layer and spec.has_token_rows]
+        found.append(asdict(c) | cache | {"unit_name": field.unit_name, "used_by": users})
     return found
 
 
-def find_coordinate(ranks: Sequence[RankGeometry], rank: int, text: str) -> list[dict[str, Any]]:
-    """First byte and length of the row of each field of a rank's buffer that a coordinate names.
+def find_coordinate(
+    ranks: Sequence[RankGeometry], rank: int, text: str, sources: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """First byte and length of the row of each field of a rank's buffer that a coordinate names, with the
+    layer that was `asked` for and the `layer` whose page it is: another one where it is in `sources`.
 
     Raises UserError that says what is wrong with it, and what there is.
     """
     try:
-        wanted = _parse(text)
-        found = _held(ranks, rank, _named(ranks[rank], wanted), wanted)
+        given = _parse(text)
+        wanted = replace(given, layer=sources.get(given.layer, given.layer))
+        found = _held(ranks, rank, _named(ranks[rank], wanted, sources), wanted)
     except UserError as error:
         raise replace(error, where=f"--find {text}") from None
-    return [_place(group, field, wanted) for group, field in found]
+    return [{"asked": given.layer} | _place(group, field, wanted) for group, field in found]
 
 
 def numbers(values: Iterable[int]) -> str:
@@ -98,12 +104,13 @@ def _parse(text: str) -> _Wanted:
     )
 
 
-def _named(rank: RankGeometry, wanted: _Wanted) -> _Found:
+def _named(rank: RankGeometry, wanted: _Wanted, sources: Mapping[int, int]) -> _Found:
     """The fields that a coordinate may mean, whoever holds its unit. Raises UserError when there is none."""
     layer, token = wanted.layer, wanted.token
     layers = sorted({n for g in rank.groups for n in g.group.layers})
     if layer not in layers:
-        raise UserError(f"layer {layer}: the layers that keep something are {numbers(layers)}")
+        others = f", and {numbers(sorted(sources))} use their pages" if sources else ""
+        raise UserError(f"layer {layer}: the layers that keep something are {numbers(layers)}{others}")
     if wanted.block >= rank.num_blocks:
         raise UserError(f"block {wanted.block}: the pool has blocks 0-{rank.num_blocks - 1}")
     found = [(g, f) for g in rank.groups if layer in g.group.layers for f in g.fields]
@@ -177,6 +184,7 @@ def _place(group: GroupGeometry, f: FieldGeometry, wanted: _Wanted) -> dict[str,
     kernel_block += wanted.block * group.kernel_blocks_per_block
     position, slot = group.group.layers.index(wanted.layer), f.units.index(wanted.unit or 0)
     return {
+        "layer": wanted.layer,
         "group": group.group.index,
         "kind": group.group.spec.kind,
         "field": f.field.name,

@@ -108,9 +108,12 @@ class CanonicalKVCaches:
         readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
     ) -> None:
         """Give every owner its view, and each of `readers` the view of the cache that it reads and never
-        writes. AssertionError unless exactly the cached layers are owners."""
+        writes. AssertionError, and nothing bound, unless exactly the cached layers are owners and readers
+        read of these."""
         cached = {key for g in self.geometry.groups for key in g.group.keys}
         assert cached == set(owners), f"layers {sorted(set(owners) ^ cached)} do not match the cache"
+        strange = {key for key, _ in readers} - cached
+        assert not strange, f"layers {sorted(strange)} are read and keep nothing"
         for key, layer in (*owners.items(), *readers):
             layer.bind_kv_cache(self.view(*key))
 

@@ -164,6 +164,7 @@ def test_find_and_byte_are_inverse(model: Path, layout: str) -> None:
             "part": "attention",
             "has_token_rows": True,
             "unit_name": "head",
+            "used_by": [],
         }
         seen.add(found["byte"])
     assert len(seen) == 3
