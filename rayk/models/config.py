@@ -371,6 +371,11 @@ class DecoderConfig:
         return self._layers_with("attention")
 
     @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that attend: to what they keep themselves, or to another's."""
+        return tuple(i for i, layer in enumerate(self.layers) if "attention" in layer.mixer_parts)
+
+    @property
     def sharing_layers(self) -> tuple[int, ...]:
         """Indices of the layers that attend to another's keys and values."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.kv_source is not None)
