@@ -18,6 +18,7 @@ from rayk.kv.geometry import Coordinate, RankGeometry, kernel_block_sizes, plan_
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import (
+    ChunkedLocalSpec,
     FullAttentionSpec,
     GatedDeltaNetSpec,
     KVCacheSpec,
@@ -49,6 +50,14 @@ def sliding(window: int, spec: FullAttentionSpec | None = None) -> SlidingWindow
     s = spec or full()
     return SlidingWindowSpec(
         s.block_size, s.num_kv_heads, s.head_size_k, s.head_size_v, s.dtype, s.num_query_heads, window
+    )
+
+
+def chunked(chunk: int, spec: FullAttentionSpec | None = None) -> ChunkedLocalSpec:
+    """The same in runs of `chunk` positions."""
+    s = spec or full()
+    return ChunkedLocalSpec(
+        s.block_size, s.num_kv_heads, s.head_size_k, s.head_size_v, s.dtype, s.num_query_heads, chunk
     )
 
 
@@ -372,6 +381,10 @@ CASES = [
     # Pages of 20 and 16 bytes that must hold whole float32: 24.
     Case("unlike-dtypes", {0: _ODD, 1: full(2, 1, 1, 1, "float32")}, 1, 1),
     Case("one-kind-in-kernel-blocks", _HYBRID, 1, None, kernel_by_kind={"sliding": 2}),
+    # Runs of 6 positions begin in the middle of blocks of 4: kernel blocks of 2.
+    Case(
+        "chunks", {0: chunked(6), 1: chunked(6), 2: chunked(6), 3: full()}, 2, kernel_by_kind={"chunked": 2}
+    ),
     Case("latent", {0: mla(), 2: mla()}, 4, 2),
     Case("channels", {0: mamba1(), 1: mamba1()}, 3),
     Case("one-group-of-b-and-c", {0: mamba2(1), 1: mamba2(1), 2: mamba2(1)}, 4),

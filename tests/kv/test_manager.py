@@ -10,32 +10,52 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
-from tests.kv.brute import full, mamba2, sliding
+from tests.kv.brute import chunked, full, mamba2, sliding
 
 BLOCK = 4
 WINDOW = 6
 NUM_BLOCKS = 32
-SPECS = (full(BLOCK), sliding(WINDOW), sliding(WINDOW), mamba2(block_size=3), mamba2(block_size=1000))
+CHUNK, ODD_CHUNK = 8, 6
+"""Of two blocks, and of one and a half."""
+SPECS = (
+    full(BLOCK),
+    sliding(WINDOW),
+    sliding(WINDOW),
+    mamba2(block_size=3),
+    mamba2(block_size=1000),
+    chunked(CHUNK),
+    chunked(ODD_CHUNK),
+)
 GROUPS = tuple(KVCacheGroup(i, spec, (i,), 1) for i, spec in enumerate(SPECS))
-BLOCKS = (BLOCK, BLOCK, BLOCK, 3, 1000)
-WINDOWS = (None, WINDOW, WINDOW, 2, 2)
+BLOCKS = (BLOCK, BLOCK, BLOCK, 3, 1000, BLOCK, BLOCK)
+WINDOWS = (None, WINDOW, WINDOW, 2, 2, None, None)
 """Of a state only the last token's row is read: as if tokens saw themselves and the one before."""
+CHUNKS = (None, None, None, None, None, CHUNK, ODD_CHUNK)
 Tables = list[list[int]]
 
 
-def num_dead_blocks(window: int | None, num_computed: int, block_size: int = BLOCK) -> int:
-    """Leading blocks of which no token at position >= num_computed sees anything."""
+def num_dead_blocks(
+    window: int | None, num_computed: int, block_size: int = BLOCK, chunk: int | None = None
+) -> int:
+    """Leading blocks of which no token at position >= num_computed sees anything, and that have no place for
+    one either."""
+
+    def is_seen(row: int) -> bool:
+        if row >= num_computed:
+            return True
+        if chunk is not None:
+            return row // chunk == num_computed // chunk
+        return window is None or row > num_computed - window
+
     dead = 0
-    while window is not None and all(
-        row <= num_computed - window for row in range(dead * block_size, (dead + 1) * block_size)
-    ):
+    while not any(is_seen(row) for row in range(dead * block_size, (dead + 1) * block_size)):
         dead += 1
     return dead
 
 
 def num_dead(num_computed: int) -> list[int]:
     """The same for each group."""
-    return [num_dead_blocks(w, num_computed, b) for w, b in zip(WINDOWS, BLOCKS, strict=True)]
+    return [num_dead_blocks(w, num_computed, b, c) for w, b, c in zip(WINDOWS, BLOCKS, CHUNKS, strict=True)]
 
 
 class ManagerWalk(RuleBasedStateMachine):
@@ -161,6 +181,51 @@ def test_the_model_of_dead_blocks():
     assert [num_dead_blocks(2, n, 3) for n in (0, 1, 3, 4, 9, 10)] == [0, 0, 0, 1, 2, 3]
 
 
+def test_the_model_of_dead_blocks_of_chunks():
+    """Runs of 8 and of 6 positions, blocks of 4: of the latter's second run, block 1 holds the first row."""
+    assert [num_dead_blocks(None, n, BLOCK, 8) for n in (0, 7, 8, 9, 15, 16)] == [0, 0, 2, 2, 2, 4]
+    assert [num_dead_blocks(None, n, BLOCK, 6) for n in (5, 6, 7, 11, 12, 13, 18)] == [0, 1, 1, 1, 3, 3, 4]
+
+
+@pytest.mark.parametrize("num_tokens", [8, 16, 24, 48])
+def test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them(num_tokens: int):
+    """And goes on: its next token takes a block; the run that it begins is given back at its own end."""
+    group = KVCacheGroup(0, chunked(CHUNK), (0,), 1)
+    manager = KVCacheManager([group], 4)
+    first = num_tokens // BLOCK
+    assert manager.reserve_live("a", num_tokens) == ((0, (NULL_BLOCK,) * first),)
+    assert manager.pool.num_free_blocks == 3
+    manager.check_integrity()
+    assert manager.extend("a", num_tokens) == ((first, ()),), "no token, no block"
+    held = []
+    for computed in range(num_tokens, num_tokens + 2 * CHUNK):
+        updates = manager.extend("a", computed + 1)
+        assert updates is not None
+        ((start, ids),) = updates
+        assert len(ids) == (1 if computed % BLOCK == 0 else 0), computed
+        assert start == (computed if ids else computed + BLOCK) // BLOCK
+        manager.trim("a", computed + 1)
+        manager.check_integrity()
+        held.append(3 - manager.pool.num_free_blocks)
+    assert held == [1, 1, 1, 1, 2, 2, 2, 0] * 2
+    # The rows of an odd run that begin inside a block are there, and no block before it.
+    odd = KVCacheManager([KVCacheGroup(0, chunked(ODD_CHUNK), (0,), 1)], 4)
+    assert odd.reserve_live("a", ODD_CHUNK) == ((0, (NULL_BLOCK, 1)),)
+    assert odd.extend("a", ODD_CHUNK + 1) == ((2, ()),)
+
+
+def test_blocks_of_chunks_that_are_over_are_another_requests():
+    """Two requests of three runs in a pool with room for one run of each: every run is given back."""
+    manager = KVCacheManager([KVCacheGroup(0, chunked(CHUNK), (0,), 1)], 1 + 4)
+    for computed in range(3 * CHUNK):
+        for request in ("a", "b"):
+            assert manager.extend(request, computed + 1) is not None, computed
+            manager.trim(request, computed + 1)
+    assert manager.pool.num_free_blocks == 4
+    full_manager = KVCacheManager([KVCacheGroup(0, full(BLOCK), (0,), 1)], 1 + 4)
+    assert full_manager.extend("a", 3 * CHUNK) is None
+
+
 def test_a_growing_table_stays_consecutive():
     manager = KVCacheManager(GROUPS[:1], 40)
     manager.extend("a", 9)
@@ -233,6 +298,24 @@ def test_max_request_blocks_is_enough_and_no_more(num_tokens: int, chunk: int):
         manager.free("a")
     assert peak <= promised <= peak + len(GROUPS)
     assert KVCacheManager(GROUPS[:1], 9).max_request_blocks(num_tokens, chunk) == -(-num_tokens // BLOCK)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 20])
+def test_max_request_blocks_of_chunks_is_the_peak(chunk: int):
+    """Long requests prefilled from every start: no block more is asked for than some of them need."""
+    for spec in (chunked(CHUNK), chunked(ODD_CHUNK)):
+        manager = KVCacheManager([KVCacheGroup(0, spec, (0,), 1)], 200)
+        peak = 0
+        for first in range(1, min(chunk, 12) + 1):
+            computed, size = 0, first
+            while computed < 100:
+                assert manager.extend("a", computed + size) is not None
+                peak = max(peak, 199 - manager.pool.num_free_blocks)
+                computed += size
+                manager.trim("a", computed)
+                size = chunk
+            manager.free("a")
+        assert peak == manager.max_request_blocks(100 + chunk, chunk)
 
 
 def test_integrity_check_sees_damage():

@@ -25,6 +25,7 @@ from tests.kv.brute import (
     brute_bundles,
     brute_page_bytes,
     brute_rows,
+    chunked,
     full,
     gdn,
     ident,
@@ -38,6 +39,7 @@ SPECS = [
     full(),
     full(kv_heads=4, dtype="bfloat16"),
     sliding(9),
+    chunked(9),
     mla(),
     mamba1(),
     mamba1(channels=96, state=5),
@@ -154,6 +156,42 @@ def test_live_rows_are_what_a_later_token_sees(window: int):
         assert list(full().live_rows(num_tokens)) == list(range(num_tokens))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 16, 17, 64])
+def test_live_rows_of_a_chunk_are_what_a_later_token_sees(chunk: int):
+    """A query at q sees the keys up to its own of the run of `chunk` positions that it is in."""
+    spec = chunked(chunk)
+    for num_tokens in range(3 * chunk + 2):
+        later = range(num_tokens, num_tokens + 2 * chunk)
+        seen = [k for k in range(num_tokens) if any(k // chunk == q // chunk for q in later)]
+        assert list(spec.live_rows(num_tokens)) == seen
+        assert (not seen) == (num_tokens % chunk == 0), "nothing lives where a run begins"
+        assert spec.live_rows(num_tokens).start % spec.live_step == 0
+
+
+@pytest.mark.parametrize("spec", [*SPECS, *(chunked(n) for n in (1, 2, 7, 16, 64))], ids=ident)
+def test_the_fullest_moment_of_a_sequence(spec: KVCacheSpec):
+    """The last of those with most live rows."""
+    for max_tokens in range(140):
+        moments = [(len(spec.live_rows(n)), n) for n in range(max_tokens + 1)]
+        assert spec.fullest_at(max_tokens) == max(moments)[1]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 6, 7, 12])
+@pytest.mark.parametrize("num_new", [0, 1, 2, 7, 13])
+def test_most_blocks_of_a_chunk_is_the_maximum_over_all_places(block_size: int, chunk: int, num_new: int):
+    """Exact: runs begin at few places of a block, unlike windows; blocks of earlier runs are given back."""
+    spec = chunked(chunk, full(block_size=block_size))
+    enough = block_size * chunk + chunk + num_new
+    for max_tokens in range(1, enough + 1):
+        most = 0
+        for start in range(max_tokens + 1):
+            rows = range(spec.live_rows(start).start, min(start + num_new, max_tokens))
+            most = max(most, len({row // block_size for row in (*spec.live_rows(start), *rows)}))
+        assert max_live_blocks(spec, max_tokens, num_new) >= most
+    assert max_live_blocks(spec, enough, num_new) == most
+
+
 def test_only_the_last_state_lives():
     for spec in (mamba1(), mamba2(), gdn()):
         assert [list(spec.live_rows(n)) for n in (0, 1, 2, 9)] == [[], [0], [1], [8]]
@@ -191,7 +229,7 @@ def test_most_blocks_is_the_maximum_over_all_places(block_size: int, window: int
 ASKS = re.compile(
     r"""\.part\s*(==|!=|in\b|not in\b)\s*["'({]|\bpart\s*(==|!=)\s*["']|["']part["']\]\s*(==|!=)"""
     r"""|spec\.kind\s*(==|!=|in\b|not in\b)\s*["'({]"""
-    r"""|(isinstance|type)\(.*(Full|Sliding|Window|Mla|State|Mamba1|Mamba2|DeltaNet)\w*Spec\b"""
+    r"""|(isinstance|type)\(.*(Full|Sliding|Window|Chunked|Mla|State|Mamba1|Mamba2|DeltaNet)\w*Spec\b"""
     r"""|startswith\(["']conv_"""
 )
 """How a kind of spec, or of field, would be asked for."""
