@@ -18,6 +18,7 @@ from rayk.transfer.faults import FlipBit
 
 if TYPE_CHECKING:
     from rayk.models.decoder import Decoder, Mixer
+    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,7 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
     # [B, U, N, D] of keys or of latents.
     view = decoder.cache_owners[layer, "attention"].field_views()[0].view
     if point == "rope":
-        rope = decoder.layers[layer].rope
+        rope = decoder.config.layers[layer].rope
         assert rope is not None, f"layer {layer} has no positions"
         rotary = Rotary(rope, dtype=torch.float32, device=view.device)
         wrong: Mixer = _OnePositionOn(mixer, rotary.at(torch.ones(1, device=view.device)))
@@ -115,13 +116,14 @@ class _OnePositionOn:
         length = torch.hypot(one.cos, one.sin)
         self._cos, self._sin = one.cos / length, one.sin / length
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """See Mixer."""
+        rotation = places.rotation
         assert rotation is not None
         cos, sin = rotation.cos, rotation.sin
         on_cos, on_sin = self._cos.to(cos.dtype), self._sin.to(cos.dtype)
         turned = rotation._replace(cos=cos * on_cos - sin * on_sin, sin=sin * on_cos + cos * on_sin)
-        return self._mixer.forward(x, turned, metadata)
+        return self._mixer.forward(x, places._replace(rotation=turned), metadata)
 
 
 class _OneSlotOn:
@@ -131,12 +133,12 @@ class _OneSlotOn:
         self._mixer = mixer
         self._block_size = block_size
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """See Mixer. `metadata` is the paged backends', by part where the layer has two caches."""
         paged = metadata["attention"] if isinstance(metadata, Mapping) else metadata
         slots, size = paged.common.slot_mapping, self._block_size
         shifted = torch.where(slots < 0, slots, slots - slots % size + (slots + 1) % size)
         wrong = replace(paged, common=replace(paged.common, slot_mapping=shifted))
         if isinstance(metadata, Mapping):
-            return self._mixer.forward(x, rotation, {**metadata, "attention": wrong})
-        return self._mixer.forward(x, rotation, wrong)
+            return self._mixer.forward(x, places, {**metadata, "attention": wrong})
+        return self._mixer.forward(x, places, wrong)

@@ -18,7 +18,7 @@ from rayk.models.kv_specs import kv_cache_specs
 
 if TYPE_CHECKING:
     from rayk.models.decoder import Decoder, Mixer
-    from rayk.models.layers.rope import Rotation
+    from rayk.models.layers.places import Places
 
 Views = Mapping[str, torch.Tensor]
 """Field -> what the layer's kernels use of it, [B, U, 1, C]."""
@@ -86,9 +86,9 @@ class _SpoiledState:
         self._views = views
         self._spoil = spoil
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """See Mixer."""
-        out = self._mixer.forward(x, rotation, metadata)
+        out = self._mixer.forward(x, places, metadata)
         slots = _segments(metadata).write_slots
         self._spoil(self._fields, self._views, slots[slots >= 0])
         return out
@@ -100,12 +100,12 @@ class _StaleState:
     def __init__(self, mixer: Mixer) -> None:
         self._mixer = mixer
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """See Mixer."""
         segments = _segments(metadata)
         own = segments.write_slots[segments.segment_start_loc[:-1].long()]
         stale = torch.where(segments.read_slots < 0, own, segments.read_slots)
         wrong = replace(segments, read_slots=stale)
         if isinstance(metadata, Mapping):
-            return self._mixer.forward(x, rotation, {**metadata, "state": wrong})
-        return self._mixer.forward(x, rotation, wrong)
+            return self._mixer.forward(x, places, {**metadata, "state": wrong})
+        return self._mixer.forward(x, places, wrong)

@@ -64,6 +64,8 @@ class RopeConfig:
     """llama3."""
     original_max_positions: int = 0
     """llama3, yarn, longrope: positions of the model before it was extended."""
+    wide: bool = False
+    """cos and sin stay float32, whatever the model's dtype (llama4)."""
     beta_fast: float = 32.0
     """yarn: pairs with at least so many turns over the original positions keep their frequency."""
     beta_slow: float = 1.0
@@ -74,6 +76,16 @@ class RopeConfig:
     """yarn, longrope: cos and sin are multiplied by it."""
     short_factors: tuple[float, ...] = ()
     """longrope: what each pair's wavelength is stretched by, up to `original_max_positions`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemperatureConfig:
+    """Queries grow with their position, by 1 + scale * ln(1 + floor((position + 1) / floor)), so that
+    attention to long texts stays sharp (llama4/modeling_llama4.py:359)."""
+
+    scale: float
+    floor: int
+    """Positions per step of the growth; below, the factor is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +121,10 @@ class RouterConfig:
     """Which experts a token goes to, and with what weights.
 
     `scoring`: softmax_chosen (the largest logits choose; weights are the softmax over the chosen),
-    softmax_all (weights are entries of the softmax over all), sigmoid (weights are sigmoids; a correction
-    bias is added for choosing only). `num_groups`, `num_chosen_groups`: experts stand in groups, of which
-    only those with the largest sum of their two best scores may be chosen from
-    (deepseek_v3/modeling_deepseek_v3.py:120).
+    softmax_all (weights are entries of the softmax over all), sigmoid_chosen (the largest logits choose;
+    weights are their sigmoids), sigmoid (weights are sigmoids; a correction bias is added for choosing only).
+    `num_groups`, `num_chosen_groups`: experts stand in groups, of which only those with the largest sum of
+    their two best scores may be chosen from (deepseek_v3/modeling_deepseek_v3.py:120).
     """
 
     scoring: str = "softmax_chosen"
@@ -150,6 +162,8 @@ class ExpertsConfig:
     """Experts work on a projection of the hidden states to this size (nemotron_h)."""
     latent_bias: bool = False
     """The projections to and from the latent have biases."""
+    weighs_inputs: bool = False
+    """A weight is multiplied into what the expert gets, instead of what it gives (llama4)."""
     shared: MlpConfig | None = None
     """An expert that every token goes to, besides."""
     shared_gate: bool = False
@@ -242,6 +256,8 @@ class LayerConfig:
     None: its own."""
     rope: RopeConfig | None
     """None: the layer has no positions."""
+    temperature: TemperatureConfig | None = None
+    """None: queries are the same wherever they stand."""
     mlp: MlpConfig | ExpertsConfig | None
     """None: the layer ends with its mixer."""
 
@@ -294,6 +310,9 @@ class DecoderConfig:
     o_bias: bool = False
     qk_norm: bool = False
     """RMSNorm on each head of q and k, before the rotation."""
+    turned_norm_eps: float | None = None
+    """Of an RMSNorm without weight on each head of q and k, behind the rotation, in the layers that have
+    one; None: there is no such norm (llama4)."""
     sinks: bool = False
     """A learned logit per query head that only adds to the softmax's denominator."""
     attention_soft_cap: float | None = None

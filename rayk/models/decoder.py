@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
     from rayk.kv.caches import OwnsCache
     from rayk.kv.groups import CacheKey
-    from rayk.models.config import DecoderConfig, RopeConfig
+    from rayk.models.config import DecoderConfig
     from rayk.models.layers.embedding import LmHead, VocabEmbedding
     from rayk.models.layers.norm import Norm
-    from rayk.models.layers.rope import Rotary, Rotation
+    from rayk.models.layers.places import Places, Placing
     from rayk.parallel.comm import Comm
 
 
 class Mixer(Protocol):
     """What mixes tokens in a layer: attention, a recurrent mixer, or both side by side."""
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
         ...
 
@@ -50,17 +50,16 @@ class Layer:
     mlp_norm: Norm | None
     mlp: Mlp | None
     post_mlp_norm: Norm | None = None
-    rope: RopeConfig | None
     residual_multiplier: float = 1.0
     """On what each half adds."""
     dtype: torch.dtype | None = None
     """What the halves compute in where x is wider; None: as x is."""
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. `metadata` is the mixer's."""
         if self.mixer is not None:
             assert self.input_norm is not None
-            mixed = self.mixer.forward(self._normed(self.input_norm, x), rotation, metadata)
+            mixed = self.mixer.forward(self._normed(self.input_norm, x), places, metadata)
             x = self._added(x, mixed, self.post_mixer_norm)
         if self.mlp is not None:
             assert self.mlp_norm is not None
@@ -83,13 +82,12 @@ class ParallelLayer:
     input_norm: Norm
     mixer: Mixer
     mlp: Mlp
-    rope: RopeConfig | None
     comm: Comm
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]."""
         normed = self.input_norm.forward(x)
-        out = self.mixer.forward(normed, rotation, metadata) + self.mlp.forward(normed)
+        out = self.mixer.forward(normed, places, metadata) + self.mlp.forward(normed)
         return x + (self.comm.all_reduce(out) if self.comm.size > 1 else out)
 
 
@@ -106,7 +104,7 @@ class Decoder:
         cache_readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
         final_norm: Norm,
         lm_head: LmHead,
-        rotaries: tuple[Rotary, ...],
+        placing: Placing,
         dtype: torch.dtype,
     ) -> None:
         """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `cache_readers`:
@@ -123,7 +121,7 @@ class Decoder:
         self._embedding = embedding
         self._final_norm = final_norm
         self._lm_head = lm_head
-        self._rotaries = rotaries
+        self._placing = placing
         self._dtype = dtype
         self._residual_dtype = torch.float32 if config.residual_wide else dtype
 
@@ -143,7 +141,7 @@ class Decoder:
         `config.fast_prefill_layers` compute only these (their metadata is of these), none of them if M = 0.
         None: all tokens everywhere.
         """
-        rotations = self._rotations(positions)
+        places = self._placing.at(positions)
         x = self._embedding.forward(token_ids).to(self._residual_dtype)
         self.num_token_layers = 0
         first_fast = len(self.layers) if wanted is None else self.config.fast_prefill_layers.start
@@ -151,17 +149,13 @@ class Decoder:
             if index == first_fast:
                 assert wanted is not None
                 x = x.index_select(-2, wanted)
+                own_inputs = None if own_inputs is None else own_inputs.index_select(-2, wanted)
                 if not len(wanted):
                     break
-                rotations = self._rotations(positions[wanted])
+                places = self._placing.at(positions[wanted])
             self.num_token_layers += x.shape[-2]
-            rotation = None if layer.rope is None else rotations[layer.rope]
-            x = layer.forward(x, rotation, self._metadata_of(index, metadata))
+            x = layer.forward(x, places[index], self._metadata_of(index, metadata))
         return self._final_norm.forward(x).to(self._dtype)
-
-    def _rotations(self, positions: torch.Tensor) -> dict[RopeConfig, Rotation]:
-        """One rotation per distinct rope, not per layer."""
-        return {rotary.config: rotary.at(positions) for rotary in self._rotaries}
 
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
         """What its mixer takes: that of its only cache, or by part where it has two; None without any."""

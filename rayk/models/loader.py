@@ -11,7 +11,7 @@ from rayk.models.decoder import Decoder
 from rayk.models.families import FAMILIES
 from rayk.models.families.sharing import unused_tensors
 from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
-from rayk.models.layers.rope import Rotary
+from rayk.models.layers.places import Placing
 from rayk.models.pieces import Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.models.weights import WeightReader
@@ -90,7 +90,6 @@ def _decoder(build: Build) -> Decoder:
     if config.embedding_scale_rounded:
         scale = rounded_scale(scale, pieces.dtype)
     tied = config.tie_embeddings
-    ropes = {layer.rope: None for layer in config.layers if layer.rope is not None}
     built = [build_layer(build, index) for index in range(config.num_layers)]
     return Decoder(
         config=config,
@@ -117,6 +116,6 @@ def _decoder(build: Build) -> Decoder:
             scale=config.logit_scale,
             soft_cap=config.final_soft_cap,
         ),
-        rotaries=tuple(Rotary(rope, dtype=pieces.dtype, device=pieces.device) for rope in ropes),
+        placing=Placing(config.layers, dtype=pieces.dtype, device=pieces.device),
         dtype=pieces.dtype,
     )

@@ -33,7 +33,8 @@ def test_supported_lists_every_family() -> None:
     assert SUPPORTED == (
         "BambaForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", "FalconH1ForCausalLM",
         "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM",
-        "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "LlamaForCausalLM", "Mamba2ForCausalLM",
+        "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "Llama4ForCausalLM",
+        "Llama4ForConditionalGeneration", "LlamaForCausalLM", "Mamba2ForCausalLM",
         "MistralForCausalLM", "NemotronHForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
         "Qwen3ForCausalLM", "Qwen3NextForCausalLM",
     )  # fmt: skip

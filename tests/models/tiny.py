@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import transformers
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from rayk.attention import CommonAttentionMetadata, get_backend
+from rayk.attention.transforms import chunked_local, fast_prefill
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.specs import KVCacheSpec
@@ -26,6 +28,7 @@ from rayk.models.families import load_config
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.layers.attention import Attention
 from rayk.models.loader import load_decoder
+from rayk.oracle.sharing import SharingCache, kv_sources
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.parallel.threads import ThreadComm
@@ -55,6 +58,7 @@ CLASSES = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     **MAMBA_CLASSES,
@@ -75,6 +79,15 @@ YARN: dict[str, Any] = {
     "beta_fast": 8.0,
     "beta_slow": 1.0,
     "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
 
@@ -110,6 +123,19 @@ FAMILY_DIMS: dict[str, dict[str, Any]] = {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.5,  # small, so that it cuts
+    },
+    "llama4": {
+        "num_hidden_layers": 4,
+        "intermediate_size": 29,
+        "intermediate_size_mlp": 101,
+        "attention_chunk_size": 20,
+        "no_rope_layers": [1, 0, 1, 1],
+        "moe_layers": [1, 2],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "floor_scale": 9,
+        "attn_scale": 0.7,
+        "rope_parameters": LLAMA3,
     },
     "qwen3_next": {
         "num_hidden_layers": 4,
@@ -166,7 +192,7 @@ def draw(model: Any) -> None:
         for name, parameter in [*model.named_parameters(), *buffers]:
             if name.endswith(("A_log", "dt_bias", "e_score_correction_bias")):
                 parameter.uniform_(-0.5, 0.5)
-            elif "norm" in name:
+            elif "norm" in name or name.endswith("correct_output_scale"):
                 parameter.uniform_(0.5, 1.5)
             elif "embed" in name or name.endswith("sinks"):
                 parameter.normal_(0, 1.0)
@@ -269,7 +295,8 @@ class Paged:
         """`tp`: size and rank, for models with states. `state_block_size` None: one slot per request.
         `dtype`: of the caches."""
         self.decoder = decoder
-        self.block_size = 8
+        # Runs of a chunked layer begin where blocks do.
+        self.block_size = math.gcd(8, *(layer.chunk or 8 for layer in decoder.config.layers))
         self.seen = [0] * num_requests
         self.state_block_size = state_block_size or max_tokens
         self.block_table = self._table(num_requests, max_tokens, self.block_size)
@@ -283,6 +310,8 @@ class Paged:
             content = sum(f.row_bytes for f in specs[key].fields()) // TORCH_DTYPES[dtype].itemsize
             shape = (self.block_table.numel() + 1, units, self.block_size, content)
             owner.bind_kv_cache(torch.full(shape, float("nan"), dtype=TORCH_DTYPES[dtype]))
+        for key, reader in decoder.cache_readers:
+            reader.bind_kv_cache(decoder.cache_owners[key].kv_cache)
 
     @staticmethod
     def _table(num_requests: int, max_tokens: int, block_size: int) -> torch.Tensor:
@@ -292,8 +321,12 @@ class Paged:
         order = torch.randperm(num_requests * per_request, generator=generator) + 1
         return order.view(num_requests, per_request).int()
 
-    def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Feed each request its next tokens (none: it sits out); logits [tokens, vocab] of each."""
+    def step(
+        self, tokens: Sequence[Sequence[int]], num_wanted: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Feed each request its next tokens (none: it sits out); logits [tokens, vocab] of each.
+
+        `num_wanted`: of how many of its tokens, the last ones, logits are wanted (None: of all)."""
         active = [r for r, new in enumerate(tokens) if new]
         segments = self._segments(active, tokens)
         positions, slots, flat = [], [], []
@@ -311,14 +344,34 @@ class Paged:
             slot_mapping=torch.tensor(slots),
             block_size=self.block_size,
         )
-        metadata = {
-            key: segments if key[1] == "state" else owner.backend.build(common, owner.window)
-            for key, owner in self.decoder.cache_owners.items()
-        }
-        hidden = self.decoder.forward(torch.tensor(flat), torch.tensor(positions), metadata)
-        logits = self.decoder.logits(hidden).split([len(tokens[r]) for r in active])
+        counts = [len(tokens[r]) if num_wanted is None else num_wanted[r] for r in active]
+        wanted = None
+        if num_wanted is not None:
+            ends = itertools.accumulate(len(tokens[r]) for r in active)
+            wanted = torch.tensor(
+                [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
+            )
+        metadata = self._metadata(common, segments, wanted)
+        hidden = self.decoder.forward(torch.tensor(flat), torch.tensor(positions), metadata, wanted)
+        logits = self.decoder.logits(hidden).split(counts)
         by_request = dict(zip(active, logits, strict=True))
         return [by_request.get(r, torch.empty(0)) for r in range(len(tokens))]
+
+    def _metadata(
+        self, common: CommonAttentionMetadata, segments: Segments, wanted: torch.Tensor | None
+    ) -> dict[tuple[int, str], Any]:
+        """By (layer, part); of layers that compute only `wanted` tokens, the metadata is of these."""
+        found: dict[tuple[int, str], Any] = {}
+        for key, owner in self.decoder.cache_owners.items():
+            found[key] = segments if key[1] == "state" else built(owner, common)
+        fast = self.decoder.config.fast_prefill_layers
+        for (_, part), reader in self.decoder.cache_readers:
+            seen = common
+            if wanted is not None and reader.layer in fast:
+                seen = fast_prefill(common, wanted.numpy())
+            if seen is not None:
+                found[reader.layer, part] = built(reader, seen)
+        return found
 
     def _segments(self, active: Sequence[int], tokens: Sequence[Sequence[int]]) -> Segments:
         """A segment ends at every border of a state block inside the step, and with the last token."""
@@ -337,6 +390,13 @@ class Paged:
         )
 
 
+def built(owner: Any, common: CommonAttentionMetadata) -> Any:
+    """An attention layer's metadata for one step."""
+    chunk = owner.params.chunk if isinstance(owner, Attention) else None
+    seen = common if chunk is None else chunked_local(common, chunk)
+    return owner.backend.build(seen, owner.window, chunk)
+
+
 def poisoned_state(spec: KVCacheSpec, num_slots: int, tp_size: int, tp_rank: int) -> dict[str, torch.Tensor]:
     """A rank's bundles [B, U, 1, C] of a state, side by side in one page per slot, all NaN."""
     sizes = [len(f.shard(tp_size, tp_rank)) * f.row_bytes for f in spec.fields()]
@@ -351,8 +411,10 @@ def poisoned_state(spec: KVCacheSpec, num_slots: int, tp_size: int, tp_rank: int
 
 def reference_logits(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
     """transformers' logits [T, vocab] of one prompt, in the model's dtype."""
+    sources = kv_sources(model.config)
+    caches = {} if sources is None else {"past_key_values": SharingCache(sources)}
     with torch.no_grad(), wide_scans(model):
-        logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
+        logits: torch.Tensor = model(torch.tensor([list(token_ids)]), **caches).logits[0]
     return logits
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.attention.backend import AttentionParams
+from rayk.models.config import NormConfig
 from rayk.models.layers.attention import Attention, AttentionMultipliers, AttentionWeights
 from rayk.models.layers.norm import Norm
 from rayk.models.pieces import Rows, head_rows
@@ -14,6 +15,7 @@ from rayk.parallel import shard
 
 if TYPE_CHECKING:
     from rayk.models.builders.context import Build
+    from rayk.models.config import DecoderConfig
 
 
 def build_attention(build: Build, index: int) -> Attention:
@@ -35,6 +37,7 @@ def build_attention(build: Build, index: int) -> Attention:
         qkv=build.linear(index, parts, bias=config.qkv_bias),
         out=build.row_parallel(index, out, bias=config.o_bias),
         qk_norm=_qk_norm(build, index, len(q_heads), len(made)) if config.qk_norm else None,
+        turned_norm=_turned_norm(config, index),
     )
     kv_index = shard.kv_index(config.num_query_heads, config.num_kv_heads, *build.tp)
     params = AttentionParams(
@@ -77,6 +80,12 @@ def _sinks(build: Build, index: int, q_heads: tuple[int, ...]) -> torch.Tensor:
     (rows,) = head_rows(q_heads, 1)
     name = build.name(index, "sinks")
     return build.pieces.rows(name, (build.config.num_query_heads,), rows).float()
+
+
+def _turned_norm(config: DecoderConfig, index: int) -> Norm | None:
+    if config.turned_norm_eps is None or config.layers[index].rope is None:
+        return None
+    return Norm(None, NormConfig(eps=config.turned_norm_eps))
 
 
 def _qk_norm(build: Build, index: int, num_q: int, num_kv: int) -> Norm:

@@ -33,6 +33,17 @@ def _interleaved(build: Build, index: int, mlp: ExpertsConfig, held: range) -> E
     )
 
 
+def _halves(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
+    """Tensors of all experts, x @ W, gate columns before up columns."""
+    width, size, total = build.config.hidden_size, mlp.intermediate_size, mlp.num_experts
+    assert mlp.kind == "swiglu", mlp
+    read = build.pieces.experts
+    return Experts.from_columns(
+        gate_up=read(index, "experts_gate_up.weight", held, (total, width, 2 * size)),
+        down=read(index, "experts_down.weight", held, (total, size, width)),
+    )
+
+
 def _stacked(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
     """Tensors of all experts, rows of W, gate rows before up rows."""
     width, size, total = build.config.hidden_size, mlp.intermediate_size, mlp.num_experts
@@ -67,4 +78,4 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Expert
     return Experts.from_rows(gate_up=gate_up, down=down)
 
 
-_FORMS = {"interleaved": _interleaved, "stacked": _stacked, "single": _single}
+_FORMS = {"interleaved": _interleaved, "halves": _halves, "stacked": _stacked, "single": _single}

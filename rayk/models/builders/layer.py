@@ -61,7 +61,6 @@ def build_layer(build: Build, index: int) -> BuiltLayer:
         mlp_norm=build.layer_norm(index, "mlp_norm") if has_mlp else None,
         mlp=mlp,
         post_mlp_norm=build.layer_norm(index, "post_mlp_norm") if has_mlp and post else None,
-        rope=config.rope,
         residual_multiplier=build.config.residual_multiplier,
         dtype=build.pieces.dtype if build.config.residual_wide else None,
     )
@@ -76,9 +75,7 @@ def _parallel(build: Build, index: int, config: LayerConfig) -> BuiltLayer:
     assert mixer is not None, "a parallel block has both halves"
     assert mlp is not None, "a parallel block has both halves"
     norm = build.layer_norm(index, "input_norm")
-    return BuiltLayer(
-        ParallelLayer(input_norm=norm, mixer=mixer, mlp=mlp, rope=config.rope, comm=build.comm), owners
-    )
+    return BuiltLayer(ParallelLayer(input_norm=norm, mixer=mixer, mlp=mlp, comm=build.comm), owners)
 
 
 def _mixer(build: Build, index: int, config: LayerConfig) -> tuple[Mixer | None, Mapping[str, OwnsCache]]:

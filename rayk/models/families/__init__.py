@@ -20,6 +20,7 @@ from rayk.models.families import (
     granitemoehybrid,
     jamba,
     llama,
+    llama4,
     mamba2,
     mistral,
     nemotron_h,
@@ -36,7 +37,7 @@ from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 __all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
 
 _MODULES = (
-    *(llama, mistral, qwen2, qwen3, phi3, gemma2, gemma3, cohere2, gpt_oss),
+    *(llama, llama4, mistral, qwen2, qwen3, phi3, gemma2, gemma3, cohere2, gpt_oss),
     *(mamba2, jamba, bamba, granitemoehybrid, nemotron_h, falcon_h1, qwen3_next, deepseek_v3),
 )
 

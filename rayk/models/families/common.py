@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ class WeightNames:
     lm_head: str = "lm_head.weight"
     layer: Mapping[str, str]
     """The decoder's own name of a layer's parameter -> name on disk."""
+    around: Mapping[str, str] = field(default_factory=dict)
+    """The same of what else stands around the layers; `{s}` is a stream's index, the first left out."""
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Tensors that old checkpoints carry and nothing reads."""
     ignored_prefixes: tuple[str, ...] = ()
@@ -45,8 +47,9 @@ class WeightNames:
     """How names may begin where the text model is part of a larger one -> how the names above begin."""
     experts: str = "interleaved"
     """How routed experts are stored: interleaved (of all experts in one tensor, x @ W, gate and up columns
-    taking turns, with biases), stacked (of all experts in one tensor, rows of W, gate before up) or single
-    (tensors of one expert each, rows of W, `{{e}}` in their names)."""
+    taking turns, with biases), halves (the same, gate columns before up columns, no biases), stacked
+    (of all experts in one tensor, rows of W, gate before up) or single (tensors of one expert each, rows of
+    W, `{{e}}` in their names)."""
 
     def in_layer(self, index: int, parameter: str) -> str:
         """Name on disk of `parameter` of layer `index`."""

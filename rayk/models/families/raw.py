@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,18 @@ class RawConfig:
         self.values = values
         self.where = where
         self.architecture = architecture
+
+    def of_text(self, defaults: Mapping[str, Any]) -> RawConfig:
+        """All settings of a text model in one place: its own, which a larger model has under `text_config`,
+        then those that stand beside it, before `defaults`. Raises CheckpointError for another `text_config`.
+
+        A key of the text model that is null stays so, whatever its default.
+        """
+        text = self.get("text_config", {})
+        if not isinstance(text, dict):
+            raise CheckpointError(f"`text_config` must be an object, not {text!r}", where=self.where)
+        beside = {k: v for k, v in self.values.items() if v is not None or k not in text}
+        return RawConfig({**defaults, **text, **beside}, self.where, self.architecture)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where the key is absent or null."""

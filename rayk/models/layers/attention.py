@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayk.kv.caches import FieldView
-from rayk.models.layers.rope import Rotation, rotate
+from rayk.models.layers.rope import rotate
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rayk.attention.backend import AttentionBackend, AttentionParams
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.models.layers.norm import Norm
+    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class AttentionWeights:
     out: RowParallelLinear
     qk_norm: Norm | None
     """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head that it makes."""
+    turned_norm: Norm | None = None
+    """Without weight; of the heads of q and k behind the rotation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +76,9 @@ class Attention:
     def key_norm_weight(self) -> torch.Tensor | None:
         """The head norm's weight of this rank's keys [H, D], a view; None where keys are not normed."""
         norm = self._weights.qk_norm
-        return None if norm is None or self.shares else norm.weight[self.num_query_heads :]
+        if norm is None or norm.weight is None or self.shares:
+            return None
+        return norm.weight[self.num_query_heads :]
 
     def bind_kv_cache(self, view: torch.Tensor) -> None:
         """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token."""
@@ -97,7 +102,7 @@ class Attention:
             FieldView("v", self.kv_cache[..., size_k:], self.kv_head_ids),
         )
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; stores k and v of the T tokens, if it makes any. `metadata` is the
         backend's."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
@@ -114,9 +119,13 @@ class Attention:
             qk[:, num_q:] *= multipliers.keys
         if self._weights.qk_norm is not None:
             qk = self._weights.qk_norm.forward(qk)
-        if rotation is not None:
-            qk = rotate(qk, rotation)
-        k = None if self.shares else qk[:, num_q:]
-        out = self.backend.forward(qk[:, :num_q], k, v, self.kv_cache, metadata, params).flatten(1)
+        if places.rotation is not None:
+            qk = rotate(qk, places.rotation)
+        if self._weights.turned_norm is not None:
+            qk = self._weights.turned_norm.forward(qk)
+        q, k = qk[:, :num_q], None if self.shares else qk[:, num_q:]
+        if places.query_factors is not None:
+            q = (q * places.query_factors).to(q.dtype)
+        out = self.backend.forward(q, k, v, self.kv_cache, metadata, params).flatten(1)
         out = self._weights.out.forward(out if gate is None else out * gate.sigmoid())
         return out if multipliers.outputs == 1.0 else out * multipliers.outputs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rayk.kernels.segments import Segments
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.models.layers.norm import Norm
-    from rayk.models.layers.rope import Rotation
+    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class GatedDeltaNet:
         delta = self._delta.view(*self._delta.shape[:2], 1, -1)
         return (*self._conv.field_views(), FieldView("delta", delta, self.heads.value))
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
         assert self._delta is not None, f"layer {self.layer}: no state cache is bound"
         segments: Segments = metadata

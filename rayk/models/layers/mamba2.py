@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rayk.models.layers.causal_conv import CausalConv
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.models.layers.norm import GatedNorm
-    from rayk.models.layers.rope import Rotation
+    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class Mamba2:
         ssm = FieldView("ssm", state.view(*state.shape[:2], 1, -1), self.heads.ids)
         return (*self._weights.conv.field_views(), ssm)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
         state = self._bound()
         segments: Segments = metadata

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayk.kv.caches import FieldView
-from rayk.models.layers.rope import Rotation, rotate_into_halves
+from rayk.models.layers.rope import rotate_into_halves
 
 if TYPE_CHECKING:
     from rayk.attention.backend import AttentionBackend, MlaParams
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.models.layers.norm import Norm
+    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +90,10 @@ class Mla:
         cache, size = self.kv_cache.unsqueeze(1), self.params.latent_size
         return FieldView("latent", cache[..., :size], (0,)), FieldView("rope", cache[..., size:], (0,))
 
-    def forward(self, x: torch.Tensor, rotation: Rotation | None, metadata: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; stores the T tokens' latents. `metadata` is the backend's."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        rotation = places.rotation
         assert rotation is not None, f"layer {self.layer}: latent attention has positions"
         w, latent_size = self._weights, self.params.latent_size
         q = w.query.forward(x if w.compressed is None else w.compressed.forward(x))

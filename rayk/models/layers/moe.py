@@ -57,7 +57,12 @@ class Experts:
     @classmethod
     def from_rows(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
         """Matrices as linear maps have them: gate_up [E, 2 I or I, width], down [E, width, I]; no biases."""
-        return cls(gate_up=gate_up.mT, gate_up_bias=None, down=down.mT, down_bias=None)
+        return cls.from_columns(gate_up=gate_up.mT, down=down.mT)
+
+    @classmethod
+    def from_columns(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """As they are here, without biases."""
+        return cls(gate_up=gate_up, gate_up_bias=None, down=down, down_bias=None)
 
     @property
     def count(self) -> int:
@@ -92,7 +97,8 @@ class SharedExpert:
 
 
 class Moe:
-    """sum over a token's chosen experts of weight * expert(x), and a shared expert where there is one.
+    """sum over a token's chosen experts of weight * expert(x), or of expert(weight * x) where the config says
+    so; and a shared expert where there is one.
 
     Two ways, which differ in rounding only. `_grouped` runs each expert on its own tokens and asks the
     device how many they are, so it waits for it once a layer. `_dense` runs all local experts on all
@@ -121,6 +127,7 @@ class Moe:
         self._config = config
         self._comm = comm
         self._reduce = reduce and comm.size > 1
+        assert not config.weighs_inputs or (experts.gate_up_bias is None and experts.down_bias is None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank, or the rank's partial sums."""
@@ -149,9 +156,11 @@ class Moe:
             places = order[start:stop]
             tokens = places // chosen.shape[1]
             w = self.experts
-            inner = self._activate(_product(x[tokens], w.gate_up, w.gate_up_bias, expert))
+            share = shares.flatten()[places, None]
+            inputs = self._weighed(x[tokens], share)
+            inner = self._activate(_product(inputs, w.gate_up, w.gate_up_bias, expert))
             result = _product(inner, w.down, w.down_bias, expert)
-            out.index_add_(0, tokens, result * shares.flatten()[places, None])
+            out.index_add_(0, tokens, result if self._config.weighs_inputs else result * share)
         return out.to(x.dtype)
 
     def _dense(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -159,9 +168,17 @@ class Moe:
         w = self.experts
         weights = shares.new_zeros(x.shape[0], self._config.num_experts).scatter_(1, chosen, shares)
         local = weights[:, self._first : self._first + w.count]
-        inner = self._activate(_products(x.expand(w.count, *x.shape), w.gate_up, w.gate_up_bias))
+        inputs = self._weighed(x.expand(w.count, *x.shape), local.mT[:, :, None])
+        inner = self._activate(_products(inputs, w.gate_up, w.gate_up_bias))
         results = _products(inner, w.down, w.down_bias)
+        if self._config.weighs_inputs:
+            # Experts that were not chosen got zeros, and gave zeros: they have no biases.
+            return results.to(shares.dtype).sum(0).to(x.dtype)
         return torch.einsum("eth,te->th", results.to(shares.dtype), local).to(x.dtype)
+
+    def _weighed(self, inputs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """What experts get of `inputs`, rounded as these are."""
+        return (inputs * shares).to(inputs.dtype) if self._config.weighs_inputs else inputs
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """What `config.kind` says."""

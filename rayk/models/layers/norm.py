@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 class Norm:
     """What `config` says, over the last axis.
 
-    `weight` is [D], or [heads, D] where each head of x [T, heads, D] has its own.
+    `weight` is [D], or [heads, D] where each head of x [T, heads, D] has its own; None where there is none.
     """
 
-    def __init__(self, weight: torch.Tensor, config: NormConfig) -> None:
+    def __init__(self, weight: torch.Tensor | None, config: NormConfig) -> None:
         """`weight` as stored, in the model's dtype."""
         # In float32 the sum with the offset is what transformers adds anew in each forward.
-        self.weight = weight.float() + config.offset if config.wide else weight
+        self.weight = weight.float() + config.offset if weight is not None and config.wide else weight
         self._eps = config.eps
         self._wide = config.wide
         self._centred = config.kind == "layer"
@@ -34,6 +34,8 @@ class Norm:
         if self._centred:
             wide = wide - wide.mean(-1, keepdim=True)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        if self.weight is None:
+            return normed.to(x.dtype)
         if self._wide:
             return (normed * self.weight).to(x.dtype)
         return normed.to(x.dtype) * self.weight

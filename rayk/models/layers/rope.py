@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Rotation(NamedTuple):
-    """cos and sin of one step's angles, each [T, 1, rotary_size / 2] in the model's dtype."""
+    """cos and sin of one step's angles, each [T, 1, rotary_size / 2] in the model's dtype, or float32."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -27,6 +27,7 @@ class Rotary:
 
     def __init__(self, config: RopeConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         assert config.pairing in ("half", "interleaved"), config
+        assert not config.wide or config.pairing == "interleaved", config
         self.config = config
         self._dtype = dtype
         self._inverse_frequencies = inverse_frequencies(config).to(device)
@@ -36,7 +37,9 @@ class Rotary:
         angles = positions.float()[:, None, None] * self._inverse_frequencies
         factor = self.config.attention_factor
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        return Rotation(cos.to(self._dtype), sin.to(self._dtype), self.config.pairing == "interleaved")
+        if not self.config.wide:
+            cos, sin = cos.to(self._dtype), sin.to(self._dtype)
+        return Rotation(cos, sin, self.config.pairing == "interleaved")
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:

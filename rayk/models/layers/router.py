@@ -40,7 +40,7 @@ class Router:
 
         `correction`: float32 [E], added to the scores for choosing only.
         """
-        assert config.scoring in ("softmax_chosen", "softmax_all", "sigmoid"), config
+        assert config.scoring in ("softmax_chosen", "softmax_all", "sigmoid_chosen", "sigmoid"), config
         assert (correction is not None) == (config.scoring == "sigmoid"), config
         self.linear = linear
         self.correction = correction
@@ -65,6 +65,9 @@ class Router:
         if self._config.scoring == "softmax_chosen":
             best = logits.topk(self._num_chosen, dim=-1)
             return Routes(best.indices, best.values.softmax(-1, dtype=torch.float32))
+        if self._config.scoring == "sigmoid_chosen":
+            best = logits.topk(self._num_chosen, dim=-1)
+            return Routes(best.indices, best.values.float().sigmoid())
         if self._config.scoring == "softmax_all":
             best = logits.softmax(-1, dtype=torch.float32).topk(self._num_chosen, dim=-1)
             return Routes(best.indices, best.values)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from rayk.models.decoder import Mixer
-    from rayk.models.layers.rope import Rotation
+    from rayk.models.layers.places import Places
     from rayk.parallel.comm import Comm
 
 
@@ -24,10 +24,8 @@ class SideBySide:
         self._comm = comm
         self._reduce = reduce and comm.size > 1
 
-    def forward(
-        self, x: torch.Tensor, rotation: Rotation | None, metadata: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, places: Places, metadata: Mapping[str, Any]) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; `metadata` by part."""
-        outs = [mixer.forward(x, rotation, metadata[part]) for part, mixer in self.mixers.items()]
+        outs = [mixer.forward(x, places, metadata[part]) for part, mixer in self.mixers.items()]
         out = sum(outs[1:], start=outs[0])
         return self._comm.all_reduce(out) if self._reduce else out
