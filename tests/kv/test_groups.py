@@ -24,6 +24,7 @@ from rayk.kv.groups import (
     wasted_bytes,
 )
 from rayk.kv.specs import (
+    ChunkedLocalSpec,
     FullAttentionSpec,
     KVCacheSpec,
     Mamba1Spec,
@@ -31,7 +32,7 @@ from rayk.kv.specs import (
     page_bytes,
     with_block_size,
 )
-from tests.kv.brute import full, gdn, keyed, mamba1, mamba2, mla, sliding
+from tests.kv.brute import chunked, full, gdn, keyed, mamba1, mamba2, mla, sliding
 
 Specs = dict[CacheKey, KVCacheSpec]
 
@@ -106,8 +107,10 @@ def brute_cost(groups: tuple[KVCacheGroup, ...]) -> int:
 
 @cache
 def touched_blocks(spec: KVCacheSpec) -> int:
-    """Blocks that a reference request holds rows in."""
-    return len({position // spec.block_size for position in spec.live_rows(REFERENCE_TOKENS)})
+    """Blocks that a reference request holds rows in: at its end, or of chunks when they hold most rows."""
+    moments = range(REFERENCE_TOKENS + 1) if spec.kind == "chunked" else [REFERENCE_TOKENS]
+    fullest = max((len(spec.live_rows(n)), n) for n in moments)[1]
+    return len({position // spec.block_size for position in spec.live_rows(fullest)})
 
 
 def held_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
@@ -215,6 +218,19 @@ def test_waste_of_a_request_by_hand():
     assert measure_waste(group_layers(keyed({7: gdn()})), 9).bytes == 0
 
 
+def test_chunks_count_as_they_are_at_their_fullest():
+    """4096 tokens are the end of a run of 512, when nothing of it lives: groups of four, which pad three
+    positions of nine chunked layers, would then look as good as pairs, which pad one."""
+    common = (16, 8, 128, 128, "bfloat16", 32)
+    full_layers, chunk = FullAttentionSpec(*common), ChunkedLocalSpec(*common, 512)
+    groups = group_layers(keyed({i: full_layers if i < 4 else chunk for i in range(13)}))
+    assert [g.num_positions for g in groups] == [2] * 7
+    assert [g.keys for g in groups] == [g.keys for g in group_layers(model(4, 9, window=512))]
+    # In each block of the run one row is still free: that of its last token.
+    assert measure_waste(groups).bytes == 32 * 65536 + 9 * 4096
+    assert [held_blocks(chunk, n) for n in (0, 1, 100, 511, 512, 4095, 4096, 5000)] == [0, 1, 7, *[32] * 5]
+
+
 def test_no_layers_no_groups():
     assert group_layers({}) == ()
     assert wasted_bytes(()) == ()
@@ -230,6 +246,8 @@ KINDS = [
     full(),
     sliding(3),
     sliding(800, full(dtype="float32")),
+    chunked(64),
+    chunked(600, full(dtype="float32")),
     full(kv_heads=4),
     attention(),
     mla(),

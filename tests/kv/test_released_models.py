@@ -14,13 +14,16 @@ import pytest
 from rayk.kv.geometry import layout_veto, plan_rank
 from rayk.kv.groups import CacheKey, group_layers, measure_waste
 from rayk.kv.layout import LAYOUTS
+from rayk.kv.manager import KVCacheManager
 from rayk.kv.specs import (
+    ChunkedLocalSpec,
     FullAttentionSpec,
     GatedDeltaNetSpec,
     KVCacheSpec,
     Mamba1Spec,
     Mamba2Spec,
     MlaSpec,
+    SlidingWindowSpec,
     page_bytes,
 )
 from tests.kv.brute import keyed
@@ -210,6 +213,48 @@ def test_groups_and_waste(name: str):
     assert round(waste.percent, 2) == model.percent
 
 
+SCOUT = tuple(i for i in range(48) if i % 4 != 3)
+"""Layers of Llama 4 Scout and Maverick that attend in chunks of 8192; the others see everything."""
+
+
+def llama4(hybrid_kv: bool = True) -> dict[CacheKey, KVCacheSpec]:
+    """The two differ in their experts only: 40 query heads, 8 KV heads of 128."""
+    full, chunk = attention(8, 128, 40), ChunkedLocalSpec(16, 8, 128, 128, "bfloat16", 40, 8192)
+    return keyed({i: chunk if i in SCOUT and hybrid_kv else full for i in range(48)})
+
+
+def test_llama4_keeps_a_chunk_in_three_groups_of_four():
+    """4096 bytes per token: 65536 per block of 16. Nothing is padded, and up to a chunk nothing is freed."""
+    groups = group_layers(llama4())
+    assert [(g.spec.kind, g.num_positions) for g in groups] == [("chunked", 12)] * 3 + [("full", 12)]
+    assert sorted(n for g in groups[:3] for n in g.layers) == list(SCOUT)
+    assert {g.spec.block_size for g in groups} == {16}
+    assert measure_waste(groups).bytes == 0
+    # Beyond, of 131072 tokens each chunked layer keeps 8191 rows, and one of its 512 blocks' is free.
+    long = measure_waste(groups, 131072)
+    assert long.allocated_bytes == (3 * 512 + 8192) * 12 * 65536
+    assert long.bytes == 36 * 4096
+    (whole,) = group_layers(llama4(hybrid_kv=False))
+    assert (whole.spec.kind, whole.layers) == ("full", tuple(range(48)))
+    assert measure_waste([whole], 131072).allocated_bytes == 8192 * 48 * 65536
+    # A prompt computed in steps of 2048 needs room for a run's rows and those of the step.
+    managers = [KVCacheManager(made, 10) for made in (groups, [whole])]
+    assert [m.max_request_blocks(131072, 2048) for m in managers] == [3 * (512 + 128) + 8192, 8192]
+
+
+@pytest.mark.parametrize(("num_layers", "num_shared"), [(30, 10), (35, 15)], ids=["E2B", "E4B"])
+def test_gemma3n_keeps_the_layers_that_do_not_share(num_layers: int, num_shared: int):
+    """Every fifth layer sees everything, the others a window of 512; the last 10 or 15 keep nothing, so that
+    either model keeps 20 layers, in five groups of four."""
+    window = SlidingWindowSpec(16, 2, 256, 256, "bfloat16", 8, 512)
+    kept = range(num_layers - num_shared)
+    groups = group_layers(keyed({i: attention(2, 256, 8) if i % 5 == 4 else window for i in kept}))
+    assert [(g.spec.kind, len(g.layers)) for g in groups] == [("sliding", 4)] * 4 + [("full", 4)]
+    # 2048 bytes per token: of each window 511 rows live, in 32 blocks.
+    assert measure_waste(groups).allocated_bytes == (4 * 32 + 256) * 4 * 32768
+    assert measure_waste(groups).bytes == 16 * 2048
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_holds_them_or_says_why(name: str, layout: str):
@@ -249,6 +294,15 @@ def test_transformers_defaults_are_the_same():
     codestral = transformers.Mamba2Config()
     assert (codestral.num_hidden_layers, codestral.num_heads, codestral.head_dim) == (64, 128, 64)
     assert (codestral.n_groups, codestral.state_size, codestral.conv_kernel) == (8, 128, 4)
+    llama = transformers.Llama4TextConfig()
+    assert tuple(i for i, kind in enumerate(llama.layer_types) if kind == "chunked_attention") == SCOUT
+    assert (llama.num_attention_heads, llama.num_key_value_heads, llama.head_dim) == (40, 8, 128)
+    assert (llama.num_hidden_layers, llama.attention_chunk_size) == (48, 8192)
+    gemma = transformers.Gemma3nTextConfig()
+    assert (gemma.num_hidden_layers, gemma.num_kv_shared_layers, gemma.sliding_window) == (35, 15, 512)
+    kinds = gemma.layer_types
+    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == list(range(4, 35, 5))
+    assert (gemma.num_attention_heads, gemma.num_key_value_heads, gemma.head_dim) == (8, 2, 256)
     nemotron = transformers.NemotronHConfig()
     assert (nemotron.mamba_num_heads, nemotron.mamba_head_dim, nemotron.n_groups) == (128, 64, 8)
     assert (nemotron.ssm_state_size, nemotron.num_key_value_heads, nemotron.head_dim) == (128, 8, 128)
