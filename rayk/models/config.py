@@ -114,6 +114,9 @@ class MlpConfig:
     """On gate x, before the activation (falcon_h1)."""
     down_multiplier: float = 1.0
     """On the result (falcon_h1)."""
+    sparsity: float = 0.0
+    """Share of a token's gates, were they normally distributed, that are cut to 0 before the activation; the
+    others lose as much as the cut-off (gemma3n/modeling_gemma3n.py:970). 0: none is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,6 +244,24 @@ class GdnConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AltUpConfig:
+    """Alternating updates: the residual stream is several, of which a layer computes one and mends all; and
+    every layer has an input of its own from each token (gemma3n/modeling_gemma3n.py:987, :1258, :1748)."""
+
+    num_streams: int
+    active_stream: int
+    """The one that mixers and feed-forward halves see."""
+    scales_active: bool
+    """What a layer's own input is gated by is scaled by a weight first."""
+    laurel_rank: int
+    """Of the learned map that every layer has beside its mixer."""
+    input_size: int
+    """Elements of a token's input to one layer."""
+    input_vocab_size: int
+    """Rows of the table of these inputs: tokens beyond it read row 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:
     """One layer: what mixes tokens, how positions enter, and the feed-forward half."""
 
@@ -310,6 +331,8 @@ class DecoderConfig:
     o_bias: bool = False
     qk_norm: bool = False
     """RMSNorm on each head of q and k, before the rotation."""
+    v_norm: bool = False
+    """RMSNorm without weight on each head of v (gemma3n)."""
     turned_norm_eps: float | None = None
     """Of an RMSNorm without weight on each head of q and k, behind the rotation, in the layers that have
     one; None: there is no such norm (llama4)."""
@@ -342,6 +365,7 @@ class DecoderConfig:
     mamba1: Mamba1Config | None = None
     mamba2: Mamba2Config | None = None
     gdn: GdnConfig | None = None
+    altup: AltUpConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayk.kv.caches import OwnsCache
     from rayk.kv.groups import CacheKey
     from rayk.models.config import DecoderConfig
+    from rayk.models.layers.altup import AltUpLayer, Streams
     from rayk.models.layers.embedding import LmHead, VocabEmbedding
     from rayk.models.layers.norm import Norm
     from rayk.models.layers.places import Places, Placing
@@ -99,16 +100,17 @@ class Decoder:
         *,
         config: DecoderConfig,
         embedding: VocabEmbedding,
-        layers: tuple[Layer | ParallelLayer, ...],
+        layers: tuple[Layer | ParallelLayer | AltUpLayer, ...],
         cache_owners: Mapping[CacheKey, OwnsCache],
         cache_readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
+        streams: Streams | None = None,
         final_norm: Norm,
         lm_head: LmHead,
         placing: Placing,
         dtype: torch.dtype,
     ) -> None:
         """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `cache_readers`:
-        those that use another's, by its key. `dtype`: the weights'."""
+        those that use another's, by its key. `streams`: around AltUpLayers. `dtype`: the weights'."""
         self.config = config
         self.layers = layers
         self.cache_owners = dict(cache_owners)
@@ -119,6 +121,7 @@ class Decoder:
         self.num_token_layers = 0
         """Tokens of the last `forward`, summed over the layers that computed them."""
         self._embedding = embedding
+        self._streams = streams
         self._final_norm = final_norm
         self._lm_head = lm_head
         self._placing = placing
@@ -143,6 +146,9 @@ class Decoder:
         """
         places = self._placing.at(positions)
         x = self._embedding.forward(token_ids).to(self._residual_dtype)
+        streams, own_inputs = self._streams, None
+        if streams is not None:
+            x, own_inputs = streams.begin(token_ids, x)
         self.num_token_layers = 0
         first_fast = len(self.layers) if wanted is None else self.config.fast_prefill_layers.start
         for index, layer in enumerate(self.layers):
@@ -155,6 +161,10 @@ class Decoder:
                 places = self._placing.at(positions[wanted])
             self.num_token_layers += x.shape[-2]
             x = layer.forward(x, places[index], self._metadata_of(index, metadata))
+            if streams is not None and own_inputs is not None:
+                x = streams.after_layer(index, x, own_inputs)
+        if streams is not None:
+            x = streams.end(x)
         return self._final_norm.forward(x).to(self._dtype)
 
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rayk.models.builders.altup import build_streams
 from rayk.models.builders.context import Build
 from rayk.models.builders.layer import build_layer
 from rayk.models.decoder import Decoder
@@ -107,6 +108,7 @@ def _decoder(build: Build) -> Decoder:
             for part, user in users.items()
             if layer.kv_source is not None
         ],
+        streams=None if config.altup is None else build_streams(build, config.altup),
         final_norm=build.norm(names.final_norm),
         lm_head=LmHead(
             embedding if tied else pieces.rows(names.lm_head, vocab, vocab_rows),

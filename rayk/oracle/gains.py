@@ -22,8 +22,10 @@ _STEP_STD = 0.7
 
 _UNIT_OFFSET = frozenset({"gemma2", "gemma3_text", "qwen3_next"})
 """Model types whose norms multiply by 1 + weight."""
-_CLOSING_NORMS = frozenset({"gemma2", "gemma3_text"})
+_CLOSING_NORMS = frozenset({"gemma2", "gemma3_text", "gemma3n_text"})
 """Those in which a norm of its own closes every branch."""
+_ALTUP_GAINS = {"modality_router": 1.5, "prediction_coefs": 0.35, "correction_coefs": 0.5}
+"""Of gemma3n: tanh of what the router says bends; predictions and corrections weigh streams unlike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,10 @@ class Gains:
     """Rows of a Mamba2 in_proj that are time steps, the last ones; 0 without."""
     mixer_gain: float
     """Of what a recurrent mixer projects out."""
+    head_gain: float
+    """Of the norms of queries' and keys' heads."""
+    own_input_size: int
+    """Elements of a token's input to one layer (gemma3n); 0 without."""
     latent: bool
     """Keys come from a latent whose gain cannot be chosen: queries have it all."""
 
@@ -63,7 +69,7 @@ class Gains:
             tied=bool(config.tie_word_embeddings),
             unit_offset=kind in _UNIT_OFFSET,
             closing_norms=closing_norms,
-            transposed_experts=kind == "gpt_oss",
+            transposed_experts=kind in ("gpt_oss", "llama4_text"),
             embedding_scale=scale * getattr(config, "embedding_multiplier", 1.0),
             logit_scale=logit_scale
             * getattr(config, "lm_head_multiplier", 1.0)
@@ -73,6 +79,9 @@ class Gains:
             step_rows=_mamba2_heads(config),
             # Without a norm before it the size of the states sets that of the branch.
             mixer_gain=0.8 if kind == "jamba" else 3.0 if getattr(config, "mamba_rms_norm", True) else 0.2,
+            # Scores of gemma3n are not divided by the root of the head size.
+            head_gain=_QK_GAIN * (config.head_dim**-0.25 if kind == "gemma3n_text" else 1.0),
+            own_input_size=getattr(config, "hidden_size_per_layer_input", 0),
             latent=hasattr(config, "kv_lora_rank"),
         )
 
@@ -82,6 +91,8 @@ class Gains:
             uniform = 0.5 + torch.rand(shape, generator=generator)
             plain = "linear_attn" in name or not self.unit_offset
             return uniform * self._norm_gain(name) - (0.0 if plain else 1.0)
+        if name.endswith("correct_output_scale"):
+            return 0.5 + torch.rand(shape, generator=generator)
         recurrence = _recurrence(name, shape, generator)
         if recurrence is not None:
             return recurrence
@@ -92,7 +103,7 @@ class Gains:
         if name.endswith("bias"):
             return (0.5 if "router" in name else 0.2) * normal
         fan_in = shape[-2] if len(shape) == 3 and self.transposed_experts else shape[-1]
-        values = self._matrix_std(name, fan_in) * normal
+        values = (self._altup_std(name, fan_in) or self._matrix_std(name, fan_in)) * normal
         if "qkv_proj" in name:
             first = round(shape[0] * (1 - self.value_share))
             values[first:] /= _QK_GAIN
@@ -102,11 +113,12 @@ class Gains:
 
     def _norm_gain(self, name: str) -> float:
         if "q_norm" in name or "k_norm" in name:
-            return _QK_GAIN
-        if self.closing_norms and "layers" not in name:
+            return self.head_gain
+        if self.closing_norms and name == "model.norm.weight":
             return self._final_gain
         # These norms set the size of the branches, which o_proj and down_proj do elsewhere.
-        post = "post_attention" in name or "post_feedforward" in name
+        closing = ("post_attention", "post_feedforward", "post_laurel", "post_per_layer")
+        post = any(part in name for part in closing)
         return 4.0 if self.closing_norms and post else 1.0
 
     @property
@@ -136,6 +148,16 @@ class Gains:
         if "down_proj" in name or "output_linear" in name:
             return 2.4 * share * base
         return base
+
+    def _altup_std(self, name: str, fan_in: int) -> float | None:
+        """Of the matrices that only gemma3n has and whose inputs are not of RMS 1; None for others."""
+        if "embed_tokens_per_layer" in name:
+            return 1.0 / math.sqrt(self.own_input_size)  # what the model multiplies it by
+        for part, gain in _ALTUP_GAINS.items():
+            if part in name:
+                # The router's input is divided by its size.
+                return gain * math.sqrt(fan_in) if part == "modality_router" else gain
+        return None
 
 
 def _mamba2_heads(config: Any) -> int:

@@ -42,6 +42,29 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
                 "original_max_position_embeddings": 256,
             },
         },
+        # Layer 2 sees everything and has no positions; layers 1 and 3 have experts, which go unevenly to 2
+        # and to 4 ranks. Queries grow within the first chunk.
+        "llama4": _COMMON
+        | {
+            "intermediate_size": 54,
+            "intermediate_size_mlp": 174,
+            "head_dim": 16,
+            "attention_chunk_size": 64,
+            "no_rope_layer_interval": 3,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "floor_scale": 50,
+            "attn_scale": 0.5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+        },
         "mistral": _COMMON | {"hidden_size": 96, "head_dim": 16, "sliding_window": 50},
         # Qwen2's config has no head_dim: hidden / heads = 16.
         "qwen2": _COMMON | {"hidden_size": 128},
@@ -70,6 +93,27 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 4.0},
+            },
+        },
+        # Layers 4 and 5 share. The last 100 tokens of the vocabulary have no inputs of their own.
+        "gemma3n": _COMMON
+        | {
+            "vocab_size_per_layer_input": 415,
+            "hidden_size": 96,
+            "hidden_size_per_layer_input": 12,
+            "intermediate_size": [174, 150, 174, 131, 90, 110],
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 47,
+            "head_dim": 16,
+            "laurel_rank": 10,
+            "activation_sparsity_pattern": [0.9, 0.6, 0.3, 0.0, 0.0, 0.0],
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
             },
         },
         # 5 experts go unevenly to 2 and to 4 ranks. The limit is low enough to clamp.
@@ -119,13 +163,30 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """family -> values of its config class."""
 
-_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "llama4": "llama4_text"})
 """Where transformers' model_type is not the family's name."""
 
 HYBRID: Mapping[str, Any] = MappingProxyType(
     {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
 )
 """Overrides that make qwen2 or qwen3 hybrid: full attention in layers 0 and 1, sliding above."""
+
+ALL_ROUTED: Mapping[str, Any] = MappingProxyType(
+    {
+        "interleave_moe_layer_step": 1,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 1,
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "attention_chunk_size": 40,
+        "no_rope_layers": [0, 1, 1, 0],
+        "floor_scale": 30,
+        "attn_scale": 0.4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+)
+"""Overrides of llama4: experts in every layer, one for each token; no norm of queries and keys; biases; chunks
+that are no multiple of 16 tokens; layers that see everything first and last."""
 
 YARN: Mapping[str, Any] = MappingProxyType(
     {
@@ -160,7 +221,26 @@ TWICE_REUSED: Mapping[str, Any] = MappingProxyType(
 """Overrides with which layers 2, 3, 6 and 7 reuse the two before them; only 6 and 7 end the model. For
 families with sliding layers (qwen2 and qwen3 need HYBRID as well)."""
 
-ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "llama", "mistral"})
+OTHER_STREAMS: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
+        + ["full_attention", "sliding_attention"],
+        "sliding_window": 45,
+        "intermediate_size": 131,
+        "activation_sparsity_pattern": [0.0, 0.8, 0.0, 0.5, 0.0],
+        "num_attention_heads": 12,
+        "num_key_value_heads": 1,
+        "altup_num_inputs": 3,
+        "altup_active_idx": 1,
+        "altup_correct_scale": False,
+    }
+)
+"""Overrides of gemma3n: three streams, of which the second is computed; one KV head; three of five layers
+share."""
+
+ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "gemma3n", "llama", "mistral"})
 """Families whose tokenizers put the BOS token before a text by default."""
 
 _OLD_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"})

@@ -32,7 +32,8 @@ def test_supported_lists_every_family() -> None:
     assert set(FAMILIES) == set(CLASSES)
     assert SUPPORTED == (
         "BambaForCausalLM", "Cohere2ForCausalLM", "DeepseekV3ForCausalLM", "FalconH1ForCausalLM",
-        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration", "GptOssForCausalLM",
         "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration", "LlamaForCausalLM", "Mamba2ForCausalLM",
         "MistralForCausalLM", "NemotronHForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",

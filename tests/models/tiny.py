@@ -56,6 +56,7 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM"),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
@@ -107,6 +108,23 @@ FAMILY_DIMS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
         "query_pre_attn_scalar": 24,
+    },
+    # Layers 3 and 4 share. The last tokens of the vocabulary have no inputs of their own.
+    "gemma3n": {
+        "num_hidden_layers": 5,
+        "intermediate_size": [101, 90, 83, 101, 57],
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "sliding_window": 21,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "final_logit_softcapping": 5.0,
+        "vocab_size_per_layer_input": 201,
+        "hidden_size_per_layer_input": 12,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 7,
+        "activation_sparsity_pattern": [0.9, 0.3, 0.0, 0.7, 0.0],
     },
     "cohere2": {
         "head_dim": "absent",

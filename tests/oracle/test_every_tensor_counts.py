@@ -20,6 +20,21 @@ from tests.families import ATTENTION
 # `b` inside the mapping `a`.
 MISTAKES: dict[str, list[dict[str, Any]]] = {
     "llama": [{"rope_parameters.rope_type": "default"}],
+    "llama4": [
+        {"attention_chunk_size": 63},
+        {"attention_chunk_size": 65},
+        {"layer_types": ["full_attention"] * 4},
+        # Layer 2 gets positions; layer 1 loses them.
+        {"no_rope_layers": [1, 1, 1, 1]},
+        {"no_rope_layers": [1, 0, 0, 1]},
+        {"attn_temperature_tuning": False},
+        {"attn_scale": 0.4},
+        {"floor_scale": 49},
+        {"use_qk_norm": False},
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 3},
+        {"rope_parameters.rope_type": "default"},
+    ],
     "mistral": [{"sliding_window": 49}, {"sliding_window": 51}],
     "gemma2": [
         {"sliding_window": 50},
@@ -111,7 +126,8 @@ def neutral(family: str, kind: str) -> float:
     """What a model without the tensor would compute with."""
     if kind.endswith("sinks"):
         return float("-inf")
-    return 1.0 if "norm" in kind and family not in ("gemma2", "gemma3") else 0.0
+    neutral_is_one = "norm" in kind or kind.endswith("correct_output_scale")
+    return 1.0 if neutral_is_one and family not in ("gemma2", "gemma3") else 0.0
 
 
 @pytest.mark.parametrize("family", ATTENTION)

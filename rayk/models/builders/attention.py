@@ -38,6 +38,7 @@ def build_attention(build: Build, index: int) -> Attention:
         out=build.row_parallel(index, out, bias=config.o_bias),
         qk_norm=_qk_norm(build, index, len(q_heads), len(made)) if config.qk_norm else None,
         turned_norm=_turned_norm(config, index),
+        v_norm=Norm(None, config.norm) if config.v_norm else None,
     )
     kv_index = shard.kv_index(config.num_query_heads, config.num_kv_heads, *build.tp)
     params = AttentionParams(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from rayk.models.builders.altup import build_altup_layer
 from rayk.models.builders.attention import build_attention
 from rayk.models.builders.gdn import build_gdn
 from rayk.models.builders.mamba1 import build_mamba1
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rayk.models.builders.context import Build, CachingMixer
     from rayk.models.config import LayerConfig
     from rayk.models.decoder import Mixer, Mlp
+    from rayk.models.layers.altup import AltUpLayer
 
 
 BUILDERS: Mapping[str, Callable[[Build, int], CachingMixer]] = MappingProxyType(
@@ -40,7 +42,7 @@ BUILDERS: Mapping[str, Callable[[Build, int], CachingMixer]] = MappingProxyType(
 class BuiltLayer(NamedTuple):
     """A layer, and what of it uses which part of a cache: its own, or that of its `kv_source`."""
 
-    layer: Layer | ParallelLayer
+    layer: Layer | ParallelLayer | AltUpLayer
     users: Mapping[str, OwnsCache]
 
 
@@ -53,6 +55,10 @@ def build_layer(build: Build, index: int) -> BuiltLayer:
     mixer, owners = _mixer(build, index, config)
     mlp = _mlp(build, index, config)
     post = build.config.block == "post_norms"
+    if build.config.altup is not None:
+        assert mixer is not None, "a layer of several streams has both halves"
+        assert mlp is not None, "a layer of several streams has both halves"
+        return BuiltLayer(build_altup_layer(build, index, build.config.altup, mixer, mlp), owners)
     has_mixer, has_mlp = mixer is not None, mlp is not None
     layer = Layer(
         input_norm=build.layer_norm(index, "input_norm") if has_mixer else None,

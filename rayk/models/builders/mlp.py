@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayk.models.layers.mlp import GatedMlp, PlainMlp
+from rayk.models.layers.mlp import GateCut, GatedMlp, PlainMlp
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
 
@@ -21,6 +21,7 @@ def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> Gat
     columns = build.row_parallel(index, down, bias=mlp.bias)
     if not mlp.gated:
         assert mlp.gate_multiplier == mlp.down_multiplier == 1.0, mlp
+        assert not mlp.sparsity, mlp
         return PlainMlp(build.linear(index, (up,), bias=mlp.bias), columns, mlp.activation)
     return GatedMlp(
         build.linear(index, (gate, up), bias=mlp.bias),
@@ -28,4 +29,5 @@ def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> Gat
         mlp.activation,
         gate_multiplier=mlp.gate_multiplier,
         down_multiplier=mlp.down_multiplier,
+        cut=GateCut(mlp.sparsity, size, build.comm) if mlp.sparsity else None,
     )

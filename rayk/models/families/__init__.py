@@ -16,6 +16,7 @@ from rayk.models.families import (
     falcon_h1,
     gemma2,
     gemma3,
+    gemma3n,
     gpt_oss,
     granitemoehybrid,
     jamba,
@@ -37,7 +38,7 @@ from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 __all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
 
 _MODULES = (
-    *(llama, llama4, mistral, qwen2, qwen3, phi3, gemma2, gemma3, cohere2, gpt_oss),
+    *(llama, llama4, mistral, qwen2, qwen3, phi3, gemma2, gemma3, gemma3n, cohere2, gpt_oss),
     *(mamba2, jamba, bamba, granitemoehybrid, nemotron_h, falcon_h1, qwen3_next, deepseek_v3),
 )
 

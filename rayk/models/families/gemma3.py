@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -38,9 +39,9 @@ FULL_THETA, SLIDING_THETA = 1e6, 1e4
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """Of a model with vision, the text model: its settings stand in `text_config`."""
-    raw = _text_config(raw)
+    raw = text_config(raw, DEFAULTS)
     windows = common.periodic_windows(raw, period=6)
-    full, sliding = _ropes(raw, raw.count("head_dim"))
+    full, sliding = ropes_by_type(raw, raw.count("head_dim"))
     ropes = tuple(full if window is None else sliding for window in windows)
     return replace(parse_gemma(raw, family="gemma3", windows=windows, ropes=ropes), qk_norm=True)
 
@@ -77,16 +78,16 @@ def parse_gemma(
     )
 
 
-def _text_config(raw: RawConfig) -> RawConfig:
+def text_config(raw: RawConfig, defaults: Mapping[str, object]) -> RawConfig:
     """All settings in one place: the text model's, the whole model's, and what both leave out."""
     text = raw.get("text_config", {})
     if not isinstance(text, dict):
         raise CheckpointError(f"`text_config` must be an object, not {text!r}", where=raw.where)
     given = [{k: v for k, v in values.items() if v is not None} for values in (text, raw.values)]
-    return RawConfig(DEFAULTS | given[0] | given[1], raw.where, raw.architecture)
+    return RawConfig({**defaults, **given[0], **given[1]}, raw.where, raw.architecture)
 
 
-def _ropes(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
+def ropes_by_type(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
     """Of full layers and of sliding ones. In the older form only the former are scaled."""
     new = raw.get("rope_parameters")
     if new is None:

@@ -30,6 +30,8 @@ class AttentionWeights:
     """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head that it makes."""
     turned_norm: Norm | None = None
     """Without weight; of the heads of q and k behind the rotation."""
+    v_norm: Norm | None = None
+    """Without weight; of the heads of v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,8 @@ class Attention:
         num_qk = (num_q + num_kv) * params.head_size_k
         qk = qkv[:, :num_qk].view(-1, num_q + num_kv, params.head_size_k)
         v = None if self.shares else qkv[:, num_qk:].view(-1, num_kv, params.head_size_v)
+        if v is not None and self._weights.v_norm is not None:
+            v = self._weights.v_norm.forward(v)
         if multipliers.keys != 1.0:
             qk[:, num_q:] *= multipliers.keys
         if self._weights.qk_norm is not None:

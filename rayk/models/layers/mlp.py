@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 if TYPE_CHECKING:
     from rayk.models.layers.linear import Linear, RowParallelLinear
+    from rayk.parallel.comm import Comm
 
 
 def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -19,6 +21,32 @@ def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
         return F.relu(x).square()
     assert kind == "gelu_tanh", kind
     return F.gelu(x, approximate="tanh")
+
+
+class GateCut:
+    """Cuts a token's gates at the quantile that a normal distribution of their mean and deviation has.
+
+    Over all gates of the model: sums are added over the ranks, once (gemma3n/modeling_gemma3n.py:970).
+    """
+
+    def __init__(self, sparsity: float, num_gates: int, comm: Comm) -> None:
+        """`sparsity`: the share below the quantile. `num_gates`: of all ranks."""
+        # In float32, as the quantile of transformers is whatever the model's dtype.
+        share = torch.tensor(sparsity, dtype=torch.float32)
+        self._quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
+        self._num_gates = num_gates
+        self._comm = comm
+
+    def forward(self, gate: torch.Tensor) -> torch.Tensor:
+        """The rank's gates [T, its own] -> what they exceed the quantile by, 0 for those that do not."""
+        wide = gate.float()
+        sums = torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)
+        if self._comm.size > 1:
+            sums = self._comm.all_reduce(sums)
+        mean, square = (sums / self._num_gates).unbind(-1)
+        deviation = (square - mean.square()).clamp(min=0).sqrt()
+        cut = mean.to(gate.dtype) + deviation.to(gate.dtype) * float(self._quantile.to(gate.dtype))
+        return F.relu(gate - cut[:, None])
 
 
 class GatedMlp:
@@ -32,19 +60,24 @@ class GatedMlp:
         *,
         gate_multiplier: float = 1.0,
         down_multiplier: float = 1.0,
+        cut: GateCut | None = None,
     ) -> None:
-        """gate x is multiplied by `gate_multiplier` before the activation, the result by the other."""
+        """gate x is multiplied by `gate_multiplier` and then `cut` before the activation, the result by
+        `down_multiplier`."""
         self.gate_up = gate_up
         self.down = down
         self._activation = activation
         self._gate_multiplier = gate_multiplier
         self._down_multiplier = down_multiplier
+        self._cut = cut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank unless `down` leaves sums partial."""
         gate, up = self.gate_up.forward(x).chunk(2, dim=-1)
         if self._gate_multiplier != 1.0:
             gate = gate * self._gate_multiplier
+        if self._cut is not None:
+            gate = self._cut.forward(gate)
         out = self.down.forward(activate(gate, self._activation) * up)
         return out if self._down_multiplier == 1.0 else out * self._down_multiplier
 

@@ -1,0 +1,191 @@
+"""Gemma 3n, the text model: several residual streams, inputs of every layer's own, layers that share keys and
+values. Of a model with vision and sound, the text model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rayk.models.config import AltUpConfig, NormConfig
+from rayk.models.families import common, gemma3
+from rayk.models.families.sharing import COUNT, shared_sources
+from rayk.types.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rayk.models.config import DecoderConfig, MlpConfig
+    from rayk.models.families.raw import RawConfig
+
+# configuration_gemma3n.py, Gemma3nTextConfig.
+DEFAULTS = {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15,
+    "laurel_rank": 64,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_NUM_SPARSE, _SPARSITY = 10, 0.95
+"""First layers of a model with more, where config.json has no pattern, and their sparsity."""
+
+
+def parse(raw: RawConfig) -> DecoderConfig:
+    """Settings stand in `text_config`, or beside the others."""
+    raw = gemma3.text_config(raw, DEFAULTS)
+    if raw.flag("use_bidirectional_attention"):
+        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
+    windows = common.periodic_windows(raw, period=5)
+    full, sliding = gemma3.ropes_by_type(raw, raw.count("head_dim"))
+    mlps = _mlps(raw, len(windows))
+    config = common.parse_llama_like(
+        raw,
+        family="gemma3n",
+        windows=windows,
+        ropes=tuple(full if window is None else sliding for window in windows),
+        norm=NormConfig(eps=raw.number("rms_norm_eps"), wide=True),
+        mlp=mlps[0],
+        tied=True,
+    )
+    bias = raw.flag("attention_bias")
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, mlp=mlp, kv_source=source)
+            for layer, mlp, source in zip(
+                config.layers,
+                mlps,
+                shared_sources(raw, config.layers, raw.whole(COUNT)),
+                strict=True,
+            )
+        ),
+        block="post_norms",
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        v_norm=True,
+        score_multiplier=1.0,
+        embedding_scale=config.hidden_size**0.5,
+        embedding_scale_rounded=True,
+        final_soft_cap=raw.optional_number("final_logit_softcapping"),
+        altup=_altup(raw),
+    )
+
+
+def _altup(raw: RawConfig) -> AltUpConfig:
+    num_streams, active = raw.count("altup_num_inputs"), raw.whole("altup_active_idx")
+    if active >= num_streams:
+        raise CheckpointError(
+            f"`altup_active_idx` {active} is none of {num_streams} streams (`altup_num_inputs`)",
+            where=raw.where,
+        )
+    return AltUpConfig(
+        num_streams=num_streams,
+        active_stream=active,
+        scales_active=raw.flag("altup_correct_scale"),
+        laurel_rank=raw.count("laurel_rank"),
+        input_size=raw.count("hidden_size_per_layer_input"),
+        input_vocab_size=raw.count("vocab_size_per_layer_input"),
+    )
+
+
+def _mlps(raw: RawConfig, num_layers: int) -> tuple[MlpConfig, ...]:
+    """Of every layer; `intermediate_size` may be one number or a list."""
+    sizes = raw.get("intermediate_size")
+    if not isinstance(sizes, list):
+        sizes = [sizes] * num_layers
+    if len(sizes) != num_layers:
+        raise CheckpointError(
+            f"`intermediate_size` must be a number or list {num_layers} (`num_hidden_layers`), "
+            f"not {len(sizes)}",
+            where=raw.where,
+        )
+    kinds = type(raw)
+    return tuple(
+        replace(
+            common.parse_mlp(
+                kinds(raw.values | {"intermediate_size": size}, raw.where, raw.architecture),
+                key="hidden_activation",
+            ),
+            sparsity=sparsity,
+        )
+        for size, sparsity in zip(sizes, _sparsities(raw, num_layers), strict=True)
+    )
+
+
+def _sparsities(raw: RawConfig, num_layers: int) -> list[float]:
+    num_sparse = _NUM_SPARSE if num_layers > _NUM_SPARSE else 0
+    default = [_SPARSITY] * num_sparse + [0.0] * (num_layers - num_sparse)
+    found = raw.get("activation_sparsity_pattern", default)
+    if not isinstance(found, list) or len(found) != num_layers:
+        raise CheckpointError(
+            f"`activation_sparsity_pattern` must list {num_layers} numbers (`num_hidden_layers`)",
+            where=raw.where,
+        )
+    for value in found:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+            raise CheckpointError(
+                f"`activation_sparsity_pattern` must list shares from 0 to below 1, not {value!r}",
+                where=raw.where,
+            )
+    return [float(value) for value in found]
+
+
+LAYER = MappingProxyType(
+    {
+        **gemma3.LAYER,
+        **{
+            ours: f"model.layers.{{i}}.{stored}"
+            for ours, stored in (
+                ("altup_norm.weight", "altup.router_norm.weight"),
+                ("altup_router.weight", "altup.modality_router.weight"),
+                ("altup_predictor.weight", "altup.prediction_coefs.weight"),
+                ("altup_corrector.weight", "altup.correction_coefs.weight"),
+                ("laurel_left.weight", "laurel.linear_left.weight"),
+                ("laurel_right.weight", "laurel.linear_right.weight"),
+                ("laurel_norm.weight", "laurel.post_laurel_norm.weight"),
+                ("own_scale", "altup.correct_output_scale"),
+                ("own_gate.weight", "per_layer_input_gate.weight"),
+                ("own_out.weight", "per_layer_projection.weight"),
+                ("own_norm.weight", "post_per_layer_input_norm.weight"),
+            )
+        },
+    }
+)
+
+FAMILY = common.Family(
+    name="gemma3n",
+    architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    parse=parse,
+    weights=common.WeightNames(
+        layer=LAYER,
+        around=MappingProxyType(
+            {
+                "spread": "model.altup_projections.{s}.weight",
+                "merge": "model.altup_unembed_projections.{s}.weight",
+                "own_inputs": "model.embed_tokens_per_layer.weight",
+                "own_projection": "model.per_layer_model_projection.weight",
+                "own_norm": "model.per_layer_projection_norm.weight",
+            }
+        ),
+        ignored_prefixes=tuple(
+            f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+        ),
+        nested=(("model.language_model.", "model."),),
+    ),
+)
