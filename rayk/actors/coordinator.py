@@ -183,6 +183,8 @@ class Coordinator:
         engine.leader.stop.options(concurrency_group="control").remote()
         await engine.guard(engine.stopped(), "stopping", STOP_S)
         await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
+        status = await engine.guard(engine.leader.status.remote(), "what it computed", STOP_S)
+        engine.facts["num_token_layers"] = status["num_token_layers"]
         await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
 
     async def _await_releases(self, engine: EngineHandle) -> None:

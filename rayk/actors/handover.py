@@ -113,7 +113,7 @@ class TransferHandover:
         now = time.monotonic_ns()
 
         def start() -> None:
-            if self.leader.open(request, sink):
+            if self.leader.open(request, sink, prefilled=True):
                 wait_s = transfer_s if reserve_s is None else reserve_s
                 self._queued.append(_Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now))
 

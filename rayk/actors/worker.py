@@ -145,6 +145,7 @@ class Worker:
             "comm": comm.name,
             "comm_reason": comm_reason,
             "decode_graphs": self._rank.graphs_note,
+            "num_fast_prefill_layers": len(self._rank.fast_prefill_layers),
             "layout": plan.resolution.layout.name,
             "vetoes": plan.resolution.vetoes,
             "block_sizes": [g.spec.block_size for g in plan.groups],
@@ -242,6 +243,8 @@ class Worker:
                 "turn_ns": times.turn_ns,
                 "model_ns": times.model_ns,
             }
+        if self._rank is not None:
+            report["num_token_layers"] = self._rank.num_token_layers
         if self._leader is not None:
             report |= {
                 "num_free_blocks": self._leader.manager.pool.num_free_blocks,

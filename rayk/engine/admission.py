@@ -43,6 +43,17 @@ def bad_sampling(sampling: SamplingParams) -> UserError | None:
     return None
 
 
+def no_prompt_logprobs(request: Request) -> UserError | None:
+    """Why an engine with fast prefill cannot compute the request's prompt, or None."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    return UserError(
+        f"request {request.request_id}: prompt_logprobs and fast_prefill exclude each other: layers that "
+        "compute the sampled tokens only have no logits of the prompt's others",
+        mend="no prompt_logprobs, or engine.fast_prefill: false",
+    )
+
+
 def seeded(request: Request) -> Request:
     """The request with a seed of its own if it draws tokens and was given none."""
     sampling = request.sampling

@@ -25,14 +25,17 @@ class LayerBackends:
         made = {self.default.name: self.default}
         self._of_layer: dict[int, AttentionBackend] = {}
         for layer, name in config.layer_backends:
-            if layer not in model.attention_layers:
+            if layer not in model.attending_layers:
                 raise UserError(
                     f"layer_backends: layer {layer} has no attention", mend=_attention_layers_text(model)
                 )
             backend = get_backend(name, config.device)
             # Layers of one backend share its workspace and, in a KV group, its metadata.
             self._of_layer[layer] = made.setdefault(backend.name, backend)
-        self._layers = model.attention_layers
+        self._sources = {
+            i: i if (s := model.layers[i].kv_source) is None else s for i in model.attending_layers
+        }
+        """Layer -> the one whose keys and values it attends to."""
 
     def __getitem__(self, layer: int) -> AttentionBackend:
         """The layer's backend."""
@@ -41,7 +44,7 @@ class LayerBackends:
     @property
     def used(self) -> tuple[AttentionBackend, ...]:
         """Each backend that some layer has, once; the engine's own where no layer has attention."""
-        found = {id(b): b for b in (self[layer] for layer in self._layers)}
+        found = {id(b): b for b in (self[layer] for layer in self._sources)}
         return tuple(found.values()) or (self.default,)
 
     def vetoes(self, groups: Sequence[KVCacheGroup]) -> list[tuple[str, SpecVeto]]:
@@ -49,11 +52,8 @@ class LayerBackends:
         return [(f"backend {b.name}", partial(_veto, b, self._specs(b, groups))) for b in self.used]
 
     def _specs(self, backend: AttentionBackend, groups: Sequence[KVCacheGroup]) -> frozenset[KVCacheSpec]:
-        return frozenset(
-            group.spec
-            for group in groups
-            if group.spec.has_token_rows and any(self[layer] is backend for layer in group.layers)
-        )
+        read = {source for layer, source in self._sources.items() if self[layer] is backend}
+        return frozenset(g.spec for g in groups if g.spec.has_token_rows and read & set(g.layers))
 
     @property
     def implementation(self) -> str:
@@ -74,5 +74,5 @@ def _veto(
 
 def _attention_layers_text(model: DecoderConfig) -> str:
     """What a layer's number may be, for messages."""
-    layers = ", ".join(map(str, model.attention_layers))
+    layers = ", ".join(map(str, model.attending_layers))
     return f"one of {layers}" if layers else "the model has no attention layer"

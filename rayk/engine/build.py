@@ -42,6 +42,7 @@ def make_leader(
         vocab_size=rank.model_config.vocab_size,
         positions_text=rank.model_config.positions_text,
         decoder=LazyDecoder(load_decoder),
+        fast_prefill=config.fast_prefill,
     )
 
 

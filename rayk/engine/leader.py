@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rayk.engine.admission import bad_sampling, seeded
+from rayk.engine.admission import bad_sampling, no_prompt_logprobs, seeded
 from rayk.engine.loop import Turn, TurnResult
 from rayk.engine.sampling import sample_step
 from rayk.engine.stopping import LazyDecoder, StopStrings
@@ -117,15 +117,18 @@ class Leader:
         vocab_size: int | None = None,
         positions_text: str | None = None,
         decoder: LazyDecoder | None = None,
+        fast_prefill: bool = False,
     ) -> None:
         """`vocab_size`: prompts with other ids are refused; None takes all. `positions_text`: the
-        scheduler's limit in words. `decoder`: for stop strings."""
+        scheduler's limit in words. `decoder`: for stop strings. `fast_prefill`: there are no logits of
+        prompt tokens."""
         self.scheduler = scheduler
         self.manager = manager
         self._handover = handover
         self._vocab_size = vocab_size
         self._positions_text = positions_text or f"the model's {scheduler.max_positions} positions"
         self._decoder = decoder or LazyDecoder(None)
+        self._fast_prefill = fast_prefill
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._calls: list[tuple[object, Future[list[object]]]] = []
@@ -257,16 +260,21 @@ class Leader:
             del self._sinks[event.request_id]
         sink(event)
 
-    def open(self, request: Request, sink: Sink, max_tokens: int | None = None) -> bool:
+    def open(
+        self, request: Request, sink: Sink, max_tokens: int | None = None, *, prefilled: bool = False
+    ) -> bool:
         """Register a sink, or refuse: engine dead, id in use, or a request that can never run here.
 
-        `max_tokens`: how many are generated here, if not all that the request asks for.
+        `max_tokens`: how many are generated here, if not all that the request asks for. `prefilled`: all
+        that is told of its prompt was told elsewhere.
         """
         error: RaykError | None = self._dead
         if error is None and self._is_in_use(request.request_id):
             error = UserError(f"request id {request.request_id} is in use")
         if error is None:
             error = self._bad_input(request)
+        if error is None and self._fast_prefill and not prefilled:
+            error = no_prompt_logprobs(request)
         if error is None:
             error = self._too_long(request, max_tokens or request.sampling.max_tokens)
         if error is not None:

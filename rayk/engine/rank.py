@@ -102,22 +102,25 @@ class EngineRank:
 
     def _attention_layers(self) -> list[AttentionLayer]:
         groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}
-        return [
-            AttentionLayer(
-                layer=index,
-                backend=self.backends[index],
-                spec=groups[source].spec,
-                num_query_heads=self.model_config.num_query_heads // self.comm.size,
-                view=AttentionView(
-                    kv_group=groups[source].index,
-                    window=layer.window,
-                    chunk=layer.chunk,
-                    fast_prefill=index in self.fast_prefill_layers,
-                ),
+        found = []
+        for index in self.model_config.attending_layers:
+            layer = self.model_config.layers[index]
+            group = groups[index if layer.kv_source is None else layer.kv_source]
+            found.append(
+                AttentionLayer(
+                    layer=index,
+                    backend=self.backends[index],
+                    spec=group.spec,
+                    num_query_heads=self.model_config.num_query_heads // self.comm.size,
+                    view=AttentionView(
+                        kv_group=group.index,
+                        window=layer.window,
+                        chunk=layer.chunk,
+                        fast_prefill=index in self.fast_prefill_layers,
+                    ),
+                )
             )
-            for index, layer in enumerate(self.model_config.layers)
-            if (source := index if layer.kv_source is None else layer.kv_source) in groups
-        ]
+        return found
 
     @property
     def forward_ns(self) -> int:

@@ -104,6 +104,9 @@ class CellJudge:
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
             kv_waste=_kv_waste(cell, self._config),
             effective=_effective(facts),
+            num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
+            num_token_layers=_token_layers(outcomes, "prefill", cell.num_prefill_engines),
+            decode_num_token_layers=_token_layers(outcomes, "decode", cell.num_decode_engines),
             num_kv_bytes_checked=checked if cell.decode is not None else None,
             num_kv_bytes_mismatched=(
                 sum(m.num_bytes_mismatched for m in mismatches) if cell.decode is not None else None
@@ -132,11 +135,14 @@ class CellJudge:
         """What a cell that passes did not look at. `checked`: whether it compared bytes."""
         if cell.decode is not None and not checked:
             return "no KV was handed over: every request ended with its first token"
-        if not self.needs_capture(cell):
-            return ""
-        if "kv_values" not in counts.checks_done:
-            return "kv_values did not see every request: some ended with their first token"
-        return self._unjudged(cell, prompts)
+        remarks = []
+        if "logprobs" in counts.checks_done and cell.prefill.fast_prefill:
+            remarks.append("logprobs did not see prompt tokens: with fast_prefill they have no logits")
+        if self.needs_capture(cell) and "kv_values" not in counts.checks_done:
+            remarks.append("kv_values did not see every request: some ended with their first token")
+        elif self.needs_capture(cell):
+            remarks.append(self._unjudged(cell, prompts))
+        return "; ".join(remark for remark in remarks if remark)
 
     def _unjudged(self, cell: Cell, prompts: Prompts) -> str:
         """Which states kv_values cannot judge in the cell's dtype, if any."""
@@ -256,6 +262,15 @@ def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]
         if engine is not None
     }
     return {side: (waste.bytes, waste.percent) for side, waste in wastes.items()}
+
+
+def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) -> int | None:
+    """What a side's engines computed, over all repeats; None if there are none, or one did not tell."""
+    told = [
+        o.facts.get(f"{side}{i}", {}).get("num_token_layers") for o in outcomes for i in range(num_engines)
+    ]
+    known = [count for count in told if count is not None]
+    return sum(known) if known and len(known) == len(told) else None
 
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:

@@ -190,7 +190,7 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
         checks=checks,
         faults=tuple(spec.faults),
         expected_verdict=_expected_verdict(spec.faults),
-        sampling=_sampling(spec.sampling, checks),
+        sampling=_sampling(spec.sampling, checks, fast_prefill=prefill.fast_prefill),
         deadlines=spec.deadlines,
         repeat=spec.repeat,
         policy=spec.policy,
@@ -200,11 +200,17 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
     )
 
 
-def _sampling(spec: SamplingSpec, checks: tuple[str, ...]) -> SamplingParams:
-    """The same fields under the same names; check `logprobs` needs those of all tokens told."""
+def _sampling(spec: SamplingSpec, checks: tuple[str, ...], *, fast_prefill: bool) -> SamplingParams:
+    """The same fields under the same names; check `logprobs` needs those of all tokens told.
+
+    With fast prefill there are none of prompts. The check then sees output tokens only, and the cell's row
+    says so: they depend on all of the prompt, too, and to refuse the pair would leave cells outside float32
+    without their default check.
+    """
     values: dict[str, Any] = {name: getattr(spec, name) for name in SamplingSpec.model_fields}
     if "logprobs" in checks:
-        values |= {name: values[name] or 0 for name in ("logprobs", "prompt_logprobs")}
+        told = ("logprobs",) if fast_prefill else ("logprobs", "prompt_logprobs")
+        values |= {name: values[name] or 0 for name in told}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return SamplingParams(**values)
 
@@ -234,7 +240,7 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         attention_backend=own("attention_backend"),
         layer_backends=tuple((int(layer), name) for layer, name in own("layer_backends").items()),
         prefix_caching=shared.prefix_caching,
-        fast_prefill=shared.fast_prefill,
+        fast_prefill=own("fast_prefill"),
         hybrid_kv=shared.hybrid_kv,
         comm=shared.comm,
         cuda_graphs=shared.cuda_graphs,

@@ -45,6 +45,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         _check_greedy(cell, loaded)
     for key, what in _not_supported(cell):
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
+    _check_prompt_logprobs(cell, loaded)
     check_kernel_blocks(cell, config, loaded)
     check_layer_backends(cell, config, loaded)
     for fault in cell.faults:
@@ -72,6 +73,18 @@ def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
             )
 
 
+def _check_prompt_logprobs(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse to ask for what fast prefill does not compute, whatever the model."""
+    if cell.prefill.fast_prefill and cell.spec.sampling.prompt_logprobs is not None:
+        side = "engine" if cell.spec.prefill.fast_prefill is None else "prefill"
+        raise SpecError(
+            problem=f"sampling.prompt_logprobs and {side}.fast_prefill: true exclude each other: layers that "
+            "compute the sampled tokens only have no logits of the prompt's others",
+            where=loaded.where("sampling.prompt_logprobs"),
+            mend=f"{side}: {{fast_prefill: false}}, or leave prompt_logprobs out",
+        )
+
+
 def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loader: TokenizerLoader) -> None:
     """Refuse stop strings of a model without a tokenizer."""
     for model in dict.fromkeys(cell.spec.model for cell in cells if cell.sampling.stop):
@@ -90,7 +103,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
     spec, engine = cell.spec, cell.spec.engine
     found = [
         ("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching),
-        ("engine.fast_prefill", "fast_prefill: true", engine.fast_prefill),
         (
             "failure_policy",
             f"failure_policy: {spec.failure_policy} (only fail)",

@@ -76,10 +76,10 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
 
 def check_layer_backends(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse attention backends of layers that have no attention. Raises SpecError."""
-    layers = ", ".join(map(str, config.attention_layers))
+    layers = ", ".join(map(str, config.attending_layers))
     for side, engine in _engines(cell):
         for layer, _ in engine.layer_backends:
-            if layer not in config.attention_layers:
+            if layer not in config.attending_layers:
                 raise SpecError(
                     problem=f"{side}: layer_backends names layer {layer}, and that has no attention",
                     where=_where(cell, side, "layer_backends", loaded),

@@ -71,7 +71,7 @@ def _layer_numbers(value: Any) -> Any:
     return {str(int(key)): value[key] for key in sorted(value, key=int)}
 
 
-GroupKind = Literal["full", "sliding", "mla"]
+GroupKind = Literal["full", "sliding", "chunked", "mla"]
 """KV groups whose blocks have a row per token, which kernels may cut."""
 KernelBlockSizes = dict[GroupKind, PositiveInt]
 LayerBackends = Annotated[dict[str, Backend], BeforeValidator(_layer_numbers)]
@@ -139,6 +139,7 @@ class EngineSettings(StrictModel):
     max_seqs: PositiveInt = 16
     prefix_caching: bool = False
     fast_prefill: bool = False
+    """The trailing layers that share KV compute only the tokens whose logits are sampled."""
     hybrid_kv: bool = True
     attention_backend: Backend = "auto"
     kernel_block_size: PositiveInt | None = None
@@ -164,6 +165,7 @@ class SideSpec(StrictModel):
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     max_batch_tokens: PositiveInt | None = None
     max_seqs: PositiveInt | None = None
+    fast_prefill: bool | None = None
     attention_backend: Backend | None = None
     kernel_block_size: PositiveInt | None = None
     kernel_block_sizes: KernelBlockSizes | None = None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class EngineConfig:
     """One engine: a tensor-parallel group serving one model.
 
-    `layout` and `attention_backend` may be "auto"; `kernel_block_size` None means block_size.
+    `layout` and `attention_backend` may be "auto"; `kernel_block_size` None means block_size, or what divides
+    the chunks of chunked local attention, too.
     """
 
     model: str
@@ -26,7 +27,12 @@ class EngineConfig:
     attention_backend: str = "auto"
     prefix_caching: bool = False
     fast_prefill: bool = False
+    """In the model's last layers, as far as they all share earlier layers' keys and values, only the tokens
+    whose logits are sampled are computed: nothing behind them keeps anything of the others. Without such
+    layers it changes nothing. Prompt logprobs are refused."""
     hybrid_kv: bool = True
+    """Layers with a window or chunks keep the tokens in it only, in KV groups of their own; else every token,
+    in those of full attention."""
     cuda_graphs: str = "auto"
     """Whether decode steps are replayed from CUDA graphs: auto (where they can be) or never."""
     comm: str = "auto"

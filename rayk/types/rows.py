@@ -95,6 +95,14 @@ class CellRow:
     padding add on a rank."""
     effective: dict[str, str | None] = field(default_factory=dict)
     """What each side ran with, e.g. prefill.effective_layout; see reports.columns.EFFECTIVE."""
+    num_fast_prefill_layers: int | None = None
+    """Layers of the model that compute only the tokens whose logits are sampled, where prompts are computed
+    (at the prefill engines); 0 without `fast_prefill`."""
+    num_token_layers: int | None = None
+    """Tokens that the engines which compute prompts computed, prompts' and others, summed over the layers
+    that computed them; of all repeats. None where an engine did not live to tell."""
+    decode_num_token_layers: int | None = None
+    """The same of the decode engines."""
     num_kv_bytes_checked: int | None = None
     num_kv_bytes_mismatched: int | None = None
     num_kv_values_checked: int | None = None

@@ -138,7 +138,7 @@ def test_they_may_be_axes_and_cells_are_named_by_them() -> None:
     ("engine", "problem"),
     [
         ({"state_block_size": 0}, "engine.state_block_size must be greater than or equal to 1, got 0"),
-        ({"kernel_block_sizes": {"ful": 8}}, "must be one of 'full', 'sliding' or 'mla', got 'ful'"),
+        ({"kernel_block_sizes": {"ful": 8}}, "one of 'full', 'sliding', 'chunked' or 'mla', got 'ful'"),
         ({"kernel_block_sizes": {"full": 0}}, "greater than or equal to 1, got 0"),
         ({"kernel_block_sizes": 8}, "engine.kernel_block_sizes must be a valid dictionary, got 8"),
         ({"layer_backends": {"one": "cpu"}}, "engine.layer_backends: 'one' is not the number of a layer"),
