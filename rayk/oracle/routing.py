@@ -21,7 +21,8 @@ MAX_ATTEMPTS = 400
 def routers(model: Any) -> dict[str, Any]:
     """name -> router, in the order of the layers."""
     found = model.named_modules()
-    return {name: module for name, module in found if type(module).__name__.lower().endswith("topkrouter")}
+    kinds = ("topkrouter", "llama4router")
+    return {name: module for name, module in found if type(module).__name__.lower().endswith(kinds)}
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def routing_gaps(model: Any) -> Iterator[list[float]]:
     gaps: list[float] = []
 
     def record(router: Any, _inputs: object, output: tuple[torch.Tensor, ...]) -> None:
-        gaps.append(_smallest_gap(router, output[0]))
+        gaps.append(_smallest_gap(router, output))
 
     hooks = [router.register_forward_hook(record) for router in routers(model).values()]
     try:
@@ -53,7 +54,7 @@ def settle_routers(
     def settle(name: str, router: Any, hidden: torch.Tensor) -> None:
         nonlocal settled
         for attempt in range(1, MAX_ATTEMPTS):
-            if _smallest_gap(router, router.forward(hidden)[0]) > min_gap:
+            if _smallest_gap(router, router.forward(hidden)) > min_gap:
                 return
             redraw(name, attempt)
         settled = False
@@ -70,8 +71,9 @@ def settle_routers(
     return settled
 
 
-def _smallest_gap(router: Any, logits: torch.Tensor) -> float:
-    """Over all tokens; logits [T, experts]."""
+def _smallest_gap(router: Any, output: tuple[torch.Tensor, ...]) -> float:
+    """Over all tokens, from what the router gives: logits [T, experts] first, or last (llama4)."""
+    logits = output[1] if len(output) == 2 else output[0]
     if not hasattr(router, "e_score_correction_bias"):
         return _gap(logits, router.top_k)
     scores = logits.sigmoid() + router.e_score_correction_bias

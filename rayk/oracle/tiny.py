@@ -163,7 +163,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """family -> values of its config class."""
 
-_MODEL_TYPES: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "llama4": "llama4_text"})
+_MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "llama4": "llama4_text"}
+)
 """Where transformers' model_type is not the family's name."""
 
 HYBRID: Mapping[str, Any] = MappingProxyType(
@@ -185,8 +187,8 @@ ALL_ROUTED: Mapping[str, Any] = MappingProxyType(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     }
 )
-"""Overrides of llama4: experts in every layer, one for each token; no norm of queries and keys; biases; chunks
-that are no multiple of 16 tokens; layers that see everything first and last."""
+"""Overrides of llama4: experts in every layer, one for each token; no norm of queries and keys; biases;
+chunks that are no multiple of 16 tokens; layers that see everything first and last."""
 
 YARN: Mapping[str, Any] = MappingProxyType(
     {
