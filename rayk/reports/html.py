@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def render(result: Result) -> str:
         table=_cell_table(result.cells),
         plot_ids=[plot["id"] for plot in plots],
         plots_json=script_json(plots),
-        plotly_js=_plotly_js() if plots else "",
+        plotly_js=plotly_js() if plots else "",
         reproduce=_reproduce(result, spec.get("name", "run")),
-        environment=[*_environment_items(environment), *_attention_items(result.cells)],
+        environment=[*environment_items(environment), *_attention_items(result.cells)],
         spec_yaml=result.spec_yaml,
     )
 
@@ -92,7 +93,8 @@ def _no_nan(data: Any) -> Any:
     return None if isinstance(data, float) and data != data else data
 
 
-def _plotly_js() -> str:
+def plotly_js() -> str:
+    """Plotly itself, for a page that works offline."""
     from plotly.offline import get_plotlyjs  # half a second
 
     return str(get_plotlyjs())
@@ -100,7 +102,7 @@ def _plotly_js() -> str:
 
 def _stats(result: Result) -> list[tuple[str, str]]:
     cells, transfers = result.cells, result.transfers
-    output_tokens = int(sum(len(ids) for ids in result.requests["output_token_ids"]))
+    output_tokens = int(result.requests["output_token_ids"].dropna().map(len).sum())
     checked, wrong = cells["num_kv_bytes_checked"].sum(), cells["num_kv_bytes_mismatched"].sum()
     stats = [
         (f"{len(cells):,}", "cells"),
@@ -110,7 +112,7 @@ def _stats(result: Result) -> list[tuple[str, str]]:
     if checked:
         stats.append((format_bytes(checked), "KV compared by digest"))
         stats.append((format_bytes(wrong), "KV bytes wrong"))
-    if len(transfers):
+    if transfers["bytes"].any():
         stats.append((format_bytes(transfers["bytes"].sum()), "KV moved"))
     wall = cells["wall_s"].sum()
     if wall:
@@ -174,15 +176,16 @@ def _attention_items(cells: pd.DataFrame) -> list[tuple[str, str]]:
     return items
 
 
-def _environment_items(environment: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def environment_items(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """What environment.json says, as (name, value) in its order; nested names are joined."""
     items: list[tuple[str, str]] = []
     for key, value in environment.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            items += _environment_items(value, f"{name} ")
+            items += environment_items(value, f"{name} ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for number, item in enumerate(value, start=1):
-                items += _environment_items(item, f"{name} {number} ")
+                items += environment_items(item, f"{name} {number} ")
         elif isinstance(value, list):
             items.append((name, " ".join(map(str, value)) if value else "none"))
         else:

@@ -41,15 +41,20 @@ def write_csv(result: Result, directory: Path) -> list[Path]:
     """Write cells.csv, requests.csv and transfers.csv; lists and structs as JSON texts."""
     paths = []
     for name in TABLES:
-        table: pd.DataFrame = getattr(result, name).copy()
-        for column in table.columns:
-            if table[column].dtype == object:
-                table[column] = table[column].map(_csv_value)
         path = directory / f"{name}.csv"
         with atomic_path(path) as temporary:
-            table.to_csv(temporary, index=False)
+            csv_frame(getattr(result, name)).to_csv(temporary, index=False)
         paths.append(path)
     return paths
+
+
+def csv_frame(table: pd.DataFrame) -> pd.DataFrame:
+    """A copy whose lists and structs are JSON texts."""
+    table = table.copy()
+    for column in table.columns:
+        if table[column].dtype == object:
+            table[column] = table[column].map(_csv_value)
+    return table
 
 
 def _csv_value(value: Any) -> Any:

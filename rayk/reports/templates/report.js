@@ -45,6 +45,10 @@
   if (!window.Plotly) { return; }
   function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
   var plots = JSON.parse(document.getElementById("plots").textContent);
+  // "mark", "mark2" and "soft" are the page's colours by name.
+  function paint(item) {
+    if (item && /^(mark2?|soft)$/.test(item.color)) { item.color = colour("--" + item.color); }
+  }
   function axis(extra) {
     return Object.assign({
       gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line"),
@@ -56,7 +60,8 @@
       var narrow = document.documentElement.clientWidth < 760;
       var data = JSON.parse(JSON.stringify(plot.data));
       data.forEach(function (trace) {
-        trace.marker = Object.assign({ color: colour("--mark") }, trace.marker);
+        trace.marker = Object.assign({ color: "mark" }, trace.marker);
+        [trace.marker, trace.line, trace.error_y].forEach(paint);
         if (trace.marker.colorscale === "page") {
           trace.marker.colorscale = [[0, colour("--mark")], [1, colour("--mark2")]];
           if (narrow) { Object.assign(trace.marker.colorbar, { orientation: "h", y: 1.02, yanchor: "bottom" }); }
@@ -69,6 +74,9 @@
         font: { family: "system-ui, sans-serif", size: narrow ? 10.5 : 12, color: colour("--soft") },
         hoverlabel: { bgcolor: colour("--ink"), font: { color: colour("--bg") }, align: "left" }
       }, plot.layout);
+      layout = JSON.parse(JSON.stringify(layout));
+      (layout.shapes || []).forEach(function (shape) { paint(shape.line); });
+      (layout.annotations || []).forEach(function (note) { paint(note.font); });
       layout.xaxis = axis(plot.layout.xaxis);
       layout.yaxis = axis(plot.layout.yaxis);
       window.Plotly.react(plot.id, data, layout, { displayModeBar: false, responsive: true });

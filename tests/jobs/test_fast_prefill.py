@@ -1,0 +1,161 @@
+"""jobs/fast_prefill.py counts what is computed, and sees when tokens or counts are wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from rayk.models.families import load_config
+from rayk.oracle.text import Text
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+from tests.conftest import CHECKPOINTS, CheckpointFactory
+
+JOBS = Path(__file__).resolve().parents[2] / "jobs"
+MODULES = ("fast_prefill", "fast_prefill_report", "layer_clock", "layer_costs")
+SIZES = ("--num-layers", "4", "--num-own-layers", "2", "--hidden-size", "64", "--intermediate-size", "90")
+SHARING = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 90,
+    "kv_sharing_targets": [None, None, 0, 1],
+}
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Any]:
+    path = list(sys.path)
+    sys.path.insert(0, str(JOBS))
+    yield importlib.import_module("fast_prefill")
+    sys.path[:] = path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: CheckpointFactory) -> Path:
+    return checkpoint("qwen2", overrides=SHARING)
+
+
+def test_operations_of_a_layer_are_those_transformers_does(job: Any, model: Path) -> None:
+    """Token by token, so that its attention sees each token's keys and no more."""
+    config = load_config(model)
+    text = Text(
+        transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        )
+    )
+    num_tokens = 9
+    with FlopCounterMode(display=False) as counter:
+        for token in range(20, 20 + num_tokens):
+            text.feed([token])
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    for index, layer in enumerate(config.layers):
+        (name,) = (n for n in counts if n.endswith(f".layers.{index}"))
+        # transformers computes what a sharing layer then does not use.
+        unused = ("k_proj", "v_proj") if layer.kv_source is not None else ()
+        found = counts[name] - sum(counts[f"{name}.self_attn.{part}"] for part in unused)
+        assert job.group_flops(config, [index], range(num_tokens)) == found
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["off", "on"])
+def test_operations_and_token_layers_are_those_the_engine_does(job: Any, model: Path, fast: bool) -> None:
+    """In chunks of 7; the reference backend computes each token's keys and no more."""
+    engine = job.Engine(
+        EngineConfig(
+            model=str(model),
+            num_blocks=9,
+            max_batch_tokens=7,
+            attention_backend="reference",
+            fast_prefill=fast,
+        )
+    )
+    config, num_tokens = engine.model, 33
+    with FlopCounterMode(display=False) as counter:
+        measured = engine.run(range(20, 20 + num_tokens), 1)
+    first, second = (
+        job.group_flops(config, layers, range(start, num_tokens))
+        for layers, start in zip(engine.groups, (0, num_tokens - 1 if fast else 0), strict=True)
+    )
+    head = 2 * config.hidden_size * config.vocab_size
+    assert counter.get_total_flops() == first + second + head
+    assert measured.group_token_layers == (2 * num_tokens, 2 if fast else 2 * num_tokens)
+    assert measured.num_token_layers == job.num_token_layers(config, num_tokens, fast_prefill=fast)
+    assert measured.ttft_ms > sum(measured.group_ms) > 0
+
+
+def test_a_run_leaves_tables_and_a_page(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    folder = CHECKPOINTS / "test-fast-prefill"
+    arguments = [*SIZES, "--prompts", "40", "17", "--repeats", "2", "--max-tokens", "3", "--threads", "1"]
+    options = job.parse_options([*arguments, "--checkpoint", str(folder), "--out", str(out)])
+    assert job.run_job(options) == 0
+    prompts, groups, requests = (pd.read_parquet(out / f"{name}.parquet") for name in job.TABLES)
+    assert prompts["num_prompt_tokens"].tolist() == [17, 40]
+    assert prompts["tokens"].tolist() == prompts["transformers"].tolist() == ["equal", "equal"]
+    assert prompts["token_layers_off"].tolist() == [17 * 4, 40 * 4]
+    assert prompts["token_layers_on"].tolist() == [17 * 2 + 2, 40 * 2 + 2]
+    # 2 layers, 2 KV heads of 16, keys and values of 4 bytes, blocks of 16.
+    assert prompts["kv_bytes"].tolist() == [blocks * 16 * 2 * 2 * 2 * 16 * 4 for blocks in (2, 3)]
+    assert prompts["kv_saved_bytes"].tolist() == prompts["kv_bytes"].tolist()
+    assert len(groups) == 2 * len(requests) == 2 * 2 * 2 * 2
+    for (num_tokens, side), of_side in requests.groupby(["num_prompt_tokens", "fast_prefill"]):
+        row = prompts.set_index("num_prompt_tokens").loc[num_tokens]
+        assert row[f"ttft_{'on' if side else 'off'}_ms"] == of_side["ttft_ms"].median()
+    slow = groups[(groups["group"] == "second") & ~groups["fast_prefill"]]
+    assert prompts["second_off_ms"].tolist() == slow.groupby("num_prompt_tokens")["time_ms"].median().tolist()
+    assert (groups["time_ms"] > 0).all()
+    page = (out / "report.html").read_text()
+    plots = json.loads(page.split('<script type="application/json" id="plots">')[1].split("</script>")[0])
+    assert [p["id"] for p in plots] == ["times", "ratios", "flops", "ttft"]
+    assert all(f'<div class="plot" id="{p["id"]}">' in page for p in plots)
+    assert plots[0]["data"][0]["y"] == prompts["second_off_ms"].tolist()
+    printed = capsys.readouterr().out
+    assert (out / "report.md").read_text() == printed
+    assert "| 40 | " in printed
+    assert json.loads((out / "environment.json").read_text())["threads"] == 1
+    with pytest.raises(UserError, match="already holds a run's tables"):
+        job.run_job(options)
+
+
+def test_what_is_wrong_is_said(job: Any, model: Path) -> None:
+    """Other tokens than without, in one repeat; other counts than the formula's; another answer."""
+    engines = {fast: SimpleNamespace(model=load_config(model)) for fast in (False, True)}
+    off = job.Measured(1.0, (1.0, 1.0), (20, 20), 10 * 4 + 4, (5, 6))
+    on = replace(off, group_token_layers=(20, 2), num_token_layers=10 * 2 + 2 + 4)
+
+    def failures(slow: Any, fast: list[Any], answer: tuple[int, ...] = (5, 6)) -> list[str]:
+        measured = {(10, False): [slow], (10, True): fast}
+        return list(job.Run({10: ()}, engines, measured, {10: answer}).failures())
+
+    assert failures(off, [on, on]) == []
+    (text,) = failures(off, [on, replace(on, token_ids=(5, 7))])
+    assert text == "10 tokens, fast prefill on, repeat 1: (5, 7), off: (5, 6)"
+    (text,) = failures(off, [replace(on, num_token_layers=44), on])
+    assert text == "10 tokens, fast prefill on, repeat 0: 44 token-layers, not 26"
+    assert failures(off, [on], (5, 9)) == [
+        f"10 tokens, fast prefill {side}: (5, 6), transformers: (5, 9)" for side in ("off", "on")
+    ]
+
+
+@pytest.mark.parametrize("num_own", [1, 4])
+def test_layers_that_cannot_share_are_refused(job: Any, tmp_path: Path, num_own: int) -> None:
+    options = job.parse_options(
+        [*SIZES, "--num-own-layers", str(num_own), "--checkpoint", str(tmp_path / "m")]
+    )
+    with pytest.raises(UserError, match=f"--num-own-layers {num_own} of 4 layers"):
+        job.write_model(options)
+    assert list(tmp_path.iterdir()) == []
