@@ -24,6 +24,7 @@ TYPES = ["full_attention", "sliding_attention"]
 WINDOW = {"use_sliding_window": True, "sliding_window": 21}
 REUSE_TWO = {"kv_sharing_targets": [None, None, 0, 1]}
 
+LLAMA4_LAYERS = {"num_hidden_layers": 6, "no_rope_layers": [1, 0, 1, 1, 0, 1]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_kv_shared_layers": 2, "attention_bias": True}),
     "qwen2": ("qwen2", {"head_dim": "absent", **REUSE_TWO}),
@@ -38,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {"layer_types": TYPES * 2, "kv_sharing_targets": [None, None, 0, None]}),
     "cohere2": ("cohere2", {"layer_types": TYPES * 2, "num_kv_shared_layers": 1}),
     "gpt_oss": ("gpt_oss", {"layer_types": TYPES * 2, **REUSE_TWO}),
+    # A chunked layer and one that sees everything; the weightless norm is of queries alone there.
+    "llama4": ("llama4", {"kv_sharing_targets": [None, None, 0, None, 1, None], **LLAMA4_LAYERS}),
 }
 
 
@@ -181,6 +184,17 @@ def test_the_keys_may_stand_with_the_text_model() -> None:
     }
     assert parse_config(raw).sharing_layers == (6, 7)
     assert parse_config(raw | {"num_kv_shared_layers": 4}).sharing_layers == (4, 5, 6, 7)
+
+
+def test_a_family_with_a_rule_of_its_own_keeps_it() -> None:
+    values = gemma3n_config(TYPES * 3, 2).to_dict() | {"architectures": ["Gemma3nForCausalLM"]}
+    assert parse_config(values).sharing_layers == (4, 5)
+    for count in (0, 2):
+        sharing = {"num_kv_shared_layers": count, "kv_sharing_targets": [None] * 5 + [1]}
+        with pytest.raises(
+            UnsupportedArchitecture, match="`kv_sharing_targets` is not supported in family gemma3n"
+        ):
+            parse_config(values | sharing)
 
 
 RECURRENT = ("mamba2", "jamba", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_next")

@@ -6,7 +6,7 @@ num_kv_shared_layers   the last so many layers each reuse the last layer of thei
                        chunk) among the others; 0 or null: none (gemma3n/configuration_gemma3n.py:207)
 kv_sharing_targets     one entry per layer: the layer whose keys and values it reuses, null for its own
 
-A family whose own config says which layers share is left as it is. Sharing layers have no weights of keys
+Sharing layers have no weights of keys
 and values; those that a checkpoint still holds of them are ignored.
 """
 
@@ -17,16 +17,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.models.config import why_bad_source
-from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, LayerConfig
     from rayk.models.families.common import WeightNames
+    from rayk.models.families.raw import RawConfig
 
 COUNT, TARGETS = "num_kv_shared_layers", "kv_sharing_targets"
-KEYS = (COUNT, TARGETS)
 
+_OWN_RULE = frozenset({"gemma3n"})
+"""Families that apply `num_kv_shared_layers` themselves: theirs has a default."""
 _UNUSED = tuple(f"{name}.{part}" for name in ("k", "v", "k_norm") for part in ("weight", "bias"))
 
 
@@ -36,13 +37,11 @@ def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     Raises CheckpointError for values that no model can have, and UnsupportedArchitecture where layers keep
     something else than keys and values.
     """
-    raw = _with_text_config(raw)
+    raw = raw.of_text({})
     count, targets = raw.whole(COUNT, 0), raw.get(TARGETS)
-    if config.sharing_layers:  # the family's own rule made them
+    if config.family in _OWN_RULE:
         if targets is not None:
-            raise raw.refuse(
-                f"`{TARGETS}` is not supported in family {config.family}", f"its own key is `{COUNT}`"
-            )
+            raise raw.refuse(f"`{TARGETS}` is not supported in family {config.family}", f"`{COUNT}` is")
         return config
     if not count and targets is None:
         return config
@@ -104,15 +103,6 @@ def unused_tensors(names: WeightNames, config: DecoderConfig) -> frozenset[str]:
 
 def _type_of(layer: LayerConfig) -> tuple[str, int | None, int | None]:
     return layer.mixer, layer.window, layer.chunk
-
-
-def _with_text_config(raw: RawConfig) -> RawConfig:
-    """With the text model's keys where config.json is a larger model's."""
-    text = raw.get("text_config", {})
-    if not isinstance(text, dict):
-        return raw
-    own = {key: value for key, value in raw.values.items() if value is not None}
-    return RawConfig({key: text.get(key) for key in KEYS} | own, raw.where, raw.architecture)
 
 
 def _require_attention(raw: RawConfig, config: DecoderConfig, key: str) -> None:
