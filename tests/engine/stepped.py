@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rayk.engine.graphs import Recorder
 from rayk.engine.rank import EngineRank
 from rayk.kv.manager import KVCacheManager
 from rayk.parallel.local import LocalComm
 from rayk.sched.batching import RequestState, Scheduler
+from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from tests.pd import NAN_POISON, make_request
 
@@ -18,9 +22,9 @@ from tests.pd import NAN_POISON, make_request
 class Stepped:
     """Greedy requests on one rank; its cache is NaN where nobody has written."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, recorder: Recorder | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=str(model), **{"num_blocks": 140, "max_seqs": 4, **settings})
-        self.rank = EngineRank(self.config, LocalComm(), poison=NAN_POISON)
+        self.rank = EngineRank(self.config, LocalComm(), poison=NAN_POISON, recorder=recorder)
         self.restart(self.config.num_blocks)
 
     def restart(self, num_blocks: int) -> None:
@@ -34,7 +38,15 @@ class Stepped:
             max_seqs=self.config.max_seqs,
             max_positions=self.rank.model_config.max_positions,
         )
-        self.num_steps = 0
+        self.batches: list[ScheduledBatch] = []
+        """Of all steps."""
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        """By request, of every token sampled: [vocab]."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that computed anything."""
+        return len(self.batches)
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> RequestState:
         """Queue a request."""
@@ -54,9 +66,11 @@ class Stepped:
         logits = self.rank.step(batch)
         assert bool(logits.isfinite().all()), "what nobody wrote was read"
         wanted = [r.request_id for r in batch.requests if r.needs_logits]
+        for name, row in zip(wanted, logits.clone(), strict=True):
+            self.logits.setdefault(name, []).append(row)
         self.scheduler.update(batch, dict(zip(wanted, logits.argmax(-1).tolist(), strict=True)))
         self.scheduler.check_integrity()
-        self.num_steps += 1
+        self.batches.append(batch)
 
     def finish(self, max_batch_tokens: int | None = None) -> None:
         """Step until all requests have ended; every block is then free."""
