@@ -144,6 +144,9 @@ TRANSFER_FIELDS: dict[str, Any] = {
     "verdict": _TEXT,
 }
 
+FIELDS = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}
+"""Columns of each table beside the axes."""
+
 
 def request_record(row: RequestRow) -> dict[str, Any]:
     """One row of requests.parquet."""
@@ -299,6 +302,6 @@ _INCIDENTAL = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$|\.node$")
 
 def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
     """The columns of a table (cells, requests, transfers) that hold times, rates made of them, or nodes."""
-    fields = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}[table]
+    fields = FIELDS[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
     return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]

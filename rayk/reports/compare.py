@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rayk.reports.folder import changed_facts, differences
 from rayk.reports.html import assets, template
 from rayk.reports.result import Result
 from rayk.reports.text import markdown_table
-from rayk.reports.verdicts import format_value, headline
+from rayk.reports.verdicts import format_value, headline, tone
 
 METRICS = (
     ("GB/s", "transfer_gb_per_s", ".3g"),
@@ -32,13 +32,15 @@ MAX_DIFFERENCES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A titled table of a comparison; `chips` are the columns whose texts are verdicts."""
+    """A titled table of a comparison."""
 
     title: str
     note: str
     head: list[str]
     rows: list[list[str]]
-    chips: tuple[int, ...] = ()
+    chips: list[list[str]] = field(default_factory=list)
+    """Where the columns after the first are the runs' verdicts: each row's colours (`tone`; "" of a run that
+    lacks the cell)."""
 
 
 def labels(results: list[Result]) -> list[str]:
@@ -128,28 +130,36 @@ def sections(results: list[Result]) -> list[Section]:
     table = compare(results)
     verdicts = table[[f"verdict/{name}" for name in names]].fillna(ABSENT)
     rows = [[cell, *row] for cell, row in zip(table["cell_id"], verdicts.to_numpy().tolist(), strict=True)]
+    tones = _tones(results)
     absent = [row for row, missing in zip(rows, table["missing"], strict=True) if missing]
     changed = [
         [*row, _reason(results, row[0])]
         for row, differs in zip(rows, table["changed"], strict=True)
         if differs
     ]
-    chips = tuple(range(1, len(names) + 1))
+
+    def section(title: str, note: str, head: list[str], rows: list[list[str]]) -> Section:
+        chips = [[of_run.get(row[0], "") for of_run in tones] for row in rows]
+        return Section(title=title, note=note, head=head, rows=rows, chips=chips)
+
     found = []
     if changed:
         note = "The reason is that of the last run that has one."
-        head = ["cell", *names, "reason"]
-        found.append(Section(title="Changed verdicts", note=note, head=head, rows=changed, chips=chips))
+        found.append(section("Changed verdicts", note, ["cell", *names, "reason"], changed))
     if absent:
         note = "Not in every run: another matrix, or a run that was interrupted."
-        head = ["cell", *names]
-        found.append(Section(title="Cells of some runs only", note=note, head=head, rows=absent, chips=chips))
+        found.append(section("Cells of some runs only", note, ["cell", *names], absent))
     medians = _medians(table, names)
     if medians:
         note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
         head = ["", *names[1:], "cells"]
         found.append(Section(title="Times over all cells", note=note, head=head, rows=medians))
     return found
+
+
+def _tones(results: list[Result]) -> list[dict[str, str]]:
+    """Per run: cell -> how its verdict is coloured. One that was expected is good, whatever it is."""
+    return [{r["cell_id"]: tone(r) for r in result.cells.to_dict(orient="records")} for result in results]
 
 
 def _medians(table: pd.DataFrame, names: list[str]) -> list[list[str]]:
@@ -215,13 +225,14 @@ def _table(results: list[Result]) -> tuple[list[tuple[str, bool]], list[list[dic
     names = labels(results)
     head = [("cell", False), *((f"verdict, {name}", False) for name in names)]
     head += [(f"{title}, {name}", True) for title, _, _ in METRICS for name in names]
+    tones = _tones(results)
     rows = []
     for record in compare(results).to_dict(orient="records"):
         row = [_cell(record["cell_id"], kind="name mono")]
-        for name in names:
+        for name, of_run in zip(names, tones, strict=True):
             verdict = record[f"verdict/{name}"]
-            known = isinstance(verdict, str)
-            row.append(_cell(verdict if known else ABSENT, chip=verdict if known else ""))
+            text = verdict if isinstance(verdict, str) else ABSENT
+            row.append(_cell(text, chip=of_run.get(record["cell_id"], "")))
         for _, column, spec in METRICS:
             values = [record[f"{column}/{name}"] for name in names]
             row += [_metric_cell(value, values[0], spec, i) for i, value in enumerate(values)]

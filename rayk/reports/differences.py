@@ -46,11 +46,12 @@ def differences_of(base: Result, other: Result) -> list[Difference]:
         if len(lonely):
             found.append(Difference(name, "", len(lonely), _key_text(lonely[0])))
         rows = left.index.intersection(right.index)
+        left, right = left.loc[rows], right.loc[rows]
         columns = list(dict.fromkeys([*left.columns, *right.columns]))
         incidental = set(incidental_columns(name, columns))
         for column in columns:
             if column not in incidental:
-                values = [_texts(side, column, rows) for side in (left, right)]
+                values = [_texts(side, column) for side in (left, right)]
                 found += _column_difference(name, column, rows, *values)
     return sorted(found, key=lambda difference: difference.column != "output_token_ids")
 
@@ -63,10 +64,10 @@ def _keyed(table: pd.DataFrame, name: str, cells: set[str]) -> pd.DataFrame:
     return numbered.set_index([*keys, "nth"]).sort_index()
 
 
-def _texts(table: pd.DataFrame, column: str, rows: pd.Index) -> list[str]:
+def _texts(table: pd.DataFrame, column: str) -> list[str]:
     if column not in table:
-        return [_text(None)] * len(rows)
-    return [_text(value) for value in table.loc[rows, column]]
+        return [_text(None)] * len(table)
+    return [_text(value) for value in table[column]]
 
 
 def _text(value: Any) -> str:

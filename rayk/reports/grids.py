@@ -27,6 +27,8 @@ SHORT = {
     "TOKEN_MISMATCH": "tokens",
 }
 """What a matrix cell says."""
+PLACES = {"mode", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout"}
+"""Axes without which a cell has no place in a grid."""
 
 
 def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
@@ -35,7 +37,7 @@ def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     A grid has title, corner, columns (labels), rows: (label, cells); a cell has verdict, tone,
     short, note and tip, or is None where the matrix has a hole.
     """
-    if cells.empty:
+    if cells.empty or not PLACES.issubset(cells):
         return []
     axes = _grouping_axes(cells)
     grids = _split(cells, axes)

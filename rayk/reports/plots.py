@@ -17,8 +17,9 @@ MAX_BOXES = 60
 def make_plots(result: Result) -> list[dict[str, Any]]:
     """Plots that have data: transfers, ttft, tpot; each with id, data, layout."""
     plots = []
-    if len(result.transfers):
-        plots.append(_transfer_plot(result.transfers))
+    moved = result.transfers.dropna(subset=["bytes", "transfer_ms"])
+    if len(moved):
+        plots.append(_transfer_plot(moved))
     for name in ("ttft", "tpot"):
         column = f"{name}_ms"
         measured = result.requests[result.requests[column].notna()]

@@ -120,11 +120,30 @@ def test_the_page_has_every_section(runs: list[Result], tmp_path: Path) -> None:
         "<h2>Changed verdicts</h2>",
         "<h2>Cells of some runs only</h2>",
         "<h2>Times over all cells</h2>",
-        '<span class="chip TOKEN_MISMATCH">TOKEN_MISMATCH</span>',
+        '<span class="chip unmet">TOKEN_MISMATCH</span>',
         "sampling.max_tokens (24, now 8)",
     ):
         assert text in page
     assert not re.search(r'(?:src|href)="http', page)
+
+
+def test_chips_say_whether_a_verdict_was_expected(tmp_path: Path) -> None:
+    """A fault that was found is good news in either run; a verdict that nobody expected is not."""
+    wrong = {"verdict": "KV_MISMATCH", "expected_verdict": "KV_MISMATCH"}
+    left = write(tmp_path / "a", [pair(1, **wrong), pair(2, **wrong), pair(4, verdict="UNSUPPORTED")])
+    right = write(tmp_path / "b", [pair(1, **wrong), pair(2, **wrong | {"verdict": "PASS"})])
+    changed, absent, _ = sections([left, right])
+    assert changed.chips == [["met", "unmet"]]
+    assert absent.chips == [["UNSUPPORTED", ""]]
+    page = write_compare_html([left, right], tmp_path / "c.html").read_text()
+    chips = re.findall(r'<span class="chip (\w+)">(\w+)', page)
+    found = ("met", "KV_MISMATCH")
+    assert chips == [
+        *(found, ("unmet", "PASS")),
+        ("UNSUPPORTED", "UNSUPPORTED"),
+        *(found, found, found, ("unmet", "PASS")),
+        ("UNSUPPORTED", "UNSUPPORTED"),
+    ]
 
 
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
