@@ -120,9 +120,10 @@ class _AttentionBuffers:
     def fill(self, common: CommonAttentionMetadata, num_requests: int, size: int) -> None:
         """Copy a step in; rows from `num_requests` to `size` become padding."""
         assert common.num_requests == num_requests, "a decode step has one row a request in every view"
-        width = common.block_table.shape[1]
-        # Columns beyond a row's sequence keep older ids: nothing reads them.
-        self._table[:num_requests, :width] = common.block_table
+        assert common.max_seq_len <= self._most_keys, (common.max_seq_len, self._most_keys)
+        width = min(common.block_table.shape[1], self._table.shape[1])
+        # Columns beyond a row's keys keep older ids: nothing reads them.
+        self._table[:num_requests, :width] = common.block_table[:, :width]
         self._table[num_requests:size, :1] = 0
         self._seq_lens[:num_requests] = common.seq_lens
         self._seq_lens[num_requests:size] = 1

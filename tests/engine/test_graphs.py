@@ -28,6 +28,7 @@ from rayk.engine.rank import EngineRank
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.specs import FullAttentionSpec
 from rayk.oracle.checkpoint import read_marker
+from rayk.oracle.tiny import ALL_ROUTED
 from rayk.parallel.local import LocalComm
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
@@ -95,6 +96,53 @@ def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None
         assert [row[:width] for row in table[:3]] == common.block_table.tolist()
         assert table[3][0] == 0, "padding sees the null block"
     assert last["maxima"] == (1, 64), "what is captured holds for every length"
+
+
+@pytest.mark.parametrize(
+    ("view", "first_seen", "width"),
+    [
+        (AttentionView(kv_group=0), lambda position: 0, 8),
+        (AttentionView(kv_group=0, chunk=16), lambda position: position // 16 * 16, 2),
+        (AttentionView(kv_group=0, chunk=24), lambda position: position // 24 * 24, 3),
+        (AttentionView(kv_group=0, window=8), lambda position: max(0, position - 7), 2),
+        (AttentionView(kv_group=0, window=10), lambda position: max(0, position - 9), 3),
+        (AttentionView(kv_group=0, window=60), lambda position: max(0, position - 59), 8),
+        (AttentionView(kv_group=0, window=60, fast_prefill=True), lambda position: max(0, position - 59), 8),
+    ],
+)
+def test_what_a_view_sees_is_in_its_own_buffers(
+    view: AttentionView, first_seen: Callable[[int], int], width: int
+) -> None:
+    """Every key that a token sees, and before them at most a part of a block; long and short steps."""
+    seen: list[CommonAttentionMetadata] = []
+    other = AttentionView(kv_group=0, window=13)
+    views = (other, view)
+    graphs = _graphs(
+        lambda ids, _, step: (seen.append(step.attention[view]), ids[:, None].float())[1], views, ((8, 8),)
+    )
+    assert all(common.block_table.shape[1] == width for common in seen)
+    for seq_lens in ([1, 8, 33, 64], [9, 64], [3], [24, 25, 48], [17, 16, 15, 40], list(range(30, 34))):
+        step = _decode(list(range(len(seq_lens))), seq_lens, widths=(8,), block_size=8)
+        _replay(graphs, step, views)
+        (common,) = step.metadata
+        assert isinstance(common, CommonAttentionMetadata)
+        num_rows = len(seen[-1].seq_lens)
+        for row, seq_len in enumerate(seq_lens):
+            whole = _slots(common.block_table[row], seq_len)
+            found = _slots(seen[-1].block_table[row], int(seen[-1].seq_lens[row]))
+            most = whole[first_seen(seq_len - 1) // 8 * 8 :]
+            least = whole[first_seen(seq_len - 1) :]
+            assert found[-len(least) :] == least
+            assert most[-len(found) :] == found or view.window is not None and len(whole) - view.window < 8
+        assert seen[-1].seq_lens[len(seq_lens) :].tolist() == [1] * (num_rows - len(seq_lens))
+        assert seen[-1].block_table[len(seq_lens) :, 0].tolist() == [0] * (num_rows - len(seq_lens))
+        assert seen[-1].max_seq_len >= int(seen[-1].seq_lens.max())
+
+
+def _slots(blocks: torch.Tensor, num_keys: int) -> list[int]:
+    """Where a row's keys lie, by its table of blocks of 8 tokens."""
+    ids = blocks.tolist()
+    return [ids[key // 8] * 8 + key % 8 for key in range(num_keys)]
 
 
 def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
@@ -180,7 +228,9 @@ def _replay(graphs: DecodeGraphs, inputs: ModelInputs, views: Sequence[Attention
     return graphs.replay(inputs, StepViews(attention=groups.see(commons), states=states))
 
 
-def _decode(token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...]) -> ModelInputs:
+def _decode(
+    token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...], block_size: int = 16
+) -> ModelInputs:
     num = len(token_ids)
     metadata = tuple(
         CommonAttentionMetadata.from_host(
@@ -188,7 +238,7 @@ def _decode(token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...
             seq_lens=seq_lens,
             block_table=torch.arange(1, num * w + 1).view(num, w) + 100 * g,
             slot_mapping=torch.arange(num) + 1000 * (g + 1),
-            block_size=16,
+            block_size=block_size,
         )
         for g, w in enumerate(widths)
     )
@@ -216,6 +266,33 @@ def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, r
     outputs = run_greedy(rank, prompts, lengths)
     assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
     assert recorder.num_replays == 23, "every step but the prefill"
+
+
+@pytest.mark.parametrize("hybrid_kv", [True, False])
+@pytest.mark.parametrize("model", ["llama4", "llama4-small-chunks", "gemma3n"])
+def test_recorded_steps_across_borders_of_chunks_and_windows(
+    checkpoint: Callable[..., Path], reference: Callable[..., Any], model: str, hybrid_kv: bool
+) -> None:
+    """Chunks of 64 tokens: the request of 300 crosses a border at 320; of 40: that of 37, too. Without
+    `hybrid_kv` layers that see everything lie in the same KV group, and see it otherwise."""
+    family, _, small_chunks = model.partition("-")
+    path = checkpoint(family, **({"overrides": dict(ALL_ROUTED)} if small_chunks else {}))
+    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]]
+    lengths = [24, 10, 24]
+    expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]
+    config = EngineConfig(
+        model=str(path), attention_backend="reference", num_blocks=200, max_seqs=4, hybrid_kv=hybrid_kv
+    )
+    recorder = Again()
+    recorded = EngineRank(config, LocalComm(), poison=-1, recorder=recorder)
+    outputs = run_greedy(recorded, prompts, lengths)
+    assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
+    assert recorder.num_replays == 23, "every step but the prefill"
+    groups = recorded.attention_groups.groups
+    assert (len({g.view.kv_group for g in groups}) == 1) == (not hybrid_kv)
+    assert len({(g.view.window, g.view.chunk) for g in groups}) == 2
+    assert run_greedy(EngineRank(config, LocalComm(), poison=-1), prompts, lengths) == outputs
+    assert recorded.num_token_layers == len(recorded.decoder.layers) * (sum(map(len, prompts)) + 58 - 3)
 
 
 @pytest.mark.parametrize(
