@@ -11,6 +11,7 @@ from functools import partial
 
 from rayk.kv.groups import CacheKey
 from rayk.kv.specs import (
+    ChunkedLocalSpec,
     FullAttentionSpec,
     GatedDeltaNetSpec,
     KVCacheSpec,
@@ -30,6 +31,10 @@ def attention(block_size: int, kv_heads: int = 3, dtype: str = "bfloat16") -> Fu
 
 def sliding(block_size: int, window: int = 7, kv_heads: int = 3) -> SlidingWindowSpec:
     return SlidingWindowSpec(block_size, kv_heads, 6, 4, "bfloat16", HEADS, window)
+
+
+def chunked(block_size: int, chunk: int, kv_heads: int = 3) -> ChunkedLocalSpec:
+    return ChunkedLocalSpec(block_size, kv_heads, 6, 4, "bfloat16", HEADS, chunk)
 
 
 def latent(block_size: int) -> MlaSpec:
@@ -89,6 +94,23 @@ def _deepseek_v3(block: int, state: int) -> Specs:
     return _layers(*[latent(block)] * 3)
 
 
+def _llama4(block: int, state: int) -> Specs:
+    """Runs of 9 positions: they begin anywhere in a block, and a sequence of 9 tokens ends with one."""
+    return _layers(*[chunked(block, 9)] * 3, attention(block))
+
+
+def _gemma3n(block: int, state: int) -> Specs:
+    """The last layers use the pages of the others."""
+    return _layers(sliding(block, 11, 2), sliding(block, 11, 2), attention(block, 2), None, None, None)
+
+
+def _chunks_that_share(block: int, state: int) -> Specs:
+    """Chunks of two lengths beside a state that makes blocks grow; every other layer of attention shares."""
+    return _layers(
+        chunked(block, 8), None, (chunked(block, 21), mamba1(state)), mamba1(state), attention(block), None
+    )
+
+
 def _everything(block: int, state: int) -> Specs:
     """No model has this: every kind side by side."""
     return _layers(
@@ -110,5 +132,8 @@ FAMILIES: dict[str, Callable[[int, int], Specs]] = {
     "falcon_h1": _falcon_h1,
     "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek_v3,
+    "llama4": _llama4,
+    "gemma3n": _gemma3n,
+    "chunks that share": _chunks_that_share,
     "everything": _everything,
 }

@@ -21,6 +21,7 @@ from tests.kv.brute import (
     brute_addresses,
     brute_bundles,
     brute_rows,
+    chunked,
     full,
     gdn,
     mamba1,
@@ -56,6 +57,20 @@ MIXES: dict[str, tuple[Callable[[int, int], Kept], tuple[int, ...]]] = {
         },
         (1, 2, 3, 6),
     ),
+    # Runs of 13: two are over at 26 tokens, and nothing of the chunked layers lives.
+    "chunks-beside-full": (
+        lambda block, state: {0: chunked(13, full(block)), 1: full(block)},
+        (1, 2, 3, 4),
+    ),
+    # Layers 1, 4 and 5 use the pages of others.
+    "chunks-that-share": (
+        lambda block, state: {
+            0: chunked(5, full(block)),
+            2: (chunked(7, full(block)), mamba2(2, 6, state)),
+            3: sliding(5, full(block)),
+        },
+        (1, 2, 6),
+    ),
     "latent-and-delta": (lambda block, state: {0: mla(block), 1: gdn(state), 2: gdn(state)}, (1, 2, 3)),
 }
 """What layers keep, for tokens per block of attention and of states, and the TP sizes that divide it."""
@@ -85,8 +100,8 @@ def live_tokens(g: KVCacheGroup, num_tokens: int) -> list[int]:
     """Whose rows matter, by what the kinds are for."""
     if g.spec.part == "state":
         return [num_tokens - 1]
-    window = getattr(g.spec, "window", num_tokens + 1)
-    return [t for t in range(num_tokens) if t > num_tokens - window]
+    window, chunk = getattr(g.spec, "window", num_tokens + 1), getattr(g.spec, "chunk", num_tokens + 1)
+    return [t for t in range(num_tokens) if t > num_tokens - window and t // chunk == num_tokens // chunk]
 
 
 def fill(
@@ -161,7 +176,7 @@ def test_every_kind_lands_where_its_definition_says(name: str) -> None:
         check(name, tp, index + list(MIXES).index(name), num_tokens=(11, 1, 26)[index % 3])
 
 
-@pytest.mark.parametrize("name", ["latent", "attention-beside-heads"])
+@pytest.mark.parametrize("name", ["latent", "attention-beside-heads", "chunks-beside-full"])
 def test_segments_cut_to_their_live_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 32 to 80 tokens, cut wherever that moves less: at multiples of 16 tokens."""
     cases = [tp for mix, tp in CASES if mix == name]
@@ -177,4 +192,4 @@ def test_segments_cut_to_their_live_rows(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_uneven_pairs_are_among_them() -> None:
     assert {(3, 2), (2, 3), (4, 6), (6, 4), (3, 4), (8, 6)} <= {tp for _, tp in CASES}
-    assert len(CASES) == 15 + 15 + 8 + 24 + 24 + 15 + 15 + 8
+    assert len(CASES) == 15 + 15 + 8 + 24 + 24 + 15 + 15 + 15 + 8 + 8
