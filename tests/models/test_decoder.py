@@ -16,6 +16,7 @@ from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
 from tests.helpers import assert_matches
 from tests.models.tiny import (
+    LLAMA3,
     LONGROPE,
     YARN,
     Checkpoint,
@@ -27,15 +28,6 @@ from tests.models.tiny import (
     write_checkpoint,
     write_vision_checkpoint,
 )
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 VARIANTS = {
     "llama": ("llama", {}),
@@ -264,6 +256,8 @@ def test_window_is_what_makes_the_difference(tmp_path: Path) -> None:
         ("gemma3", {"layer_types": ["sliding_attention"], "final_logit_softcapping": 5.0}),
         ("cohere2", {"layer_types": ["sliding_attention"]}),
         ("gpt_oss", {}),
+        ("llama4", {"no_rope_layers": [1], "moe_layers": [0]}),
+        ("llama4", {"no_rope_layers": [0], "moe_layers": []}),
     ],
 )
 def test_bfloat16_is_close_to_transformers_bfloat16(

@@ -49,6 +49,7 @@ MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         1,
         {"num_local_experts": 5, "shared_intermediate_size": 27, "layer_types": ["full_attention"] * 2},
     ),
+    "llama4": ("Llama4ForCausalLM", "feed_forward", 1, {"num_local_experts": 5}),
     "nemotron_h": (
         "NemotronHForCausalLM",
         "mixer",
@@ -157,10 +158,10 @@ def save(name: str, path: Path) -> Saved:
         del chosen["num_hidden_layers"]
     if class_name.startswith("Granite"):
         chosen["mamba_n_heads"] = 4
-    config = getattr(transformers, class_name.replace("ForCausalLM", "Config"))(
-        **chosen, experts_implementation="eager"
+    model_class = getattr(transformers, class_name)
+    model: Any = (
+        model_class(model_class.config_class(**chosen, experts_implementation="eager")).eval().float()
     )
-    model: Any = getattr(transformers, class_name)(config).eval().float()
     draw(model)
     model.save_pretrained(path)
     (body,) = (child for child in model.children() if hasattr(child, "layers"))
