@@ -146,6 +146,16 @@ def test_the_models_are_what_they_are_chosen_for(model: str, answers: Callable[[
     assert max(local, default=0) * 3 < max(PROMPT_LENGTHS)
 
 
+def token_layers(cell: Cell, path: Path, prompts: list[list[int]]) -> tuple[int, int]:
+    """Tokens computed, summed over layers: for prompts up to their first tokens, and for the others."""
+    config = load_config(path)
+    num_fast = len(config.fast_prefill_layers) if cell.fast_prefill else 0
+    num_tokens = sum(len(prompt) for prompt in prompts)
+    # Of a prompt, only the last token's logits are wanted.
+    of_prompts = num_tokens * (config.num_layers - num_fast) + len(prompts) * num_fast
+    return of_prompts, len(prompts) * (NUM_TOKENS - 1) * config.num_layers
+
+
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)
@@ -155,6 +165,7 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
         "fast_prefill": cell.fast_prefill,
         "hybrid_kv": cell.hybrid_kv,
     }
+    of_prompts, of_outputs = token_layers(cell, path, prompts)
     requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]
     if len(cell.tp) == 1:
         settings = common | BLOCKS[cell.blocks][0]
@@ -162,6 +173,7 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
         with ThreadEngine(config, poison=NAN_POISON) as engine:
             done = engine.generate(requests)
             engine.leader.check_integrity()
+            assert {rank.num_token_layers for rank in engine.ranks} == {of_prompts + of_outputs}
         assert [d.error for d in done] == [None] * len(prompts)
         assert [d.token_ids for d in done] == expected
         return
@@ -170,4 +182,6 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
         done = pair.complete(requests)
         assert [d.token_ids for d in done] == expected
         assert [d.info["num_recomputed_tokens"] for d in done] == [0] * len(prompts)
+        assert {rank.num_token_layers for rank in pair.p.engine.ranks} == {of_prompts}
+        assert {rank.num_token_layers for rank in pair.d.engine.ranks} == {of_outputs}
         pair.check_all_free()
