@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation import Mutation
+from tests.mutations_attention import ATTENTION
 from tests.mutations_engine import ENGINE
 from tests.mutations_kv import KV
 from tests.mutations_sampling import SAMPLING
@@ -272,4 +273,4 @@ CHECKS = (
     ),
 )
 
-MUTATIONS = KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE
+MUTATIONS = ATTENTION + KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE
