@@ -336,7 +336,10 @@ def _norm_statistics(keys: _Keys) -> str | None:
     if not keys.explained_by(keys.truth * factors[..., None]):
         return None
     low, high = float(factors.min()), float(factors.max())
-    return f"{_norm_name(keys)} statistics: keys are off by one factor per token, {low:.3g} to {high:.3g}"
+    model = keys.layer.model
+    turned = model is not None and model.turned_norm_eps is not None and _rope(keys) is not None
+    name = "k-norm" if turned else _norm_name(keys)
+    return f"{name} statistics: keys are off by one factor per token, {low:.3g} to {high:.3g}"
 
 
 def _norm_name(keys: _Keys) -> str:

@@ -27,14 +27,16 @@ SAMPLE_BYTES = 64 << 10
 
 
 ATTENTION = (
-    *("qkv_bias", "o_bias", "qk_norm", "v_norm", "sinks", "attention_soft_cap", "attention_scale"),
-    *("attention_gate", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+    *("qkv_bias", "o_bias", "qk_norm", "turned_norm_eps", "v_norm", "sinks", "attention_soft_cap"),
+    *("attention_scale", "attention_gate", "key_multiplier"),
+    *("attention_in_multiplier", "attention_out_multiplier"),
 )
 """What a model's attention layers share."""
 PER_LAYER = {
     "mixer": "mixers",
     "window": "windows",
     "chunk": "chunks",
+    "temperature": "temperatures",
     "kv_source": "kv_sources",
     "mlp": "mlps",
 }

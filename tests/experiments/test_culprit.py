@@ -139,6 +139,17 @@ def test_without_a_k_norm_its_weight_is_not_blamed() -> None:
     assert "k projection (the model has no k-norm)" in why
 
 
+@pytest.mark.parametrize(
+    ("eps", "name"),
+    [(1e-5, "k-norm statistics"), (None, "k projection (the model has no k-norm): statistics")],
+)
+def test_a_norm_behind_the_rotation_has_statistics(eps: float | None, name: str) -> None:
+    keys, values = draw()
+    truth = turned(keys, ROPE)
+    model = replace(model_with(ROPE), qk_norm=False, turned_norm_eps=eps)
+    assert named(truth * PER_TOKEN, values, (truth, values), model).startswith(name)
+
+
 def test_rows_in_the_wrong_slots() -> None:
     keys, values = draw()
     truth = turned(keys, ROPE), values

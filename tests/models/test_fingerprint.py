@@ -21,6 +21,7 @@ from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.errors import CheckpointError
 from tests.models import released
 from tests.models.released import small
+from tests.models.released_llama4 import LLAMA_4_SCOUT
 from tests.models.tiny import Checkpoint, write_checkpoint
 
 
@@ -132,6 +133,13 @@ YARN = released.GPT_OSS_20B["rope_scaling"]
         (released.GPT_OSS_20B, {"swiglu_limit": 6.0}, {"mlps"}),
         (released.COMMAND_R7B, {"layer_norm_eps": 1e-6}, {"norm"}),
         (released.COMMAND_R7B, {"logit_scale": 0.5}, set()),
+        (LLAMA_4_SCOUT, {"attention_chunk_size": 4096}, {"chunks"}),
+        (LLAMA_4_SCOUT, {"no_rope_layer_interval": 3}, {"chunks", "rope", "temperatures"}),
+        (LLAMA_4_SCOUT, {"floor_scale": 4096}, {"temperatures"}),
+        (LLAMA_4_SCOUT, {"attn_scale": 0.2}, {"temperatures"}),
+        (LLAMA_4_SCOUT, {"use_qk_norm": False}, {"attention_settings"}),
+        (LLAMA_4_SCOUT, {"interleave_moe_layer_step": 2}, {"mlps"}),
+        (LLAMA_4_SCOUT, {"num_experts_per_tok": 2}, {"mlps"}),
     ],
 )
 def test_each_setting_of_one_family(
