@@ -75,7 +75,7 @@ class Measured:
     group_token_layers: tuple[int, int]
     """Of its prefill: tokens computed, summed over the group's layers."""
     num_token_layers: int
-    """Of all its steps and layers."""
+    """Of all its steps and layers, as the engine counts."""
     token_ids: tuple[int, ...]
 
 
@@ -102,7 +102,7 @@ class Engine:
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         )
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        before = _counted(self.rank)
+        before = self.rank.num_token_layers
         started = time.perf_counter()
         self._leader.submit(request, events.put)
         tokens: list[int] = []
@@ -113,10 +113,8 @@ class Engine:
                 prefill = self._clock.take()  # type: ignore[assignment]
             tokens += event.token_ids
         _, decoded = self._clock.take()
-        total = sum(prefill[1]) + sum(decoded)
-        assert _counted(self.rank) - before in (0, total), (
-            "the engine counts other tokens than its layers saw"
-        )
+        total = self.rank.num_token_layers - before
+        assert total == sum(prefill[1]) + sum(decoded), "the engine counts other tokens than its layers saw"
         return Measured(ttft_ms, *prefill, total, tuple(tokens))
 
     def _events(self, events: queue.SimpleQueue[RequestEvent]) -> Iterator[RequestEvent]:
@@ -129,11 +127,6 @@ class Engine:
             yield event
             if event.is_last:
                 return
-
-
-def _counted(rank: EngineRank) -> int:
-    """The engine's own count of token-layers so far."""
-    return int(getattr(rank, "num_token_layers", 0))
 
 
 @dataclass
