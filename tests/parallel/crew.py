@@ -26,13 +26,10 @@ class Crew:
 
     def __init__(self, num_ranks: int) -> None:
         self.pipes: list[Connection] = []
-        self.processes = []
+        self.processes: list[Any] = []
         for _ in range(num_ranks):
-            ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            pipe, process = _start()
+            self.pipes.append(pipe)
             self.processes.append(process)
 
     def start(self, module: str, function: str, size: int, *args: Any) -> None:
@@ -40,7 +37,7 @@ class Crew:
         for rank in range(size):
             self.pipes[rank].send((module, function, (rank, size, *args)))
 
-    def result(self, rank: int, timeout_s: float = 60) -> Any:
+    def result(self, rank: int, timeout_s: float = 120) -> Any:
         """What rank's function returned; what it raised is raised here."""
         assert self.pipes[rank].poll(timeout_s), f"rank {rank} gave no answer in {timeout_s} s"
         ok, value = self.pipes[rank].recv()
@@ -56,7 +53,12 @@ class Crew:
     def kill(self, rank: int) -> None:
         """SIGKILL, as the out-of-memory killer does it."""
         os.kill(self.processes[rank].pid, signal.SIGKILL)
-        self.processes[rank].join(10)
+        self.processes[rank].join(60)
+
+    def replace(self, rank: int) -> None:
+        """A new process in the place of one that was killed."""
+        self.pipes[rank].close()
+        self.pipes[rank], self.processes[rank] = _start()
 
     def close(self) -> None:
         """End the processes."""
@@ -67,6 +69,14 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join(10)
+
+
+def _start() -> tuple[Connection, Any]:
+    ours, theirs = _SPAWN.Pipe()
+    process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
 
 
 def _serve(pipe: Connection) -> None:

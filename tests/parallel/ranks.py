@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from rayk.parallel import shm_link
 from rayk.parallel.comm import Comm
 from rayk.parallel.factory import make_comm
 from rayk.parallel.shm import ShmComm
@@ -19,7 +23,7 @@ SLOT_BYTES = 4096
 """Small, so that test tensors take several rounds."""
 
 
-def open_comm(kind: str, rank: int, size: int, address: str, timeout_s: float = 20) -> Comm:
+def open_comm(kind: str, rank: int, size: int, address: str, timeout_s: float = 60) -> Comm:
     if kind == "shm":
         return ShmComm(rank, size, address, timeout_s, slot_bytes=SLOT_BYTES)
     return TorchComm(kind, rank, size, address, timeout_s)
@@ -118,11 +122,12 @@ def _generator(seed: int) -> torch.Generator:
 
 
 _FORMED: list[Comm] = []
+FORMED_TIMEOUT_S = 120
 
 
 def form(rank: int, size: int, kind: str, address: str) -> list[str]:
     """Form a group for `wait_in_vain`; returns what of /dev/shm the process has mapped."""
-    comm = open_comm(kind, rank, size, address, 30)
+    comm = open_comm(kind, rank, size, address, FORMED_TIMEOUT_S)
     comm.all_reduce(torch.ones(3))
     _FORMED.append(comm)
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -140,34 +145,68 @@ def wait_in_vain(rank: int, size: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-def idle(rank: int, size: int, kind: str, address: str, seconds: float) -> float:
-    """Rank 0 keeps its peers waiting; a peer returns its share of a core."""
-    comm = open_comm(kind, rank, size, address)
+class CountedFlags:
+    """Flags of a ShmComm that count how often they are read."""
+
+    def __init__(self, flags: memoryview) -> None:
+        self._flags = flags
+        self.num_reads = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.num_reads += 1
+        return int(self._flags[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._flags[index] = value
+
+    def release(self) -> None:
+        self._flags.release()
+
+
+def idle(rank: int, size: int, address: str, seconds: float) -> tuple[int, float]:
+    """Rank 0 keeps its peers waiting; how often a peer looked meanwhile, and the seconds it waited."""
+    comm = ShmComm(rank, size, address, 60)
     comm.all_reduce(torch.ones(3))
-    cpu, wall = time.process_time(), time.monotonic()
+    counted = CountedFlags(comm._flags)
+    comm._flags = counted  # type: ignore[assignment]
+    start = time.monotonic()
     if rank == 0:
         time.sleep(seconds)
     comm.broadcast_bytes(b"done" if rank == 0 else None)
-    share = (time.process_time() - cpu) / (time.monotonic() - wall)
+    waited_s = time.monotonic() - start
     comm.close()
-    return share
+    return counted.num_reads, waited_s
 
 
-def time_all_reduce(rank: int, size: int, kind: str, address: str, num_bytes: int) -> list[float]:
-    """Seconds of each of many all-reduces."""
-    comm = open_comm(kind, rank, size, address)
-    tensor = torch.zeros(num_bytes // 4)
-    times = []
-    for _ in range(600):
-        start = time.perf_counter()
-        comm.all_reduce(tensor)
-        times.append(time.perf_counter() - start)
+def naps_of_all_reduces(rank: int, size: int, address: str, num_bytes: int) -> list[int]:
+    """How often a rank slept in each of many all-reduces."""
+    comm = ShmComm(rank, size, address, 60)
+    tensor, naps = torch.zeros(num_bytes // 4), [0]
+    look = comm._link._look_for_gone  # type: ignore[union-attr]
+
+    def counted(call: Callable[[Any], None]) -> Callable[[Any], None]:
+        def nap(duration: Any) -> None:
+            naps[-1] += 1
+            call(duration)
+
+        return nap
+
+    comm._link._look_for_gone = counted(look)  # type: ignore[method-assign, union-attr]
+    shm_link.time = SimpleNamespace(  # type: ignore[assignment]
+        monotonic=time.monotonic, sleep=counted(time.sleep)
+    )
+    try:
+        for _ in range(600):
+            comm.all_reduce(tensor)
+            naps.append(0)
+    finally:
+        shm_link.time = time
     comm.close()
-    return times[100:]
+    return naps[:-1]
 
 
 def made_by_factory(rank: int, size: int, kind: str, address: str) -> tuple[str, str | None]:
-    made = make_comm(kind, rank, size, address, "cpu", 20)
+    made = make_comm(kind, rank, size, address, "cpu", 60)
     total = made.comm.all_reduce(torch.ones(2))
     assert total.tolist() == [size, size]
     made.comm.close()
@@ -176,7 +215,7 @@ def made_by_factory(rank: int, size: int, kind: str, address: str) -> tuple[str,
 
 def disagree(rank: int, size: int, kind: str, address: str) -> str:
     """Ranks that are in different collectives."""
-    comm = open_comm(kind, rank, size, address, 5)
+    comm = open_comm(kind, rank, size, address, 60)
     try:
         comm.all_reduce(torch.ones(2)) if rank == 0 else comm.all_gather(torch.ones(2))
     except CommError as error:
