@@ -92,10 +92,22 @@ def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
         if text is not None:
             return text
     num_rows = len(wrong.rows(wrong.first))
-    before = "the embedding or the layer's own input norm"
-    if wrong.layer:
-        before = f"layer {wrong.layer - 1} after its own keys and values (attention, feed-forward)"
-    return f"{num_rows} tokens hold other values, keys and values alike: a wrong input, from {before}"
+    return f"{num_rows} tokens hold other values, keys and values alike: a wrong input, from {_before(wrong)}"
+
+
+def _before(wrong: WrongLayer) -> str:
+    """What a wrong input may come from: all that was computed since the last cache that was right."""
+    last = wrong.layer - 1
+    while wrong.model is not None and last >= 0 and not wrong.model.layers[last].parts:
+        last -= 1
+    source = f"layer {last} after its own keys and values (attention, feed-forward)"
+    if last < 0:
+        source = "the embedding or the layer's own input norm"
+    silent = range(last + 1, wrong.layer)
+    if not silent:
+        return source
+    which = f"layer {silent[0]}" if len(silent) == 1 else f"layers {silent[0]} to {silent[-1]}"
+    return f"{source}, or {which} ({'it keeps' if len(silent) == 1 else 'they keep'} none)"
 
 
 def misplaced(

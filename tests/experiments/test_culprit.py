@@ -175,6 +175,30 @@ def test_values_and_inputs() -> None:
     assert "values alone" not in named(truth[0], values.roll(1, 0), truth, model)
 
 
+@pytest.mark.parametrize(
+    ("sources", "last", "others"),
+    [
+        ((None, None, None, None), "layer 2", ""),
+        ((None, None, 1, None), "layer 1", ", or layer 2 (it keeps none)"),
+        ((None, 0, 0, None), "layer 0", ", or layers 1 to 2 (they keep none)"),
+    ],
+)
+def test_a_wrong_input_comes_from_what_was_computed_since_the_last_cache(
+    sources: tuple[int | None, ...], last: str, others: str
+) -> None:
+    """Layers that share another's keys and values keep nothing that could have told."""
+    config = decoder((None,) * 4)
+    layers = tuple(replace(layer, kv_source=s) for layer, s in zip(config.layers, sources, strict=True))
+    keys, values = draw()
+    found = {(n, h): t[h] * 2 + 1 for n, t in (("k", keys), ("v", values)) for h in range(HEADS)}
+    everywhere = dict.fromkeys(found, torch.ones(TOKENS, dtype=torch.bool))
+    limit = {"k": 2e-3, "v": 2e-3}
+    model = replace(config, layers=layers)
+    truth = {"k": keys, "v": values}
+    text = name_culprit(WrongLayer(3, FIRST, found, truth, everywhere, limit, model))
+    assert text.endswith(f"from {last} after its own keys and values (attention, feed-forward){others}")
+
+
 def test_misplaced_rows_are_told_from_flipped_routes() -> None:
     """Any row that holds nothing, or three that hold others of the layer; not rows that are merely wrong."""
     keys, values = draw()
