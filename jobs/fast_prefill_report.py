@@ -145,7 +145,7 @@ def make_page(
         f"{best['second_on_ms']:,.1f} ms, not {best['second_off_ms']:,.0f} ms",
         chips=chips,
         stats=[
-            (f"{best['second_ratio']:.4f}", f"of its time, at {best['num_prompt_tokens']:,} tokens"),
+            (f"{best['second_ratio']:.4f}", f"of the group's time, at {best['num_prompt_tokens']:,} tokens"),
             (f"{best['ttft_ratio']:.2f}", "of the time to the first token"),
             (f"{best['token_layers_on'] / best['token_layers_off']:.3f}", "of the token-layers"),
             (format_bytes(best["kv_saved_bytes"]), f"of {whole_kv} of KV are not kept"),
@@ -287,5 +287,5 @@ def _layout(sizes: Sequence[int], unit: str, *, log: bool) -> dict[str, Any]:
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "xaxis": {"type": "log", "tickvals": list(sizes), "ticktext": [f"{n:,}" for n in sizes]},
-        "yaxis": {"title": {"text": unit}, **scale},
+        "yaxis": {"title": {"text": unit}, "exponentformat": "none", "separatethousands": True, **scale},
     }
