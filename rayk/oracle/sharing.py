@@ -68,6 +68,8 @@ class SharingCache(DynamicCache):
         self.layers = [self.layer_class_to_replicate() for _ in sources]
         self._sources = sources
         self._in_use: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_new = 0
+        """Tokens of this pass, which targets have been given when a layer that shares is computed."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -75,8 +77,16 @@ class SharingCache(DynamicCache):
         """What the layer attends to: keys and values [1, H, T, D] of all tokens up to this pass's last."""
         source = self._sources[layer_idx]
         if source is None:
+            self._num_new = key_states.shape[-2]
             in_use = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             self._in_use[layer_idx] = in_use
             return in_use
         # Earlier layers come first: the target's are of this pass.
         return self._in_use[source]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this pass's, for a layer that asks before its `update` (llama4, for positions)."""
+        source = self._sources[layer_idx]
+        if source is None:
+            return int(super().get_seq_length(layer_idx))
+        return int(super().get_seq_length(source)) - self._num_new

@@ -13,7 +13,7 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
-from rayk.oracle.tiny import HYBRID
+from rayk.oracle.tiny import ALL_ROUTED, HYBRID
 from rayk.types.errors import CheckpointError, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
@@ -22,6 +22,7 @@ from tests.families import HYBRID as HYBRIDS
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in ATTENTION),
     ("qwen3", {"overrides": dict(HYBRID)}),
+    ("llama4", {"overrides": dict(ALL_ROUTED)}),
 ]
 
 
