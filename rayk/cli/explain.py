@@ -37,7 +37,7 @@ def _axis_options() -> list[inspect.Parameter]:
         for name, field in SideSpec.model_fields.items():
             annotation = str(field.annotation)
             is_number = "dict" not in annotation and re.search(r"\bint\b", annotation)
-            kind = int if is_number else str
+            kind = int if is_number else bool if "bool" in annotation else str
             default = field.get_default(call_default_factory=True)
             default = "as for both" if default is None else default or "none"
             form = " as KEY=VALUE,.." if "dict" in annotation else ""

@@ -151,7 +151,7 @@ def _bytes_line(found: Mapping[str, Any]) -> str:
     whose = (
         ""
         if found["asked"] == found["layer"]
-        else f" of layer {found['layer']}, whose pages {found['asked']} uses"
+        else f" of layer {found['layer']}, whose pages layer {found['asked']} uses"
     )
     return f"{_field_text(found)}{whose}: bytes {first} to {last} (KV group {found['group']})"
 

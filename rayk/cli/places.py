@@ -39,12 +39,11 @@ def find_coordinate(
     Raises UserError that says what is wrong with it, and what there is.
     """
     try:
-        given = _parse(text)
-        wanted = replace(given, layer=sources.get(given.layer, given.layer))
+        wanted = _parse(text, sources)
         found = _held(ranks, rank, _named(ranks[rank], wanted, sources), wanted)
     except UserError as error:
         raise replace(error, where=f"--find {text}") from None
-    return [{"asked": given.layer} | _place(group, field, wanted) for group, field in found]
+    return [_place(group, field, wanted) for group, field in found]
 
 
 def numbers(values: Iterable[int]) -> str:
@@ -62,7 +61,10 @@ def numbers(values: Iterable[int]) -> str:
 class _Wanted:
     """A coordinate as it was given; None for what was left out."""
 
+    asked: int
+    """The layer that was given."""
     layer: int
+    """The layer whose pages it uses: mostly its own."""
     block: int
     unit: int | None
     is_head: bool
@@ -75,7 +77,7 @@ class _Wanted:
 _Found = list[tuple[GroupGeometry, FieldGeometry]]
 
 
-def _parse(text: str) -> _Wanted:
+def _parse(text: str, sources: Mapping[int, int]) -> _Wanted:
     """Raises UserError for what no model has."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in parts}
@@ -94,7 +96,8 @@ def _parse(text: str) -> _Wanted:
         )
     values = {n: int(value) for n, value in given.items() if n != "field"}
     return _Wanted(
-        layer=values["layer"],
+        asked=values["layer"],
+        layer=sources.get(values["layer"], values["layer"]),
         block=values["block"],
         unit=values.get("unit", values.get("head")),
         is_head="head" in values,
@@ -117,7 +120,8 @@ def _named(rank: RankGeometry, wanted: _Wanted, sources: Mapping[int, int]) -> _
     if wanted.group is not None:
         groups = numbers(sorted({g.group.index for g, _ in found}))
         found = [(g, f) for g, f in found if g.group.index == wanted.group]
-        _check(found, f"KV group {wanted.group}: layer {layer} is in {groups}")
+        whose = f", whose pages layer {wanted.asked} uses," if wanted.asked != layer else ""
+        _check(found, f"KV group {wanted.group}: layer {layer}{whose} is in {groups}")
     if wanted.field is not None:
         names = ", ".join(f.field.name for _, f in found)
         found = [(g, f) for g, f in found if f.field.name == wanted.field]
@@ -184,6 +188,7 @@ def _place(group: GroupGeometry, f: FieldGeometry, wanted: _Wanted) -> dict[str,
     kernel_block += wanted.block * group.kernel_blocks_per_block
     position, slot = group.group.layers.index(wanted.layer), f.units.index(wanted.unit or 0)
     return {
+        "asked": wanted.asked,
         "layer": wanted.layer,
         "group": group.group.index,
         "kind": group.group.spec.kind,

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +189,7 @@ def test_explain_prints_text_and_html(model: Path) -> None:
     assert "href=" not in page
 
 
-def test_explain_is_quick_and_free_of_torch_and_ray(model: Path) -> None:
+def test_explain_is_free_of_torch_and_ray(model: Path) -> None:
     script = (
         "import sys\n"
         "from rayk.cli.main import main\n"
@@ -209,16 +208,11 @@ def test_explain_is_quick_and_free_of_torch_and_ray(model: Path) -> None:
         "--format",
         "json",
     ]
-    times = []
-    for _ in range(2):  # the first may still compile bytecode
-        start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
-        )
-        times.append(time.monotonic() - start)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stderr.strip() == "0 []"
     assert json.loads(done.stdout)["supported"] is True
-    assert min(times) < 2
 
 
 # --- report, checkpoint, doctor -------------------------------------------------------------------

@@ -52,7 +52,7 @@ def stubborn(speed: str) -> subprocess.Popen[str]:
 def test_the_first_signal_ends_in_order(signum: int, code: int, word: str) -> None:
     process = stubborn("quick")
     process.send_signal(signum)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=50)
     assert output == "first\ncleaning\nclean\n"
     assert errors == f"rayk: {word}\n"
     assert process.returncode == code
@@ -68,7 +68,7 @@ def test_the_second_signal_ends_at_once(first: int, second: int, code: int) -> N
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["first\n", "cleaning\n"]
     process.send_signal(second)
-    output, _ = process.communicate(timeout=10)
+    output, _ = process.communicate(timeout=50)
     assert output == ""
     assert process.returncode == code
 

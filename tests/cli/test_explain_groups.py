@@ -1,0 +1,162 @@
+"""`rayk explain` of models whose layers attend in chunks, or use another's keys and values."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_explain_hybrid import answer, invoke
+from tests.conftest import CheckpointFactory
+
+CHUNK = 24
+KINDS = "CCFCCFCC"
+"""Layers that attend in chunks, and full ones."""
+SOURCES = {4: 1, 5: 2, 6: 3, 7: 3}
+OWN = {"chunked": [0, 1, 3], "full": [2]}
+ROW_BYTES = 2 * 16 * 4
+"""K and V of a head and token, float32; two KV heads."""
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture
+def llama4(checkpoint: CheckpointFactory, tmp_path: Path) -> MakeModel:
+    """A llama4 of eight layers, of which `sources` says who uses whose pages. The weights are another's:
+    explain does not read them."""
+
+    def make(sources: dict[int, int] = SOURCES, chunk: int = CHUNK) -> Path:
+        values = json.loads((checkpoint("llama4") / "config.json").read_text())
+        values |= {
+            "num_hidden_layers": len(KINDS),
+            "attention_chunk_size": chunk,
+            "layer_types": [{"C": "chunked_attention", "F": "full_attention"}[k] for k in KINDS],
+            "no_rope_layers": [int(k == "C") for k in KINDS],
+            "moe_layers": [],
+            "kv_sharing_targets": [sources.get(i) for i in range(len(KINDS))],
+        }
+        folder = tmp_path / f"llama4-{len(sources)}-{chunk}"
+        if folder.is_dir():
+            return folder
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values))
+        (folder / "model.safetensors").symlink_to((checkpoint("llama4") / "model.safetensors").resolve())
+        return folder
+
+    return make
+
+
+def test_sharing_layers_send_nothing_and_chunked_ones_their_chunk(llama4: MakeModel) -> None:
+    """60 tokens in blocks of 16: of chunks of 24, tokens 48 to 59 live, in one block; 4 of the full layer."""
+    told = answer("--model", llama4(), "--prefill-tp", "2", "--decode-tp", "1", "--num-tokens", "60")
+    assert told["sharing"] == [{"layer": n, "uses": source} for n, source in SOURCES.items()]
+    assert told["bytes"] == 2 * ROW_BYTES * (3 * 16 + 1 * 64)
+    sent = sorted({n for read in told["reads"] for n in read["layers"]})
+    assert sent == [0, 1, 2, 3]
+    assert {r["kind"] for r in told["reads"]} == {"chunked", "full"}
+    for side in told["sides"].values():
+        for group in side["groups"]:
+            assert set(group["layers"]) <= set(OWN[group["kind"]])
+            assert group["readers"] == [n for n, source in SOURCES.items() if source in group["layers"]]
+            # 8 is what divides the chunk of 24 and blocks of 16.
+            chunks, kernel = ([CHUNK], 8) if group["kind"] == "chunked" else ([], 16)
+            assert (group["chunks"], group["kernel_block_size"]) == (chunks, kernel)
+        assert sorted(n for g in side["groups"] for n in g["readers"]) == list(SOURCES)
+    # Where a chunk ends, nothing of the chunked layers is sent.
+    border = answer("--model", llama4({}), "--num-tokens", "48")
+    assert border["bytes"] == sum(r["bytes"] for r in border["reads"] if r["kind"] == "full")
+    assert border["bytes"] == 2 * ROW_BYTES * 2 * 48
+    assert border["sharing"] == []
+
+
+def test_without_hybrid_kv_chunked_layers_lie_in_full_groups(llama4: MakeModel) -> None:
+    told = answer("--model", llama4(), "--no-hybrid-kv", "--num-tokens", "60")
+    (group,) = told["sides"]["decode"]["groups"]
+    assert (group["kind"], group["layers"], group["readers"]) == ("full", [0, 1, 2, 3], [4, 5, 6, 7])
+    assert (group["chunks"], group["kernel_block_size"]) == ([CHUNK], 8)
+    assert told["bytes"] == 2 * ROW_BYTES * 4 * 64
+
+
+def test_people_are_told_who_uses_whose_pages(llama4: MakeModel) -> None:
+    model = llama4()
+    text = " ".join(invoke("--model", model, "--num-tokens", "60").stdout.split())
+    sharing = (
+        "layers 4-7 keep and send nothing: 4 uses the pages of layer 1; 5 uses the pages of layer 2; "
+        "6-7 use the pages of layer 3"
+    )
+    assert sharing in text
+    groups = [
+        "chunked, layers 3 (used by 6-7, too), blocks of 16 tokens",
+        "chunks of 24 positions, kernel blocks of 8",
+        "full, layers 2 (used by 5, too), blocks of 16 tokens",
+    ]
+    for part in groups:
+        assert part in text
+    page = html.unescape(invoke("--model", model, "--num-tokens", "60", "--format", "html").stdout)
+    assert f"<p>{sharing}</p>" in page
+    for part in groups:
+        assert part in page
+    alone = invoke("--model", llama4({7: 3})).stdout
+    assert "layer 7 keeps and sends nothing: 7 uses the pages of layer 3\n" in alone
+    for output_format in ("text", "html"):
+        assert "nothing" not in invoke("--model", llama4({}, 64), "--format", output_format).stdout
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "LBNHC"])
+def test_a_sharing_layers_place_is_its_targets(llama4: MakeModel, layout: str) -> None:
+    side = ("--model", llama4(), "--prefill-tp", "2", "--rank", "1", "--prefill-layout", layout)
+    at = "block=3,head=1,token=13,field=v"
+    (own,) = answer(*side, "--find", f"layer=3,{at}")
+    (shared,) = answer(*side, "--find", f"layer=7,{at}")
+    assert shared == own | {"asked": 7}
+    assert (own["asked"], own["layer"]) == (3, 3)
+    text = invoke(*side, "--find", f"layer=7,{at}").stdout
+    first, last = own["byte"], own["byte"] + own["num_bytes"] - 1
+    group = f"(KV group {own['group']})\n"
+    assert text == f"V of layer 3, whose pages layer 7 uses: bytes {first} to {last} {group}"
+    assert invoke(*side, "--find", f"layer=3,{at}").stdout == f"V: bytes {first} to {last} {group}"
+    # And back: the byte is the owner's, and the layers that use it are named.
+    named = [c for c in answer(*side, "--byte", first) if c["group"] == own["group"]]
+    assert [(c["layer"], c["row"], c["used_by"]) for c in named] == [(3, 13, [6, 7])]
+    words = f"layer 3 (used by 6-7, too), block 3, head 1, token 13 of the block, V, byte 0 {group}"
+    assert words in invoke(*side, "--byte", first).stdout
+
+
+def test_a_layer_that_is_not_there_is_told_from_one_that_shares(llama4: MakeModel) -> None:
+    result = invoke("--model", llama4(), "--find", "layer=8,block=1,head=0")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "layer 8: the layers that keep something are 0-3, and 4-7 use their pages" in result.stderr
+    group = invoke("--model", llama4(chunk=48), "--find", "layer=7,block=1,head=0,group=99")
+    assert "KV group 99: layer 3, whose pages layer 7 uses, is in" in group.stderr
+
+
+@pytest.mark.parametrize("hybrid_kv", ["--hybrid-kv", "--no-hybrid-kv"])
+def test_kernel_blocks_that_chunks_do_not_begin_with_are_refused(llama4: MakeModel, hybrid_kv: str) -> None:
+    """By name, with what would do; also by kind."""
+    model = llama4()
+    kind = "chunked" if hybrid_kv == "--hybrid-kv" else "full"
+    for option, value in (("size", "16"), ("sizes", f"{kind}=16")):
+        result = invoke("--model", model, hybrid_kv, f"--decode-kernel-block-{option}", value)
+        assert (result.exit_code, result.stdout) == (2, "")
+        problem = (
+            f"decode: kernel_block_size 16 does not divide the chunks of 24 positions that layers of {kind}"
+        )
+        assert f"{problem} groups see" in result.stderr
+        assert "mend: a divisor of 8, or leave it out" in result.stderr
+    told = answer("--model", model, hybrid_kv, "--decode-kernel-block-size", "4")
+    assert {g["kernel_block_size"] for g in told["sides"]["decode"]["groups"]} == {4}
+    assert {g["kernel_block_size"] for g in told["sides"]["prefill"]["groups"]} <= {8, 16}
+
+
+def test_a_windowed_model_whose_last_layers_share(checkpoint: CheckpointFactory) -> None:
+    """gemma3n: layers 4 and 5 use the pages of the last windowed and the full layer before them."""
+    told = answer("--model", checkpoint("gemma3n"), "--num-tokens", "100")
+    assert told["sharing"] == [{"layer": 4, "uses": 3}, {"layer": 5, "uses": 2}]
+    readers = {tuple(g["layers"]): g["readers"] for g in told["sides"]["decode"]["groups"]}
+    assert sorted(n for layers in readers for n in layers) == [0, 1, 2, 3]
+    assert sorted(n for users in readers.values() for n in users) == [4, 5]
+    text = invoke("--model", checkpoint("gemma3n"), "--num-tokens", "100").stdout
+    assert re.search(r"layers 4-5 keep and send nothing: 4 uses the pages of layer 3; 5 uses", text)
