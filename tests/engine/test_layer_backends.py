@@ -20,6 +20,14 @@ from tests.engine.stepped import Stepped
 from tests.engine.test_states import NUM_TOKENS, Model
 
 
+SHARED_WINDOWS = {
+    "num_kv_shared_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "use_sliding_window": True,
+    "sliding_window": 21,
+}
+
+
 @pytest.fixture(scope="module")
 def hybrid(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Model:
     """Layers 0 and 1 keep all tokens, 2 and 3 a window."""
@@ -82,6 +90,26 @@ def test_a_backend_is_asked_about_its_own_layers_only(hybrid: Model, monkeypatch
     check_tokens(Stepped(hybrid.path, layer_backends=((1, "reference"),)), hybrid)
     with pytest.raises(LayoutVetoed, match="backend reference: no windows"):
         Stepped(hybrid.path, layer_backends=((2, "reference"),))
+
+
+def test_a_layer_that_shares_keys_and_values_has_a_backend_of_its_own(
+    checkpoint: Callable[..., Path], reference: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked about the pages that the layer reads: here those of layers with a window."""
+    path = checkpoint("qwen3", overrides=SHARED_WINDOWS)
+    shared = Model(path, reference(path))
+    engine = Stepped(path, layer_backends=((3, "reference"),), fast_prefill=True, max_batch_tokens=40)
+    check_tokens(engine, shared)
+    assert engine.rank.backends.implementation.endswith("; reference (layer 3)")
+    assert [b.name for b in engine.rank.backends.used] == ["cpu", "reference"]
+
+    def veto(self: PagedBackend, layout_name: str, spec: Any) -> str | None:
+        return "no windows" if self.name == "reference" and spec.kind == "sliding" else None
+
+    monkeypatch.setattr(PagedBackend, "veto", veto)
+    Stepped(path, layer_backends=((2, "reference"),))
+    with pytest.raises(LayoutVetoed, match="backend reference: no windows"):
+        Stepped(path, layer_backends=((3, "reference"),))
 
 
 def test_backends_of_layers_that_cannot_have_one(hybrid: Model, checkpoint: Callable[..., Path]) -> None:

@@ -59,6 +59,19 @@ def test_the_check_of_logprobs_leaves_prompts_out(changes: dict[str, Any]) -> No
     assert (fast.sampling.logprobs, fast.sampling.prompt_logprobs) == (0, None)
 
 
+def test_layers_that_share_attend_and_keep_nothing() -> None:
+    """They may have a backend of their own, but no wrong keys."""
+    config = decoder((None,) * 4)
+    layers = (*config.layers[:2], *(replace(layer, kv_source=1) for layer in config.layers[2:]))
+    config = replace(config, layers=layers)
+    (cell,) = plan(config, engine={"layer_backends": {3: "reference"}}, mode="aggregated")
+    assert cell.prefill.layer_backends == ((3, "reference"),)
+    fault = {"kind": "wrong_kv", "point": "store_kv", "layer": 2}
+    with pytest.raises(SpecError, match="layer 2 of 4 keeps no keys and values") as caught:
+        plan(config, faults=[fault], checks=["kv_values"])
+    assert caught.value.mend == "layer: 0, 1"
+
+
 def chunked() -> DecoderConfig:
     """Three layers that see chunks of 24 positions, and one that sees everything."""
     config = decoder((None,) * 4)
