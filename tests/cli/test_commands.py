@@ -98,6 +98,12 @@ def test_explain_says_why_not_and_exits_1(model: Path) -> None:
     assert text.stdout == "not supported: decode: TP 3 does not divide the model's 8 query heads\n"
 
 
+def test_what_a_side_does_or_not_is_a_flag(model: Path) -> None:
+    """Fast prefill moves the same bytes."""
+    plain = explain(model, "--decode-tp", "2")
+    assert explain(model, "--decode-tp", "2", "--no-prefill-fast-prefill", "--decode-fast-prefill") == plain
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
