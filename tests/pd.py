@@ -88,13 +88,13 @@ class Side:
 
     def call(self, command: object) -> list[object]:
         """Run a command on every rank."""
-        return self.engine.leader.call(command).result(20)
+        return self.engine.leader.call(command).result(60)
 
     def run(self, action: Callable[[], object]) -> object:
         """Run something on the loop's thread and wait for it."""
         answer: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.engine.leader.post(lambda: answer.put(action()))
-        return answer.get(timeout=20)
+        return answer.get(timeout=60)
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ class Pair:
         tp: tuple[int, int] = (1, 1),
         layouts: tuple[str, str] = ("auto", "auto"),
         make_agent: MakeAgent | None = None,
-        lease_s: float = 20.0,
+        lease_s: float = 60.0,
         connect: bool = True,
         poison: int = NAN_POISON,
         load_decoder: Callable[[], Decode] | None = None,
@@ -200,12 +200,12 @@ class Pair:
         exact = [mismatch for per_rank in found for mismatch in per_rank]  # type: ignore[attr-defined]
         return sorted(exact, key=lambda m: (m.group, m.layer, m.field, m.head, m.token))
 
-    def check_all_free(self, timeout_s: float = 5.0) -> None:
+    def check_all_free(self) -> None:
         """Every block of both engines comes back, and nothing is left of any request."""
         for side in (self.p, self.d):
             wait_until(
                 lambda side=side: side.num_free_blocks == side.num_blocks,  # type: ignore[misc]
-                timeout_s,
+                60.0,
                 lambda side=side: f"{side.num_free_blocks} of {side.num_blocks} free in {side.engine.name}",  # type: ignore[misc]
             )
             side.run(side.engine.leader.check_integrity)
@@ -234,7 +234,7 @@ def _make_side(
 
 
 def wait_until(
-    condition: Callable[[], bool], timeout_s: float = 5.0, what: Callable[[], str] = lambda: "a condition"
+    condition: Callable[[], bool], timeout_s: float = 60.0, what: Callable[[], str] = lambda: "a condition"
 ) -> None:
     """Poll until it holds. AssertionError after the timeout."""
     until = time.monotonic() + timeout_s

@@ -52,7 +52,7 @@ def test_every_producer_rank_is_told_also_replicas_nobody_reads(qwen3: Model, tp
 
 
 def test_a_lease_nobody_comes_for_expires(qwen3: Model) -> None:
-    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.15) as pair:
+    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.5) as pair:
         request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
         done = pair.prefill(request)
         assert pair.p.num_blocks - pair.p.num_free_blocks == 19, "300 tokens stay leased"
@@ -145,7 +145,8 @@ def test_a_copy_that_fails_is_its_requests_error(qwen3: Model, monkeypatch: pyte
         request = make_request("s", qwen3.prompts[1], 900)
         pair.p.handover.submit(request, events.put, hand_over=False, capture=True)
         assert isinstance(pair.p.engine.collect(events).error, TransferError)
-        pair.check_all_free(timeout_s=0.5)
+        pair.check_all_free()
+        assert pair.p.engine.loops[0].times.num_steps < 900
         assert pair.prefill(make_request("r", qwen3.prompts[1])).error is None
         pair.p.handover.settle("r")
         pair.check_all_free()
@@ -192,7 +193,7 @@ def test_a_newcomer_leaves_running_requests_a_block_to_go_on_with(qwen3: Model) 
         requests = [make_request(name, qwen3.prompts[n], NUM_TOKENS) for name, n in (("a", 2), ("b", 1))]
         prefilled = [pair.prefill(r) for r in requests]
         first = pair.start_decode(requests[0], prefilled[0])
-        first.get(timeout=20)
+        first.get(timeout=60)
         second = pair.start_decode(requests[1], prefilled[1])
         assert prefilled[0].token_ids + last_event(first, pair).token_ids == qwen3.expected[2]
         assert prefilled[1].token_ids + last_event(second, pair).token_ids == qwen3.expected[1]
@@ -212,8 +213,8 @@ def test_a_newcomer_waits_behind_a_request_that_lacks_blocks(qwen3: Model) -> No
         came_back = pair.start_decode(newcomer, prefilled)
         large_events = []
         while not large_events or not large_events[-1].is_last:
-            large_events.append(large.get(timeout=20))
-        started = came_back.get(timeout=20)
+            large_events.append(large.get(timeout=60))
+        started = came_back.get(timeout=60)
         gap = max(b.time_ns - a.time_ns for a, b in itertools.pairwise(large_events))
         resumed = next(b for a, b in itertools.pairwise(large_events) if b.time_ns - a.time_ns == gap)
         assert started.time_ns > resumed.time_ns
@@ -222,17 +223,15 @@ def test_a_newcomer_waits_behind_a_request_that_lacks_blocks(qwen3: Model) -> No
         pair.check_all_free()
 
 
-def test_a_request_that_arrives_is_decoded_at_once(qwen3: Model) -> None:
-    """Not only after an idle engine's next heartbeat."""
-    with Pair.open(qwen3.path) as pair:
-        latencies = []
+def test_a_request_that_arrives_is_decoded_at_once(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only after an idle engine's next heartbeat, which here does not come in time."""
+    with Pair.open(qwen3.path) as pair, monkeypatch.context() as patched:
+        patched.setattr("rayk.engine.leader.HEARTBEAT_S", 1000.0)
         for i in range(8):
             request = make_request(f"r{i}", qwen3.prompts[0], 2)
-            prefilled = pair.prefill(request)
-            events = pair.start_decode(request, prefilled)
-            arrived = events.get(timeout=20).time_ns
-            latencies.append(events.get(timeout=20).time_ns - arrived)
-        assert min(latencies) < 20_000_000
+            events = pair.start_decode(request, pair.prefill(request))
+            assert not events.get(timeout=60).token_ids, "its KV has arrived"
+            assert last_event(events, pair).error is None
 
 
 # Aborts
@@ -294,7 +293,7 @@ def test_aborts_at_every_other_time(qwen3: Model, when: str) -> None:
             pair.p.handover.settle("r")
         else:
             stream = pair.start_decode(request, prefilled)
-            while not stream.get(timeout=20).token_ids:
+            while not stream.get(timeout=60).token_ids:
                 pass
             pair.d.engine.leader.abort("r")
             assert last_event(stream, pair).finish_reason is FinishReason.ABORT

@@ -164,11 +164,11 @@ def test_a_cancelled_guard_leaves_nothing_running() -> None:
 
 def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is within its own; a cell must not wait for all of them one after the other."""
-    monkeypatch.setattr("rayk.actors.coordinator.STOP_S", 0.4)
-    monkeypatch.setattr("rayk.actors.coordinator.END_S", 0.5)
+    monkeypatch.setattr("rayk.actors.coordinator.STOP_S", 60.0)
+    monkeypatch.setattr("rayk.actors.coordinator.END_S", 0.1)
 
     async def slow() -> dict[str, object]:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(40)
         return {}
 
     parts = ("status", "stop", "check_integrity", "dissolve", "run")
@@ -185,8 +185,8 @@ def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.Monk
         return outcome, time.monotonic() - started
 
     outcome, took_s = asyncio.run(end())
-    assert took_s < 0.75
-    assert [str(e) for e in outcome.errors] == ["the end of decode0 exceeded its deadline of 0.5 s"]
+    assert took_s < 30, "it waited for a part"
+    assert [str(e) for e in outcome.errors] == ["the end of decode0 exceeded its deadline of 0.1 s"]
     assert replaced == [("decode0", 1)]
 
 

@@ -272,10 +272,7 @@ def test_a_rank_that_raises_ends_every_request(
 
     monkeypatch.setattr(Decoder, "forward", failing)
     engine = qwen3.engine(tp=2)
-    started = time.monotonic()
-    done = engine.generate(requests_of(qwen3))
-    assert time.monotonic() - started < 10
-    for d in done:
+    for d in engine.generate(requests_of(qwen3)):
         assert isinstance(d.error, EngineDied)
         assert "ZeroDivisionError: planted" in d.error.cause
         assert d.error.rank == rank
@@ -310,10 +307,8 @@ def test_one_rank_that_cannot_start_does_not_hang_the_others(
     qwen3: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayk.engine.build.EngineRank", _only_rank_zero)
-    started = time.monotonic()
     with pytest.raises(EngineDied, match="no memory"):
         qwen3.engine(tp=2)
-    assert time.monotonic() - started < 10
 
 
 def _only_rank_zero(config: EngineConfig, comm: Any, **arguments: Any) -> Any:
@@ -372,10 +367,13 @@ def test_commands_run_on_every_rank_while_requests_run(qwen3: Model) -> None:
 def test_an_idle_engine_turns_at_its_heartbeat_only(qwen3: Model) -> None:
     with qwen3.engine() as engine:
         engine.generate(requests_of(qwen3)[:1])
-        before = engine.loops[0].times.num_turns
-        time.sleep(10 * HEARTBEAT_S)
-        assert 3 <= engine.loops[0].times.num_turns - before <= 12
+        times = engine.loops[0].times
         wait_until(lambda: all_free(engine))
+        before, started = times.num_turns, time.monotonic()
+        wait_until(lambda: times.num_turns >= before + 4)
+        num_turns, waited_s = times.num_turns - before, time.monotonic() - started
+        # A turn may have been due when the count began.
+        assert num_turns <= 2 + waited_s / HEARTBEAT_S
 
 
 def test_times_leave_out_only_the_forward_pass(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def worker_processes() -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Poll a condition. AssertionError when it does not come true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

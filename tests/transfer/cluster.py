@@ -245,7 +245,7 @@ class Pair:
             rank.poll(now)
         return [(i, o) for i, rank in enumerate(self.consumer.ranks) for o in rank.poll(now)]
 
-    def finish(self, ticket: TransferTicket, timeout_s: float = 20.0) -> dict[int, TransferOutcome]:
+    def finish(self, ticket: TransferTicket, timeout_s: float = 60.0) -> dict[int, TransferOutcome]:
         """Poll until every consumer rank has an outcome for the ticket's request."""
         outcomes: dict[int, TransferOutcome] = {}
         until = time.monotonic() + timeout_s
@@ -254,7 +254,7 @@ class Pair:
             outcomes.update((i, o) for i, o in self.poll() if o.request_id == ticket.request_id)
         return outcomes
 
-    def start(self, ticket: TransferTicket, tables: list[list[int]], deadline_s: float = 20.0) -> None:
+    def start(self, ticket: TransferTicket, tables: list[list[int]], deadline_s: float = 60.0) -> None:
         for rank in self.consumer.ranks:
             rank.start(ticket, tables, time.monotonic_ns() + int(deadline_s * 1e9))
 
@@ -268,7 +268,7 @@ class Pair:
         self.start(ticket, consumer_tables)
         return self.finish(ticket), consumer_tables
 
-    def released(self, timeout_s: float = 5.0) -> list[list[str]]:
+    def released(self, timeout_s: float = 30.0) -> list[list[str]]:
         """Leases released per producer rank, once every rank has some (or the time is over)."""
         found: list[list[str]] = [[] for _ in self.producer.ranks]
         until = time.monotonic() + timeout_s

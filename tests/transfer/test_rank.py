@@ -158,7 +158,7 @@ def test_a_deadline_ends_a_slow_transfer_and_frees_the_producer():
     pair.producer.write(shape.values(10), tables)
     ticket = pair.producer.ticket(10, tables)
     pair.start(ticket, tables, deadline_s=0.05)
-    (outcome,) = pair.finish(ticket, timeout_s=5.0).values()
+    (outcome,) = pair.finish(ticket).values()
     assert isinstance(outcome.error, TransferError)
     assert "deadline passed while reading" in str(outcome.error)
     assert outcome.error.producer == "p"
@@ -241,7 +241,7 @@ def test_a_mismatch_nobody_looks_at_is_given_up_at_the_deadline():
     pair.producer.caches[0].view(1)[2, 1, 0, 3] += 1.0
     pair.start(ticket, [[1, 2, 3]], deadline_s=0.2)
     assert isinstance(pair.finish(ticket)[0].error, KVMismatch)
-    assert pair.released(timeout_s=2.0) == [["lease-r"]]
+    assert pair.released() == [["lease-r"]]
 
 
 def test_a_new_life_of_the_producer_replaces_the_old_one():

@@ -39,7 +39,7 @@ def run(shape: Shape, *, fault=None, before_read=None) -> tuple[Pair, dict, list
     pair.start(ticket, pair.consumer.tables(TOKENS))
     if before_read is not None:
         before_read(pair, tables)
-    return pair, pair.finish(ticket, timeout_s=10), tables
+    return pair, pair.finish(ticket), tables
 
 
 def diagnose(pair: Pair, outcome: Any, rank: int, tables: list[list[int]]) -> KVMismatch:
@@ -304,7 +304,7 @@ def test_stalled_reads_drain_before_the_blocks_are_safe():
     ticket = pair.producer.ticket(10, tables)
     pair.consumer.agents[0].plant(StallReads())
     pair.start(ticket, tables, deadline_s=0.05)
-    (outcome,) = pair.finish(ticket, timeout_s=5).values()
+    (outcome,) = pair.finish(ticket).values()
     assert "deadline" in str(outcome.error)
     assert outcome.is_draining
     pair.poll()
