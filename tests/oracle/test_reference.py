@@ -22,6 +22,9 @@ from tests.families import HYBRID as HYBRIDS
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in ATTENTION),
     ("qwen3", {"overrides": dict(HYBRID)}),
+]
+MORE: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in HYBRIDS),
     ("llama4", {"overrides": dict(ALL_ROUTED)}),
 ]
 
@@ -44,7 +47,7 @@ def load(path: Path, implementation: str) -> Any:
     )
 
 
-@pytest.mark.parametrize(("family", "options"), [*VARIANTS, *((f, {}) for f in HYBRIDS)], ids=str)
+@pytest.mark.parametrize(("family", "options"), [*VARIANTS, *MORE], ids=str)
 def test_equal_to_generate(checkpoint: CheckpointFactory, family: str, options: dict[str, Any]) -> None:
     """Tokens and logits; generate uses other attention code and, for windows, another cache."""
     path = checkpoint(family, **options)
