@@ -17,6 +17,7 @@ from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
+from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.transfer.plan import consecutive_tables, plan_transfer
@@ -301,13 +302,13 @@ def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
 def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: DecoderConfig) -> Group:
     shares = [rank.groups[index] for rank in ranks]
     first = shares[0]
-    layers = [config.layers[n] for n in first.group.layers if first.group.spec.has_token_rows]
-    sources = _sources(config).items() if layers else ()
+    sources = _sources(config).items() if first.group.spec.has_token_rows else ()
+    (chunks,) = group_chunks([first.group], config)
     return Group(
         kind=first.group.spec.kind,
         layers=first.group.layers,
         readers=tuple(n for n, source in sources if source in first.group.layers),
-        chunks=tuple(sorted({layer.chunk for layer in layers if layer.chunk is not None})),
+        chunks=chunks,
         num_positions=first.group.num_positions,
         block_size=first.block_size,
         covers_request=first.block_size >= config.max_positions,

@@ -11,7 +11,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.specs import KVCacheSpec, rows_per_block
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import chunk_steps, engine_groups
+from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -47,7 +47,7 @@ def plan_engine(
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
-    kernel_blocks = _kernel_blocks(groups, config, chunk_steps(groups, model))
+    kernel_blocks = _kernel_blocks(groups, config, group_chunks(groups, model))
     ranks = tuple(
         plan_rank(
             groups,
@@ -63,25 +63,26 @@ def plan_engine(
 
 
 def _kernel_blocks(
-    groups: Sequence[KVCacheGroup], config: EngineConfig, steps: Sequence[int]
+    groups: Sequence[KVCacheGroup], config: EngineConfig, chunks: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Rows of a kernel block, by group; `steps` as of chunk_steps."""
+    """Rows of a kernel block, by group; `chunks` as of group_chunks."""
     kinds = {g.spec.kind for g in groups if g.spec.has_token_rows}
     for kind, _ in config.kernel_block_sizes:
         if kind not in kinds:
             raise UserError(f"kernel_block_sizes: no {kind} groups", mend=f"one of {sorted(kinds)}")
-    sizes = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes), steps)
-    for group, rows, step in zip(groups, sizes, steps, strict=True):
+    sizes = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes), chunks)
+    for group, rows, lengths in zip(groups, sizes, chunks, strict=True):
         kind, size = group.spec.kind, group.spec.block_size
         if rows_per_block(group.spec) % rows:
             raise UserError(
                 f"kernel blocks of {rows} do not divide the {kind} groups' blocks of {size} tokens",
                 mend=f"kernel_block_size: a divisor of {size}",
             )
-        if group.spec.has_token_rows and step % rows:
+        if any(length % rows for length in lengths):
+            what = " and ".join(map(str, lengths))
             raise UserError(
-                f"kernel blocks of {rows} do not divide the chunks of {step} positions in {kind} groups",
-                mend=f"kernel_block_size: a divisor of {gcd(size, step)}, or none (which takes that)",
+                f"kernel blocks of {rows} do not divide the chunks of {what} positions in {kind} groups",
+                mend=f"kernel_block_size: a divisor of {gcd(size, *lengths)}, or none (which takes that)",
             )
     return sizes
 

@@ -184,18 +184,18 @@ def kernel_block_sizes(
     groups: Sequence[KVCacheGroup],
     default: int | None,
     by_kind: Mapping[str, int],
-    chunk_steps: Sequence[int] | None = None,
+    chunks: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
     """Rows of a kernel block for each group: by kind, else `default`, else (and where tokens have no rows)
     a whole block.
 
-    `chunk_steps`: by group, what the chunks of its layers are multiples of, 0 without any (None: nowhere).
-    A chunk begins with a kernel block: where it need not begin with a whole one, that is cut.
+    `chunks`: by group, the lengths of its layers' chunks (None: there are none). Each chunk must begin with
+    a kernel block: where not all begin with a whole block, kernel blocks are parts of it.
     """
     sizes = []
-    for g, step in zip(groups, chunk_steps or [0] * len(groups), strict=True):
+    for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
         rows = rows_per_block(g.spec)
-        wanted = by_kind.get(g.spec.kind) or default or gcd(rows, step)
+        wanted = by_kind.get(g.spec.kind) or default or gcd(rows, *lengths)
         sizes.append(wanted if g.spec.has_token_rows else rows)
     return tuple(sizes)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -89,12 +88,13 @@ def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheG
     return group_layers(engine_specs(engine, config))
 
 
-def chunk_steps(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[int, ...]:
-    """For each group, in tokens, what the chunks of its layers are multiples of; 0 where it has none.
+def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[tuple[int, ...], ...]:
+    """For each group the lengths of its layers' chunks, ascending; empty where none is chunked.
 
     Not told from the groups' specs: without hybrid_kv chunked layers lie in groups that keep every token.
     """
-    return tuple(gcd(*(config.layers[layer].chunk or 0 for layer in g.layers)) for g in groups)
+    found = ({config.layers[n].chunk for n in g.layers if g.spec.has_token_rows} for g in groups)
+    return tuple(tuple(sorted(n for n in chunks if n is not None)) for chunks in found)
 
 
 def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -> KVCacheSpec:

@@ -9,7 +9,7 @@ from math import gcd
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import chunk_steps, engine_groups
+from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
@@ -42,9 +42,9 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
     for side, engine in _engines(cell):
         groups = [g for g in engine_groups(engine, config) if g.spec.has_token_rows]
         block_sizes = {g.spec.kind: g.spec.block_size for g in groups}
-        steps: dict[str, int] = {}
-        for g, step in zip(groups, chunk_steps(groups, config), strict=True):
-            steps[g.spec.kind] = gcd(step, steps.get(g.spec.kind, 0))
+        chunks: dict[str, set[int]] = {kind: set() for kind in block_sizes}
+        for g, lengths in zip(groups, group_chunks(groups, config), strict=True):
+            chunks[g.spec.kind].update(lengths)
         sizes = dict(engine.kernel_block_sizes)
         for kind in sizes:
             if kind not in block_sizes:
@@ -65,12 +65,13 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
                     where=_where(cell, side, name, loaded),
                     mend=f"a divisor of {block_size}",
                 )
-            if rows is not None and steps[kind] % rows:
+            if rows is not None and any(length % rows for length in chunks[kind]):
+                what = " and ".join(map(str, sorted(chunks[kind])))
                 raise SpecError(
-                    problem=f"{side}: kernel_block_size {rows} does not divide the chunks of "
-                    f"{steps[kind]} positions that layers of {kind} groups see",
+                    problem=f"{side}: kernel_block_size {rows} does not divide the chunks of {what} "
+                    f"positions that layers of {kind} groups see",
                     where=_where(cell, side, name, loaded),
-                    mend=f"a divisor of {gcd(block_size, steps[kind])}, or leave it out (it is that then)",
+                    mend=f"a divisor of {gcd(block_size, *chunks[kind])}, or leave it out (it is that then)",
                 )
 
 

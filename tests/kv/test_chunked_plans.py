@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from rayk.engine.plan import EnginePlan, plan_engine
-from rayk.models.kv_specs import chunk_steps, engine_groups
+from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.kv.decoders import decoder, layer
@@ -52,9 +52,15 @@ def test_kernel_blocks_are_the_largest_that_runs_begin_with(chunk: int, block_si
 def test_layers_of_unlike_chunks_in_one_group_share_what_divides_them():
     """Without hybrid_kv; with it each has a group of its own."""
     model = decoder(layer("chunked", 12), layer("chunked", 18), "sliding", "full")
-    for hybrid_kv, expected in ((False, (6,)), (True, (12, 18, 0, 0))):
+    for hybrid_kv, expected in ((False, ((12, 18),)), (True, ((12,), (18,), (), ()))):
         config = EngineConfig(model="made", block_size=24, hybrid_kv=hybrid_kv)
-        assert chunk_steps(engine_groups(config, model), model) == expected
+        assert group_chunks(engine_groups(config, model), model) == expected
+    (whole,) = plan_engine(EngineConfig(model="made", block_size=24, hybrid_kv=False), model).ranks[0].groups
+    assert whole.kernel_block_size == 6
+    with pytest.raises(
+        UserError, match="kernel blocks of 12 do not divide the chunks of 12 and 18 positions"
+    ):
+        plan_engine(EngineConfig(model="made", block_size=24, kernel_block_size=12, hybrid_kv=False), model)
     made = plan_engine(EngineConfig(model="made", block_size=24), model)
     assert kernel_blocks(made) == [
         ("chunked", 24, 12),
