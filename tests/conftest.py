@@ -14,6 +14,7 @@ os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import atexit
+import gc
 import hashlib
 import importlib.util
 import json
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules and tests stay: no later collection of garbage need look at them, which takes long."""
+    gc.collect()
+    gc.freeze()
 
 
 def _installed(*names: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +14,8 @@ from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
 from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
 from rayk.types.config import EngineConfig
-from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.families import ATTENTION
+from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
+from tests.families import ATTENTION, GROUPED
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,11 +32,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("llama", {"overrides": dict(LINEAR_ROPE)}),
     "qwen3-yarn": ("qwen3", {"overrides": dict(YARN)}),
 }
-WHOLE = frozenset({"llama", "qwen2", "qwen3", "mistral", "qwen3-hybrid"})
-"""Models of which every cell runs in `make test`. Of the others, one chunk size per TP setting is marked
-slow: every TP setting and every chunk size, but not every combination."""
-VARIANTS = frozenset({"gemma2", "llama-linear", "qwen3-yarn"})
-"""Of which two are."""
 # cohere2's layers make four groups of blocks, which the whole prompt of 300 tokens fills at once.
 NUM_BLOCKS = {"cohere2": 96}
 CHUNKS = {"chunk7": 7, "chunk64": 64, "whole": 512}
@@ -51,37 +48,43 @@ class Cell(NamedTuple):
     chunk: str
     layouts: tuple[str, ...]
     poison: int
-
-
-def is_slow(model: str, tp: int, chunk: int) -> bool:
-    """Whether the cell of TP setting number `tp` and chunk size number `chunk` is left to the slow run."""
-    if model in WHOLE:
-        return False
-    turn = (list(MODELS).index(model) + tp + chunk) % len(CHUNKS)
-    return turn != 0 if model in VARIANTS else turn == 0
+    num_prompts: int
+    """Of PROMPT_LENGTHS, the shortest first."""
 
 
 def cells() -> list[Any]:
-    """Every model x TP x chunk; layouts, and pairs of layouts, take turns."""
+    """Every model x TP x chunk; layouts, and pairs of layouts, take turns.
+
+    In `make test` each TP setting of a model runs with one chunk size, which take turns. The longest prompt,
+    in the smallest chunks, then goes through one cell of a model; the others run again with it among the
+    slow ones.
+    """
     found = []
-    names, turns = list(LAYOUTS), {1: 0, 2: 0}
-    for model in MODELS:
-        for tp_index, tp in enumerate(TP_SETTINGS):
-            for chunk_index, chunk in enumerate(CHUNKS):
-                # 7 has no factor in common with 36: all pairs come before one comes again.
-                turn = turns[len(tp)] * 7 % 36
-                turns[len(tp)] += 1
-                layouts = (names[turn % 6], names[turn // 6])[: len(tp)]
-                cell = Cell(model, tp, chunk, layouts, (POISON, NAN_POISON)[turn % 2])
-                label = "to".join(f"tp{n}" for n in tp)
-                slow = [pytest.mark.slow] if is_slow(model, tp_index, chunk_index) else []
-                name = f"{model}-{label}-{chunk}-{'-'.join(layouts)}"
-                found.append(pytest.param(cell, id=name, marks=slow))
+    names, turns = list(LAYOUTS), Counter[tuple[int, bool]]()
+    for index, model in enumerate(MODELS):
+        has_long = False
+        for (t, tp), (c, chunk) in product(enumerate(TP_SETTINGS), enumerate(CHUNKS)):
+            is_slow = (index + t) % len(CHUNKS) != c
+            # 7 has no factor in common with 36: all pairs come before one comes again.
+            turn = turns[len(tp), is_slow] * 7 % 36
+            turns[len(tp), is_slow] += 1
+            layouts = (names[turn % 6], names[turn // 6])[: len(tp)]
+            whole = Cell(model, tp, chunk, layouts, (POISON, NAN_POISON)[turn % 2], len(PROMPT_LENGTHS))
+            name = f"{model}-{'to'.join(f'tp{n}' for n in tp)}-{chunk}-{'-'.join(layouts)}"
+            if is_slow:
+                found.append(pytest.param(whole, id=name, marks=[pytest.mark.slow]))
+            elif CHUNKS[chunk] > 7 or not has_long:
+                has_long |= CHUNKS[chunk] == 7
+                found.append(pytest.param(whole, id=name))
+            else:
+                found.append(pytest.param(whole._replace(num_prompts=2), id=f"{name}-short"))
+                found.append(pytest.param(whole, id=name, marks=[pytest.mark.slow]))
     return found
 
 
-def test_the_sweep_meets_every_layout_and_every_pair() -> None:
-    drawn = [p.values[0].layouts for p in cells() if not p.marks]
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_sweep_meets_every_layout_and_every_pair(slow: bool) -> None:
+    drawn = [p.values[0].layouts for p in cells() if slow or not p.marks]
     assert {d for d in drawn if len(d) == 1} == {(name,) for name in LAYOUTS}
     assert {d for d in drawn if len(d) == 2} == {(a, b) for a in LAYOUTS for b in LAYOUTS}
 
@@ -89,10 +92,17 @@ def test_the_sweep_meets_every_layout_and_every_pair() -> None:
 def test_every_model_meets_every_tp_setting_and_chunk_size_in_every_run() -> None:
     drawn = [p.values[0] for p in cells() if not p.marks]
     for model in MODELS:
-        assert {c.tp for c in drawn if c.model == model} == set(TP_SETTINGS)
-        assert {c.chunk for c in drawn if c.model == model} == set(CHUNKS)
-    assert {c.model for c in drawn} | WHOLE == set(MODELS)
-    assert {MODELS[c.model][0] for c in drawn} == set(ATTENTION)
+        own = [c for c in drawn if c.model == model]
+        assert {c.tp for c in own} == set(TP_SETTINGS)
+        assert {c.chunk for c in own if c.num_prompts == len(PROMPT_LENGTHS)} == set(CHUNKS)
+    assert {(c.tp, c.chunk) for c in drawn} == set(product(TP_SETTINGS, CHUNKS))
+    assert {c.model for c in drawn} == set(MODELS)
+    assert {MODELS[c.model][0] for c in drawn} == set(ATTENTION) - set(GROUPED)
+
+
+def test_the_slow_run_has_every_combination_with_every_prompt() -> None:
+    whole = [p.values[0] for p in cells() if p.values[0].num_prompts == len(PROMPT_LENGTHS)]
+    assert {(c.model, c.tp, c.chunk) for c in whole} == set(product(MODELS, TP_SETTINGS, CHUNKS))
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +114,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)
+    prompts, expected = prompts[: cell.num_prompts], expected[: cell.num_prompts]
     sizes = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": NUM_BLOCKS.get(cell.model, 64)}
     if len(cell.tp) == 1:
         config = EngineConfig(model=str(path), tp=cell.tp[0], layout=cell.layouts[0], **sizes)

@@ -20,7 +20,7 @@ from rayk.transfer import local_agent
 from rayk.transfer.local_agent import LocalAgent
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch, LayoutVetoed, TransferError
-from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import HYBRID
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
@@ -57,6 +57,8 @@ class Cell(NamedTuple):
     layouts: tuple[str, ...]
     blocks: int
     poison: int
+    num_prompts: int
+    """Of PROMPT_LENGTHS, the shortest first."""
 
 
 def layouts_of(model: str) -> list[str]:
@@ -67,20 +69,27 @@ def layouts_of(model: str) -> list[str]:
 def cells() -> list[Any]:
     """Every model x TP x chunk. The layouts of both sides and the blocks take turns, each in its own step.
 
-    In `make test` each TP setting of a family runs with one chunk size, and two settings of a variant.
+    In `make test` each TP setting of a family runs with one chunk size, and two settings of a variant; of its
+    cells with the smallest chunks one has the longest prompt, the others run again with it among the slow
+    ones.
     """
     found = []
     for index, model in enumerate(MODELS):
-        names = layouts_of(model)
+        names, has_long = layouts_of(model), False
         for (t, tp), (c, chunk) in product(enumerate(TP_SETTINGS), enumerate(CHUNKS)):
             turn = len(CHUNKS) * t + c
             # Steps found by trial: with them all pairs are met, and by each family all on both sides.
             at = turn + 3 * index, turn + 5 * (turn // len(names)) + 4 * index
             layouts = tuple(names[i % len(names)] for i in at)[: len(tp)]
-            cell = Cell(model, tp, chunk, layouts, (t + index) % len(BLOCKS), (POISON, NAN_POISON)[t % 2])
+            poison = (POISON, NAN_POISON)[t % 2]
+            cell = Cell(model, tp, chunk, layouts, (t + index) % len(BLOCKS), poison, len(PROMPT_LENGTHS))
             quick = (index + t) % len(CHUNKS) == c and (model not in VARIANTS or t % 4 == index % 4)
             label = "to".join(f"tp{n}" for n in tp)
             name = f"{model}-{label}-{chunk}-{'-'.join(cell.layouts)}-blocks{cell.blocks}"
+            if quick and CHUNKS[chunk] == 7 and has_long:
+                found.append(pytest.param(cell._replace(num_prompts=2), id=f"{name}-short"))
+                quick = False
+            has_long |= quick and CHUNKS[chunk] == 7
             found.append(pytest.param(cell, id=name, marks=[] if quick else [pytest.mark.slow]))
     return found
 
@@ -92,7 +101,7 @@ def test_every_family_meets_all(slow: bool) -> None:
     for family in HYBRID:
         own = [c for c in drawn if c.model == family]
         assert {c.tp for c in own} == set(TP_SETTINGS)
-        assert {c.chunk for c in own} == set(CHUNKS)
+        assert {c.chunk for c in own if c.num_prompts == len(PROMPT_LENGTHS)} == set(CHUNKS)
         assert {c.blocks for c in own} == set(range(len(BLOCKS)))
         for side in (0, 1):
             met = {c.layouts[side] for c in own if len(c.tp) > side}
@@ -100,6 +109,11 @@ def test_every_family_meets_all(slow: bool) -> None:
     pairs = {c.layouts for c in drawn if len(c.tp) == 2}
     assert len(pairs) >= (36 if slow else 24)
     assert {c.model for c in drawn} == set(MODELS)
+
+
+def test_the_slow_run_has_every_combination_with_every_prompt() -> None:
+    whole = [p.values[0] for p in cells() if p.values[0].num_prompts == len(PROMPT_LENGTHS)]
+    assert {(c.model, c.tp, c.chunk) for c in whole} == set(product(MODELS, TP_SETTINGS, CHUNKS))
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +133,7 @@ def cut_where_possible(model: str, settings: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)
+    prompts, expected = prompts[: cell.num_prompts], expected[: cell.num_prompts]
     common = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": 128}
     changes = tuple(cut_where_possible(cell.model, settings) for settings in BLOCKS[cell.blocks])
     requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]
