@@ -59,7 +59,7 @@ def _check(targets: Sequence[int | None], types: Sequence[str]) -> None:
             )
 
 
-class SharingCache(DynamicCache):
+class SharingCache(DynamicCache):  # type: ignore[misc]
     """Of one text. Layers that share keep nothing."""
 
     def __init__(self, sources: Sources) -> None:
@@ -80,8 +80,8 @@ class SharingCache(DynamicCache):
             self._num_new = key_states.shape[-2]
             in_use = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             self._in_use[layer_idx] = in_use
-            return in_use
-        # Earlier layers come first: the target's are of this pass.
+            source = layer_idx
+        # Earlier layers come first: a target's are of this pass.
         return self._in_use[source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
