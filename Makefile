@@ -12,11 +12,12 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment hybrid test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment hybrid groups test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
+	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
@@ -45,8 +46,8 @@ experiment: $(STAMP)
 	$(BIN)/rayk checkpoint qwen3 $(MODEL)
 	$(BIN)/rayk run $(SPEC)
 
-hybrid: $(STAMP)
-	$(BIN)/python jobs/hybrid.py $(ARGS)
+hybrid groups: $(STAMP)
+	$(BIN)/python jobs/$@.py $(ARGS)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
@@ -51,12 +52,19 @@ def run_job(description: str, spec: Path, write_checkpoints: Callable[[], None])
     )
 
 
-def write_tiny_checkpoint() -> None:
-    """The spec's model."""
+def write_models(folder: Path, models: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+    """Tiny checkpoints in `folder`, by name: the family and what is changed in its config. What is there is
+    kept."""
     from rayk.oracle.checkpoint import write_checkpoint
 
-    print(f"checkpoint {TINY}", file=sys.stderr)
-    write_checkpoint("qwen3", TINY)
+    for name, (family, overrides) in models.items():
+        print(f"checkpoint {folder / name}", file=sys.stderr)
+        write_checkpoint(family, folder / name, overrides=dict(overrides))
+
+
+def write_tiny_checkpoint() -> None:
+    """The spec's model."""
+    write_models(TINY.parent, {TINY.name: ("qwen3", {})})
 
 
 if __name__ == "__main__":

@@ -10,24 +10,22 @@ hetero_tp.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from hetero_tp import run_job
+from hetero_tp import run_job, write_models
 
 SPEC = Path(__file__).with_suffix(".yaml")
 
 
 def write_checkpoints() -> None:
     """The models of the spec: one per family, and those with a single group. What is there is kept."""
-    from rayk.oracle.checkpoint import write_checkpoint
     from rayk.oracle.hybrids import FAMILIES, ONE_GROUP
 
-    folder = Path("checkpoints/hybrid")
-    models = {name: (name, {}) for name in FAMILIES}
-    models |= {f"{name}-one-group": (name, dict(values)) for name, values in ONE_GROUP.items()}
-    for name, (family, overrides) in models.items():
-        print(f"checkpoint {folder / name}", file=sys.stderr)
-        write_checkpoint(family, folder / name, overrides=overrides)
+    models: dict[str, tuple[str, Mapping[str, Any]]] = {name: (name, {}) for name in FAMILIES}
+    models |= {f"{name}-one-group": (name, values) for name, values in ONE_GROUP.items()}
+    write_models(Path("checkpoints/hybrid"), models)
 
 
 if __name__ == "__main__":

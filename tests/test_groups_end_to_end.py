@@ -16,21 +16,14 @@ import pytest
 from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
 from rayk.models.families import load_config
-from rayk.oracle.tiny import ALL_ROUTED, HYBRID, LAST_REUSE, OTHER_STREAMS, REUSE_IN_ORDER, TWICE_REUSED
+from rayk.oracle.groups import GROUP_MODELS
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.pd import NAN_POISON, Pair, make_request
 
-ALTERNATING = {**HYBRID, "layer_types": ["full_attention", "sliding_attention"] * 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3n": ("gemma3n", {}),
-    "gemma3n-other-streams": ("gemma3n", {"overrides": dict(OTHER_STREAMS)}),
-    "llama4": ("llama4", {}),
-    "llama4-all-routed": ("llama4", {"overrides": dict(ALL_ROUTED)}),
-    "qwen2-reuse": ("qwen2", {"overrides": dict(REUSE_IN_ORDER)}),
-    "qwen3-hybrid-reuse": ("qwen3", {"overrides": {**ALTERNATING, **LAST_REUSE}}),
-    "gemma3-reuse": ("gemma3", {"overrides": dict(LAST_REUSE)}),
-    "qwen3-twice-reused": ("qwen3", {"overrides": {**HYBRID, **TWICE_REUSED}}),
+    name: (family, {"overrides": dict(values)} if values else {})
+    for name, (family, values) in GROUP_MODELS.items()
 }
 NUM_FAST_LAYERS = {
     "gemma3n": 2,
