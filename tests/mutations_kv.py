@@ -8,6 +8,9 @@ GEOMETRY = "tests/kv/test_geometry.py"
 MAPS = "tests/kv/test_maps.py"
 CACHES = "tests/kv/test_caches.py"
 MANAGER = "tests/kv/test_manager.py"
+CHUNKED = "tests/kv/test_chunked_plans.py"
+SHARING = "tests/kv/test_sharing.py"
+LOCAL = "tests/transfer/test_local_groups.py"
 
 KV = (
     Mutation(
@@ -174,8 +177,8 @@ KV = (
     Mutation(
         "window blocks counted as if aligned",
         "rayk/kv/specs.py",
-        "min(whole, 1 + -(-(rows - 1) // spec.block_size))",
-        "min(whole, -(-rows // spec.block_size))",
+        "offset = spec.block_size - gcd(spec.block_size, spec.live_step)",
+        "offset = 0",
         "tests/kv/test_specs.py::test_published_window_block_counts",
     ),
     Mutation(
@@ -233,6 +236,163 @@ KV = (
         "range(len(g.group.layers) * len(sizes))",
         "range(g.group.num_positions * len(sizes))",
         f"{CACHES}::test_tensors_cover_all_pages_once_and_references_hold_their_blocks",
+    ),
+    Mutation(
+        "a chunk slides",
+        "rayk/kv/specs.py",
+        "range(num_tokens - num_tokens % self.chunk, num_tokens)",
+        "range(max(0, num_tokens + 1 - self.chunk), num_tokens)",
+        "tests/kv/test_specs.py::test_live_rows_of_a_chunk_are_what_a_later_token_sees",
+    ),
+    Mutation(
+        "chunks are fullest at the end",
+        "rayk/kv/specs.py",
+        "return last if last >= 0 else max_tokens",
+        "return max_tokens",
+        "tests/kv/test_specs.py::test_the_fullest_moment_of_a_sequence",
+    ),
+    Mutation(
+        "chunks may begin anywhere in a block",
+        "rayk/kv/specs.py",
+        "return self.chunk\n",
+        "return 1\n",
+        f"{MANAGER}::test_max_request_blocks_of_chunks_is_the_peak",
+    ),
+    Mutation(
+        "groupings compared at the end of a chunk",
+        "rayk/kv/groups.py",
+        "live = spec.live_rows(spec.fullest_at(num_tokens))",
+        "live = spec.live_rows(num_tokens)",
+        "tests/kv/test_groups.py::test_chunks_count_as_they_are_at_their_fullest",
+    ),
+    Mutation(
+        "waste counts rows at the end of a chunk",
+        "rayk/kv/groups.py",
+        "num_rows = len(g.spec.live_rows(g.spec.fullest_at(num_tokens)))",
+        "num_rows = len(g.spec.live_rows(num_tokens))",
+        "tests/kv/test_groups.py::test_chunks_count_as_they_are_at_their_fullest",
+    ),
+    Mutation(
+        "blocks of a request that arrives are rounded up to whole ones",
+        "rayk/kv/manager.py",
+        "first = live.start // g.spec.block_size",
+        "first = -(-live.start // g.spec.block_size)",
+        f"{MANAGER}::test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them",
+    ),
+    Mutation(
+        "chunks begin inside kernel blocks",
+        "rayk/kv/geometry.py",
+        "or gcd(rows, *lengths)",
+        "or rows",
+        f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_runs_begin_with",
+    ),
+    Mutation(
+        "chunks are forgotten in full groups",
+        "rayk/models/kv_specs.py",
+        "{config.layers[n].chunk for n in g.layers if g.spec.has_token_rows}",
+        '{config.layers[n].chunk for n in g.layers if g.spec.kind == "chunked"}',
+        f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_runs_begin_with",
+    ),
+    Mutation(
+        "kernel blocks held to one of the chunks",
+        "rayk/engine/plan.py",
+        "if any(length % rows for length in lengths):",
+        "if any(length % rows for length in lengths[:1]):",
+        f"{CHUNKED}::test_layers_of_unlike_chunks_in_one_group_share_what_divides_them",
+    ),
+    Mutation(
+        "a spec's kernel blocks are not held to chunks",
+        "rayk/specs/engines.py",
+        "any(length % rows for length in chunks[kind])",
+        "False",
+        "tests/specs/test_groups.py::test_kernel_blocks_must_divide_chunks",
+    ),
+    Mutation(
+        "unlike groups refused by the engine only",
+        "rayk/specs/cells.py",
+        'if engine.layout != "auto" and',
+        'if engine.layout == "auto" and',
+        "tests/specs/test_groups.py::"
+        "test_a_layout_that_cannot_hold_the_models_groups_is_unsupported_from_the_start",
+    ),
+    Mutation(
+        "a layer that shares has pages of its own",
+        "rayk/models/kv_specs.py",
+        """            continue  # it uses the cache of another layer
+        for mixer, part in zip(layer.mixers, layer.parts, strict=True):""",
+        """            pass
+        for mixer, part in zip(layer.mixers, layer.mixer_parts, strict=True):""",
+        f"{SHARING}::test_a_layer_that_shares_keeps_nothing",
+    ),
+    Mutation(
+        "a layer may share with itself",
+        "rayk/models/config.py",
+        "if source >= index:",
+        "if source > index:",
+        f"{SHARING}::test_what_a_layer_may_not_use_is_refused_by_name",
+    ),
+    Mutation(
+        "a layer may share with one that shares",
+        "rayk/models/config.py",
+        "if target.kv_source is not None:",
+        "if target.kv_source is not None and target.kv_source >= source:",
+        f"{SHARING}::test_what_a_layer_may_not_use_is_refused_by_name",
+    ),
+    Mutation(
+        "a layer may share with one of another chunk",
+        "rayk/models/config.py",
+        '("chunk", layer.chunk, target.chunk),',
+        '("chunk", layer.chunk, layer.chunk),',
+        f"{SHARING}::test_windows_and_chunks_of_other_lengths_are_other_types",
+    ),
+    Mutation(
+        "readers are not bound",
+        "rayk/kv/caches.py",
+        "for key, layer in (*owners.items(), *readers):",
+        "for key, layer in owners.items():",
+        f"{SHARING}::test_a_reader_sees_its_targets_memory",
+    ),
+    Mutation(
+        "readers keep the memory",
+        "rayk/kv/caches.py",
+        "for layer in (*owners.values(), *(reader for _, reader in readers)):",
+        "for layer in owners.values():",
+        f"{SHARING}::test_readers_let_go_and_are_bound_again",
+    ),
+    Mutation(
+        "a reader of nothing is noticed halfway",
+        "rayk/kv/caches.py",
+        "assert not strange,",
+        "assert strange is not None,",
+        f"{SHARING}::test_a_reader_of_nothing_is_refused_and_nothing_is_bound",
+    ),
+    Mutation(
+        "everything of a chunked layer is sent",
+        "rayk/transfer/plan.py",
+        "live = destination.group.spec.live_rows(num_tokens)",
+        "live = range(num_tokens)",
+        f"{LOCAL}::test_local_layers_send_the_blocks_of_their_chunk_and_sharing_ones_nothing",
+    ),
+    Mutation(
+        "chunks compared where they end",
+        "rayk/transfer/handshake.py",
+        "group.spec.live_rows(group.spec.fullest_at(1_000_000))",
+        "group.spec.live_rows(1_000_000)",
+        f"{LOCAL}::test_engines_of_other_chunks_are_refused_by_name",
+    ),
+    Mutation(
+        "who shares with whom is no fact of a model",
+        "rayk/models/fingerprint.py",
+        "for f in fields(LayerConfig)\n",
+        'for f in fields(LayerConfig) if f.name != "kv_source"\n',
+        f"{LOCAL}::test_engines_that_share_otherwise_are_refused_by_name",
+    ),
+    Mutation(
+        "a sharing layer is looked for among those that keep something",
+        "rayk/cli/places.py",
+        'layer=sources.get(values["layer"], values["layer"]),',
+        'layer=values["layer"],',
+        "tests/cli/test_explain_groups.py::test_a_sharing_layers_place_is_its_targets",
     ),
     Mutation(
         "bind passes over missing layers",
