@@ -24,8 +24,8 @@ _UNIT_OFFSET = frozenset({"gemma2", "gemma3_text", "qwen3_next"})
 """Model types whose norms multiply by 1 + weight."""
 _CLOSING_NORMS = frozenset({"gemma2", "gemma3_text", "gemma3n_text"})
 """Those in which a norm of its own closes every branch."""
-_ALTUP_GAINS = {"modality_router": 1.5, "prediction_coefs": 0.35, "correction_coefs": 0.5}
-"""Of gemma3n: tanh of what the router says bends; predictions and corrections weigh streams unlike."""
+_ALTUP_GAINS = {"modality_router": 0.5, "prediction_coefs": 0.25, "correction_coefs": 0.5}
+"""Of gemma3n. Larger ones make it chaotic: what a layer does to the next one's weights multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +153,11 @@ class Gains:
         """Of the matrices that only gemma3n has and whose inputs are not of RMS 1; None for others."""
         if "embed_tokens_per_layer" in name:
             return 1.0 / math.sqrt(self.own_input_size)  # what the model multiplies it by
-        for part, gain in _ALTUP_GAINS.items():
-            if part in name:
-                # The router's input is divided by its size.
-                return gain * math.sqrt(fan_in) if part == "modality_router" else gain
-        return None
+        if "modality_router" in name:
+            return _ALTUP_GAINS["modality_router"] * math.sqrt(fan_in)  # its input is divided by its size
+        if "per_layer_input_gate" in name:
+            return 0.2 / math.sqrt(fan_in)  # streams grow to some 10
+        return next((gain for part, gain in _ALTUP_GAINS.items() if part in name), None)
 
 
 def _mamba2_heads(config: Any) -> int:

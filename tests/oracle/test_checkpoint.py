@@ -98,7 +98,7 @@ def test_every_tensor_is_drawn(checkpoint: CheckpointFactory, family: str) -> No
     for name, tensor in drawn.items():
         assert float(tensor.std()) > 0.005, name
         assert len(tensor.unique()) > 0.9 * tensor.numel() or tensor.numel() > 1000, name
-    tied = family in ("gemma2", "gemma3", "cohere2")
+    tied = family in ("gemma2", "gemma3", "gemma3n", "cohere2")
     assert ("lm_head.weight" in drawn) == (not tied)
     if family == "qwen2":
         assert sum(name.endswith("_proj.bias") for name in drawn) == 12
@@ -144,11 +144,12 @@ def test_dimensions_are_awkward(checkpoint: CheckpointFactory) -> None:
         assert config["vocab_size"] % 2 == 1
         # Experts are dealt out whole.
         awkward = "num_local_experts" if family == "gpt_oss" else "intermediate_size"
-        assert config[awkward] % 4 != 0
-    for family in ("qwen3", "gemma3", "gpt_oss"):
+        sizes = config[awkward]
+        assert all(size % 4 for size in (sizes if isinstance(sizes, list) else [sizes]))
+    for family in ("qwen3", "gemma3", "gemma3n", "gpt_oss"):
         config = json.loads((checkpoint(family) / "config.json").read_text())
         assert config["head_dim"] != config["hidden_size"] // config["num_attention_heads"]
-    for family in ("mistral", "gemma3", "gpt_oss", "cohere2"):
+    for family in ("mistral", "gemma3", "gemma3n", "gpt_oss", "cohere2"):
         config = json.loads((checkpoint(family) / "config.json").read_text())
         # Crossed during the decode that follows the prompt of 37 tokens.
         assert 37 < config["sliding_window"] < 37 + 24
@@ -180,7 +181,7 @@ def test_tokenizer_round_trips_text(checkpoint: CheckpointFactory, family: str) 
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert len(tokenizer("the prefill engine reads the prompt").input_ids) < 20, "no merges"
     assert (ids[0] == tokenizer.bos_token_id) == (
-        family in ("cohere2", "gemma2", "gemma3", "llama", "mistral")
+        family in ("cohere2", "gemma2", "gemma3", "gemma3n", "llama", "mistral")
     )
     for token in ("bos", "eos", "pad"):
         assert getattr(tokenizer, f"{token}_token_id") == config[f"{token}_token_id"]
@@ -384,7 +385,8 @@ def test_unknown_family_names_the_supported_ones(tmp_path: Path) -> None:
         write_checkpoint("qwen33", tmp_path / "model")
     attention = ("cohere2", "gemma2", "gemma3", "gpt_oss", "llama", "mistral", "phi3", "qwen2", "qwen3")
     states = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba2", "nemotron_h", "qwen3_next")
-    assert caught.value.supported == tuple(sorted((*attention, *states, "deepseek_v3")))
+    others = ("deepseek_v3", "gemma3n", "llama4")
+    assert caught.value.supported == tuple(sorted((*attention, *states, *others)))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rayk.oracle.checkpoint import read_marker
+from rayk.oracle.tiny import OTHER_STREAMS
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
 
@@ -50,6 +51,17 @@ MISTAKES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.sliding_attention.rope_theta": 100000.0},
         {"rope_parameters.full_attention.rope_type": "default"},
         {"hidden_activation": "silu"},
+    ],
+    "gemma3n": [
+        {"sliding_window": 46},
+        {"sliding_window": 48},
+        {"rope_parameters.full_attention.rope_theta": 1000.0},
+        {"rope_parameters.sliding_attention.rope_theta": 100000.0},
+        {"hidden_activation": "silu"},
+        {"altup_active_idx": 1},
+        {"altup_correct_scale": False},
+        {"activation_sparsity_pattern": [0.0] * 6},
+        {"activation_sparsity_pattern": [0.7, 0.5, 0.29, 0.0, 0.0, 0.0]},
     ],
     "gpt_oss": [
         {"sliding_window": 44},
@@ -147,6 +159,25 @@ def test_one_forgotten_tensor_changes_the_output(checkpoint: CheckpointFactory, 
     assert same_output(model, path)
 
 
+@pytest.mark.slow
+def test_one_forgotten_tensor_of_other_streams_changes_the_output(checkpoint: CheckpointFactory) -> None:
+    """gemma3n's second shape stores one kind of tensor that its config leaves unused."""
+    path = checkpoint("gemma3n", overrides=dict(OTHER_STREAMS))
+    model = load(path)
+    unnoticed = {
+        kind
+        for kind, parameters in kinds_of(model).items()
+        for parameter in parameters
+        if is_unnoticed(model, path, parameter, neutral("gemma3n", kind))
+    }
+    assert unnoticed == {"model.altup.correct_output_scale"}
+
+
+def is_unnoticed(model: Any, path: Path, parameter: torch.nn.Parameter, value: float) -> bool:
+    with forgotten(parameter, value):
+        return same_output(model, path)
+
+
 def test_sinks_of_other_heads_change_the_output(checkpoint: CheckpointFactory) -> None:
     """As when a rank takes another's: moved by one head, or by the half that TP 2 splits."""
     path = checkpoint("gpt_oss")
@@ -173,7 +204,11 @@ def test_a_wrong_setting_changes_the_output(
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("gemma3", {"final_logit_softcapping": None}), ("cohere2", {"logit_scale": 1.0})],
+    [
+        ("gemma3", {"final_logit_softcapping": None}),
+        ("gemma3n", {"final_logit_softcapping": 1e6}),
+        ("cohere2", {"logit_scale": 1.0}),
+    ],
 )
 def test_settings_that_keep_the_order_of_logits_change_logprobs(
     checkpoint: CheckpointFactory, family: str, settings: dict[str, Any]

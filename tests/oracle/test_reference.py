@@ -13,18 +13,19 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
-from rayk.oracle.tiny import ALL_ROUTED, HYBRID
+from rayk.oracle.tiny import ALL_ROUTED, HYBRID, OTHER_STREAMS
 from rayk.types.errors import CheckpointError, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
 from tests.families import HYBRID as HYBRIDS
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in ATTENTION),
+    *((family, {}) for family in ATTENTION if family != "gemma3n"),
     ("qwen3", {"overrides": dict(HYBRID)}),
 ]
 MORE: list[tuple[str, dict[str, Any]]] = [
-    *((family, {}) for family in HYBRIDS),
+    *((family, {}) for family in ("gemma3n", *HYBRIDS)),
+    ("gemma3n", {"overrides": dict(OTHER_STREAMS)}),
     ("llama4", {"overrides": dict(ALL_ROUTED)}),
 ]
 
@@ -164,6 +165,21 @@ def test_kv_cache_holds_every_token_after_rope(
     assert math.isclose(float(same[0][0][0, 0].norm()), float(same[0][0][0, 2].norm()), rel_tol=1e-4)
     assert float((same[0][0][0, 0] - same[0][0][0, 2]).abs().max()) > 0.1
     assert torch.allclose(same[0][1][0, 0], same[0][1][0, 2], atol=1e-5)
+
+
+def test_caches_of_a_model_whose_last_layers_share(checkpoint: CheckpointFactory) -> None:
+    """Those keep nothing; their targets keep every token, beyond the window too."""
+    ours = Reference(checkpoint("gemma3n"))
+    prompt = probes(ours.model_path)[2]
+    layers, shorter = ours.caches(prompt), ours.caches(prompt[:100])
+    assert layers[4:] == [{}, {}]
+    assert len(layers) == 6
+    for layer, short in zip(layers[:4], shorter, strict=False):
+        assert layer["k"].shape == layer["v"].shape == (2, 300, 16)
+        assert all(float((layer[f][:, :100] - short[f]).abs().max()) < 1e-3 for f in "kv")
+        # Values are normed without weight; no two tokens' are alike.
+        assert torch.allclose(layer["v"].square().mean(-1), torch.ones(2, 300), atol=1e-2)
+        assert float((layer["v"][0, 0] - layer["v"][0, 1]).abs().max()) > 0.1
 
 
 def test_answers_come_from_disk(

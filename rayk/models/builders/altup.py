@@ -26,6 +26,7 @@ def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer
         altup=AltUp(
             active=altup.active_stream,
             router_norm=build.layer_norm(index, "altup_norm"),
+            router_scale=rounded_scale(1 / hidden, build.pieces.dtype),
             router=_whole(build, index, "altup_router", streams, hidden),
             predictor=_whole(build, index, "altup_predictor", streams**2, streams),
             corrector=_whole(build, index, "altup_corrector", streams, streams),

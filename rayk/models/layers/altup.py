@@ -30,11 +30,20 @@ class AltUp:
     """Predicts every stream from all of them, and mends the predictions by what the active one became."""
 
     def __init__(
-        self, *, active: int, router_norm: Norm, router: Linear, predictor: Linear, corrector: Linear
+        self,
+        *,
+        active: int,
+        router_norm: Norm,
+        router_scale: float,
+        router: Linear,
+        predictor: Linear,
+        corrector: Linear,
     ) -> None:
-        """`active`: the stream that a layer computes. router [S, hidden]; predictor [S * S, S], whose row
-        (to, from) weighs stream `from` in the prediction of stream `to`; corrector [S, S]."""
+        """`active`: the stream that a layer computes. router [S, hidden] of a stream normed and scaled;
+        predictor [S * S, S], whose row (to, from) weighs stream `from` in the prediction of stream `to`;
+        corrector [S, S]."""
         self._active = active
+        self._router_scale = router_scale
         self._router_norm = router_norm
         self._router = router
         self._predictor = predictor
@@ -54,7 +63,7 @@ class AltUp:
 
     def _modalities(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, S]."""
-        routed = self._router.forward(self._router_norm.forward(x) * (1.0 / x.shape[-1]))
+        routed = self._router.forward(self._router_norm.forward(x) * self._router_scale)
         return torch.tanh(routed.float()).to(x.dtype)
 
 
