@@ -26,7 +26,7 @@ from rayk.kernels.segments import Segments
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
 SPLITS = 4
-COLUMNS = ("kernel", "phase", "target", "dtype", "head", "group", "variant")
+COLUMNS = ("kernel", "phase", "target", "dtype", "head", "group", "slots", "variant")
 MEASURED = ("registers", "spills", "shared_bytes", "instruction")
 
 
@@ -44,6 +44,8 @@ class Case:
     group: int = 4
     """Query heads a KV head; odd ones come with a smaller second group."""
     variant: str = "window+sinks+cap"
+    slots: int = 16
+    """Of a kernel block of keys and values."""
 
 
 def all_cases() -> Iterator[Case]:
@@ -59,6 +61,9 @@ def all_cases() -> Iterator[Case]:
                 for variant in ("plain", everything):
                     yield Case(target, phase, "float32", (head, head), 4, variant)
             yield Case(target, phase, "bfloat16", (192, 128), 16, everything)
+            # What divides the runs of chunked local attention need not be a power of two.
+            for slots in (1, 4, 12, 100):
+                yield Case(target, phase, "bfloat16", (128, 128), 5, "plain", slots)
         for head in (64, 128, 256):
             yield Case(target, "decode", "bfloat16", (head, head))
             for dtype in ("float32", "float16", "bfloat16"):
@@ -102,6 +107,8 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "split", "float32", (256, 256), 4, "plain")
         yield Case(target, "decode", "float16", (256, 256), 7)
         yield Case(target, "store", "bfloat16", (128, 128), 1, "plain")
+    for phase in ("prefill", "split"):
+        yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
     for target in ("sm_90", "gfx942"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
@@ -257,7 +264,7 @@ def _segments(case: Case) -> Segments:
 
 
 def _cache(case: Case, num_kv_heads: int) -> torch.Tensor:
-    return torch.empty(4, num_kv_heads, 16, sum(case.head), dtype=getattr(torch, case.dtype))
+    return torch.empty(4, num_kv_heads, case.slots, sum(case.head), dtype=getattr(torch, case.dtype))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

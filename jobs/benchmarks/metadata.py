@@ -1,0 +1,327 @@
+"""Time what a step's attention metadata costs: its inputs, every view's transforms, what is built of them.
+
+    python jobs/benchmarks/metadata.py > jobs/benchmarks/results/metadata.md
+
+No model is run: steps of requests of 512 to 4096 tokens in blocks of 16, on one core. `inputs` makes block
+tables, slots and lengths of every KV group out of the scheduler's batch; `views` transforms them, `build`
+asks the backend for every attention group's metadata. The target is `views` + `build` for 256 requests x 4
+groups. Times are the thread's on its core (nothing here waits), whoever else uses the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from rayk.attention import (  # noqa: E402
+    AttentionGroups,
+    AttentionLayer,
+    AttentionView,
+    CommonAttentionMetadata,
+    get_backend,
+)
+from rayk.attention.transforms import chunked_local, fast_prefill  # noqa: E402
+from rayk.engine.inputs import InputBuilder  # noqa: E402
+from rayk.kv.geometry import plan_rank  # noqa: E402
+from rayk.kv.groups import KVCacheGroup  # noqa: E402
+from rayk.kv.layout import LAYOUTS  # noqa: E402
+from rayk.kv.specs import FullAttentionSpec  # noqa: E402
+from rayk.types.batch import ScheduledBatch, ScheduledRequest  # noqa: E402
+
+TARGET_MS = 2.0
+MOST_POWER = 1.2
+"""Of the number of requests, in the last doubling."""
+NUM_REQUESTS = 256
+GROWTH = (32, 64, 128, 256, 512, 1024)
+BLOCK_SIZE, WINDOW, CHUNK = 16, 512, 512
+LENGTHS = (512, 4096)
+PROMPT_TOKENS = 256
+"""Tokens that each request in prefill computes in a mixed step; one in 32 does, and half of those end."""
+
+FULL = AttentionView(kv_group=0)
+FAST = replace(FULL, fast_prefill=True)
+MODELS: dict[str, tuple[AttentionView, ...]] = {
+    "full, window; fast both": (
+        FULL,
+        AttentionView(kv_group=1, window=WINDOW),
+        FAST,
+        AttentionView(kv_group=1, window=WINDOW, fast_prefill=True),
+    ),
+    "full, 3 x chunk": (FULL, *(AttentionView(kv_group=1 + i, chunk=CHUNK) for i in range(3))),
+    "full, window, chunk; fast chunk": (
+        FULL,
+        replace(FULL, window=WINDOW),
+        replace(FULL, chunk=CHUNK),
+        replace(FAST, chunk=CHUNK),
+    ),
+}
+"""The attention groups of three models: windows that share keys (gemma3n), runs (llama4), and all in one KV
+group, as without the hybrid manager."""
+
+
+def make_batches(num_requests: int, num_groups: int, *, mixed: bool) -> tuple[ScheduledBatch, ScheduledBatch]:
+    """(one that fills the block tables, the step to be timed)."""
+    random = np.random.default_rng(0)
+    requests = []
+    for row, length in enumerate(random.integers(*LENGTHS, size=num_requests).tolist()):
+        prompt = mixed and row % 32 == 0
+        num_tokens = PROMPT_TOKENS if prompt else 1
+        blocks = tuple(random.integers(1, 1 << 20, size=-(-length // BLOCK_SIZE)).tolist())
+        requests.append(
+            ScheduledRequest(
+                request_id=str(row),
+                row=row,
+                num_computed_tokens=length - num_tokens,
+                token_ids=(7,) * num_tokens,
+                new_block_ids=((0, blocks),) * num_groups,
+                needs_logits=not prompt or row % 64 == 0,
+            )
+        )
+    filling = ScheduledBatch(step=0, requests=tuple(requests))
+    nothing = ((0, ()),) * num_groups
+    return filling, replace(filling, requests=tuple(replace(r, new_block_ids=nothing) for r in requests))
+
+
+def make_builder(num_requests: int, num_groups: int) -> InputBuilder:
+    """Of so many KV groups of attention."""
+    spec = FullAttentionSpec(BLOCK_SIZE, 1, 16, 16, "bfloat16", 1)
+    groups = tuple(KVCacheGroup(i, spec, (i,), 1) for i in range(num_groups))
+    geometry = plan_rank(groups, LAYOUTS["BHLNC"], tp_size=1, tp_rank=0, num_blocks=2)
+    return InputBuilder(geometry, max_seqs=num_requests, max_positions=LENGTHS[1], device=torch.device("cpu"))
+
+
+def make_groups(views: Sequence[AttentionView]) -> AttentionGroups:
+    """An attention group per view."""
+    spec = FullAttentionSpec(BLOCK_SIZE, 1, 16, 16, "bfloat16", 1)
+    backend, groups = get_backend("reference", "cpu"), AttentionGroups()
+    groups.initialise(
+        AttentionLayer(layer=i, backend=backend, spec=spec, num_query_heads=1, view=view)
+        for i, view in enumerate(views)
+    )
+    return groups
+
+
+Call = Callable[[], object]
+
+
+def times_ms(calls: Sequence[Call], repeats: int) -> list[list[float]]:
+    """Of every repeat, by call. In turns, so that what else the machine does meets all of them."""
+    found: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, times in zip(calls, found, strict=True):
+            start = time.thread_time()
+            call()
+            times.append(1e3 * (time.thread_time() - start))
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one model, ready to be timed."""
+
+    inputs: Call
+    views: Call
+    build: Call
+    num_rows: int
+    """Virtual batches or requests, summed over the groups' metadata."""
+
+
+def make_step(views: Sequence[AttentionView], num_requests: int, *, mixed: bool) -> Step:
+    """Block tables are filled; `views` and `build` work on what `inputs` makes."""
+    num_groups = 1 + max(view.kv_group for view in views)
+    filling, batch = make_batches(num_requests, num_groups, mixed=mixed)
+    builder, groups = make_builder(num_requests, num_groups), make_groups(views)
+    builder.build(filling)
+    inputs = builder.build(batch)
+    commons = {i: m for i, m in enumerate(inputs.metadata) if isinstance(m, CommonAttentionMetadata)}
+    seen = groups.see(commons, inputs.wanted)
+    return Step(
+        inputs=lambda: builder.build(batch),
+        views=lambda: groups.see(commons, inputs.wanted),
+        build=lambda: groups.build(seen),
+        num_rows=sum(common.num_requests for common in seen.values()),
+    )
+
+
+def model_rows(repeats: int) -> tuple[list[list[str]], list[float]]:
+    """(cells, milliseconds of metadata in the median) per model and step."""
+    rows, totals = [], []
+    for name, views in MODELS.items():
+        for kind in ("decode", "mixed"):
+            step = make_step(views, NUM_REQUESTS, mixed=kind == "mixed")
+            inputs, see, build = times_ms((step.inputs, step.views, step.build), repeats)
+            best, median = min(see) + min(build), statistics.median(see) + statistics.median(build)
+            numbers = min(inputs), min(see), min(build), best, median
+            rows.append([name, kind, str(step.num_rows), *(f"{n:.3f}" for n in numbers)])
+            totals.append(median)
+    return rows, totals
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How milliseconds grow with requests."""
+
+    costs: tuple[float, ...]
+    """One per entry of GROWTH."""
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(milliseconds of a step, more for each request), by least squares of relative errors."""
+        weights = 1 / np.array(self.costs)
+        slope, start = np.polyfit(GROWTH, self.costs, 1, w=weights)
+        return float(start), float(slope)
+
+    @property
+    def worst(self) -> float:
+        """Largest relative distance from the line."""
+        start, slope = self.line
+        return max(abs(cost / (start + slope * n) - 1) for n, cost in zip(GROWTH, self.costs, strict=True))
+
+    @property
+    def exponent(self) -> float:
+        """Of the last doubling; 1 where twice the requests cost twice as much."""
+        return float(np.log2(self.costs[-1] / self.costs[-2]))
+
+
+def growth_rows(repeats: int) -> tuple[list[list[str]], list[Growth]]:
+    """(cells, growth) per model and step."""
+    rows, found = [], []
+    for name, views in MODELS.items():
+        for kind in ("decode", "mixed"):
+            steps = [make_step(views, n, mixed=kind == "mixed") for n in GROWTH]
+            see = times_ms([step.views for step in steps], repeats)
+            build = times_ms([step.build for step in steps], repeats)
+            growth = Growth(tuple(min(a) + min(b) for a, b in zip(see, build, strict=True)))
+            start, slope = growth.line
+            fit = f"{start:.3f} + {1e3 * slope:.2f} n / 1000", f"{growth.worst:.0%}", f"{growth.exponent:.2f}"
+            rows.append([name, kind, *(f"{cost:.3f}" for cost in growth.costs), *fit])
+            found.append(growth)
+    return rows, found
+
+
+ORDERS: dict[str, tuple[tuple[tuple[int, int, bool], ...], int]] = {
+    "8 prompts of 1024, chunk 512": (((1024, 1024, True),) * 8, 512),
+    "8 prompts of 1024, chunk 64": (((1024, 1024, True),) * 8, 64),
+    "1 prompt of 8192, chunk 64": (((8192, 8192, True),), 64),
+    "8192 of a prompt of 16384, chunk 64": (((16384, 8192, False),), 64),
+    "128 decode, 8 prompts of 1024, chunk 64": (((1024, 1024, True),) * 8 + ((3000, 1, True),) * 128, 64),
+    "256 decode, chunk 512": (((3000, 1, True),) * 256, 512),
+}
+"""(tokens in all, of this step, whether the last one's logits are wanted) per request; positions of a run."""
+
+
+def order_rows(repeats: int) -> list[list[str]]:
+    """What either order of fast prefill and runs builds and costs."""
+    rows = []
+    for name, (requests, chunk) in ORDERS.items():
+        width = max(total for total, _, _ in requests) // BLOCK_SIZE + 1
+        num_tokens = sum(n for _, n, _ in requests)
+        common = CommonAttentionMetadata.from_host(
+            query_lens=[n for _, n, _ in requests],
+            seq_lens=[total for total, _, _ in requests],
+            block_table=torch.arange(len(requests) * width, dtype=torch.int32).view(-1, width),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+            block_size=BLOCK_SIZE,
+        )
+        ends = np.cumsum([n for _, n, _ in requests]) - 1
+        wanted = ends[[is_wanted for _, _, is_wanted in requests]]
+
+        before = partial(batches_before, common, wanted, chunk)
+        behind = partial(batches_behind, common, wanted, chunk)
+        best = [f"{min(times):.3f}" for times in times_ms((before, behind), repeats)]
+        rows.append([name, str(before()), str(behind()), *best])
+    return rows
+
+
+def batches_before(common: CommonAttentionMetadata, wanted: np.ndarray, chunk: int) -> int:
+    """Virtual batches built where fast prefill comes before runs."""
+    reduced = fast_prefill(common, wanted)
+    return 0 if reduced is None else chunked_local(reduced, chunk).num_requests
+
+
+def batches_behind(common: CommonAttentionMetadata, wanted: np.ndarray, chunk: int) -> int:
+    """The same where it comes behind."""
+    runs = chunked_local(common, chunk)
+    fast_prefill(runs, wanted)
+    return runs.num_requests
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """The table."""
+    rule = ["---" if i == 0 else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
+
+
+def environment() -> str:
+    """Where this was measured."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    return f"{cpu}, one core; {versions}; {time.strftime('%Y-%m-%d')}; a shared machine."
+
+
+ABOUT = f"""# What attention metadata costs per step
+
+    python jobs/benchmarks/metadata.py > jobs/benchmarks/results/metadata.md
+
+{{environment}}
+
+## {NUM_REQUESTS} requests x 4 attention groups, milliseconds
+
+Requests of {LENGTHS[0]} to {LENGTHS[1]} tokens, blocks of {BLOCK_SIZE}, window {WINDOW}, chunk {CHUNK}.
+decode: one token each. mixed: one request in 32 computes {PROMPT_TOKENS} tokens of its prompt, half of those
+its last. rows: requests or virtual batches, of all groups. Best of {{repeats}} turns, and the median of
+metadata, which is views + build. Target: both under {TARGET_MS:g} ms.
+"""
+ABOUT_GROWTH = """
+## Milliseconds of metadata by number of requests
+
+line: of least relative errors, for n requests; off: the worst of them; power: of n, in the last doubling.
+"""
+ABOUT_ORDER = """
+## Fast prefill before or behind runs
+
+Either order comes to the same batch (tests/attention/test_transforms.py). Virtual batches built on the way,
+and milliseconds.
+"""
+
+
+def main() -> int:
+    """Print Markdown; with --check, 1 when the target is missed or growth is worse than linear."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        print(ABOUT.format(environment=environment(), repeats=options.repeats))
+        body, totals = model_rows(options.repeats)
+        print(markdown(("groups", "step", "rows", "inputs", "views", "build", "metadata", "median"), body))
+        print(f"\nWorst median: {max(totals):.3f} ms, {'met' if max(totals) < TARGET_MS else 'MISSED'}.")
+        print(ABOUT_GROWTH)
+        body, growths = growth_rows(options.repeats)
+        print(markdown(("groups", "step", *map(str, GROWTH), "line", "off", "power"), body))
+        print(ABOUT_ORDER)
+        head = ("step", "batches, before", "batches, behind", "ms, before", "ms, behind")
+        print(markdown(head, order_rows(options.repeats)))
+    missed = max(totals) >= TARGET_MS or max(growth.exponent for growth in growths) > MOST_POWER
+    return int(options.check and missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
