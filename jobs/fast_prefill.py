@@ -284,12 +284,16 @@ def run_job(options: argparse.Namespace) -> int:
     """Measure, write, print; the exit status."""
     torch.set_num_threads(options.threads)
     environment = collect_environment(
-        command=sys.argv, seeds={"prompts": options.seed}, threads=options.threads, load=os.getloadavg()[0]
+        command=sys.argv,
+        seeds={"prompts": options.seed},
+        threads=options.threads,
+        load_at_start=os.getloadavg()[0],
     )
     now = datetime.datetime.now().astimezone()
     out = options.out or Path("runs") / f"fast-prefill-{now:%Y%m%d-%H%M%S}"
     claim_folder(out, TABLES)
     run = measure(options, write_model(options))
+    environment["load_at_end"] = os.getloadavg()[0]
     environment["attention"] = [backend.name for backend in run.engines[True].rank.backends.used]
     found = tables(run)
     write_tables(found, out)

@@ -91,9 +91,9 @@ def machine(environment: Mapping[str, Any]) -> list[str]:
         f"{', '.join([cpu, *devices['gpus']])}; {environment['platform']}, Python {environment['python']}",
         f"torch {packages['torch']}, transformers {packages['transformers']}; "
         f"attention: {', '.join(environment['attention'])}",
-        f"commit {environment['git_commit']}",
-        f"{str(environment['started'])[:10]}; load {environment['load']:.1f} when it began: trust ratios, "
-        "not single figures",
+        *([f"commit {environment['git_commit']}"] if environment["git_commit"] else []),
+        f"{str(environment['started'])[:10]}; load {environment['load_at_start']:.1f} when it began, "
+        f"{environment['load_at_end']:.1f} when it ended: trust ratios, not single figures",
     ]
 
 
@@ -105,6 +105,13 @@ def command(options: argparse.Namespace, environment: Mapping[str, Any]) -> str:
         for i in reversed(where):
             del arguments[i : i + (2 if arguments[i] == "--out" else 1)]
     return shlex.join(["python", "jobs/fast_prefill.py", *arguments])
+
+
+def _reproduce(options: argparse.Namespace, environment: Mapping[str, Any]) -> list[str]:
+    # A Ray job works in a copy of the folder without git.
+    commit = environment["git_commit"]
+    checkout = [f"git checkout {commit.removesuffix('+changes')}"] if commit else []
+    return [*checkout, command(options, environment)]
 
 
 def markdown(
@@ -134,7 +141,6 @@ def make_page(
     equal = all(row["tokens"] == "equal" for row in rows)
     asked = [row for row in rows if row["transformers"] != "not asked"]
     right = all(row["transformers"] == "equal" for row in asked)
-    commit = str(environment["git_commit"]).removesuffix("+changes")
     chips = [("met" if equal else "unmet", f"tokens on and off {'equal' if equal else 'differ'}")]
     if asked:
         text = "tokens as transformers'" if right else "tokens are not transformers'"
@@ -166,7 +172,7 @@ def make_page(
                 rows=rows,
             ),
             Section(title="Published", note=PUBLISHED),
-            Section(title="Reproduce", text=f"git checkout {commit}\n{command(options, environment)}"),
+            Section(title="Reproduce", text="\n".join(_reproduce(options, environment))),
         ],
         environment=environment,
         footer="Tables: prompts, groups and requests (parquet, csv) beside this file.",
@@ -208,8 +214,10 @@ def _time_plots(tables: Mapping[str, Rows]) -> list[Plot]:
     whole = _line(sizes, [row["ttft_ratio"] for row in rows], "time to first token", "mark")
     lines = [measured, whole]
     if PUBLISHED_TOKENS in sizes:
-        theirs = _line([PUBLISHED_TOKENS], [PUBLISHED_ON_MS / PUBLISHED_OFF_MS], "published, a GPU", "soft")
-        lines.append(theirs | {"marker": {"color": "soft", "size": 10, "symbol": "diamond-open"}})
+        name = "published second group, a GPU"
+        theirs = _line([PUBLISHED_TOKENS], [PUBLISHED_ON_MS / PUBLISHED_OFF_MS], name, "soft")
+        marker = {"color": "soft", "size": 13, "symbol": "diamond-open"}
+        lines.append(theirs | {"mode": "markers", "marker": marker})
     return [
         Plot(id="times", title="Time of the layer groups, by prompt tokens", data=data, layout=times),
         Plot(

@@ -97,7 +97,10 @@ def test_operations_and_token_layers_are_those_the_engine_does(job: Any, model: 
     assert measured.ttft_ms > sum(measured.group_ms) > 0
 
 
-def test_a_run_leaves_tables_and_a_page(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_tables_and_a_page(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # as a Ray job, outside of git
     out = tmp_path / "out"
     folder = CHECKPOINTS / "test-fast-prefill"
     arguments = [*SIZES, "--prompts", "40", "17", "--repeats", "2", "--max-tokens", "3", "--threads", "1"]
@@ -123,6 +126,8 @@ def test_a_run_leaves_tables_and_a_page(job: Any, tmp_path: Path, capsys: pytest
     assert [p["id"] for p in plots] == ["times", "ratios", "flops", "ttft"]
     assert all(f'<div class="plot" id="{p["id"]}">' in page for p in plots)
     assert plots[0]["data"][0]["y"] == prompts["second_off_ms"].tolist()
+    assert "<h2>Reproduce</h2>" in page
+    assert "git checkout" not in page
     printed = capsys.readouterr().out
     assert (out / "report.md").read_text() == printed
     assert "| 40 | " in printed
