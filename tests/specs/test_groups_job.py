@@ -65,7 +65,7 @@ def test_every_model_runs_with_every_switch(cells: list[Cell]) -> None:
 
 
 def test_cells_that_hand_over_cover_all_pairs(cells: list[Cell]) -> None:
-    """Of TP pairs, switches and the layouts of each side; each model at each TP pair, in layouts of its own."""
+    """Of TP pairs, switches and the layouts of each side; each model at each TP pair, in unlike layouts."""
     handed = [cell for cell in cells if cell.decode is not None]
     values: dict[str, Any] = {"tp": PAIRS, "switches": SWITCHES, "p": list(LAYOUTS), "d": list(LAYOUTS)}
     for one, other in (("tp", "switches"), ("tp", "p"), ("tp", "d"), ("switches", "p"), ("switches", "d")):
