@@ -392,7 +392,7 @@ KV = (
         "rayk/cli/places.py",
         'layer=sources.get(values["layer"], values["layer"]),',
         'layer=values["layer"],',
-        "tests/cli/test_explain_groups.py::test_a_sharing_layers_place_is_its_targets",
+        "tests/cli/test_explain_groups.py::test_places_of_a_layer_that_shares_are_found_and_named",
     ),
     Mutation(
         "bind passes over missing layers",

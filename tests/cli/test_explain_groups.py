@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from rayk.cli.places import find_coordinate, name_byte
+from rayk.engine.plan import plan_engine
+from rayk.types.config import EngineConfig
 from tests.cli.test_explain_hybrid import answer, invoke
 from tests.conftest import CheckpointFactory
+from tests.kv.decoders import decoder
 
 CHUNK = 24
 KINDS = "CCFCCFCC"
@@ -123,6 +127,26 @@ def test_a_sharing_layers_place_is_its_targets(llama4: MakeModel, layout: str) -
     assert [(c["layer"], c["row"], c["used_by"]) for c in named] == [(3, 13, [6, 7])]
     words = f"layer 3 (used by 6-7, too), block 3, head 1, token 13 of the block, V, byte 0 {group}"
     assert words in invoke(*side, "--byte", first).stdout
+
+
+def test_places_of_a_layer_that_shares_are_found_and_named() -> None:
+    """Every byte of a page, of a model made by hand."""
+    ranks = plan_engine(EngineConfig(model="made", tp=2), decoder("full", "full", "full:1")).ranks
+    sources = {2: 1}
+    for token in range(16):
+        own, shared = (
+            find_coordinate(ranks, 0, f"layer={layer},block=2,head=0,token={token}", sources)
+            for layer in (1, 2)
+        )
+        assert shared == [place | {"asked": 2} for place in own]
+        for place in shared:
+            (named,) = name_byte(ranks[0], place["byte"], sources)
+            assert (named["layer"], named["field"], named["row"]) == (1, place["field"], token)
+            assert named["used_by"] == [2]
+    (other,) = name_byte(
+        ranks[0], find_coordinate(ranks, 0, "layer=0,block=2,head=0", {})[0]["byte"], sources
+    )
+    assert (other["layer"], other["used_by"]) == (0, [])
 
 
 def test_a_layer_that_is_not_there_is_told_from_one_that_shares(llama4: MakeModel) -> None:
