@@ -11,6 +11,7 @@ groups. Times are the thread's on its core (nothing here waits), whoever else us
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import sys
@@ -270,7 +271,8 @@ def environment() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     cpu = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    return f"{cpu}, one core; {versions}; {time.strftime('%Y-%m-%d')}; a shared machine."
+    load = f"a shared machine of {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
+    return f"{cpu}, one core; {versions}; {time.strftime('%Y-%m-%d')}; {load}."
 
 
 ABOUT = f"""# What attention metadata costs per step
