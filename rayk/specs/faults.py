@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.kv.fields import twin_taps
+from rayk.kv.geometry import kernel_block_sizes
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import kv_cache_specs
+from rayk.models.kv_specs import engine_groups, group_chunks, kv_cache_specs
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
@@ -114,19 +115,14 @@ def _check_wrong_kv(fault: FaultSpec, cell: Cell, where: str) -> None:
             where=where,
             mend="checks: [tokens, kv_bytes, kv_values], or say what to `expect`",
         )
-    if fault.point == "store_kv" and (cell.prefill.kernel_block_size or cell.prefill.block_size) == 1:
-        raise SpecError(
-            problem="fault wrong_kv at store_kv moves tokens within a kernel block, which has one slot here",
-            where=where,
-            mend="block_size: 16",
-        )
 
 
 def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse a fault or check that the model has no place for. Raises SpecError."""
     for fault in cell.faults:
         if fault.kind == "wrong_kv":
-            problem, mend = _no_place(fault, config) or _not_judged(fault, cell, config) or ("", "")
+            refused = _no_place(fault, config) or _one_slot(fault, cell, config)
+            problem, mend = refused or _not_judged(fault, cell, config) or ("", "")
             if problem:
                 raise SpecError(
                     problem=f"fault wrong_kv at {fault.point}: {problem}",
@@ -179,6 +175,23 @@ def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str] | None
     else:
         lacks = f"layer {layer} has no positions"
     return lacks, _mend(fitting_points(config, layer), layers)
+
+
+def _one_slot(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:
+    """As `_no_place`, of a fault that moves tokens within kernel blocks of one token."""
+    engine, key = cell.prefill, (fault.layer or 0, "attention")
+    if fault.point != "store_kv":
+        return None
+    groups = engine_groups(engine, config)
+    by_kind, chunks = dict(engine.kernel_block_sizes), group_chunks(groups, config)
+    sizes = kernel_block_sizes(groups, engine.kernel_block_size, by_kind, chunks)
+    if min(size for g, size in zip(groups, sizes, strict=True) if key in g.keys) > 1:
+        return None
+    return (
+        f"it moves tokens within a kernel block, which has one slot in the group of layer {key[0]}",
+        "block_size: 16, with kernel blocks of more than one token; where chunks do not begin with such, "
+        "another layer",
+    )
 
 
 def _not_judged(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:

@@ -152,7 +152,7 @@ def test_wrong_kv_is_expected_to_be_named() -> None:
         ({"layer": 2}, VALUES, "no layer 2: the model has layers 0 to 1"),
         ({"layer": 0}, VALUES, "layer 0 has no positions"),
         ({"point": "k_norm"}, VALUES, "does not norm its keys"),
-        ({"point": "store_kv"}, {**VALUES, "engine": {"kernel_block_size": 1}}, "one slot here"),
+        ({"point": "store_kv"}, {**VALUES, "engine": {"kernel_block_size": 1}}, "one slot in"),
         ({}, {"checks": ["kv_bytes"]}, "named by check kv_values"),
     ],
 )

@@ -83,6 +83,19 @@ def test_kernel_blocks_must_divide_chunks(side: str, setting: str, hybrid_kv: bo
         assert plan_cells(load_spec(spec(engine=engine)), chunked(24, None, 40), device="cpu")
 
 
+def test_a_fault_that_needs_two_slots_is_refused_where_chunks_leave_one():
+    """Chunks of 7 begin with kernel blocks of one token, in blocks of 16; full layers keep theirs."""
+    changes = {"checks": ["kv_bytes", "kv_values"]}
+    for layer, hybrid_kv, refused in ((0, True, True), (1, True, False), (1, False, True)):
+        fault = {"kind": "wrong_kv", "point": "store_kv", "layer": layer}
+        loaded = load_spec(spec(faults=[fault], engine={"hybrid_kv": hybrid_kv}, **changes))
+        if not refused:
+            assert plan_cells(loaded, chunked(7, None), device="cpu")
+            continue
+        with pytest.raises(SpecError, match=f"one slot in the group of layer {layer}"):
+            plan_cells(loaded, chunked(7, None), device="cpu")
+
+
 def test_kernel_blocks_of_groups_without_chunks_are_not_held_to_them():
     sizes = {"kernel_block_sizes": {"chunked": 8, "full": 16}}
     assert plan_cells(load_spec(spec(engine=sizes)), chunked(24, None, 40), device="cpu")
