@@ -367,7 +367,8 @@ class Paged:
         if num_wanted is not None:
             ends = itertools.accumulate(len(tokens[r]) for r in active)
             wanted = torch.tensor(
-                [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)]
+                [end - n + i for end, n in zip(ends, counts, strict=True) for i in range(n)],
+                dtype=torch.int64,
             )
         metadata = self._metadata(common, segments, wanted)
         hidden = self.decoder.forward(torch.tensor(flat), torch.tensor(positions), metadata, wanted)
