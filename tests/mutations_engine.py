@@ -7,6 +7,9 @@ from tests.mutation import Mutation
 STEPS = "tests/engine/test_inputs.py::test_steps_match_a_loop_over_tokens"
 GRAPHS = "tests/engine/test_graphs.py"
 SPECS = "tests/specs/test_engines.py"
+FAST = "tests/engine/test_fast_prefill.py::test_a_model_drawn_here"
+VIEWS = f"{GRAPHS}::test_what_a_view_sees_is_in_its_own_buffers"
+FAST_SPECS = "tests/specs/test_fast_prefill.py"
 
 ENGINE = (
     Mutation(
@@ -61,8 +64,8 @@ ENGINE = (
     Mutation(
         "a recorded step sees one token less",
         "rayk/engine/graphs.py",
-        "self._rows.seq_lens[:num_requests] = inputs.positions + 1",
-        "self._rows.seq_lens[:num_requests] = inputs.positions",
+        "self._seq_lens[:num_requests] = common.seq_lens",
+        "self._seq_lens[:num_requests] = common.seq_lens - 1",
         f"{GRAPHS}::test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing",
     ),
     Mutation(
@@ -85,5 +88,132 @@ ENGINE = (
         "return getattr(shared, name) if value is None else value",
         "return value or getattr(shared, name)",
         f"{SPECS}::test_a_side_may_have_its_own",
+    ),
+    Mutation(
+        "padding sees what an older row saw",
+        "rayk/engine/graphs.py",
+        "self._table[num_requests:size, :1] = 0",
+        "self._table[num_requests:size, :0] = 0",
+        VIEWS,
+    ),
+    Mutation(
+        "padding has the length of an older row",
+        "rayk/engine/graphs.py",
+        "self._seq_lens[num_requests:size] = 1",
+        "self._seq_lens[size:size] = 1",
+        VIEWS,
+    ),
+    Mutation(
+        "views of a KV group that differ in their window share buffers",
+        "rayk/engine/graphs.py",
+        "return replace(view, fast_prefill=False)",
+        "return replace(view, fast_prefill=False, window=None)",
+        VIEWS,
+    ),
+    Mutation(
+        "a window's buffers hold no block that it begins in the middle of",
+        "rayk/engine/graphs.py",
+        "most = min(most, view.window + block_size - 1)",
+        "most = min(most, view.window)",
+        VIEWS,
+    ),
+    Mutation(
+        "a chunk's buffers are as wide as the longest sequence",
+        "rayk/engine/graphs.py",
+        "most = min(most, view.chunk)",
+        "most = max(most, view.chunk)",
+        VIEWS,
+    ),
+    Mutation(
+        "fast prefill is never done",
+        "rayk/engine/rank.py",
+        "fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)",
+        "fast = False",
+        FAST,
+    ),
+    Mutation(
+        "fast prefill is left out where a step samples nothing",
+        "rayk/engine/rank.py",
+        "fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)",
+        "fast = bool(self.fast_prefill_layers) and 0 < len(inputs.wanted) < len(inputs.token_ids)",
+        FAST,
+    ),
+    Mutation(
+        "layers with fast prefill see the step as others do",
+        "rayk/engine/rank.py",
+        "fast_prefill=index in self.fast_prefill_layers,",
+        "fast_prefill=False,",
+        FAST,
+    ),
+    Mutation(
+        "the first of a step's tokens are kept, not those that are sampled",
+        "rayk/engine/rank.py",
+        "wanted = inputs.logits_index if fast else None",
+        "wanted = inputs.logits_index * 0 if fast else None",
+        FAST,
+    ),
+    Mutation(
+        "sampled tokens are placed where the step begins",
+        "rayk/models/decoder.py",
+        "self._placing.at(positions[wanted])",
+        "self._placing.at(positions[: len(wanted)])",
+        FAST,
+    ),
+    Mutation(
+        "tokens are counted before they are left out",
+        "rayk/models/decoder.py",
+        "self.num_token_layers += x.shape[-2]",
+        "self.num_token_layers += len(token_ids)",
+        FAST,
+    ),
+    Mutation(
+        "the last step alone is counted",
+        "rayk/engine/rank.py",
+        "self.num_token_layers += self.decoder.num_token_layers",
+        "self.num_token_layers = self.decoder.num_token_layers",
+        FAST,
+    ),
+    Mutation(
+        "prompt logprobs are computed from tokens that are not there",
+        "rayk/engine/leader.py",
+        "if error is None and self._fast_prefill and not prefilled:",
+        "if error is None and self._fast_prefill and prefilled:",
+        "tests/engine/test_fast_prefill.py::test_who_is_refused",
+    ),
+    Mutation(
+        "a side's own fast_prefill is not heeded",
+        "rayk/specs/cells.py",
+        'fast_prefill=own("fast_prefill"),',
+        "fast_prefill=shared.fast_prefill,",
+        f"{FAST_SPECS}::test_it_is_an_axis_of_both_sides_and_of_each",
+    ),
+    Mutation(
+        "the check of logprobs asks for those of prompts that are not there",
+        "rayk/specs/cells.py",
+        'told = ("logprobs",) if fast_prefill else ("logprobs", "prompt_logprobs")',
+        'told = ("logprobs", "prompt_logprobs")',
+        f"{FAST_SPECS}::test_the_check_of_logprobs_leaves_prompts_out",
+    ),
+    Mutation(
+        "a decode engine's fast_prefill forbids prompt logprobs",
+        "rayk/specs/checks.py",
+        "if cell.prefill.fast_prefill and cell.spec.sampling.prompt_logprobs is not None:",
+        "if (cell.decode or cell.prefill).fast_prefill and cell.spec.sampling.prompt_logprobs is not None:",
+        f"{FAST_SPECS}::test_decode_engines_tell_nothing_of_prompts",
+    ),
+    Mutation(
+        "one engine's count stands for all of its side",
+        "rayk/experiments/judge.py",
+        "return sum(known) if known and len(known) == len(told) else None",
+        "return known[0] if known and len(known) == len(told) else None",
+        "tests/experiments/test_token_layers.py",
+    ),
+    Mutation(
+        "a wrong input is put down to a layer that keeps nothing",
+        "rayk/experiments/culprit.py",
+        "not wrong.model.layers[last].parts:",
+        "not wrong.model.layers[last].mixer_parts:",
+        "tests/experiments/test_culprit.py::"
+        "test_a_wrong_input_comes_from_what_was_computed_since_the_last_cache",
     ),
 )

@@ -14,17 +14,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rayk.engine.build import ThreadEngine
+from rayk.engine.leader import Leader, RequestEvent
+from rayk.kv.manager import KVCacheManager
 from rayk.models.layers.attention import Attention
 from rayk.models.layers.mlp import GatedMlp
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.text import Text
+from rayk.sched.batching import Scheduler
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.engine.stepped import Stepped
 from tests.engine.test_graphs import Again
 from tests.helpers import assert_matches
+from tests.kv.brute import full
+from tests.models.tiny import write_checkpoint
 from tests.pd import NAN_POISON, Pair, make_request
+from tests.sched.world import one_layer_each
 
+SEEDED = torch.Generator().manual_seed(2)
 LAYERS, FAST = 4, 2
 NUM_TOKENS = 8
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -227,6 +234,44 @@ def test_a_decode_engine_that_computes_a_prompt_again(models: Callable[[str], Mo
     assert sum(recomputed) >= 37, "blocks were not short"
     least = len(prompts) * 29 * LAYERS + sum(recomputed) * (LAYERS - FAST)
     assert (rank.num_token_layers < least + sum(recomputed)) == fast
+
+
+def test_a_model_drawn_here(tmp_path: Path, calls: Calls) -> None:
+    """Prompts that come one after the other: chunks beside decodes, in steps of 8 tokens."""
+    drawn = write_checkpoint(tmp_path, "qwen3", num_hidden_layers=LAYERS, num_kv_shared_layers=FAST)
+    prompts = [torch.randint(263, (n,), generator=SEEDED).tolist() for n in (19, 5, 30)]
+    engine = Stepped(tmp_path, fast_prefill=True, max_batch_tokens=8)
+    states = []
+    for i, prompt in enumerate(prompts):
+        states.append(engine.add(str(i), prompt, NUM_TOKENS))
+        engine.step()
+    engine.finish()
+    texts = [[*s.request.prompt_token_ids, *s.output_token_ids[:-1]] for s in states]
+    truth = [
+        torch.cat([Text(model).feed(t)[-NUM_TOKENS:] for t in texts]) for model in (drawn.exact, drawn.model)
+    ]
+    logits = torch.cat([torch.stack(engine.logits[str(i)]) for i in range(len(prompts))])
+    assert_matches(logits, *truth)
+    steps = [(b.num_tokens, sum(r.needs_logits for r in b.requests)) for b in engine.batches]
+    assert any(sampled == 0 for _, sampled in steps)
+    assert any(0 < sampled < tokens for tokens, sampled in steps)
+    assert any(sampled == tokens for tokens, sampled in steps)
+    assert engine.rank.num_token_layers == sum(calls.attention.values()) == sum(calls.mlp)
+    assert engine.rank.num_token_layers == whole_runs(prompts, fast=True)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_who_is_refused(prefilled: bool, fast: bool) -> None:
+    manager = KVCacheManager(one_layer_each(full(16)), 20)
+    scheduler = Scheduler(manager, max_batch_tokens=64, max_seqs=4, max_positions=64)
+    leader = Leader(scheduler, manager, fast_prefill=fast)
+    for logprobs in (None, 0, 3):
+        events: list[RequestEvent] = []
+        request = make_request(f"r{logprobs}", (1, 2, 3), prompt_logprobs=logprobs)
+        refused = fast and not prefilled and logprobs is not None
+        assert leader.open(request, events.append, prefilled=prefilled) == (not refused)
+        assert [isinstance(event.error, UserError) for event in events] == [True] * refused
 
 
 def test_a_request_for_prompt_logprobs_fails_and_others_go_on(models: Callable[[str], Model]) -> None:

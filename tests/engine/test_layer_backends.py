@@ -19,7 +19,6 @@ from rayk.types.errors import LayoutVetoed, UserError
 from tests.engine.stepped import Stepped
 from tests.engine.test_states import NUM_TOKENS, Model
 
-
 SHARED_WINDOWS = {
     "num_kv_shared_layers": 2,
     "layer_types": ["full_attention", "sliding_attention"] * 2,

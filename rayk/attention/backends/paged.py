@@ -78,6 +78,7 @@ class PagedBackend:
             "the layer is in another attention group's metadata"
         )
         common = metadata.common
+        assert len(q) == common.num_tokens, (len(q), common.num_tokens)
         if k is not None:
             assert v is not None
             store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
