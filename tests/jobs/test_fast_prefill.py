@@ -137,23 +137,48 @@ def test_a_run_leaves_tables_and_a_page(
 
 
 def test_what_is_wrong_is_said(job: Any, model: Path) -> None:
-    """Other tokens than without, in one repeat; other counts than the formula's; another answer."""
+    """Other tokens than without, in one repeat; than transformers'; other counts than the formula's."""
     engines = {fast: SimpleNamespace(model=load_config(model)) for fast in (False, True)}
     off = job.Measured(1.0, (1.0, 1.0), (20, 20), 10 * 4 + 4, (5, 6))
     on = replace(off, group_token_layers=(20, 2), num_token_layers=10 * 2 + 2 + 4)
 
-    def failures(slow: Any, fast: list[Any], answer: tuple[int, ...] = (5, 6)) -> list[str]:
-        measured = {(10, False): [slow], (10, True): fast}
-        return list(job.Run({10: ()}, engines, measured, {10: answer}).failures())
+    def wrong(fast: list[Any], answer: tuple[int, ...] | None = None) -> tuple[list[str], list[str]]:
+        measured = {(10, False): [off], (10, True): fast}
+        run = job.Run({10: ()}, engines, measured, {} if answer is None else {10: answer})
+        return list(run.wrong_tokens()), list(run.wrong_counts())
 
-    assert failures(off, [on, on]) == []
-    (text,) = failures(off, [on, replace(on, token_ids=(5, 7))])
-    assert text == "10 tokens, fast prefill on, repeat 1: (5, 7), off: (5, 6)"
-    (text,) = failures(off, [replace(on, num_token_layers=44), on])
-    assert text == "10 tokens, fast prefill on, repeat 0: 44 token-layers, not 26"
-    assert failures(off, [on], (5, 9)) == [
-        f"10 tokens, fast prefill {side}: (5, 6), transformers: (5, 9)" for side in ("off", "on")
+    first, second = (f"10 tokens, fast prefill on, repeat {repeat}" for repeat in (0, 1))
+    assert wrong([on, on]) == wrong([on, on], (5, 6)) == ([], [])
+    assert wrong([on, replace(on, token_ids=(5, 7))]) == ([f"{second}: (5, 7), off: (5, 6)"], [])
+    assert wrong([replace(on, num_token_layers=44), on]) == ([], [f"{first}: 44 token-layers, not 26"])
+    assert wrong([on], (5, 9))[0] == [
+        f"10 tokens, fast prefill {side}, repeat 0: (5, 6), transformers: (5, 9)" for side in ("off", "on")
     ]
+
+
+def test_another_answer_of_transformers_ends_the_job_with_1(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Changed(job.Reference):
+        def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
+            answers = super().generate(*args, **kwargs)
+            return [replace(a, token_ids=(*a.token_ids[:-1], 1 + a.token_ids[-1])) for a in answers]
+
+    monkeypatch.setattr(job, "Reference", Changed)
+    folder = CHECKPOINTS / "test-fast-prefill"
+    arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "2", "--threads", "1"]
+    arguments += ["--checkpoint", str(folder), "--out", str(tmp_path / "out")]
+    assert job.run_job(job.parse_options(arguments)) == 1
+    told = capsys.readouterr()
+    assert "17 tokens, fast prefill on, repeat 0: " in told.err
+    assert "| equal | differ |" in told.out
+
+
+@pytest.mark.parametrize("option", ["--repeats", "--prompts", "--chunk", "--max-tokens"])
+def test_numbers_of_nothing_are_refused(job: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        job.parse_options([option, "0"])
+    assert f"argument {option}: invalid number above 0 value: '0'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_own", [1, 4])
