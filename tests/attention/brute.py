@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 
 from rayk.attention import CommonAttentionMetadata
 
@@ -30,6 +31,18 @@ class Asked:
     def total(self) -> int:
         return self.computed + self.num_queries
 
+
+requests_of_a_step = st.lists(
+    st.builds(
+        lambda computed, num_queries, share: Asked(computed, num_queries, round(share * num_queries)),
+        st.integers(0, 45),
+        st.integers(1, 25),
+        st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)),
+    ),
+    min_size=1,
+    max_size=5,
+)
+"""Up to five requests, with no, few or all tokens wanted."""
 
 Key = tuple[int, int]
 """(request, position)"""

@@ -22,6 +22,7 @@ from tests.attention.brute import (
     Asked,
     check_consistent,
     make_common,
+    requests_of_a_step,
     seen_keys,
     told_keys,
     wanted_tokens,
@@ -122,18 +123,6 @@ def test_what_changes_nothing_returns_what_it_was_given() -> None:
     assert sliding_window(prompt, window) is prompt
     everything = make_common((Asked(5, 1, 1), Asked(0, 2, 2)), size)
     assert fast_prefill(everything, np.arange(3)) is everything
-
-
-requests_of_a_step = st.lists(
-    st.builds(
-        lambda computed, num_queries, share: Asked(computed, num_queries, round(share * num_queries)),
-        st.integers(0, 45),
-        st.integers(1, 25),
-        st.sampled_from((0.0, 0.0, 0.1, 0.5, 1.0)),
-    ),
-    min_size=1,
-    max_size=5,
-)
 
 
 @settings(max_examples=150, deadline=None)

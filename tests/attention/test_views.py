@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rayk.attention import (
@@ -23,7 +26,7 @@ from rayk.attention import (
     get_backend,
 )
 from rayk.kv.specs import FullAttentionSpec
-from tests.attention.brute import Asked, make_common, seen_keys, wanted_tokens
+from tests.attention.brute import Asked, make_common, requests_of_a_step, seen_keys, wanted_tokens
 from tests.helpers import assert_matches
 from tests.kernels.cases import layer_view
 from tests.markers import interpreted
@@ -173,12 +176,44 @@ def test_numbers_match_masked_attention(name: str, view: str, step: str, size: i
     "view", ["window", "chunk", "window in chunk", "fast", "fast chunk", "fast window in chunk"]
 )
 def test_exactly_the_keys_of_the_definition_are_counted(name: str, view: str) -> None:
-    made = make_step(STEPS["mixed"], VIEWS[view], 4, stored=True, marks=True)
-    out = attend(name, made, VIEWS[view], shares=True)
-    counts = made.mask.sum(-1).view(-1, 1, 1)
-    buckets = made.values[:, list(KV_INDEX)]
-    expected = torch.einsum("ms,sqd->mqd", made.mask.float(), buckets)
-    assert torch.equal(torch.round(out * counts), expected)
+    check_counts([name], STEPS["mixed"], VIEWS[view], 4)
+
+
+def check_counts(names: Sequence[str], requests: Sequence[Asked], view: AttentionView, size: int) -> None:
+    made = make_step(requests, view, size, stored=True, marks=True)
+    num_seen = made.mask.sum(-1).view(-1, 1, 1)
+    expected = torch.einsum("ms,sqd->mqd", made.mask.float(), made.values[:, list(KV_INDEX)])
+    for name in names:
+        out = attend(name, made, view, shares=True)
+        assert torch.equal(torch.round(out * num_seen), expected), name
+
+
+random_steps = given(
+    requests=requests_of_a_step.filter(lambda requests: any(r.num_wanted for r in requests)),
+    size=st.integers(1, 8),
+    blocks_per_chunk=st.none() | st.integers(1, 4),
+    window=st.none() | st.integers(1, 30),
+    fast=st.booleans(),
+)
+
+
+def random_view(size: int, blocks_per_chunk: int | None, window: int | None, fast: bool) -> AttentionView:
+    chunk = None if blocks_per_chunk is None else blocks_per_chunk * size
+    return AttentionView(kv_group=0, window=window, chunk=chunk, fast_prefill=fast)
+
+
+@settings(max_examples=25, deadline=None)
+@random_steps
+def test_random_steps_on_the_host(requests: list[Asked], size: int, **kinds: Any) -> None:
+    check_counts(("cpu", "cpu-torch", "reference"), requests, random_view(size, **kinds), size)
+
+
+@pytest.mark.slow
+@interpreted
+@settings(max_examples=40, deadline=None)
+@random_steps
+def test_random_steps_in_triton(requests: list[Asked], size: int, **kinds: Any) -> None:
+    check_counts(("triton",), requests, random_view(size, **kinds), size)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
