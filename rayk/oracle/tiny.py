@@ -100,15 +100,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         | {
             "vocab_size_per_layer_input": 415,
             "hidden_size": 96,
-            "hidden_size_per_layer_input": 12,
+            "hidden_size_per_layer_input": 24,
             "intermediate_size": [174, 150, 174, 131, 90, 110],
             "num_hidden_layers": 6,
             "num_kv_shared_layers": 2,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
             "sliding_window": 47,
             "head_dim": 16,
-            "laurel_rank": 10,
-            "activation_sparsity_pattern": [0.9, 0.6, 0.3, 0.0, 0.0, 0.0],
+            "laurel_rank": 14,
+            "activation_sparsity_pattern": [0.7, 0.5, 0.3, 0.0, 0.0, 0.0],
             "final_logit_softcapping": 20.0,
             "tie_word_embeddings": True,
             "rope_parameters": {
