@@ -144,12 +144,14 @@ class EngineRank:
         The logits are valid until the next step. On a GPU this returns before the kernels have run.
         """
         inputs = self._inputs.build(batch)
+        fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)
+        seen = self._see(inputs, inputs.wanted if fast else None)
         self._prompt_hidden = None
         self.fence.begin()
         if self._graphs is not None and self._graphs.fits(inputs):
-            logits = self._replay(self._graphs, inputs)
+            logits = self._replay(self._graphs, inputs, seen)
         else:
-            logits = self._eager(inputs)
+            logits = self._eager(inputs, seen, fast=fast)
         self.fence.end()
         return logits
 
@@ -166,11 +168,10 @@ class EngineRank:
                 logits = self.decoder.logits(hidden)
             yield logits
 
-    def _eager(self, inputs: ModelInputs) -> torch.Tensor:
-        """The step's logits, kernel by kernel."""
-        fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)
-        metadata = self._by_cache(self._see(inputs, inputs.wanted if fast else None))
+    def _eager(self, inputs: ModelInputs, seen: StepViews, *, fast: bool) -> torch.Tensor:
+        """The step's logits, kernel by kernel; `fast`: the last layers compute the sampled tokens only."""
         wanted = inputs.logits_index if fast else None
+        metadata = self._by_cache(seen)
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted)
         self.num_token_layers += self.decoder.num_token_layers
         if inputs.prompt_index is not None:
@@ -178,13 +179,13 @@ class EngineRank:
             self._prompt_hidden = hidden[inputs.prompt_index]
         return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
 
-    def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs) -> torch.Tensor:
+    def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
         """The same of a decode step that was recorded."""
-        logits = graphs.replay(inputs, self._see(inputs))
+        logits = graphs.replay(inputs, seen)
         self.num_token_layers += len(inputs.token_ids) * self._recorded_layers
         return logits
 
-    def _see(self, inputs: ModelInputs, wanted: np.ndarray | None = None) -> StepViews:
+    def _see(self, inputs: ModelInputs, wanted: np.ndarray | None) -> StepViews:
         """The step as layers see it; `wanted`: see AttentionGroups.see."""
         groups = list(zip(self.plan.groups, inputs.metadata, strict=True))
         commons = {g.index: m for g, m in groups if isinstance(m, CommonAttentionMetadata)}

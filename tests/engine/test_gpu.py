@@ -74,6 +74,29 @@ def test_decode_graphs_give_the_same_tokens(expected, cuda_graphs: str) -> None:
     assert outputs == [a[:n] for a, n in zip(answers, lengths, strict=True)]
 
 
+@pytest.mark.parametrize("hybrid_kv", [True, False])
+@pytest.mark.parametrize("family", ["llama4", "gemma3n"])
+def test_decode_graphs_see_chunks_and_windows(checkpoint, reference, family: str, hybrid_kv: bool) -> None:
+    """Chunks end inside what is decoded; prefill is fast in gemma3n's last layers."""
+    from rayk.oracle.checkpoint import read_marker
+
+    path = checkpoint(family)
+    prompts = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
+    answers = reference(path).generate(prompts, max_tokens=24, ignore_eos=True)
+    config = EngineConfig(
+        model=str(path),
+        device="cuda",
+        max_seqs=4,
+        hybrid_kv=hybrid_kv,
+        fast_prefill=True,
+        max_batch_tokens=64,
+    )
+    with ThreadEngine(config, poison=-1) as engine:
+        assert engine.ranks[0].graph_sizes == (1, 2, 4)
+        done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
+    assert [c.token_ids for c in done] == [list(a.token_ids) for a in answers]
+
+
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1)])
 def test_decode_graphs_continue_from_kv_that_was_read(expected, tp: tuple[int, int]) -> None:
     """D replays graphs over blocks that NIXL or a copy filled; P's threads share no graph with it."""
