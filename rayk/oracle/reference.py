@@ -199,14 +199,6 @@ class Reference:
         text.feed(token_ids, logits_to_keep=1)
         return layer_caches(self._model.config, text.cache)
 
-    def kv_cache(self, prompt_ids: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer after the prompt: [H, T, D] each, keys after RoPE.
-
-        Of a model in which all layers have them; all T tokens, also of sliding-window layers. Raises
-        UserError as generate does.
-        """
-        return [(fields["k"], fields["v"]) for fields in self.caches(prompt_ids)]
-
     @cached_property
     def _model(self) -> Any:
         import torch

@@ -145,26 +145,26 @@ def test_teacher_forcing_other_tokens(qwen3: Reference) -> None:
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS, ids=str)
-def test_kv_cache_holds_every_token_after_rope(
+def test_caches_hold_every_token_after_rope(
     checkpoint: CheckpointFactory, family: str, options: dict[str, Any]
 ) -> None:
     """Shapes, and that a later token sees the same cache a shorter prompt leaves (causality)."""
     path = checkpoint(family, **options)
     ours = Reference(path)
     prompt = probes(path)[2]
-    layers = ours.kv_cache(prompt)
+    layers = ours.caches(prompt)
     assert len(layers) == 4
     head_size = 24 if family == "phi3" else 16
-    shorter = ours.kv_cache(prompt[:100])
-    for (k, v), (k_short, v_short) in zip(layers, shorter, strict=True):
-        assert k.shape == v.shape == (2, 300, head_size)
-        assert float((k[:, :100] - k_short).abs().max()) < 1e-3
-        assert float((v[:, :100] - v_short).abs().max()) < 1e-3
+    for layer, shorter in zip(layers, ours.caches(prompt[:100]), strict=True):
+        assert layer.keys() == shorter.keys() == {"k", "v"}
+        for name, rows in layer.items():
+            assert rows.shape == (2, 300, head_size)
+            assert float((rows[:, :100] - shorter[name]).abs().max()) < 1e-3
     # The first layer's keys depend on token and position only: RoPE must tell positions apart.
-    same = ours.kv_cache([7, 7, 7])
-    assert math.isclose(float(same[0][0][0, 0].norm()), float(same[0][0][0, 2].norm()), rel_tol=1e-4)
-    assert float((same[0][0][0, 0] - same[0][0][0, 2]).abs().max()) > 0.1
-    assert torch.allclose(same[0][1][0, 0], same[0][1][0, 2], atol=1e-5)
+    same = ours.caches([7, 7, 7])[0]
+    assert math.isclose(float(same["k"][0, 0].norm()), float(same["k"][0, 2].norm()), rel_tol=1e-4)
+    assert float((same["k"][0, 0] - same["k"][0, 2]).abs().max()) > 0.1
+    assert torch.allclose(same["v"][0, 0], same["v"][0, 2], atol=1e-5)
 
 
 def test_caches_of_a_model_whose_last_layers_share(checkpoint: CheckpointFactory) -> None:
