@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 from tests.mutations_attention import ATTENTION
 from tests.mutations_engine import ENGINE
 from tests.mutations_kv import KV
+from tests.mutations_models import MODELS
 from tests.mutations_sampling import SAMPLING
 from tests.mutations_transfer import STATES
 
@@ -273,4 +274,4 @@ CHECKS = (
     ),
 )
 
-MUTATIONS = ATTENTION + KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE
+MUTATIONS = ATTENTION + KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE + MODELS

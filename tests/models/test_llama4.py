@@ -10,12 +10,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextAttention
+from transformers.models.llama4.modeling_llama4 import (
+    Llama4Router,
+    Llama4TextAttention,
+    Llama4TextRotaryEmbedding,
+    apply_rotary_emb,
+)
 
 from rayk.models.config import RouterConfig, TemperatureConfig
-from rayk.models.families import load_config
+from rayk.models.families import load_config, parse_config
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.places import query_factors
+from rayk.models.layers.rope import Rotary, rotate
 from rayk.models.layers.router import Router
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
@@ -221,6 +227,28 @@ def test_factors_of_queries() -> None:
             assert factors.dtype == torch.float32
     assert query_factors(temperature, torch.tensor([8190])).item() == 1.0
     assert query_factors(temperature, torch.tensor([8191])).item() > 1.06
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotation_is_transformers_own(dtype: torch.dtype) -> None:
+    """Of models in bfloat16 as well: angles stay float32."""
+    values = DIMS | FAMILY_DIMS["llama4"]
+    config = transformers.Llama4TextConfig(**copy.deepcopy(values))
+    rope = parse_config(config.to_dict() | {"architectures": ["Llama4ForCausalLM"]}).layers[0].rope
+    assert rope is not None
+    generator = torch.Generator().manual_seed(4)
+    q, k = torch.randn(2, 300, 3, 16, generator=generator).to(dtype)
+    positions = torch.arange(211, 511)
+    angles = Llama4TextRotaryEmbedding(config)(q[None], positions[None])
+    expected = apply_rotary_emb(q[None], k[None], angles)
+    rotation = Rotary(rope, dtype=dtype, device=torch.device("cpu")).at(positions)
+    for x, theirs in zip((q, k), expected, strict=True):
+        mine = rotate(x, rotation)
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+        exact = torch.view_as_real(pairs * angles[0, :, None].to(torch.complex128)).flatten(-2)
+        assert_matches(mine, exact, theirs[0])
+        # Rounded once, from sums that may differ in their last bit.
+        assert float((mine == theirs[0]).float().mean()) > (0.5 if dtype == torch.float32 else 0.99)
 
 
 @pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
