@@ -51,7 +51,7 @@ hybrid groups: $(STAMP)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests.halves
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then echo "$(BIN)/python -m pytest -m gpu"; $(BIN)/python -m pytest -m gpu; \
 	else echo "skipped: the GPU tests (no CUDA device)"; fi

@@ -14,12 +14,14 @@ os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import atexit
+import fcntl
 import gc
 import hashlib
 import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,9 +97,19 @@ def checkpoint() -> CheckpointFactory:
         if options:
             text = json.dumps(options, sort_keys=True)
             suffix = "-" + hashlib.sha256(text.encode()).hexdigest()[:8]
-        return write_checkpoint(family, CHECKPOINTS / f"test-{family}{suffix}", **options)
+        with _alone(f"{family}{suffix}"):
+            return write_checkpoint(family, CHECKPOINTS / f"test-{family}{suffix}", **options)
 
     return make
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """While another test process writes a checkpoint, wait for it (tests/halves.py runs two)."""
+    CHECKPOINTS.mkdir(exist_ok=True)
+    with (CHECKPOINTS / f".test-{name}.lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -188,7 +188,7 @@ def test_planted_faults_end_in_their_verdicts_and_other_cells_run(spec, ray_addr
     ]
     assert all(verdict == expected for verdict, expected in found)
     assert exit_code(cells) == 0
-    assert cells["wall_s"].max() < 60
+    assert cells["wall_s"].max() < 80, "no cell waited for its deadline"
     assert "tokens" not in cells["checks_done"][0], "no request ended"
     assert pd.isna(cells["num_token_mismatches"][0])
     flipped = cells["reason"][4]
@@ -247,7 +247,7 @@ def test_a_hung_worker_is_a_timeout_and_the_next_cell_runs(spec, ray_address, tm
     cells = load(out).cells
     assert cells["verdict"][0] == "TIMEOUT"
     assert "deadline" in cells["reason"][0]
-    assert cells["wall_s"][0] < 8 + 25
+    assert cells["wall_s"][0] < 8 + 60
     assert cells["verdict"][1] == "PASS", "it ran on a fresh worker"
     assert len(load(out).requests.query("cell_id == @cells.cell_id[1]")) == 8
     wait_until(lambda: not worker_processes(), "even the stopped worker is gone")
