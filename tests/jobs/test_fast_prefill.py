@@ -111,6 +111,9 @@ def test_a_run_leaves_tables_and_a_page(
     assert prompts["tokens"].tolist() == prompts["transformers"].tolist() == ["equal", "equal"]
     assert prompts["token_layers_off"].tolist() == [17 * 4, 40 * 4]
     assert prompts["token_layers_on"].tolist() == [17 * 2 + 2, 40 * 2 + 2]
+    # 2 layers, one token: q, o and 3 matrices of the MLP; of each key 4 heads of 16, twice.
+    one_token = [2 * 2 * (64 * (64 + 64 + 3 * 90) + n * 4 * (16 + 16)) for n in (17, 40)]
+    assert prompts["second_on_flops"].tolist() == one_token
     # 2 layers, 2 KV heads of 16, keys and values of 4 bytes, blocks of 16.
     assert prompts["kv_bytes"].tolist() == [blocks * 16 * 2 * 2 * 2 * 16 * 4 for blocks in (2, 3)]
     assert prompts["kv_saved_bytes"].tolist() == prompts["kv_bytes"].tolist()
@@ -121,6 +124,7 @@ def test_a_run_leaves_tables_and_a_page(
     slow = groups[(groups["group"] == "second") & ~groups["fast_prefill"]]
     assert prompts["second_off_ms"].tolist() == slow.groupby("num_prompt_tokens")["time_ms"].median().tolist()
     assert (groups["time_ms"] > 0).all()
+    assert groups[(groups["group"] == "second") & groups["fast_prefill"]]["flops"].isin(one_token).all()
     page = (out / "report.html").read_text()
     plots = json.loads(page.split('<script type="application/json" id="plots">')[1].split("</script>")[0])
     assert [p["id"] for p in plots] == ["times", "ratios", "flops", "ttft"]
