@@ -6,7 +6,6 @@ from tests.mutation import Mutation
 
 LLAMA4 = "tests/models/test_llama4.py"
 LLAMA4_CONFIG = "tests/models/test_llama4_config.py"
-LLAMA4_ORACLE = "tests/oracle/test_llama4.py"
 FORMS = "tests/models/test_expert_forms.py"
 
 MODELS = (
@@ -72,19 +71,5 @@ MODELS = (
         "best.values.float().sigmoid()",
         "best.values.float().softmax(-1)",
         f"{LLAMA4}::test_router_is_transformers_own",
-    ),
-    Mutation(
-        "a layer that shares takes its queries to stand where the pass ends",
-        "rayk/oracle/sharing.py",
-        "int(super().get_seq_length(source)) - self._num_new",
-        "int(super().get_seq_length(source))",
-        f"{LLAMA4_ORACLE}::test_a_text_fed_in_pieces_is_one_text",
-    ),
-    Mutation(
-        "gaps of a router are measured on its scores",
-        "rayk/oracle/routing.py",
-        "logits = output[1] if len(output) == 2 else output[0]",
-        "logits = output[0]",
-        f"{LLAMA4_ORACLE}::test_routers_choose_clearly",
     ),
 )
