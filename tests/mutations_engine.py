@@ -206,7 +206,7 @@ ENGINE = (
         "rayk/experiments/judge.py",
         "return sum(known) if known and len(known) == len(told) else None",
         "return known[0] if known and len(known) == len(told) else None",
-        "tests/experiments/test_token_layers.py",
+        "tests/experiments/test_token_layers.py::test_all_engines_of_a_side_and_all_repeats_are_added_up",
     ),
     Mutation(
         "a wrong input is put down to a layer that keeps nothing",
