@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 LLAMA4 = "tests/models/test_llama4.py"
 LLAMA4_CONFIG = "tests/models/test_llama4_config.py"
+GEMMA3N = "tests/models/test_gemma3n.py"
 FORMS = "tests/models/test_expert_forms.py"
 
 MODELS = (
@@ -71,5 +72,68 @@ MODELS = (
         "best.values.float().sigmoid()",
         "best.values.float().softmax(-1)",
         f"{LLAMA4}::test_router_is_transformers_own",
+    ),
+    Mutation(
+        "a layer's own input is added to the first stream, too",
+        "rayk/models/layers/altup.py",
+        "streams[1:] += ",
+        "streams[:] += ",
+        f"{GEMMA3N}::test_logits_equal_transformers",
+    ),
+    Mutation(
+        "tokens beyond the table of own inputs read its last row",
+        "rayk/models/layers/altup.py",
+        "token_ids.where(token_ids < self._table_size, 0)",
+        "token_ids.clamp(max=self._table_size - 1)",
+        f"{GEMMA3N}::test_logits_equal_transformers",
+    ),
+    Mutation(
+        "streams are predicted by transposed weights",
+        "rayk/models/layers/altup.py",
+        ".view(-1, num_streams, num_streams)",
+        ".view(-1, num_streams, num_streams).mT",
+        f"{GEMMA3N}::test_logits_equal_transformers",
+    ),
+    Mutation(
+        "the active stream is taken to be the first",
+        "rayk/models/layers/altup.py",
+        "self._modalities(streams[self._active])",
+        "self._modalities(streams[0])",
+        f"{GEMMA3N}::test_logits_equal_transformers",
+    ),
+    Mutation(
+        "corrections start from what the layer got",
+        "rayk/models/layers/altup.py",
+        "self.altup.correct(predicted, out)",
+        "self.altup.correct(x, out)",
+        f"{GEMMA3N}::test_logits_equal_transformers",
+    ),
+    Mutation(
+        "gates that are kept lose nothing",
+        "rayk/models/layers/mlp.py",
+        "F.relu(gate - cut[:, None])",
+        "gate.where(gate > cut[:, None], 0)",
+        f"{GEMMA3N}::test_gates_are_cut_as_transformers_cuts_them",
+    ),
+    Mutation(
+        "every rank cuts by the mean of its own gates",
+        "rayk/models/layers/mlp.py",
+        "if self._comm.size > 1:",
+        "if self._comm.size < 0:",
+        f"{GEMMA3N}::test_gates_are_cut_as_transformers_cuts_them",
+    ),
+    Mutation(
+        "own inputs are not picked out with the tokens that are wanted",
+        "rayk/models/decoder.py",
+        "None if own_inputs is None else own_inputs.index_select(-2, wanted)",
+        "own_inputs",
+        f"{GEMMA3N}::test_computing_only_wanted_tokens_changes_none_of_their_logits",
+    ),
+    Mutation(
+        "values are not normed",
+        "rayk/models/builders/attention.py",
+        "Norm(None, config.norm) if config.v_norm else None",
+        "None",
+        f"{GEMMA3N}::test_logits_equal_transformers",
     ),
 )
