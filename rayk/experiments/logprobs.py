@@ -3,6 +3,7 @@
 The reference is given the very tokens the engines chose (at any temperature), so that one token chosen
 otherwise says nothing about the next. Compared are the log probabilities that the engines report: of every
 output token, and of every prompt token but the first, which a wrong prefill anywhere in the prompt changes.
+Engines with fast prefill tell nothing of prompts; then it is output tokens alone, and the cell's row says so.
 At temperature 0 a chosen token must also be nearly as good as the reference's best.
 
 Bounds come from `noise`: outside float32 they are measured, in float32 they are LOGPROB_FLOOR.
