@@ -56,7 +56,7 @@ def test_an_interrupted_run_ends_with_the_tables_of_a_whole_one(
 ) -> None:
     matrix = [
         {"mode": "aggregated", "prefill.layout": ["BHLNC", "LBNHC", "LHBNC"]},
-        {"decode.layout": ["BHLNC", "LBNHC"], "decode.tp": 2},
+        {"decode.layout": ["BHLNC", "LBNHC"]},
     ]
     whole = spec(matrix, **SHORT)
     path, out = write_spec(tmp_path, whole), tmp_path / "run"
