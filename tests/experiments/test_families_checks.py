@@ -81,3 +81,21 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
         assert values.max_error_of_bound > 0
         # Flipped routes may lie beyond the bound, if they are few.
         assert values.max_error_of_bound < 1 or (routed and dtype != "float32")
+
+
+def test_a_prompt_that_ends_with_a_chunk_is_judged_where_rows_live(checkpoint: Callable[..., Path]) -> None:
+    """Nothing of chunked layers is live then, and of full ones all is."""
+    path = checkpoint("llama4")
+    config = load_config(path)
+    chunk = next(layer.chunk for layer in config.layers if layer.chunk is not None)
+    prompts = [prompts_of(path)[-1][: 2 * chunk]]
+    references = References(str(path), CHECKPOINTS / "reference-cache", "float32", routed=True)
+    with Pair.open(path, tp=(1, 2), max_batch_tokens=64, num_blocks=64) as pair:
+        _, captured = handed_over(pair, prompts)
+        groups = pair.p.engine.ranks[0].plan.groups
+    bounds = measure_values(references, prompts, config)
+    kept = references.kv(prompts[0])
+    values = compare_values("0", captured[0], kept, groups, 2 * chunk, bounds, config)
+    assert values.mismatch is None
+    assert values.num_values == num_judged(groups, 1, 2 * chunk, bounds) > 0
+    assert any(not g.spec.live_rows(2 * chunk) for g in groups)
