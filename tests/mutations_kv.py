@@ -281,7 +281,7 @@ KV = (
     ),
     Mutation(
         "chunks begin inside kernel blocks",
-        "rayk/kv/geometry.py",
+        "rayk/kv/kernel_blocks.py",
         "or gcd(rows, *lengths)",
         "or rows",
         f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_runs_begin_with",
@@ -295,16 +295,16 @@ KV = (
     ),
     Mutation(
         "kernel blocks held to one of the chunks",
-        "rayk/engine/plan.py",
-        "if any(length % rows for length in lengths):",
-        "if any(length % rows for length in lengths[:1]):",
+        "rayk/kv/kernel_blocks.py",
+        "if any(length % rows for length in lengths[kind]):",
+        "if all(length % rows for length in lengths[kind]):",
         f"{CHUNKED}::test_layers_of_unlike_chunks_in_one_group_share_what_divides_them",
     ),
     Mutation(
         "a spec's kernel blocks are not held to chunks",
         "rayk/specs/engines.py",
-        "any(length % rows for length in chunks[kind])",
-        "False",
+        "            group_chunks(groups, config),",
+        "            [()] * len(groups),",
         "tests/specs/test_groups.py::test_kernel_blocks_must_divide_chunks",
     ),
     Mutation(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
 
-from rayk.kv.geometry import RankGeometry, kernel_block_sizes, layout_veto, plan_rank
+from rayk.kv.geometry import RankGeometry, layout_veto, plan_rank
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.kernel_blocks import bad_kernel_blocks, kernel_block_sizes
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
-from rayk.kv.specs import KVCacheSpec, rows_per_block
+from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.types.config import EngineConfig
@@ -65,26 +65,12 @@ def plan_engine(
 def _kernel_blocks(
     groups: Sequence[KVCacheGroup], config: EngineConfig, chunks: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Rows of a kernel block, by group; `chunks` as of group_chunks."""
-    kinds = {g.spec.kind for g in groups if g.spec.has_token_rows}
-    for kind, _ in config.kernel_block_sizes:
-        if kind not in kinds:
-            raise UserError(f"kernel_block_sizes: no {kind} groups", mend=f"one of {sorted(kinds)}")
-    sizes = kernel_block_sizes(groups, config.kernel_block_size, dict(config.kernel_block_sizes), chunks)
-    for group, rows, lengths in zip(groups, sizes, chunks, strict=True):
-        kind, size = group.spec.kind, group.spec.block_size
-        if rows_per_block(group.spec) % rows:
-            raise UserError(
-                f"kernel blocks of {rows} do not divide the {kind} groups' blocks of {size} tokens",
-                mend=f"kernel_block_size: a divisor of {size}",
-            )
-        if any(length % rows for length in lengths):
-            what = " and ".join(map(str, lengths))
-            raise UserError(
-                f"kernel blocks of {rows} do not divide the chunks of {what} positions in {kind} groups",
-                mend=f"kernel_block_size: a divisor of {gcd(size, *lengths)}, or none (which takes that)",
-            )
-    return sizes
+    """Rows of a kernel block, by group; `chunks` as of group_chunks. Raises UserError."""
+    asked = config.kernel_block_size, dict(config.kernel_block_sizes), chunks
+    bad = bad_kernel_blocks(groups, *asked, config.block_size)
+    if bad is not None:
+        raise UserError(bad.problem, mend=bad.mend)
+    return kernel_block_sizes(groups, *asked)
 
 
 def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:

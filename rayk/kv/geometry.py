@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from math import gcd, lcm
+from math import lcm
 
 from rayk.kv.fields import ITEMSIZE, PageField
 from rayk.kv.groups import KVCacheGroup
@@ -178,26 +178,6 @@ def plan_rank(
     laid_out = tuple(share.place(step) for share in shares)
     block_bytes = step if layout.block_outermost else step * positions
     return RankGeometry(tp_size, tp_rank, layout, num_blocks, block_bytes, laid_out)
-
-
-def kernel_block_sizes(
-    groups: Sequence[KVCacheGroup],
-    default: int | None,
-    by_kind: Mapping[str, int],
-    chunks: Sequence[Sequence[int]] | None = None,
-) -> tuple[int, ...]:
-    """Rows of a kernel block for each group: by kind, else `default`, else (and where tokens have no rows)
-    a whole block.
-
-    `chunks`: by group, the lengths of its layers' chunks (None: there are none). Each chunk must begin with
-    a kernel block: where not all begin with a whole block, kernel blocks are parts of it.
-    """
-    sizes = []
-    for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
-        rows = rows_per_block(g.spec)
-        wanted = by_kind.get(g.spec.kind) or default or gcd(rows, *lengths)
-        sizes.append(wanted if g.spec.has_token_rows else rows)
-    return tuple(sizes)
 
 
 def layout_veto(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from math import gcd
 
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.kernel_blocks import bad_kernel_blocks
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
@@ -40,39 +40,20 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
     """Refuse kernel blocks that do not divide a group's or its layers' chunks, or of kinds the model lacks.
     Raises SpecError."""
     for side, engine in _engines(cell):
-        groups = [g for g in engine_groups(engine, config) if g.spec.has_token_rows]
-        block_sizes = {g.spec.kind: g.spec.block_size for g in groups}
-        chunks: dict[str, set[int]] = {kind: set() for kind in block_sizes}
-        for g, lengths in zip(groups, group_chunks(groups, config), strict=True):
-            chunks[g.spec.kind].update(lengths)
-        sizes = dict(engine.kernel_block_sizes)
-        for kind in sizes:
-            if kind not in block_sizes:
-                kinds = ", ".join(block_sizes)
-                raise SpecError(
-                    problem=f"{side}: kernel_block_sizes names {kind} groups, and the model has none",
-                    where=_where(cell, side, "kernel_block_sizes", loaded),
-                    mend=f"it has {kinds}" if kinds else "it keeps states only, whose blocks are whole",
-                )
-        for kind, block_size in block_sizes.items():
-            rows = sizes.get(kind, engine.kernel_block_size)
-            name = "kernel_block_sizes" if kind in sizes else "kernel_block_size"
-            if rows is not None and block_size % rows:
-                grown = block_size != engine.block_size
-                raise SpecError(
-                    problem=f"{side}: kernel_block_size {rows} does not divide block_size {block_size}"
-                    + (f", to which blocks of {engine.block_size} grow in {kind} groups" if grown else ""),
-                    where=_where(cell, side, name, loaded),
-                    mend=f"a divisor of {block_size}",
-                )
-            if rows is not None and any(length % rows for length in chunks[kind]):
-                what = " and ".join(map(str, sorted(chunks[kind])))
-                raise SpecError(
-                    problem=f"{side}: kernel_block_size {rows} does not divide the chunks of {what} "
-                    f"positions that layers of {kind} groups see",
-                    where=_where(cell, side, name, loaded),
-                    mend=f"a divisor of {gcd(block_size, *chunks[kind])}, or leave it out (it is that then)",
-                )
+        groups = engine_groups(engine, config)
+        bad = bad_kernel_blocks(
+            groups,
+            engine.kernel_block_size,
+            dict(engine.kernel_block_sizes),
+            group_chunks(groups, config),
+            engine.block_size,
+        )
+        if bad is not None:
+            raise SpecError(
+                problem=f"{side}: {bad.problem}",
+                where=_where(cell, side, bad.setting, loaded),
+                mend=bad.mend,
+            )
 
 
 def check_layer_backends(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.kv.fields import twin_taps
-from rayk.kv.geometry import kernel_block_sizes
+from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks, kv_cache_specs
 from rayk.specs.cells import Cell

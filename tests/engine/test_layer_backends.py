@@ -139,12 +139,9 @@ def test_a_kernel_block_size_of_one_group(hybrid: Model, kind: str, kernel: int,
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            {"kernel_block_sizes": (("sliding", 6),)},
-            "6 do not divide the sliding groups' blocks of 16 tokens",
-        ),
-        ({"kernel_block_size": 6}, "6 do not divide the full groups' blocks of 16 tokens"),
-        ({"kernel_block_sizes": (("mla", 8),)}, "no mla groups"),
+        ({"kernel_block_sizes": (("sliding", 6),)}, "kernel_block_size 6 does not divide block_size 16"),
+        ({"kernel_block_size": 6}, "kernel_block_size 6 does not divide block_size 16"),
+        ({"kernel_block_sizes": (("mla", 8),)}, "names mla groups, and the model has none"),
     ],
 )
 def test_kernel_blocks_that_cannot_be(hybrid: Model, changes: dict[str, Any], problem: str) -> None:

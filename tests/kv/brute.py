@@ -14,8 +14,9 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from rayk.kv.geometry import Coordinate, RankGeometry, kernel_block_sizes, plan_rank
+from rayk.kv.geometry import Coordinate, RankGeometry, plan_rank
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
+from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import (
     ChunkedLocalSpec,

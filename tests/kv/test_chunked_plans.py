@@ -58,7 +58,7 @@ def test_layers_of_unlike_chunks_in_one_group_share_what_divides_them():
     (whole,) = plan_engine(EngineConfig(model="made", block_size=24, hybrid_kv=False), model).ranks[0].groups
     assert whole.kernel_block_size == 6
     with pytest.raises(
-        UserError, match="kernel blocks of 12 do not divide the chunks of 12 and 18 positions"
+        UserError, match="kernel_block_size 12 does not divide the chunks of 12 and 18 positions"
     ):
         plan_engine(EngineConfig(model="made", block_size=24, kernel_block_size=12, hybrid_kv=False), model)
     made = plan_engine(EngineConfig(model="made", block_size=24), model)
@@ -88,9 +88,13 @@ def test_blocks_that_have_grown_are_cut_for_chunks_too(hybrid_kv: bool):
 @pytest.mark.parametrize(
     ("settings", "problem", "mend"),
     [
-        ({"kernel_block_size": 16}, "kernel blocks of 16 do not divide the chunks of 24", "a divisor of 8"),
+        (
+            {"kernel_block_size": 16},
+            "kernel_block_size 16 does not divide the chunks of 24",
+            "a divisor of 8",
+        ),
         ({"kernel_block_size": 4, "block_size": 12}, None, ""),
-        ({"kernel_block_size": 5}, "kernel blocks of 5 do not divide", "a divisor of 16"),
+        ({"kernel_block_size": 5}, "kernel_block_size 5 does not divide", "a divisor of 16"),
         ({"kernel_block_size": 2}, None, ""),
     ],
     ids=str,
@@ -115,11 +119,11 @@ def test_one_kinds_kernel_blocks_are_refused_or_taken_alone():
     # The full group has nothing of chunks, unless they lie in it.
     full = {"kernel_block_sizes": (("full", 16),)}
     assert kernel_blocks(plan(*LLAMA4, chunk=24, **full))[2:] == [("chunked", 16, 8), ("full", 16, 16)]
-    with pytest.raises(UserError, match="chunks of 24 positions in full groups"):
+    with pytest.raises(UserError, match="chunks of 24 positions that layers of full groups see"):
         plan(*LLAMA4, chunk=24, hybrid_kv=False, **full)
-    with pytest.raises(UserError, match="chunks of 24 positions in chunked groups"):
+    with pytest.raises(UserError, match="chunks of 24 positions that layers of chunked groups see"):
         plan(*LLAMA4, chunk=24, kernel_block_sizes=(("chunked", 16),))
-    with pytest.raises(UserError, match="no chunked groups"):
+    with pytest.raises(UserError, match="names chunked groups, and the model has none"):
         plan(*LLAMA4, chunk=24, hybrid_kv=False, **by_kind)
 
 
@@ -128,6 +132,6 @@ def test_a_kernel_block_is_refused_where_blocks_have_grown():
     layers = ("state", "chunked", "state", "full")
     assert ("chunked", 48, 16) in kernel_blocks(plan(*layers, chunk=32))
     assert ("chunked", 48, 8) in kernel_blocks(plan(*layers, chunk=32, kernel_block_size=8))
-    with pytest.raises(UserError, match="kernel blocks of 24 do not divide the chunks of 32") as caught:
+    with pytest.raises(UserError, match="kernel_block_size 24 does not divide the chunks of 32") as caught:
         plan(*layers, chunk=32, kernel_block_size=24)
     assert "a divisor of 16" in caught.value.mend

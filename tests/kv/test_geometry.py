@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from rayk.kv.geometry import canonical_page, kernel_block_sizes, layout_veto, plan_rank
+from rayk.kv.geometry import canonical_page, layout_veto, plan_rank
 from rayk.kv.groups import group_layers
+from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import Unsupported
 from tests.kv.brute import (

@@ -11,8 +11,9 @@ import torch
 
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, FieldView, allocate
 from rayk.kv.fields import ITEMSIZE, PageField
-from rayk.kv.geometry import kernel_block_sizes, plan_rank
+from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.transfer.agent import TransferAgent

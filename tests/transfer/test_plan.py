@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayk.kv.geometry import RankGeometry, kernel_block_sizes, plan_rank
+from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba1Spec, SlidingWindowSpec
 from rayk.transfer.plan import (

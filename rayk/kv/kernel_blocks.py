@@ -1,0 +1,85 @@
+"""The parts of a block that attention kernels address: which sizes engines take, and which are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import rows_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class BadKernelBlocks:
+    """Why kernel blocks cannot be what a setting asks for."""
+
+    setting: str
+    """Its name: kernel_block_size or kernel_block_sizes."""
+    problem: str
+    mend: str
+
+
+def kernel_block_sizes(
+    groups: Sequence[KVCacheGroup],
+    default: int | None,
+    by_kind: Mapping[str, int],
+    chunks: Sequence[Sequence[int]] | None = None,
+) -> tuple[int, ...]:
+    """Rows of a kernel block for each group: by kind, else `default`, else (and where tokens have no rows)
+    a whole block.
+
+    `chunks`: by group, the lengths of its layers' chunks (None: there are none). Each chunk must begin with
+    a kernel block: where not all begin with a whole block, kernel blocks are parts of it.
+    """
+    sizes = []
+    for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
+        rows = rows_per_block(g.spec)
+        wanted = by_kind.get(g.spec.kind) or default or gcd(rows, *lengths)
+        sizes.append(wanted if g.spec.has_token_rows else rows)
+    return tuple(sizes)
+
+
+def bad_kernel_blocks(
+    groups: Sequence[KVCacheGroup],
+    default: int | None,
+    by_kind: Mapping[str, int],
+    chunks: Sequence[Sequence[int]],
+    block_size: int,
+) -> BadKernelBlocks | None:
+    """The first thing that is wrong with what `kernel_block_sizes` is asked for, or None.
+
+    A kernel block divides the blocks of its groups and the chunks of their layers; sizes by kind are of
+    groups that are there. `block_size`: tokens of a block before it grew.
+    """
+    blocks = {g.spec.kind: g.spec.block_size for g in groups if g.spec.has_token_rows}
+    for kind in by_kind:
+        if kind not in blocks:
+            return BadKernelBlocks(
+                "kernel_block_sizes",
+                f"kernel_block_sizes names {kind} groups, and the model has none",
+                f"it has {', '.join(blocks)}" if blocks else "it keeps states only, whose blocks are whole",
+            )
+    lengths: dict[str, set[int]] = {kind: set() for kind in blocks}
+    for g, of_group in zip(groups, chunks, strict=True):
+        lengths.get(g.spec.kind, set()).update(of_group)
+    for kind, size in blocks.items():
+        rows = by_kind.get(kind, default)
+        if rows is None:
+            continue
+        setting = "kernel_block_sizes" if kind in by_kind else "kernel_block_size"
+        if size % rows:
+            grown = f", to which blocks of {block_size} grow in {kind} groups" if size != block_size else ""
+            return BadKernelBlocks(
+                setting,
+                f"kernel_block_size {rows} does not divide block_size {size}{grown}",
+                f"a divisor of {size}",
+            )
+        if any(length % rows for length in lengths[kind]):
+            return BadKernelBlocks(
+                setting,
+                f"kernel_block_size {rows} does not divide the chunks of "
+                f"{' and '.join(map(str, sorted(lengths[kind])))} positions that layers of {kind} groups see",
+                f"a divisor of {gcd(size, *lengths[kind])}, or leave it out (it is that then)",
+            )
+    return None
