@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.gemma3n import modeling_gemma3n
 
 from rayk.models.families import load_config
 from rayk.models.layers.mlp import GateCut
@@ -256,33 +258,62 @@ class Counting:
 
 
 def gates(num_tokens: int, size: int) -> torch.Tensor:
-    """Every token's of another mean and deviation; the last one's are all alike."""
+    """Every token's of another mean and deviation."""
     torch.manual_seed(5)
-    found = torch.randn(num_tokens, size) * torch.rand(num_tokens, 1) * 4 + torch.randn(num_tokens, 1)
-    found[-1] = 1.5
-    return found
+    return torch.randn(num_tokens, size) * torch.rand(num_tokens, 1) * 4 + torch.randn(num_tokens, 1)
+
+
+def transformers_cut(sparsity: float, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    text = transformers.Gemma3nTextConfig(
+        hidden_size=16, intermediate_size=size, num_hidden_layers=1, activation_sparsity_pattern=[sparsity]
+    )
+    return modeling_gemma3n.Gemma3nTextMLP(text)._gaussian_topk
+
+
+def cut_by_ranks(sparsity: float, x: torch.Tensor, tp_size: int) -> torch.Tensor:
+    """Gates [T, N] in shares as unlike as can be, cut with one sum of two numbers a token."""
+    num_tokens, size = x.shape
+
+    def body(comm: Comm) -> torch.Tensor:
+        counting = Counting(comm)
+        share = x.tensor_split(tp_size, dim=1)[comm.rank]
+        cut = GateCut(sparsity, size, counting).forward(share)
+        assert counting.summed == ([(num_tokens, 2)] if tp_size > 1 else [])
+        return cut
+
+    return torch.cat(run_ranks(tp_size, body), dim=1)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("sparsity", [0.02, 0.5, 0.95])
 def test_gates_are_cut_as_transformers_cuts_them(sparsity: float, tp_size: int) -> None:
-    """Over the gates of all ranks, which hold unlike numbers of them, with one sum of two numbers a token."""
-    x = gates(7, 101)
-    text = transformers.Gemma3nTextConfig(
-        hidden_size=16, intermediate_size=101, num_hidden_layers=1, activation_sparsity_pattern=[sparsity]
-    )
-    theirs = transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextMLP(text)._gaussian_topk
-
-    def body(comm: Comm) -> torch.Tensor:
-        counting = Counting(comm)
-        share = x.tensor_split(tp_size, dim=1)[comm.rank]
-        cut = GateCut(sparsity, 101, counting).forward(share)
-        assert counting.summed == ([(7, 2)] if tp_size > 1 else [])
-        return cut
-
-    mine = torch.cat(run_ranks(tp_size, body), dim=1)
-    # Where a token's gates are alike, the deviation is what rounding leaves: nothing, or next to it.
-    assert_matches(mine[:-1], theirs(x.double())[:-1], theirs(x)[:-1])
-    assert float(mine[-1].abs().max()) < 1e-3
-    kept = float((mine[:-1] > 0).float().mean())
+    """Over the gates of all ranks, which hold unlike numbers of them."""
+    x = gates(6, 101)
+    mine, theirs = cut_by_ranks(sparsity, x, tp_size), transformers_cut(sparsity, 101)
+    assert_matches(mine, theirs(x.double()), theirs(x))
+    kept = float((mine > 0).float().mean())
     assert kept == pytest.approx(1 - sparsity, abs=0.06)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("sparsity", [0.3, 0.95])
+def test_gates_far_from_zero_are_cut_as_transformers_cuts_them(sparsity: float, tp_size: int) -> None:
+    """A mean of a thousand deviations: its square hides theirs in float32."""
+    torch.manual_seed(6)
+    x = 100 + 0.1 * torch.randn(64, 101)
+    x[::2] *= -1
+    mine, theirs = cut_by_ranks(sparsity, x, tp_size), transformers_cut(sparsity, 101)
+    assert_matches(mine, theirs(x.double()), theirs(x))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("size", [3, 7, 100, 101, 1000, 8192])
+def test_nothing_is_left_of_gates_that_are_alike(size: int, tp_size: int) -> None:
+    """What rounding makes of their variance, which is 0, may be negative, and has no root then."""
+    alike = torch.tensor([0.1, 1 / 3, -0.1, -2 / 3, 1e-3, 100.1, -7e5, 1e19, 0.0])
+    x = alike[:, None].expand(-1, size).contiguous()
+    for sparsity in (0.02, 0.5, 0.95):
+        assert torch.equal(cut_by_ranks(sparsity, x, tp_size), torch.zeros_like(x))
+        # In float32 theirs leaves a bit of rounding.
+        left = transformers_cut(sparsity, size)(x.double()) / x.abs().clamp(min=1e-9)
+        assert float(left.max()) < 1e-13

@@ -51,7 +51,14 @@ def check_all(comm: Comm) -> str:
 
 def check_sums_of_integers(comm: Comm) -> None:
     # Values whose sums every dtype holds exactly, so that equality is exact whatever the order.
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64):
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int32,
+        torch.int64,
+    ):
         for shape in ((1,), (3, 5), (0,), (1024,), (7, 911)):
             inputs = [(torch.arange(_numel(shape)) % 7 + r).view(shape) for r in range(comm.size)]
             tensor = inputs[comm.rank].to(dtype, copy=True)

@@ -39,11 +39,13 @@ class GateCut:
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
         """The rank's gates [T, its own] -> what they exceed the quantile by, 0 for those that do not."""
-        wide = gate.float()
+        # In float64, in which the difference keeps a deviation that is far below the mean.
+        wide = gate.double()
         sums = torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)
         if self._comm.size > 1:
             sums = self._comm.all_reduce(sums)
         mean, square = (sums / self._num_gates).unbind(-1)
+        # Where gates are alike, rounding may leave less than nothing.
         deviation = (square - mean.square()).clamp(min=0).sqrt()
         cut = mean.to(gate.dtype) + deviation.to(gate.dtype) * float(self._quantile.to(gate.dtype))
         return F.relu(gate - cut[:, None])
