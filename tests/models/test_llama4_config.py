@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from rayk.kv.specs import ChunkedLocalSpec, FullAttentionSpec
@@ -140,7 +141,7 @@ def test_maverick() -> None:
         {"layer_types": ["full_attention", "chunked_attention"] * 4},
         {"interleave_moe_layer_step": 3},
         {"interleave_moe_layer_step": 9},
-        {"moe_layers": [0, 3, 11]},
+        {"moe_layers": [0, 3, 7]},
         {"moe_layers": []},
         {"attn_temperature_tuning": False},
         {"attn_scale": 0.3, "floor_scale": 17},
@@ -153,11 +154,34 @@ def test_which_layers_are_what(changes: dict[str, Any]) -> None:
     assert_alike(parse_config(raw), theirs_of(raw))
 
 
-def test_no_chunks_without_a_size() -> None:
-    """transformers refuses to run such a model; other engines attend to everything."""
-    config = parse_config(SMALL | {"attention_chunk_size": None})
+CHUNK_NEEDED: dict[str, dict[str, Any]] = {
+    "by-rope": {},
+    "by-no-rope-layers": {"no_rope_layers": [0, 0, 0, 1, 0, 0, 0, 0]},
+    "by-layer-types": {"layer_types": ["full_attention"] * 7 + ["chunked_attention"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer"), zip(CHUNK_NEEDED.values(), (0, 3, 7), strict=True), ids=CHUNK_NEEDED
+)
+def test_no_chunks_without_a_size(changes: dict[str, Any], layer: int) -> None:
+    """transformers refuses to run such a model."""
+    raw = SMALL | changes | {"attention_chunk_size": None}
+    with pytest.raises(CheckpointError, match=f"`attention_chunk_size` is null, and layer {layer} attends"):
+        parse_config(raw)
+    model = transformers.Llama4ForCausalLM(theirs_of(raw | {"moe_layers": []}))
+    with pytest.raises(ValueError, match="attention_chunk_size"):
+        model(torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
+
+
+@pytest.mark.parametrize("no_rope_layers", [[], [0] * 8])
+def test_no_size_where_nothing_is_chunked(no_rope_layers: list[int]) -> None:
+    """Of layers that are listed as full ones, and of those that do not rotate."""
+    kinds = {"layer_types": ["full_attention"] * 8} if not no_rope_layers else {}
+    raw = SMALL | kinds | {"no_rope_layers": no_rope_layers, "attention_chunk_size": None}
+    config = parse_config(raw)
     assert {layer.chunk for layer in config.layers} == {None}
-    assert [layer.rope is None for layer in config.layers] == [False, False, False, True] * 2
+    assert_alike(config, theirs_of(raw))
 
 
 def test_where_config_json_is_silent() -> None:
@@ -190,6 +214,8 @@ def test_where_config_json_is_silent() -> None:
         ({"attn_scale": -0.1}, CheckpointError, "`attn_scale` must be a positive number"),
         ({"moe_layers": 3}, CheckpointError, "`moe_layers` must list layers"),
         ({"moe_layers": ["1"]}, CheckpointError, "`moe_layers` must list layers"),
+        ({"moe_layers": [0, 8]}, CheckpointError, r"layer 8, which is none of 8.*\n.*are 0 to 7"),
+        ({"moe_layers": [-1]}, CheckpointError, "`moe_layers` lists layer -1, which is none of 8"),
         ({"num_experts_per_tok": 17}, UnsupportedArchitecture, "17 is more than the 16 experts"),
         ({"hidden_act": "gelu_pytorch_tanh"}, UnsupportedArchitecture, "`hidden_act`"),
         ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedArchitecture, "fp8: quantized"),

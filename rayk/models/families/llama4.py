@@ -107,9 +107,7 @@ def _turning(raw: RawConfig, num_layers: int) -> list[bool]:
 
 
 def _chunks(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> list[int | None]:
-    """Of `layer_types`, or else of the layers that rotate; there are none where the size is null."""
-    given = raw.values["attention_chunk_size"]
-    chunk = None if given is None else raw.count("attention_chunk_size")
+    """Of the layers that `layer_types` says attend in chunks, or else of those that rotate."""
     kinds = raw.get("layer_types") or [FULL if layer.rope is None else CHUNKED for layer in layers]
     if not isinstance(kinds, list) or len(kinds) < len(layers):
         raise CheckpointError(
@@ -118,7 +116,15 @@ def _chunks(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> list[int | None]
     for index, kind in enumerate(kinds):
         if kind not in (CHUNKED, FULL):
             raise raw.refuse(f"`layer_types`[{index}] {kind!r} is not supported in this family")
-    return [chunk if kind == CHUNKED else None for kind in kinds[: len(layers)]]
+    kinds = kinds[: len(layers)]
+    chunk = None if raw.get("attention_chunk_size") is None else raw.count("attention_chunk_size")
+    if chunk is None and CHUNKED in kinds:
+        raise CheckpointError(
+            f"`attention_chunk_size` is null, and layer {kinds.index(CHUNKED)} attends in chunks",
+            where=raw.where,
+            mend="give their size, or a `layer_types` in which every layer is full_attention",
+        )
+    return [chunk if kind == CHUNKED else None for kind in kinds]
 
 
 def _temperature(raw: RawConfig) -> TemperatureConfig | None:
@@ -140,6 +146,14 @@ def _routed_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
         listed = list(range(step - 1, num_layers, step))
     if not isinstance(listed, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in listed):
         raise CheckpointError(f"`moe_layers` must list layers, not {listed!r}", where=raw.where)
+    for index in listed:
+        # transformers skips it without a word; no released config.json has one, so it is a slip.
+        if not 0 <= index < num_layers:
+            raise CheckpointError(
+                f"`moe_layers` lists layer {index}, which is none of {num_layers} (`num_hidden_layers`)",
+                where=raw.where,
+                mend=f"layers are 0 to {num_layers - 1}",
+            )
     return frozenset(listed)
 
 
