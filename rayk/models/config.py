@@ -273,8 +273,8 @@ class LayerConfig:
     """Chunked local attention: a query sees the keys of its own run of `chunk` positions, up to itself;
     None is all of them."""
     kv_source: int | None = None
-    """The earlier layer whose keys and values this one attends to: it makes and keeps none (see kv_sharing).
-    None: its own."""
+    """The earlier layer whose keys and values this one attends to: it makes and keeps none (see
+    models.families.sharing). None: its own."""
     rope: RopeConfig | None
     """None: the layer has no positions."""
     temperature: TemperatureConfig | None = None

@@ -142,7 +142,7 @@ def test_the_fingerprint_tells_models_apart(tmp_path: Any, key: str, value: Any)
     ("changes", "error", "match"),
     [
         ({"altup_active_idx": 4}, CheckpointError, "`altup_active_idx` 4 is none of 4 streams"),
-        ({"altup_active_idx": -1}, CheckpointError, "`altup_active_idx` must be a positive"),
+        ({"altup_active_idx": -1}, CheckpointError, "`altup_active_idx` must be an integer of zero or more"),
         ({"altup_num_inputs": 0}, CheckpointError, "`altup_num_inputs` must be a positive"),
         ({"altup_correct_scale": 1}, CheckpointError, "`altup_correct_scale` must be true or false"),
         ({"laurel_rank": "64"}, CheckpointError, "`laurel_rank` must be a positive"),
@@ -154,7 +154,8 @@ def test_the_fingerprint_tells_models_apart(tmp_path: Any, key: str, value: Any)
         ({"activation_sparsity_pattern": [0.95] * 29 + ["x"]}, CheckpointError, "below 1, not 'x'"),
         ({"num_kv_shared_layers": 30}, CheckpointError, "leaves none of 30 layers"),
         ({"num_kv_shared_layers": 26}, CheckpointError, "layer 4 .* there is none"),
-        ({"num_kv_shared_layers": -1}, CheckpointError, "`num_kv_shared_layers` must be"),
+        ({"altup_active_idx": False}, CheckpointError, "of zero or more, not False"),
+        ({"num_kv_shared_layers": -1}, CheckpointError, "must be an integer of zero or more, not -1"),
         ({"kv_sharing_targets": [None] * 30}, UnsupportedArchitecture, "`kv_sharing_targets`"),
         ({"layer_types": ["full_attention"]}, CheckpointError, "must list 30 layers"),
         ({"layer_types": ["chunked_attention"] * 30}, UnsupportedArchitecture, "'chunked_attention'"),

@@ -126,8 +126,8 @@ def test_the_last_layers_reuse_as_in_the_family_that_has_the_key(kinds: list[str
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_kv_shared_layers": 4}, r"`num_kv_shared_layers` 4 leaves none of 4 layers.*\n.*at most 3"),
     ({"num_kv_shared_layers": 9}, r"leaves none of 4 layers"),
-    ({"num_kv_shared_layers": -1}, r"`num_kv_shared_layers` must be a positive integer, not -1"),
-    ({"num_kv_shared_layers": "two"}, r"must be a positive integer, not 'two'"),
+    ({"num_kv_shared_layers": -1}, r"`num_kv_shared_layers` must be an integer of zero or more, not -1"),
+    ({"num_kv_shared_layers": "two"}, r"must be an integer of zero or more, not 'two'"),
     ({"num_kv_shared_layers": 3}, r"layer 1 \(window 21, chunk None\) would reuse.*layers 0 to 0.*none"),
     ({"num_kv_shared_layers": 2, **REUSE_TWO}, "`num_kv_shared_layers` and `kv_sharing_targets` both say"),
     ({"kv_sharing_targets": [None, None, 0]}, r"`kv_sharing_targets` must list 4 layers"),

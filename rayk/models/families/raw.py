@@ -46,9 +46,14 @@ class RawConfig:
 
     def whole(self, key: str, default: int | None = None) -> int:
         """An integer of zero or more. Raises CheckpointError when absent without default, or not one."""
-        if self.get(key, default) == 0 and self.get(key, default) is not False:
-            return 0
-        return self.count(key, default)
+        value = self.get(key, default)
+        if value is None:
+            raise CheckpointError(f"`{key}` is missing", where=self.where)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise CheckpointError(
+                f"`{key}` must be an integer of zero or more, not {value!r}", where=self.where
+            )
+        return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number. Raises CheckpointError when absent without default, or not one."""

@@ -6,8 +6,7 @@ num_kv_shared_layers   the last so many layers each reuse the last layer of thei
                        chunk) among the others; 0 or null: none (gemma3n/configuration_gemma3n.py:207)
 kv_sharing_targets     one entry per layer: the layer whose keys and values it reuses, null for its own
 
-Sharing layers have no weights of keys
-and values; those that a checkpoint still holds of them are ignored.
+Sharing layers have no weights of keys and values; those that a checkpoint still holds of them are ignored.
 """
 
 from __future__ import annotations
