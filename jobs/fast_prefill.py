@@ -196,8 +196,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Run:
                     run.measured.setdefault((num_tokens, fast), []).append(found)
         print(f"round {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
     short = [n for n in prompts if n <= options.reference_tokens] if options.dtype == "float32" else []
-    answers = Reference(folder).generate([prompts[n] for n in short], options.max_tokens, ignore_eos=True)
-    run.reference = {n: answer.token_ids for n, answer in zip(short, answers, strict=True)}
+    if short:
+        answers = Reference(folder).generate([prompts[n] for n in short], options.max_tokens, ignore_eos=True)
+        run.reference = {n: answer.token_ids for n, answer in zip(short, answers, strict=True)}
     return run
 
 
@@ -248,11 +249,13 @@ def _prompt_row(run: Run, num_tokens: int) -> dict[str, Any]:
     row: dict[str, Any] = {"num_prompt_tokens": num_tokens}
     for fast, side in ((False, "off"), (True, "on")):
         for number, name in enumerate(GROUPS):
-            row[f"{name}_{side}_ms"] = run.median(num_tokens, fast, lambda m, n=number: m.group_ms[n])
+            times = [one.group_ms[number] for one in run.measured[num_tokens, fast]]
+            row[f"{name}_{side}_ms"] = statistics.median(times)
+            row[f"{name}_{side}_min_ms"], row[f"{name}_{side}_max_ms"] = min(times), max(times)
             row[f"{name}_{side}_flops"] = _flops(run, num_tokens, fast, number)
         row[f"ttft_{side}_ms"] = run.median(num_tokens, fast, lambda m: m.ttft_ms)
         row[f"token_layers_{side}"] = sum(run.measured[num_tokens, fast][0].group_token_layers)
-    for name in ("second", "ttft"):
+    for name in (*GROUPS, "ttft"):
         row[f"{name}_ratio"] = row[f"{name}_on_ms"] / row[f"{name}_off_ms"]
     pairs = zip(run.measured[num_tokens, True], run.measured[num_tokens, False], strict=True)
     row["second_worst_ratio"] = max(on.group_ms[1] / off.group_ms[1] for on, off in pairs)
@@ -274,6 +277,12 @@ def write_model(options: argparse.Namespace) -> Path:
         raise UserError(
             f"--num-own-layers {num_own} of {options.num_layers} layers",
             mend="at least half of the layers, and not all, have keys and values of their own",
+        )
+    if options.num_heads % options.num_kv_heads or options.hidden_size % (2 * options.num_heads):
+        raise UserError(
+            f"--hidden-size {options.hidden_size}, --num-heads {options.num_heads}, --num-kv-heads "
+            f"{options.num_kv_heads}",
+            mend="KV heads divide the heads, and twice the heads divide the hidden size (rope turns pairs)",
         )
     overrides = {
         "num_hidden_layers": options.num_layers,
@@ -333,7 +342,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-_positive.__name__ = "number above 0"  # argparse says it
+def _not_negative(text: str) -> int:
+    """Raises ValueError, which argparse reports."""
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
+_positive.__name__, _not_negative.__name__ = "number above 0", "number from 0 on"  # argparse says it
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -341,32 +357,40 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (
-        ("num-layers", 24),
-        ("num-own-layers", 12),
-        ("hidden-size", 128),
-        ("num-heads", 4),
-        ("num-kv-heads", 2),
-        ("intermediate-size", 512),
-        ("vocab-size", 515),
-        ("repeats", 5),
-        ("max-tokens", 8),
-        ("reference-tokens", 1024),
-        ("seed", 0),
-        ("threads", len(os.sched_getaffinity(0))),
+    for name, default, kind, meaning in (
+        ("num-layers", 24, _positive, "of the model"),
+        ("num-own-layers", 12, _positive, "layers with keys and values of their own; those after reuse them"),
+        ("hidden-size", 128, _positive, "of the model; a multiple of twice the heads"),
+        ("num-heads", 4, _positive, "query heads"),
+        ("num-kv-heads", 2, _positive, "heads of keys and values; they divide the query heads"),
+        ("intermediate-size", 512, _positive, "of each layer's MLP"),
+        ("vocab-size", 515, _positive, "of the model"),
+        ("repeats", 5, _positive, "of every prompt on either engine, after one uncounted round"),
+        ("max-tokens", 8, _positive, "output tokens of a request; only its prefill is timed"),
+        ("reference-tokens", 1024, _not_negative, "longest prompt transformers is asked about; 0: none"),
+        ("seed", 0, int, "of the prompts"),
+        ("threads", 1, _positive, "of torch and the CPU kernels"),
     ):
-        kind = _positive if default else int
-        parser.add_argument(f"--{name}", type=kind, default=default, help="default: %(default)s")
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{meaning} (default: %(default)s)")
     parser.add_argument(
-        "--prompts", type=_positive, nargs="+", default=[512, 1024, 2048, 4096, 8192], metavar="N"
+        "--prompts",
+        type=_positive,
+        nargs="+",
+        default=[512, 1024, 2048, 4096, 8192],
+        metavar="N",
+        help="tokens of each prompt (default: 512 to 8192)",
     )
     parser.add_argument(
         "--chunk", type=_positive, help="tokens of a prefill step (default: the longest prompt)"
     )
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: %(default)s")
     parser.add_argument("--backend", default="auto", help="attention backend (default: %(default)s)")
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/fast-prefill"))
+    folder = Path("checkpoints/fast-prefill")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=folder, help="the model, written if missing (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results (default: runs/fast-prefill-<time>)")
     parser.add_argument("--check", action="store_true", help="a missed target is exit status 1")
     return parser.parse_args(arguments)

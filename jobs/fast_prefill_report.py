@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,15 +15,19 @@ from rayk.reports.verdicts import format_bytes
 
 TABLES = ("prompts", "groups", "requests")
 
+PUBLISHED_LAYERS, PUBLISHED_OWN_LAYERS = 24, 12
 PUBLISHED_TOKENS, PUBLISHED_OFF_MS, PUBLISHED_ON_MS = 8192, 16.6, 9.7
 PUBLISHED = (
-    "The published experiment: a Qwen2-like model of 24 layers whose last 12 reuse the first 12, on a GPU; "
+    f"The published experiment: a Qwen2-like model of {PUBLISHED_LAYERS} layers whose last "
+    f"{PUBLISHED_LAYERS - PUBLISHED_OWN_LAYERS} reuse the first {PUBLISHED_OWN_LAYERS}, on a GPU; "
     f"at {PUBLISHED_TOKENS:,} tokens the second layer group took {PUBLISHED_OFF_MS} ms without fast prefill "
     f"and {PUBLISHED_ON_MS} ms with it, a ratio of {PUBLISHED_ON_MS / PUBLISHED_OFF_MS:.2f}. Those times and "
     "that ratio are of another machine and another engine and were not measured here: they say nothing of "
-    "how fast ours is. What is reproduced is the form of the model, the lengths of the prompts, and that the "
-    "second group's time falls while the first one's stays."
+    "how fast ours is. What is repeated is the form: two groups of layers, of which the second reuses the "
+    "first's keys and values."
 )
+UNSTEADY = 2.0
+"""Slowest over fastest repeat of a group from which on a run says that its times are unsteady."""
 
 COLUMNS = (
     Column(title="prompt tokens", key="num_prompt_tokens", spec=",d"),
@@ -49,6 +54,8 @@ COUNTS = (
     Column(title="tokens and transformers'", key="transformers"),
 )
 
+MARKS = "Lines join the medians; small dots and crosses are single repeats of the second and the first group."
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -66,6 +73,49 @@ def counted(rows: Rows) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def published(rows: Rows, model: DecoderConfig) -> str:
+    """The published experiment, how this run differs from it in form, and this run's own ratios."""
+    parts = [PUBLISHED]
+    num_layers, num_own = model.num_layers, model.fast_prefill_layers.start
+    if (num_layers, num_own) != (PUBLISHED_LAYERS, PUBLISHED_OWN_LAYERS):
+        parts.append(
+            f"Unlike there, {num_own} of {num_layers} layers have keys and values of their own here."
+        )
+    if all(row["num_prompt_tokens"] != PUBLISHED_TOKENS for row in rows):
+        parts.append(f"No prompt of {PUBLISHED_TOKENS:,} tokens was run here.")
+    ratios = "; ".join(
+        f"{row['num_prompt_tokens']:,} tokens {row['first_ratio']:.2f} and {row['second_ratio']:.2g}"
+        for row in rows
+    )
+    parts.append(
+        f"What this run took with fast prefill of its time without, first and second group: {ratios}."
+    )
+    return " ".join(parts)
+
+
+def unsteady(rows: Rows) -> list[str]:
+    """The groups whose repeats differ by more than a factor UNSTEADY, in words."""
+    found = []
+    for row in rows:
+        for group, side in itertools.product(("first", "second"), ("off", "on")):
+            low, high = row[f"{group}_{side}_min_ms"], row[f"{group}_{side}_max_ms"]
+            if high > UNSTEADY * low:
+                what = f"{row['num_prompt_tokens']:,} tokens, {group} group {side}"
+                found.append(f"{what}: {low:,.2f} to {high:,.2f} ms")
+    return found
+
+
+def warning(rows: Rows) -> str:
+    """What a reader must know of unsteady times; empty where they are steady."""
+    found = unsteady(rows)
+    if not found:
+        return ""
+    return (
+        f"Unsteady times: repeats of one group differ by more than a factor {UNSTEADY:g}, as on a machine "
+        f"that does something else: {'; '.join(found)}."
+    )
 
 
 def about(model: DecoderConfig, options: argparse.Namespace) -> str:
@@ -124,7 +174,9 @@ def markdown(
             *markdown_table([c.title for c in columns], text_rows(columns, counted(rows))),
             "",
         ]
-    lines += [PUBLISHED, "", "Environment:", "", *(f"- {line}" for line in machine(environment))]
+    if warning(rows):
+        lines += [f"**{warning(rows)}**", ""]
+    lines += [published(rows, model), "", "Environment:", "", *(f"- {line}" for line in machine(environment))]
     return "\n".join(lines)
 
 
@@ -145,6 +197,8 @@ def make_page(
     if asked:
         text = "tokens as transformers'" if right else "tokens are not transformers'"
         chips.append(("met" if right else "unmet", text))
+    if warning(rows):
+        chips.append(("NEAR_TIE", "unsteady times"))
     return Page(
         eyebrow=f"rayk · fast prefill · {str(environment['started']).replace('T', ' ')[:16]}",
         title=f"Fast prefill: {best['num_prompt_tokens']:,} tokens pass the second layer group in "
@@ -157,10 +211,11 @@ def make_page(
             (format_bytes(best["kv_saved_bytes"]), f"of {whole_kv} of KV are not kept"),
         ],
         sections=[
-            Section(title="Times", note=about(model, options), plots=_time_plots(tables)),
+            Section(title="Times", note=f"{about(model, options)} {MARKS}", plots=_time_plots(tables)),
             Section(
                 title="By prompt",
-                note="Medians in milliseconds; ratios of medians, and the largest of any repeat.",
+                note="Medians in milliseconds; ratios of medians, and the largest of any repeat. "
+                + warning(rows),
                 columns=COLUMNS,
                 rows=rows,
             ),
@@ -171,7 +226,7 @@ def make_page(
                 columns=COUNTS,
                 rows=rows,
             ),
-            Section(title="Published", note=PUBLISHED),
+            Section(title="Published", note=published(rows, model)),
             Section(title="Reproduce", text="\n".join(_reproduce(options, environment))),
         ],
         environment=environment,
@@ -232,10 +287,12 @@ def _time_plots(tables: Mapping[str, Rows]) -> list[Plot]:
 def _count_plots(rows: Rows) -> list[Plot]:
     """Operations of the groups; time to first token."""
     sizes = [row["num_prompt_tokens"] for row in rows]
+    first = _line(sizes, [row["first_gflop"] for row in rows], "first, off and on", "soft")
     flops = [
         _line(sizes, [row["second_off_gflop"] for row in rows], "second, off", "mark"),
         _line(sizes, [row["second_on_gflop"] for row in rows], "second, on", "mark2"),
-        _line(sizes, [row["first_gflop"] for row in rows], "first", "soft"),
+        # Dashed: it runs beside the second group's without fast prefill, and the one must not hide the other.
+        first | {"line": first["line"] | {"dash": "dash"}},
     ]
     ttft = [
         _line(sizes, [row[f"ttft_{side}_ms"] for row in rows], side, colour)

@@ -185,6 +185,53 @@ def test_numbers_of_nothing_are_refused(job: Any, option: str, capsys: pytest.Ca
     assert f"argument {option}: invalid number above 0 value: '0'" in capsys.readouterr().err
 
 
+def test_heads_that_do_not_fit_are_refused_by_rule(job: Any, tmp_path: Path) -> None:
+    options = job.parse_options([*SIZES, "--num-heads", "3", "--checkpoint", str(tmp_path / "m")])
+    with pytest.raises(UserError, match="KV heads divide the heads"):
+        job.write_model(options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reference_can_be_left_out(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "Reference", None)
+    folder = CHECKPOINTS / "test-fast-prefill"
+    arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "1", "--reference-tokens", "0"]
+    options = job.parse_options([*arguments, "--checkpoint", str(folder), "--out", str(tmp_path / "out")])
+    assert options.threads == 1
+    assert job.run_job(options) == 0
+    assert "| equal | not asked |" in capsys.readouterr().out
+
+
+def test_the_report_says_what_this_run_measured(job: Any, model: Path) -> None:
+    """Its own ratios, where it differs from the published experiment, and which times are unsteady."""
+    report = sys.modules["fast_prefill_report"]
+    engines = {
+        fast: SimpleNamespace(
+            model=load_config(model),
+            groups=(range(2), range(2, 4)),
+            config=EngineConfig(model=str(model), num_blocks=4),
+        )
+        for fast in (False, True)
+    }
+    off = job.Measured(9.0, (4.0, 4.0), (20, 20), 40, (5,))
+    on = replace(off, group_ms=(3.0, 1.0), group_token_layers=(20, 2))
+
+    def rows(*fast: Any) -> list[dict[str, Any]]:
+        measured = {(10, False): [off] * len(fast), (10, True): list(fast)}
+        return list(job.tables(job.Run({10: ()}, engines, measured))["prompts"])
+
+    steady = rows(on, on)
+    told = report.published(steady, load_config(model))
+    assert "2 of 4 layers have keys and values of their own" in told
+    assert "No prompt of 8,192 tokens was run here" in told
+    assert told.endswith("first and second group: 10 tokens 0.75 and 0.25.")
+    assert report.warning(steady) == ""
+    unsteady = rows(on, replace(on, group_ms=(3.0, 2.1)))
+    assert report.unsteady(unsteady) == ["10 tokens, second group on: 1.00 to 2.10 ms"]
+
+
 @pytest.mark.parametrize("num_own", [1, 4])
 def test_layers_that_cannot_share_are_refused(job: Any, tmp_path: Path, num_own: int) -> None:
     options = job.parse_options(
