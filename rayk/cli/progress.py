@@ -64,6 +64,12 @@ class RunProgress:
             left = f"{num_cells - num_finished} left"
             self.console.print(f"resuming: {num_finished} of {num_cells} cells are on disk, {left}")
 
+    def phase(self, text: str) -> None:
+        """The bar's words on a terminal, a line elsewhere."""
+        self._bar.update(self._task, description=text)
+        if not self.console.is_terminal:
+            self.console.print(text, markup=False)
+
     def warn(self, text: str) -> None:
         """One line, as every diagnostic."""
         self.console.print(Text.assemble(("rayk: warning: ", "bold yellow"), text))

@@ -55,6 +55,10 @@ class CellJudge:
         self._by_dtype: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
 
+    def asks(self, cell: Cell) -> bool:
+        """Whether `ask` has anything to ask for a cell."""
+        return "tokens" in cell.checks or self.needs_capture(cell)
+
     def ask(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference's answers ready for a cell."""
         if "tokens" in cell.checks:

@@ -48,6 +48,9 @@ class Quiet:
     def plan(self, num_cells: int, num_finished: int) -> None:
         """Ignored."""
 
+    def phase(self, text: str) -> None:
+        """Ignored."""
+
     def warn(self, text: str) -> None:
         """A Python warning."""
         warnings.warn(text, stacklevel=2)
@@ -161,6 +164,7 @@ def _run_on_cluster(
     address: str | None,
     progress: Progress,
 ) -> None:
+    progress.phase("starting Ray")
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
 
@@ -174,12 +178,12 @@ def _run_on_cluster(
             left = [(cell, prompts) for cell, prompts in again if cell.cell_id in names]
         cells = [cell for cell, _ in left if not cell.unsupported]
         cells, fit_at_once = launch.fit_cells(cells)
+        progress.phase("starting workers")
         runner = _Runner(cells, keep_workers=fit_at_once)
         try:
             judges = {name: CellJudge(name, config, writer.directory) for name, config in configs.items()}
-            for cell, prompts in left:
-                if not cell.unsupported:
-                    _ask(judges[cell.spec.model], cell, prompts)  # the workers start meanwhile
+            _ask_all(left, judges, progress)  # the workers start meanwhile
+            progress.phase("waiting for the workers")
             cluster = {"ray_address": joined, "nodes": launch.describe_nodes(), "workers": runner.ready()}
             writer.write_environment(environment | cluster)
             decided = {cell.cell_id: cell for cell in cells}
@@ -212,6 +216,17 @@ def _run_cell(
     requests = [r for o in outcomes for r in o.requests]
     writer.write_cell(row, requests, [t for o in outcomes for t in o.transfers])
     progress.end(cell.cell_id, row.verdict, row.reason)
+
+
+def _ask_all(left: Planned, judges: Mapping[str, CellJudge], progress: Progress) -> None:
+    """Have the reference's answers ready."""
+    asking = [(judges[c.spec.model], c, p) for c, p in left if not c.unsupported]
+    asking = [(judge, cell, prompts) for judge, cell, prompts in asking if judge.asks(cell)]
+    if asking:
+        num_models = len({cell.spec.model for _, cell, _ in asking})
+        progress.phase("asking the reference" + (f" ({num_models} models)" if num_models > 1 else ""))
+    for judge, cell, prompts in asking:
+        _ask(judge, cell, prompts)
 
 
 def _ask(judge: CellJudge, cell: Cell, prompts: list[list[int]]) -> None:

@@ -6,10 +6,15 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told by the driver: plan once, then begin and end of every cell that runs; a warning at any time."""
+    """Told by the driver: plan once, phases until the first cell, then begin and end of every cell that runs;
+    a warning at any time."""
 
     def plan(self, num_cells: int, num_finished: int) -> None:
         """The matrix is known; `num_finished` cells are on disk from an earlier run."""
+        ...
+
+    def phase(self, text: str) -> None:
+        """What is done before the first cell, e.g. `starting Ray`."""
         ...
 
     def warn(self, text: str) -> None:

@@ -83,6 +83,8 @@ class Hooks:
 
     def plan(self, num_cells: int, num_finished: int) -> None: ...
 
+    def phase(self, text: str) -> None: ...
+
     def begin(self, cell_id: str) -> None:
         self._call("begin")
 
