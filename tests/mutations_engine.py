@@ -70,9 +70,9 @@ ENGINE = (
     ),
     Mutation(
         "kernel blocks of a kind are not checked",
-        "rayk/specs/engines.py",
-        "rows = sizes.get(kind, engine.kernel_block_size)",
-        "rows = engine.kernel_block_size",
+        "rayk/kv/kernel_blocks.py",
+        "rows = by_kind.get(kind, default)",
+        "rows = default",
         f"{SPECS}::test_settings_that_the_model_has_no_place_for",
     ),
     Mutation(

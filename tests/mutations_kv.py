@@ -121,8 +121,8 @@ KV = (
     Mutation(
         "waste without padding positions",
         "rayk/kv/groups.py",
-        "allocated += held_blocks(g.spec, num_tokens) * g.num_positions * page",
-        "allocated += held_blocks(g.spec, num_tokens) * len(g.layers) * page",
+        "allocated += held_blocks(g.spec, fullest) * g.num_positions * page",
+        "allocated += held_blocks(g.spec, fullest) * len(g.layers) * page",
         "tests/kv/test_groups.py::test_beaten_groupings",
     ),
     Mutation(
@@ -261,16 +261,23 @@ KV = (
     Mutation(
         "groupings compared at the end of a chunk",
         "rayk/kv/groups.py",
-        "live = spec.live_rows(spec.fullest_at(num_tokens))",
-        "live = spec.live_rows(num_tokens)",
+        "held = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)",
+        "held = (held_blocks(spec, REFERENCE_TOKENS) for spec in specs)",
         "tests/kv/test_groups.py::test_chunks_count_as_they_are_at_their_fullest",
     ),
     Mutation(
         "waste counts rows at the end of a chunk",
         "rayk/kv/groups.py",
-        "num_rows = len(g.spec.live_rows(g.spec.fullest_at(num_tokens)))",
-        "num_rows = len(g.spec.live_rows(num_tokens))",
+        "needed += len(g.spec.live_rows(fullest)) * len(g.layers) * row_bytes",
+        "needed += len(g.spec.live_rows(num_tokens)) * len(g.layers) * row_bytes",
         "tests/kv/test_groups.py::test_chunks_count_as_they_are_at_their_fullest",
+    ),
+    Mutation(
+        "a block in which nothing lives counts as given back",
+        "rayk/kv/specs.py",
+        "return min(whole, -(-(offset + rows) // spec.block_size))",
+        "return min(whole, -(-(offset + rows) // spec.block_size)) if rows else 0",
+        "tests/kv/test_specs.py::test_blocks_are_held_until_nobody_reads_or_writes_them",
     ),
     Mutation(
         "blocks of a request that arrives are rounded up to whole ones",
@@ -284,14 +291,14 @@ KV = (
         "rayk/kv/kernel_blocks.py",
         "or gcd(rows, *lengths)",
         "or rows",
-        f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_runs_begin_with",
+        f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_chunks_begin_with",
     ),
     Mutation(
         "chunks are forgotten in full groups",
         "rayk/models/kv_specs.py",
         "{config.layers[n].chunk for n in g.layers if g.spec.has_token_rows}",
         '{config.layers[n].chunk for n in g.layers if g.spec.kind == "chunked"}',
-        f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_runs_begin_with",
+        f"{CHUNKED}::test_kernel_blocks_are_the_largest_that_chunks_begin_with",
     ),
     Mutation(
         "kernel blocks held to one of the chunks",

@@ -33,7 +33,7 @@ class AttentionParams:
     soft_cap: float | None = None
     """Scores become cap * tanh(scale * q . k / cap), before the mask; None = as they are."""
     chunk: int | None = None
-    """Positions of a run within which tokens see each other (chunked local attention); None = no runs."""
+    """Positions of a chunk, beyond which no token sees (chunked local attention); None = no chunks."""
 
     @cached_property
     def groups(self) -> HeadGroups:

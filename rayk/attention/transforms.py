@@ -1,13 +1,13 @@
 """How layers that see less than everything see a step: pure functions on metadata, which compose.
 
 fast_prefill:   only the tokens whose logits are wanted are queries (trailing layers that share KV).
-chunked_local:  a virtual batch per request and run of `chunk` positions that it has tokens in; its keys begin
-                where the run does. Attention within it is plain causal attention.
+chunked_local:  a virtual batch per request and chunk of its positions that it has tokens in; its keys begin
+                where the chunk does. Attention within it is plain causal attention.
 sliding_window: block tables without the columns that no token of the step can see.
 
 Where several apply, they come in this order. fast_prefill after chunked_local makes the same batch, but out
-of a virtual batch for every run of every prompt; and once sliding_window has cut a request's first keys off,
-its runs no longer begin where chunked_local looks for them.
+of a virtual batch for every chunk of every prompt; and once sliding_window has cut a request's first keys
+off, its chunks no longer begin where chunked_local looks for them.
 
 All work on the host in whole arrays, and take rows and columns of the block tables on the device. A transform
 that would change nothing returns what it was given, so that equal views of a step can be told by identity.
@@ -27,20 +27,20 @@ from rayk.attention.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VirtualBatches:
-    """The runs of positions that a step's tokens lie in, in packed order; int64 [V] each."""
+    """The chunks of positions that a step's tokens lie in, in packed order; int64 [V] each."""
 
     requests: np.ndarray
     """The request."""
     query_lens: np.ndarray
     """Tokens of this step."""
     key_lens: np.ndarray
-    """Tokens of the run until the last of this step."""
+    """Tokens of the chunk until the last of this step."""
     key_starts: np.ndarray
-    """Position of the run's first token."""
+    """Position of the chunk's first token."""
 
 
 def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) -> VirtualBatches:
-    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at the ends of runs.
+    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at the ends of chunks.
 
     Every request has tokens in the step.
     """
@@ -60,12 +60,12 @@ def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) ->
 
 
 def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentionMetadata:
-    """The step as layers see it whose tokens see their own run of `chunk` positions: R = V.
+    """The step as layers see it whose tokens see their own chunk of positions: R = V.
 
-    Runs must begin where kernel blocks do: N divides `chunk`.
+    Chunks must begin where kernel blocks do: N divides `chunk`.
     """
     size = common.block_size
-    assert chunk % size == 0, f"runs of {chunk} positions do not begin where kernel blocks of {size} do"
+    assert chunk % size == 0, f"chunks of {chunk} positions do not begin where kernel blocks of {size} do"
     if common.max_seq_len <= chunk:
         return common
     starts, seq_lens = _host(common)

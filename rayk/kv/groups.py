@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rayk.kv.specs import KVCacheSpec, page_bytes, rows_per_block, with_block_size
+from rayk.kv.specs import KVCacheSpec, held_blocks, page_bytes, rows_per_block, with_block_size
 
 CacheKey = tuple[int, str]
 """(layer, part): one of a layer's caches; part is the spec's, attention or state."""
@@ -125,22 +125,16 @@ def unify_pages(
     return min(grown, key=lambda candidate: _cost(candidate, num_groups, positions))
 
 
-def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
-    """Blocks of one group that a request of `num_tokens` holds when the group is at its fullest."""
-    live = spec.live_rows(spec.fullest_at(num_tokens))
-    return -(-live.stop // spec.block_size) - live.start // spec.block_size
-
-
 def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS) -> Waste:
     """The canonical waste of a request of `num_tokens`, each group at its fullest."""
     page = max((page_bytes(g.spec) for g in groups), default=0)
     allocated = needed = 0
     for g in groups:
-        allocated += held_blocks(g.spec, num_tokens) * g.num_positions * page
+        fullest = g.spec.fullest_at(num_tokens)
+        allocated += held_blocks(g.spec, fullest) * g.num_positions * page
         # A state has one live row: that of the last token.
         row_bytes = page_bytes(g.spec) // rows_per_block(g.spec)
-        num_rows = len(g.spec.live_rows(g.spec.fullest_at(num_tokens)))
-        needed += num_rows * len(g.layers) * row_bytes
+        needed += len(g.spec.live_rows(fullest)) * len(g.layers) * row_bytes
     return Waste(allocated, needed)
 
 
@@ -167,7 +161,8 @@ def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
 def _held(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> tuple[int, int]:
     """(blocks, bytes) that a reference request holds."""
     page = max(page_bytes(spec) for spec in specs)
-    blocks = sum(n * held_blocks(spec, REFERENCE_TOKENS) for n, spec in zip(num_groups, specs, strict=True))
+    held = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
+    blocks = sum(n * count for n, count in zip(num_groups, held, strict=True))
     return blocks, blocks * positions * page
 
 

@@ -152,7 +152,8 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalSpec(FullAttentionSpec):
-    """Keys and values of the current run of `chunk` positions; a token sees its own run up to itself."""
+    """Keys and values of the current chunk: the positions `chunk` * n to `chunk` * (n + 1) - 1, of which a
+    token sees those up to its own."""
 
     chunk: int
 
@@ -162,7 +163,7 @@ class ChunkedLocalSpec(FullAttentionSpec):
         return "chunked"
 
     def live_rows(self, num_tokens: int) -> range:
-        """The next token, at position num_tokens, sees its run's keys: none where it begins a run."""
+        """The next token, at position num_tokens, sees its chunk's keys: none where it begins a chunk."""
         return range(num_tokens - num_tokens % self.chunk, num_tokens)
 
     @property
@@ -171,7 +172,7 @@ class ChunkedLocalSpec(FullAttentionSpec):
         return self.chunk
 
     def fullest_at(self, max_tokens: int) -> int:
-        """When but one token of a run is computed: nobody reads the run any more once its last one is."""
+        """When all but one token of a chunk are computed: nobody reads it any more once its last one is."""
         last = (max_tokens + 1) // self.chunk * self.chunk - 1
         return last if last >= 0 else max_tokens
 
@@ -369,9 +370,18 @@ def page_bytes(spec: KVCacheSpec) -> int:
     return sum(f.canonical_bytes for f in spec.fields())
 
 
+def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
+    """Blocks that a sequence keeps when `num_tokens` are computed: those before its first live row are given
+    back.
+
+    Where nothing lives and the next row lies inside a block, as where a chunk ends there, that block is kept:
+    the row goes into it.
+    """
+    return -(-num_tokens // spec.block_size) - spec.live_rows(num_tokens).start // spec.block_size
+
+
 def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0) -> int:
-    """Most blocks of a sequence of up to `max_tokens` that hold live rows at once, wherever the live rows
-    begin.
+    """Most `held_blocks` of a sequence of up to `max_tokens`, wherever in a block its live rows begin.
 
     `num_new_tokens`: rows that are being written beside them.
     """
@@ -379,4 +389,4 @@ def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0)
     rows = len(spec.live_rows(spec.fullest_at(max_tokens))) + num_new_tokens
     # The farthest from a block's start that live rows may begin: at its last row, if they begin anywhere.
     offset = spec.block_size - gcd(spec.block_size, spec.live_step)
-    return min(whole, -(-(offset + rows) // spec.block_size)) if rows else 0
+    return min(whole, -(-(offset + rows) // spec.block_size))

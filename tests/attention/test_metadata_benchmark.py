@@ -27,7 +27,7 @@ def test_every_table_has_a_row_for_every_case(
     by_name = [row[:2] for row in cells if row[1] in ("decode", "mixed")]
     assert by_name == 2 * [[name, kind] for name in benchmark.MODELS for kind in ("decode", "mixed")]
     # Two of 64 requests are in prefill, one of them to its end; a request of more than a window has a row in
-    # every group, and one in prefill in as many as it has runs of this step.
+    # every group, and one in prefill in as many as it has chunks of this step.
     rows = {(row[0], row[1]): int(row[2]) for row in cells if len(row) == 8 and row[2].isdigit()}
     assert rows["full, window; fast both", "decode"] == 4 * 64
     assert rows["full, window; fast both", "mixed"] == 2 * 64 + 2 * 63

@@ -52,7 +52,7 @@ def test_chunked_local_of_the_fixture() -> None:
     seen = chunked_local(make_common(requests, size=2), 4)
     assert seen.query_start_loc.tolist() == [0, 2, 4, 5, 9, 13, 14, 18, 19]
     assert seen.seq_lens.tolist() == [4, 2, 4, 4, 4, 1, 4, 1]
-    # Two blocks a run; where a run has one block so far, the other column is not read.
+    # Two blocks a chunk; where a chunk has one block so far, the other column is not read.
     blocks = [1, 2], [3], [1003, 1004], [1005, 1006], [1007, 1008], [1009], [2003, 2004], [2005]
     for row, ids in zip(seen.block_table.tolist(), blocks, strict=True):
         assert row[: len(ids)] == ids
@@ -103,13 +103,15 @@ def test_tokens_that_are_not_the_last_cannot_be_wanted(wanted: list[int]) -> Non
         fast_prefill(common, np.array(wanted))
 
 
-def test_runs_that_begin_inside_kernel_blocks_are_refused() -> None:
-    with pytest.raises(AssertionError, match="runs of 6 positions do not begin where kernel blocks of 4 do"):
+def test_chunks_that_begin_inside_kernel_blocks_are_refused() -> None:
+    with pytest.raises(
+        AssertionError, match="chunks of 6 positions do not begin where kernel blocks of 4 do"
+    ):
         chunked_local(make_common((Asked(0, 5),), size=4), 6)
 
 
 def test_what_changes_nothing_returns_what_it_was_given() -> None:
-    """As long as nobody is past the first run, or sees past the first block; at each border, both sides."""
+    """As long as nobody is past the first chunk, or sees past the first block; at each border, both sides."""
     size, chunk, window = 4, 12, 5
     within = make_common((Asked(0, chunk), Asked(11, 1)), size)
     assert chunked_local(within, chunk) is within
@@ -142,7 +144,7 @@ def test_every_token_sees_what_it_should(
     fast: bool,
     gives_back: bool,
 ) -> None:
-    """All three, alone and composed; windows and runs of any size; blocks outside them given back, or not."""
+    """All three, alone and composed; windows and chunks of any size; blocks outside given back, or not."""
     chunk = None if blocks_per_chunk is None else blocks_per_chunk * size
     expected = seen_keys(requests, window=window, chunk=chunk, fast=fast)
     # Layers that make the keys compute every token.
@@ -184,17 +186,17 @@ ORDERS = (Asked(0, 4096, 1), Asked(2048, 2048, 0), *(Asked(1000 + 37 * i, 1, 1) 
 
 
 def test_fast_prefill_first_builds_fewer_virtual_batches_of_the_same() -> None:
-    """The other order is right, too: it makes a batch of every run of every prompt, and drops nearly all."""
+    """The other order is right, too: it makes a batch of every chunk of each prompt, drops nearly all."""
     common, chunk = make_common(ORDERS, size=16), 64
     wanted = np.array(wanted_tokens(ORDERS))
     reduced = fast_prefill(common, wanted)
     assert reduced is not None
     first = chunked_local(reduced, chunk)
-    runs = chunked_local(common, chunk)
-    other = fast_prefill(runs, wanted)
+    chunks = chunked_local(common, chunk)
+    other = fast_prefill(chunks, wanted)
     assert other is not None
-    # 4096 / 64 and 2048 / 64 runs, and one for each decoding request; against one per wanted token.
-    assert (runs.num_requests, first.num_requests) == (64 + 32 + 6, 1 + 6)
+    # 4096 / 64 and 2048 / 64 chunks, and one for each decoding request; against one per wanted token.
+    assert (chunks.num_requests, first.num_requests) == (64 + 32 + 6, 1 + 6)
     assert told_keys(first, None) == told_keys(other, None)
     assert snapshot(replace(first, block_table=first.seq_lens)) == snapshot(
         replace(other, block_table=other.seq_lens)

@@ -49,10 +49,10 @@ STEPS = {
     "mixed": (
         Asked(0, 19, 1),  # a prompt
         Asked(13, 6, 0),  # one that is not done with this step
-        Asked(23, 1, 1),  # the last position of a run
+        Asked(23, 1, 1),  # the last position of a chunk
         Asked(24, 1, 1),  # the first
         Asked(0, 3, 1),
-        Asked(12, 7, 5),  # wanted tokens on both sides of a run's border
+        Asked(12, 7, 5),  # wanted tokens on both sides of a chunk's border
     ),
     "decode": tuple(Asked(computed, 1, 1) for computed in (23, 24, 2, 29, 7, 8)),
     "short": (Asked(0, 6, 1), Asked(2, 1, 1), Asked(3, 5, 1)),

@@ -55,7 +55,7 @@ def sliding(window: int, spec: FullAttentionSpec | None = None) -> SlidingWindow
 
 
 def chunked(chunk: int, spec: FullAttentionSpec | None = None) -> ChunkedLocalSpec:
-    """The same in runs of `chunk` positions."""
+    """The same in chunks of `chunk` positions."""
     s = spec or full()
     return ChunkedLocalSpec(
         s.block_size, s.num_kv_heads, s.head_size_k, s.head_size_v, s.dtype, s.num_query_heads, chunk

@@ -1,5 +1,5 @@
-"""Memory of engines whose models attend in chunks: kernel blocks begin where runs do, in groups of their own
-and in full ones."""
+"""Memory of engines whose models attend in chunks: kernel blocks begin where chunks do, in groups of their
+own and in full ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def kernel_blocks(made: EnginePlan) -> list[tuple[str, int, int]]:
     return [(g.group.spec.kind, g.block_size, g.kernel_block_size) for g in made.ranks[0].groups]
 
 
-def runs_begin_with_kernel_blocks(made: EnginePlan, chunk: int, num_tokens: int = 512) -> bool:
-    """Every position that begins a run, in the groups that hold chunked layers, is a kernel block's first;
+def chunks_begin_with_kernel_blocks(made: EnginePlan, chunk: int, num_tokens: int = 512) -> bool:
+    """Every position that begins a chunk, in the groups that hold chunked layers, is a kernel block's first;
     and no kernel block crosses two of the group's blocks."""
     return all(
         start % g.kernel_block_size == 0 and g.block_size % g.kernel_block_size == 0
@@ -37,7 +37,7 @@ def runs_begin_with_kernel_blocks(made: EnginePlan, chunk: int, num_tokens: int 
 @pytest.mark.parametrize("hybrid_kv", [True, False])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24])
 @pytest.mark.parametrize("chunk", [1, 5, 6, 7, 8, 16, 48, 64, 512])
-def test_kernel_blocks_are_the_largest_that_runs_begin_with(chunk: int, block_size: int, hybrid_kv: bool):
+def test_kernel_blocks_are_the_largest_that_chunks_begin_with(chunk: int, block_size: int, hybrid_kv: bool):
     made = plan(*LLAMA4, chunk=chunk, block_size=block_size, hybrid_kv=hybrid_kv)
     found = kernel_blocks(made)
     largest = max(n for n in range(1, block_size + 1) if block_size % n == 0 and chunk % n == 0)
@@ -46,7 +46,7 @@ def test_kernel_blocks_are_the_largest_that_runs_begin_with(chunk: int, block_si
     else:
         assert found == [("full", block_size, largest)]
         assert made.groups[0].layers == (0, 1, 2, 3)
-    assert runs_begin_with_kernel_blocks(made, chunk)
+    assert chunks_begin_with_kernel_blocks(made, chunk)
 
 
 def test_layers_of_unlike_chunks_in_one_group_share_what_divides_them():
@@ -99,13 +99,13 @@ def test_blocks_that_have_grown_are_cut_for_chunks_too(hybrid_kv: bool):
     ],
     ids=str,
 )
-def test_a_kernel_block_that_runs_do_not_begin_with_is_refused(
+def test_a_kernel_block_that_chunks_do_not_begin_with_is_refused(
     settings: dict[str, int], problem: str | None, mend: str, hybrid_kv: bool
 ):
     if problem is None:
         made = plan(*LLAMA4, chunk=24, hybrid_kv=hybrid_kv, **settings)
         assert {rows for _, _, rows in kernel_blocks(made)} == {settings["kernel_block_size"]}
-        assert runs_begin_with_kernel_blocks(made, 24)
+        assert chunks_begin_with_kernel_blocks(made, 24)
         return
     with pytest.raises(UserError) as caught:
         plan(*LLAMA4, chunk=24, hybrid_kv=hybrid_kv, **settings)

@@ -17,7 +17,6 @@ from rayk.kv.groups import (
     CacheKey,
     KVCacheGroup,
     group_layers,
-    held_blocks,
     measure_waste,
     unify_pages,
     waste_tokens,
@@ -29,6 +28,7 @@ from rayk.kv.specs import (
     KVCacheSpec,
     Mamba1Spec,
     SlidingWindowSpec,
+    held_blocks,
     page_bytes,
     with_block_size,
 )
@@ -219,16 +219,17 @@ def test_waste_of_a_request_by_hand():
 
 
 def test_chunks_count_as_they_are_at_their_fullest():
-    """4096 tokens are the end of a run of 512, when nothing of it lives: groups of four, which pad three
+    """4096 tokens are the end of a chunk of 512, when nothing of it lives: groups of four, which pad three
     positions of nine chunked layers, would then look as good as pairs, which pad one."""
     common = (16, 8, 128, 128, "bfloat16", 32)
     full_layers, chunk = FullAttentionSpec(*common), ChunkedLocalSpec(*common, 512)
     groups = group_layers(keyed({i: full_layers if i < 4 else chunk for i in range(13)}))
     assert [g.num_positions for g in groups] == [2] * 7
     assert [g.keys for g in groups] == [g.keys for g in group_layers(model(4, 9, window=512))]
-    # In each block of the run one row is still free: that of its last token.
+    # In each chunk one row is still free: that of its last token.
     assert measure_waste(groups).bytes == 32 * 65536 + 9 * 4096
-    assert [held_blocks(chunk, n) for n in (0, 1, 100, 511, 512, 4095, 4096, 5000)] == [0, 1, 7, *[32] * 5]
+    fullest = [chunk.fullest_at(n) for n in (0, 1, 100, 511, 512, 4095, 4096, 5000)]
+    assert [held_blocks(chunk, n) for n in fullest] == [0, 1, 7, *[32] * 5]
 
 
 def test_no_layers_no_groups():

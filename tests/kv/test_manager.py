@@ -182,14 +182,14 @@ def test_the_model_of_dead_blocks():
 
 
 def test_the_model_of_dead_blocks_of_chunks():
-    """Runs of 8 and of 6 positions, blocks of 4: of the latter's second run, block 1 holds the first row."""
+    """Chunks of 8 and of 6 positions, blocks of 4: of the latter's second, block 1 holds the first row."""
     assert [num_dead_blocks(None, n, BLOCK, 8) for n in (0, 7, 8, 9, 15, 16)] == [0, 0, 2, 2, 2, 4]
     assert [num_dead_blocks(None, n, BLOCK, 6) for n in (5, 6, 7, 11, 12, 13, 18)] == [0, 1, 1, 1, 3, 3, 4]
 
 
 @pytest.mark.parametrize("num_tokens", [8, 16, 24, 48])
 def test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them(num_tokens: int):
-    """And goes on: its next token takes a block; the run that it begins is given back at its own end."""
+    """And goes on: its next token takes a block; the chunk that it begins is given back at its own end."""
     group = KVCacheGroup(0, chunked(CHUNK), (0,), 1)
     manager = KVCacheManager([group], 4)
     first = num_tokens // BLOCK
@@ -208,14 +208,14 @@ def test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them(num_tok
         manager.check_integrity()
         held.append(3 - manager.pool.num_free_blocks)
     assert held == [1, 1, 1, 1, 2, 2, 2, 0] * 2
-    # The rows of an odd run that begin inside a block are there, and no block before it.
+    # The rows of an odd chunk that begin inside a block are there, and no block before it.
     odd = KVCacheManager([KVCacheGroup(0, chunked(ODD_CHUNK), (0,), 1)], 4)
     assert odd.reserve_live("a", ODD_CHUNK) == ((0, (NULL_BLOCK, 1)),)
     assert odd.extend("a", ODD_CHUNK + 1) == ((2, ()),)
 
 
 def test_blocks_of_chunks_that_are_over_are_another_requests():
-    """Two requests of three runs in a pool with room for one run of each: every run is given back."""
+    """Two requests of three chunks in a pool with room for one of each: every chunk is given back."""
     manager = KVCacheManager([KVCacheGroup(0, chunked(CHUNK), (0,), 1)], 1 + 4)
     for computed in range(3 * CHUNK):
         for request in ("a", "b"):

@@ -237,7 +237,7 @@ def test_llama4_keeps_a_chunk_in_three_groups_of_four():
     (whole,) = group_layers(llama4(hybrid_kv=False))
     assert (whole.spec.kind, whole.layers) == ("full", tuple(range(48)))
     assert measure_waste([whole], 131072).allocated_bytes == 8192 * 48 * 65536
-    # A prompt computed in steps of 2048 needs room for a run's rows and those of the step.
+    # A prompt computed in steps of 2048 needs room for a chunk's rows and those of the step.
     managers = [KVCacheManager(made, 10) for made in (groups, [whole])]
     assert [m.max_request_blocks(131072, 2048) for m in managers] == [3 * (512 + 128) + 8192, 8192]
 

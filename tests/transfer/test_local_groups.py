@@ -150,7 +150,7 @@ def test_a_sequence_that_ends_with_its_chunk_arrives_with_nothing(
 # --- digests: rows of the chunk count, others do not --------------------------------------------------
 
 FLIPPED = Shape(family="one chunk", num_blocks=(40, 50))
-"""Layers 0 and 1 in runs of 9 positions, layer 2 full: of 30 tokens 27 to 29 live in the former."""
+"""Layers 0 and 1 in chunks of 9 positions, layer 2 full: of 30 tokens 27 to 29 live in the former."""
 CONTENT = (6 + 4) * 2
 PAGE = 4 * CONTENT
 
@@ -246,8 +246,8 @@ def test_engines_that_share_otherwise_are_refused_by_name(tmp_path: Path):
 
 @pytest.mark.parametrize("chunks", [(12, 24), (32, 64), (8192, 4096)], ids=str)
 def test_engines_of_other_chunks_are_refused_by_name(chunks: tuple[int, int], tmp_path: Path):
-    """By the model's facts, and by the rows that live in its groups: also where a million tokens end a run of
-    either length."""
+    """By the model's facts, and by the rows that live in its groups: also where a million tokens end a chunk
+    of either length."""
     ours, theirs = (decoder("chunked", "full", chunk=chunk) for chunk in chunks)
     assert differing((ours, ENGINE), (theirs, ENGINE), tmp_path) == [
         "model.chunks",
