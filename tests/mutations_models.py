@@ -74,14 +74,14 @@ MODELS = (
         f"{LLAMA4}::test_router_is_transformers_own",
     ),
     Mutation(
-        "a layer's own input is added to the first stream, too",
+        "per-layer inputs are added to the first stream, too",
         "rayk/models/layers/altup.py",
         "streams[1:] += ",
         "streams[:] += ",
         f"{GEMMA3N}::test_logits_equal_transformers",
     ),
     Mutation(
-        "tokens beyond the table of own inputs read its last row",
+        "tokens beyond the table of per-layer embeddings read its last row",
         "rayk/models/layers/altup.py",
         "token_ids.where(token_ids < self._table_size, 0)",
         "token_ids.clamp(max=self._table_size - 1)",
@@ -116,6 +116,20 @@ MODELS = (
         f"{GEMMA3N}::test_gates_are_cut_as_transformers_cuts_them",
     ),
     Mutation(
+        "a small deviation of gates is lost in their squares",
+        "rayk/models/layers/mlp.py",
+        "wide = gate.double()",
+        "wide = gate.float()",
+        f"{GEMMA3N}::test_gates_far_from_zero_are_cut_as_transformers_cuts_them",
+    ),
+    Mutation(
+        "a variance that rounding made negative has a root",
+        "rayk/models/layers/mlp.py",
+        ".clamp(min=0).sqrt()",
+        ".sqrt()",
+        f"{GEMMA3N}::test_nothing_is_left_of_gates_that_are_alike",
+    ),
+    Mutation(
         "every rank cuts by the mean of its own gates",
         "rayk/models/layers/mlp.py",
         "if self._comm.size > 1:",
@@ -123,10 +137,10 @@ MODELS = (
         f"{GEMMA3N}::test_gates_are_cut_as_transformers_cuts_them",
     ),
     Mutation(
-        "own inputs are not picked out with the tokens that are wanted",
+        "per-layer inputs are not picked out with the tokens that are wanted",
         "rayk/models/decoder.py",
-        "None if own_inputs is None else own_inputs.index_select(-2, wanted)",
-        "own_inputs",
+        "None if per_layer_inputs is None else per_layer_inputs.index_select(-2, wanted)",
+        "per_layer_inputs",
         f"{GEMMA3N}::test_computing_only_wanted_tokens_changes_none_of_their_logits",
     ),
     Mutation(

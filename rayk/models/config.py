@@ -246,18 +246,19 @@ class GdnConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AltUpConfig:
     """Alternating updates: the residual stream is several, of which a layer computes one and mends all; and
-    every layer has an input of its own from each token (gemma3n/modeling_gemma3n.py:987, :1258, :1748)."""
+    per-layer embeddings: every token has another input to each layer (gemma3n/modeling_gemma3n.py:987, :1258,
+    :1748)."""
 
     num_streams: int
     active_stream: int
     """The one that mixers and feed-forward halves see."""
     scales_active: bool
-    """What a layer's own input is gated by is scaled by a weight first."""
+    """What gates the per-layer input is scaled by a weight first."""
     laurel_rank: int
     """Of the learned map that every layer has beside its mixer."""
-    input_size: int
-    """Elements of a token's input to one layer."""
-    input_vocab_size: int
+    per_layer_size: int
+    """Elements of a token's per-layer input to one layer."""
+    per_layer_vocab_size: int
     """Rows of the table of these inputs: tokens beyond it read row 0."""
 
 

@@ -146,23 +146,25 @@ class Decoder:
         """
         places = self._placing.at(positions)
         x = self._embedding.forward(token_ids).to(self._residual_dtype)
-        streams, own_inputs = self._streams, None
+        streams, per_layer_inputs = self._streams, None
         if streams is not None:
-            x, own_inputs = streams.begin(token_ids, x)
+            x, per_layer_inputs = streams.begin(token_ids, x)
         self.num_token_layers = 0
         first_fast = len(self.layers) if wanted is None else self.config.fast_prefill_layers.start
         for index, layer in enumerate(self.layers):
             if index == first_fast:
                 assert wanted is not None
                 x = x.index_select(-2, wanted)
-                own_inputs = None if own_inputs is None else own_inputs.index_select(-2, wanted)
+                per_layer_inputs = (
+                    None if per_layer_inputs is None else per_layer_inputs.index_select(-2, wanted)
+                )
                 if not len(wanted):
                     break
                 places = self._placing.at(positions[wanted])
             self.num_token_layers += x.shape[-2]
             x = layer.forward(x, places[index], self._metadata_of(index, metadata))
-            if streams is not None and own_inputs is not None:
-                x = streams.after_layer(index, x, own_inputs)
+            if streams is not None and per_layer_inputs is not None:
+                x = streams.after_layer(index, x, per_layer_inputs)
         if streams is not None:
             x = streams.end(x)
         return self._final_norm.forward(x).to(self._dtype)

@@ -51,8 +51,8 @@ class Gains:
     """Of what a recurrent mixer projects out."""
     head_gain: float
     """Of the norms of queries' and keys' heads."""
-    own_input_size: int
-    """Elements of a token's input to one layer (gemma3n); 0 without."""
+    per_layer_size: int
+    """Elements of a token's per-layer input to one layer (gemma3n); 0 without."""
     latent: bool
     """Keys come from a latent whose gain cannot be chosen: queries have it all."""
 
@@ -81,7 +81,7 @@ class Gains:
             mixer_gain=0.8 if kind == "jamba" else 3.0 if getattr(config, "mamba_rms_norm", True) else 0.2,
             # Scores of gemma3n are not divided by the root of the head size.
             head_gain=_QK_GAIN * (config.head_dim**-0.25 if kind == "gemma3n_text" else 1.0),
-            own_input_size=getattr(config, "hidden_size_per_layer_input", 0),
+            per_layer_size=getattr(config, "hidden_size_per_layer_input", 0),
             latent=hasattr(config, "kv_lora_rank"),
         )
 
@@ -152,7 +152,7 @@ class Gains:
     def _altup_std(self, name: str, fan_in: int) -> float | None:
         """Of the matrices that only gemma3n has and whose inputs are not of RMS 1; None for others."""
         if "embed_tokens_per_layer" in name:
-            return 1.0 / math.sqrt(self.own_input_size)  # what the model multiplies it by
+            return 1.0 / math.sqrt(self.per_layer_size)  # what the model multiplies it by
         if "modality_router" in name:
             return _ALTUP_GAINS["modality_router"] * math.sqrt(fan_in)  # its input is divided by its size
         if "per_layer_input_gate" in name:

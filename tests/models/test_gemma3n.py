@@ -1,4 +1,4 @@
-"""gemma3n against transformers: its streams, the layers' own inputs, sparse gates, and layers that share."""
+"""gemma3n against transformers: its streams, per-layer inputs, sparse gates, and layers that share."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_cache_holds_what_transformers_caches(checkpoint: Checkpoint, tp_size: i
 def test_computing_only_wanted_tokens_changes_none_of_their_logits(
     checkpoint: Checkpoint, tp_size: int
 ) -> None:
-    """The last layers compute them alone: their streams, and their own inputs, are picked out."""
+    """The last layers compute them alone: their streams and per-layer inputs are picked out."""
     ids, next_ids = prompts(), [[9], [8], [7]]
     cases = [(1, 1, 1), (0, 1, 0), (5, 37, 70), (2, 0, 33), (0, 0, 0)]
 

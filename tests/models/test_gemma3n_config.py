@@ -55,8 +55,8 @@ def test_released_models(raw: dict[str, Any]) -> None:
         active_stream=0,
         scales_active=True,
         laurel_rank=64,
-        input_size=256,
-        input_vocab_size=262144,
+        per_layer_size=256,
+        per_layer_vocab_size=262144,
     )
     assert config.layers[4].rope == RopeConfig(kind="default", theta=1e6, rotary_size=256)
     assert config.layers[0].rope == RopeConfig(kind="default", theta=1e4, rotary_size=256)

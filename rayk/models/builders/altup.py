@@ -1,12 +1,12 @@
 """Building layers of several residual streams, and what stands around them: all of it is on every rank, but
-for the table of the layers' own inputs, whose rows (token ids) are divided."""
+for the table of per-layer embeddings, whose rows (token ids) are divided."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from rayk.models.config import MlpConfig
-from rayk.models.layers.altup import AltUp, AltUpLayer, Laurel, OwnInput, Streams
+from rayk.models.layers.altup import AltUp, AltUpLayer, Laurel, PerLayerInput, Streams
 from rayk.models.layers.embedding import VocabEmbedding, rounded_scale
 from rayk.models.layers.linear import Linear
 from rayk.models.pieces import Rows
@@ -48,7 +48,7 @@ def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer
 def build_streams(build: Build, altup: AltUpConfig) -> Streams:
     """What stands around the layers."""
     config, pieces, names = build.config, build.pieces, build.pieces.names.around
-    hidden, width = config.hidden_size, config.num_layers * altup.input_size
+    hidden, width = config.hidden_size, config.num_layers * altup.per_layer_size
 
     def matrix(name: str, num_rows: int) -> Linear:
         return Linear(pieces.rows(name, (num_rows, hidden), range(num_rows)), None)
@@ -56,37 +56,37 @@ def build_streams(build: Build, altup: AltUpConfig) -> Streams:
     def scale(value: float) -> float:
         return rounded_scale(value, pieces.dtype)
 
-    rows = shard.shard_range(altup.input_vocab_size, *build.tp)
+    rows = shard.shard_range(altup.per_layer_vocab_size, *build.tp)
     return Streams(
         spread=tuple(matrix(names["spread"].format(s=s), hidden) for s in range(altup.num_streams - 1)),
         merge=tuple(matrix(names["merge"].format(s=s), hidden) for s in range(altup.num_streams - 1)),
         table=VocabEmbedding(
-            pieces.rows(names["own_inputs"], (altup.input_vocab_size, width), rows),
+            pieces.rows(names["per_layer_inputs"], (altup.per_layer_vocab_size, width), rows),
             rows,
             build.comm,
-            scale=scale(altup.input_size**0.5),
+            scale=scale(altup.per_layer_size**0.5),
         ),
-        table_size=altup.input_vocab_size,
-        projection=matrix(names["own_projection"], width),
+        table_size=altup.per_layer_vocab_size,
+        projection=matrix(names["per_layer_projection"], width),
         projection_scale=scale(hidden**-0.5),
-        projection_norm=build.norm(names["own_norm"], altup.input_size),
+        projection_norm=build.norm(names["per_layer_norm"], altup.per_layer_size),
         sum_scale=scale(2**-0.5),
-        inputs=tuple(_own_input(build, index, altup) for index in range(config.num_layers)),
+        inputs=tuple(_per_layer_input(build, index, altup) for index in range(config.num_layers)),
     )
 
 
-def _own_input(build: Build, index: int, altup: AltUpConfig) -> OwnInput:
+def _per_layer_input(build: Build, index: int, altup: AltUpConfig) -> PerLayerInput:
     hidden, mlp = build.config.hidden_size, build.config.layers[index].mlp
     assert isinstance(mlp, MlpConfig), "experts are not combined with several streams"
     # Stored even where it is not used.
-    scale = build.pieces.whole(build.name(index, "own_scale"), hidden)
-    return OwnInput(
+    scale = build.pieces.whole(build.name(index, "per_layer_scale"), hidden)
+    return PerLayerInput(
         active=altup.active_stream,
         scale=scale if altup.scales_active else None,
-        gate=_whole(build, index, "own_gate", altup.input_size, hidden),
+        gate=_whole(build, index, "per_layer_gate", altup.per_layer_size, hidden),
         activation=mlp.activation,
-        out=_whole(build, index, "own_out", hidden, altup.input_size),
-        norm=build.layer_norm(index, "own_norm"),
+        out=_whole(build, index, "per_layer_out", hidden, altup.per_layer_size),
+        norm=build.layer_norm(index, "per_layer_norm"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Gemma 3n, the text model: several residual streams, inputs of every layer's own, layers that share keys and
+"""Gemma 3n, the text model: several residual streams, per-layer embeddings, layers that share keys and
 values. Of a model with vision and sound, the text model."""
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _altup(raw: RawConfig) -> AltUpConfig:
         active_stream=active,
         scales_active=raw.flag("altup_correct_scale"),
         laurel_rank=raw.count("laurel_rank"),
-        input_size=raw.count("hidden_size_per_layer_input"),
-        input_vocab_size=raw.count("vocab_size_per_layer_input"),
+        per_layer_size=raw.count("hidden_size_per_layer_input"),
+        per_layer_vocab_size=raw.count("vocab_size_per_layer_input"),
     )
 
 
@@ -159,10 +159,10 @@ LAYER = MappingProxyType(
                 ("laurel_left.weight", "laurel.linear_left.weight"),
                 ("laurel_right.weight", "laurel.linear_right.weight"),
                 ("laurel_norm.weight", "laurel.post_laurel_norm.weight"),
-                ("own_scale", "altup.correct_output_scale"),
-                ("own_gate.weight", "per_layer_input_gate.weight"),
-                ("own_out.weight", "per_layer_projection.weight"),
-                ("own_norm.weight", "post_per_layer_input_norm.weight"),
+                ("per_layer_scale", "altup.correct_output_scale"),
+                ("per_layer_gate.weight", "per_layer_input_gate.weight"),
+                ("per_layer_out.weight", "per_layer_projection.weight"),
+                ("per_layer_norm.weight", "post_per_layer_input_norm.weight"),
             )
         },
     }
@@ -178,9 +178,9 @@ FAMILY = common.Family(
             {
                 "spread": "model.altup_projections.{s}.weight",
                 "merge": "model.altup_unembed_projections.{s}.weight",
-                "own_inputs": "model.embed_tokens_per_layer.weight",
-                "own_projection": "model.per_layer_model_projection.weight",
-                "own_norm": "model.per_layer_projection_norm.weight",
+                "per_layer_inputs": "model.embed_tokens_per_layer.weight",
+                "per_layer_projection": "model.per_layer_model_projection.weight",
+                "per_layer_norm": "model.per_layer_projection_norm.weight",
             }
         ),
         ignored_prefixes=tuple(

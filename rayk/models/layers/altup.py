@@ -1,7 +1,8 @@
-"""Alternating updates: a residual stream that is several, of which each layer computes one.
+"""Alternating updates (AltUp): a residual stream that is several, of which each layer computes one; and
+per-layer embeddings: what each token adds behind each layer, from a row of its id and its embedding.
 
-Shapes: S streams, T packed tokens, L layers, P elements of a layer's own input. All of it is on every rank,
-but for the table of own inputs, which is split by token id. Source: gemma3n/modeling_gemma3n.py of
+Shapes: S streams, T packed tokens, L layers, P elements of a per-layer input. All of it is on every rank, but
+for the table of per-layer embeddings, which is split by token id. Source: gemma3n/modeling_gemma3n.py of
 transformers.
 """
 
@@ -106,8 +107,8 @@ class AltUpLayer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnInput:
-    """What a layer's own input adds behind it, to all streams but the first."""
+class PerLayerInput:
+    """What a layer's per-layer input adds behind it, to all streams but the first."""
 
     active: int
     scale: torch.Tensor | None
@@ -117,17 +118,17 @@ class OwnInput:
     out: Linear
     norm: Norm
 
-    def forward(self, streams: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """streams [S, T, hidden], in place, and own [T, P] -> [S, T, hidden]."""
+    def forward(self, streams: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
+        """streams [S, T, hidden], in place, and per_layer_input [T, P] -> [S, T, hidden]."""
         active = streams[self.active]
         gate = self.gate.forward(active if self.scale is None else active * self.scale)
-        gated = activate(gate, self.activation) * own
+        gated = activate(gate, self.activation) * per_layer_input
         streams[1:] += self.norm.forward(self.out.forward(gated))
         return streams
 
 
 class Streams:
-    """What stands around the layers: the streams' begin and end, and every layer's own input."""
+    """What stands around the layers: the streams' begin and end, and per-layer inputs."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Streams:
         projection_scale: float,
         projection_norm: Norm,
         sum_scale: float,
-        inputs: tuple[OwnInput, ...],
+        inputs: tuple[PerLayerInput, ...],
     ) -> None:
         """`spread`, `merge`: of streams 1 and up, from and to the first. `table` [table_size, L * P] is
         looked up by token id, ids beyond it reading row 0; `projection` [L * P, hidden] of the embedding,
@@ -157,15 +158,15 @@ class Streams:
         self._inputs = inputs
 
     def begin(self, token_ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [T] and their embeddings [T, hidden] -> streams [S, T, hidden] and the layers' own inputs
+        """Token ids [T] and their embeddings [T, hidden] -> streams [S, T, hidden] and per-layer inputs
         [L, T, P]."""
         others = (_of_size(linear.forward(x), x) for linear in self._spread)
-        return torch.stack([x, *others]), self._own_inputs(token_ids, x)
+        return torch.stack([x, *others]), self._per_layer_inputs(token_ids, x)
 
-    def after_layer(self, layer: int, streams: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """What a layer made of the streams [S, T, hidden], in place, and the layers' own inputs [L, T, P]
+    def after_layer(self, layer: int, streams: torch.Tensor, per_layer_inputs: torch.Tensor) -> torch.Tensor:
+        """What a layer made of the streams [S, T, hidden], in place, and per-layer inputs [L, T, P]
         -> [S, T, hidden]."""
-        return self._inputs[layer].forward(streams, own[layer])
+        return self._inputs[layer].forward(streams, per_layer_inputs[layer])
 
     def end(self, streams: torch.Tensor) -> torch.Tensor:
         """[S, T, hidden] -> [T, hidden]."""
@@ -176,7 +177,7 @@ class Streams:
         )
         return torch.stack([first, *others]).mean(0)
 
-    def _own_inputs(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _per_layer_inputs(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         shape = (len(x), len(self._inputs), -1)
         projected = self._projection.forward(x) * self._projection_scale
         projected = self._projection_norm.forward(projected.view(shape))
