@@ -17,7 +17,7 @@ from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
 from rayk.reports.plots import make_plots
 from rayk.reports.result import Result, load
-from rayk.reports.verdicts import COLUMNS, format_bytes, format_value, headline, tone
+from rayk.reports.verdicts import format_bytes, format_value, headline, tells_fast_prefill, told_columns, tone
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -50,6 +50,7 @@ def render(result: Result) -> str:
         stats=_stats(result),
         grids=verdict_grids(result.cells),
         table=_cell_table(result.cells),
+        tells_fast_prefill=tells_fast_prefill(result.cells),
         plot_ids=[plot["id"] for plot in plots],
         plots_json=script_json(plots),
         plotly_js=plotly_js() if plots else "",
@@ -131,10 +132,11 @@ def _counts(cells: pd.DataFrame) -> list[tuple[str, int, str]]:
 
 
 def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:
-    columns = [c for c in COLUMNS if c[1] != "reason"]
+    told = told_columns(cells)
+    columns = [c for c in told if c[1] != "reason"]
     if cells["reason"].fillna("").any():
         # Where no scrolling is needed to see it.
-        columns[2:2] = [c for c in COLUMNS if c[1] == "reason"]
+        columns[2:2] = [c for c in told if c[1] == "reason"]
     if (cells["expected_verdict"] != "PASS").any():
         columns.insert(2, ("expected", "expected_verdict", ""))
     rows = []

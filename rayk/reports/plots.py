@@ -95,7 +95,8 @@ def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> dict[str, A
         "jitter": 0.4,
         "pointpos": 0,
         "marker": {"size": 4, "opacity": 0.6},
-        "hovertemplate": "%{y}: %{x:.2f} ms<extra></extra>",
+        "text": shown["cell_id"].tolist(),  # whole, where the axis shortens it
+        "hovertemplate": "%{text}: %{x:.2f} ms<extra></extra>",
     }
     layout = {
         "height": 90 + 26 * len(cells),

@@ -12,7 +12,7 @@ import pandas as pd
 from rayk.reports.files import TABLES, atomic_path
 from rayk.reports.grids import verdict_grids
 from rayk.reports.result import Result
-from rayk.reports.verdicts import COLUMNS, headline, table_rows
+from rayk.reports.verdicts import headline, table_rows, told_columns
 
 
 def markdown(result: Result) -> str:
@@ -22,7 +22,7 @@ def markdown(result: Result) -> str:
         lines += [f"## {grid['title']}", ""]
         rows = [[label, *(_grid_text(c) for c in cells)] for label, cells in grid["rows"]]
         lines += [*markdown_table([grid["corner"], *grid["columns"]], rows), ""]
-    titles = [title for title, _, _ in COLUMNS]
+    titles = [title for title, _, _ in told_columns(result.cells)]
     lines += ["## Cells", "", *markdown_table(titles, table_rows(result.cells)), ""]
     return "\n".join(lines)
 

@@ -67,24 +67,48 @@ COLUMNS = (
     ("KV bytes", "num_kv_bytes_checked", ",d"),
     ("KV wrong", "num_kv_bytes_mismatched", ",d"),
     ("KV waste %", "kv_waste_percent", ".1f"),
+    ("token-layers", "num_token_layers", ",d"),
+    ("fast layers", "num_fast_prefill_layers", "d"),
     ("GB/s", "transfer_gb_per_s", ".3g"),
     ("TTFT ms", "ttft_ms_p50", ".1f"),
     ("TPOT ms", "tpot_ms_p50", ".1f"),
     ("wall s", "wall_s", ".1f"),
     ("reason", "reason", ""),
 )
-"""(title, column, format) of the verdict table."""
+"""(title, column, format) of the verdict table; see `told_columns`."""
+
+
+def tells_fast_prefill(cells: pd.DataFrame) -> bool:
+    """Whether any cell's prefill had layers that compute sampled tokens only."""
+    return bool(cells["num_fast_prefill_layers"].fillna(0).gt(0).any())
+
+
+def told_columns(cells: pd.DataFrame) -> list[tuple[str, str, str]]:
+    """COLUMNS, less those of fast prefill where no cell used it."""
+    counts = ("num_token_layers", "num_fast_prefill_layers")
+    return [c for c in COLUMNS if c[1] not in counts or tells_fast_prefill(cells)]
 
 
 def table_rows(cells: pd.DataFrame) -> list[list[str]]:
-    """Texts of the verdict table, in the order of COLUMNS."""
+    """Texts of the verdict table, in the order of `told_columns`."""
+    columns = told_columns(cells)
     return [
-        [format_value(row[column], spec) for _, column, spec in COLUMNS]
+        [format_value(row[column], spec) for _, column, spec in columns]
         for row in cells.to_dict(orient="records")
     ]
 
 
-DROPPED_FIRST = ("KV waste %", "TPOT ms", "requests", "wall s", "GB/s", "TTFT ms", "KV bytes")
+DROPPED_FIRST = (
+    "KV waste %",
+    "TPOT ms",
+    "requests",
+    "wall s",
+    "GB/s",
+    "fast layers",
+    "token-layers",
+    "TTFT ms",
+    "KV bytes",
+)
 """Columns a narrow terminal does without, in this order."""
 MIN_REASON_WIDTH = 24
 
@@ -115,11 +139,11 @@ def verdict_table(cells: pd.DataFrame, *, width: int | None = None, reason_lines
 
     The reason column is left out when nobody has one, and shows `reason_lines` lines (None: all).
     """
-    rows = table_rows(cells)
-    shown = _shown_columns(rows, width)
+    rows, columns = table_rows(cells), told_columns(cells)
+    shown = _shown_columns(rows, columns, width)
     table = Table(title=headline(cells), title_justify="left", title_style="bold")
     for i in shown:
-        title, column, spec = COLUMNS[i]
+        title, column, spec = columns[i]
         table.add_column(
             title,
             justify="right" if spec else "left",
@@ -139,10 +163,12 @@ def verdict_table(cells: pd.DataFrame, *, width: int | None = None, reason_lines
     return table
 
 
-def _shown_columns(rows: list[list[str]], width: int | None) -> list[int]:
+def _shown_columns(
+    rows: list[list[str]], columns: list[tuple[str, str, str]], width: int | None
+) -> list[int]:
     """Indexes of the columns that fit, each as wide as its texts (the reason column folds)."""
     widths: dict[str, int] = {}
-    for i, (title, column, _) in enumerate(COLUMNS):
+    for i, (title, column, _) in enumerate(columns):
         longest = max((len(row[i]) for row in rows), default=0)
         if column == "reason":
             longest = min(longest, MIN_REASON_WIDTH)
@@ -152,7 +178,7 @@ def _shown_columns(rows: list[list[str]], width: int | None) -> list[int]:
         if width is None or sum(widths.values()) + 1 <= width:
             break
         widths.pop(title, None)
-    return [i for i, (title, _, _) in enumerate(COLUMNS) if title in widths]
+    return [i for i, (title, _, _) in enumerate(columns) if title in widths]
 
 
 def format_value(value: Any, spec: str) -> str:

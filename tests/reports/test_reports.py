@@ -20,7 +20,7 @@ from rayk.reports.labels import axis_label
 from rayk.reports.text import markdown, write_csv
 from rayk.reports.verdicts import STYLES, TONE_STYLES
 from rayk.specs.experiment import VERDICTS
-from tests.reports.synthetic import cell_row, write_run
+from tests.reports.synthetic import SPEC, cell_row, write_run
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,26 @@ def test_text_from_the_run_cannot_leave_its_place(tmp_path: Path) -> None:
 def test_a_run_without_cells_still_has_a_report(tmp_path: Path) -> None:
     writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
     assert "0 of 0 PASS" in writer.finish().read_text()
+
+
+def test_what_fast_prefill_saves_is_shown_where_a_cell_used_it(run: Path, tmp_path: Path) -> None:
+    """In the page, in Markdown and in the terminal; a run without it has no columns of zeros."""
+    names = {"token-layers", "fast layers"}
+    counts = [{"num_token_layers": 12_345, "num_fast_prefill_layers": n} for n in (0, 7)]
+    cells = [cell_row(tp, None, ("BHLNC", "BHLNC"), **c) for tp, c in zip((1, 2), counts, strict=True)]
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for cell in cells:
+        writer.write_cell(cell, [], [])
+    writer.finish()
+    for folder, told in ((tmp_path, names), (run, set())):
+        result = load(folder)
+        page = _Page(write_html(folder, tmp_path / "page.html").read_text())
+        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell |"))
+        assert names & set(page.texts) == told
+        assert names & set(head.strip("| ").split(" | ")) == told
+        assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
+    assert "| 12,345 | 7 |" in markdown(load(tmp_path))
+    assert "layers with fast prefill: 7" in (tmp_path / "report.html").read_text()
 
 
 def test_every_verdict_has_a_style() -> None:

@@ -55,6 +55,38 @@
       automargin: true, fixedrange: true
     }, extra);
   }
+  // A long name on two lines of at most `width` characters; what finds no room is left out of its middle.
+  function fold(name, width) {
+    if (name.length <= width) { return name; }
+    var cut = name.lastIndexOf("-", width - 1) + 1;
+    if (cut < width / 2) { cut = width; }
+    var rest = name.slice(cut);
+    if (rest.length > width) {
+      var tail = Math.ceil(width * 0.6);
+      rest = rest.slice(0, width - tail - 1) + "…" + rest.slice(-tail);
+    }
+    return name.slice(0, cut) + "<br>" + rest;
+  }
+  // Names of cells take two fifths of a plot's width at most; pointing at one shows all of it.
+  function nameRows(plot, layout) {
+    if (layout.yaxis.type !== "category") { return; }
+    var element = document.getElementById(plot.id), names = Array.from(new Set(plot.data[0].y));
+    var width = Math.max(12, Math.floor(0.4 * element.clientWidth / (0.54 * layout.font.size)));
+    layout.yaxis.tickvals = names;
+    layout.yaxis.ticktext = names.map(function (name) { return fold(name, width); });
+    if (names.some(function (name) { return name.length > width; })) { layout.height += 8 * names.length; }
+    element.dataset.names = JSON.stringify(names);
+  }
+  function titleRows(id) {
+    var element = document.getElementById(id);
+    if (!element.dataset.names) { return; }
+    var names = JSON.parse(element.dataset.names);
+    element.querySelectorAll(".ytick > text").forEach(function (text, index) {
+      var title = document.createElementNS("http://www.w3.org/2000/svg", "title");
+      title.textContent = names[index];
+      text.appendChild(title);
+    });
+  }
   function draw() {
     plots.forEach(function (plot) {
       var narrow = document.documentElement.clientWidth < 760;
@@ -79,9 +111,13 @@
       (layout.annotations || []).forEach(function (note) { paint(note.font); });
       layout.xaxis = axis(plot.layout.xaxis);
       layout.yaxis = axis(plot.layout.yaxis);
-      window.Plotly.react(plot.id, data, layout, { displayModeBar: false, responsive: true });
+      nameRows(plot, layout);
+      window.Plotly.react(plot.id, data, layout, { displayModeBar: false, responsive: true })
+        .then(function () { titleRows(plot.id); });
     });
   }
   draw();
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  ["(prefers-color-scheme: dark)", "(max-width: 759px)"].forEach(function (query) {
+    window.matchMedia(query).addEventListener("change", draw);
+  });
 })();
