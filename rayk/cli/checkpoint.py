@@ -37,13 +37,14 @@ def checkpoint(
     """Write a tiny random checkpoint (tokenizer included) through transformers and print its path.
 
     A folder that already holds the same checkpoint is left as it is. One of the same family with other
-    settings is written again; one of another family is refused.
+    settings is written again; one of another family is refused, as are values that rayk cannot serve.
     """
     values = parse_overrides(overrides or [])
     if layers is not None:
         values["num_hidden_layers"] = layers
     family_values(family, values)  # an unknown family is refused before anything is announced
     stderr().print(f"writing a tiny {family} checkpoint to {directory}", markup=False)
+    from rayk.models.families import parse_config
     from rayk.oracle.checkpoint import write_checkpoint  # imports torch and transformers
 
     path = write_checkpoint(
@@ -54,6 +55,7 @@ def checkpoint(
         max_shard_size=max_shard_size,
         tie=tie,
         dtype=dtype,
+        judge=parse_config,  # what explain and run would refuse is not written
     )
     typer.echo(path)
 

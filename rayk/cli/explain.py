@@ -64,7 +64,8 @@ def _explain(
     model: Annotated[Path, typer.Option(help="Checkpoint folder; only its config is read.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
     num_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the sequence that is moved [default: 1024].")
+        int | None,
+        typer.Option(min=1, help="Tokens of the sequence that is moved [default: 1024, or what fits]."),
     ] = None,
     num_blocks: Annotated[int, typer.Option(help="KV blocks per engine.")] = 256,
     hybrid_kv: Annotated[

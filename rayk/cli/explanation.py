@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayk.cli.places import find_coordinate, name_byte
+from rayk.cli.places import counted, find_coordinate, name_byte
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
@@ -55,6 +55,17 @@ class Read:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sight:
+    """Layers of a KV group that do not see every position before a token, whatever the group keeps."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    """The last so many positions are seen, the token's own counted."""
+    chunk: int | None
+    """What is seen begins with the run of so many positions that the token is in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """One KV group of an engine."""
 
@@ -67,6 +78,8 @@ class Group:
     """Layers that keep nothing and use the pages of one of `layers` (see Explanation.sharing)."""
     chunks: tuple[int, ...]
     """Of its chunked layers: positions of the runs that they see. Kernel blocks divide them."""
+    sights: tuple[Sight, ...]
+    """Of its windowed and chunked layers."""
     covers_request: bool
     """Whether a block covers all of the model's positions: a request then has one."""
     rows: int
@@ -110,6 +123,20 @@ class Sharing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FastPrefill:
+    """What `fast_prefill` changes for a prompt of `num_tokens` of which only the last token's logits are
+    wanted. A token-layer is one layer's computation of one token."""
+
+    layers: tuple[int, ...]
+    """The trailing layers that share: they compute only tokens whose logits are wanted."""
+    sides: tuple[str, ...]
+    """Engines that were asked for it."""
+    num_token_layers: int
+    """With it."""
+    num_token_layers_without: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
     """The answer. `reason` says why not, when not supported; then the rest is empty."""
 
@@ -125,6 +152,9 @@ class Explanation:
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()
     sharing: tuple[Sharing, ...] = ()
+    fast_prefill: FastPrefill | None = None
+    notes: tuple[str, ...] = ()
+    """Sentences on numbers that may surprise."""
     sides: Mapping[str, Side] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,6 +177,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         return Explanation(supported=False, reason=refused, num_tokens=asked, **about)
     producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
+    notes = _length_note(tokens, config, producer) if num_tokens is None else []
     reads = _reads(producer, consumer, tokens)
     return Explanation(
         supported=True,
@@ -156,6 +187,8 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         num_descriptors=sum(r.num_descriptors for r in reads),
         reads=tuple(reads),
         sharing=tuple(Sharing(layer=n, uses=source) for n, source in _sources(config).items()),
+        fast_prefill=_fast_prefill(cell, config, tokens),
+        notes=(*notes, *_border_notes(consumer, config, tokens)),
         sides={"prefill": _side(producer, config), "decode": _side(consumer, config)},
         **about,
     )
@@ -216,6 +249,42 @@ def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tup
             raise  # nonsense, which no version will do
         return cell, error.problem
     return cell, cell.unsupported or ""
+
+
+def _fast_prefill(cell: Cell, config: DecoderConfig, num_tokens: int) -> FastPrefill:
+    layers = tuple(config.fast_prefill_layers)
+    engines = {"prefill": cell.prefill, "decode": cell.decode}
+    return FastPrefill(
+        layers=layers,
+        sides=tuple(side for side, engine in engines.items() if engine and engine.fast_prefill),
+        num_token_layers=num_tokens * (config.num_layers - len(layers)) + len(layers),
+        num_token_layers_without=num_tokens * config.num_layers,
+    )
+
+
+def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -> list[str]:
+    """Why the sequence is not of the default length."""
+    if num_tokens == DEFAULT_TOKENS:
+        return []
+    why = f"the model has {config.max_positions:,} positions"
+    if num_tokens < config.max_positions:
+        num_blocks = producer.ranks[0].num_blocks
+        why = f"--num-blocks {num_blocks:,} hold no more, if every KV group keeps all of a sequence"
+    return [f"{num_tokens:,} tokens instead of the default {DEFAULT_TOKENS:,}: {why}"]
+
+
+def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) -> list[str]:
+    """Why groups are read 0 bytes of."""
+    groups = [g for g in consumer.groups if not g.spec.live_rows(num_tokens)]
+    alike: dict[int, list[int]] = defaultdict(list)
+    for group, chunks in zip(groups, group_chunks(groups, config), strict=True):
+        for chunk in chunks:
+            alike[chunk].append(group.index)
+    return [
+        f"0 bytes of {counted('KV group', indices)}: after {num_tokens:,} tokens the next one begins a chunk "
+        f"of {chunk:,} positions, and sees nothing before it"
+        for chunk, indices in alike.items()
+    ]
 
 
 def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, consumer: EnginePlan) -> int:
@@ -309,6 +378,7 @@ def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: Decod
         layers=first.group.layers,
         readers=tuple(n for n, source in sources if source in first.group.layers),
         chunks=chunks,
+        sights=_sights(first.group.layers, config) if first.group.spec.has_token_rows else (),
         num_positions=first.group.num_positions,
         block_size=first.block_size,
         covers_request=first.block_size >= config.max_positions,
@@ -322,6 +392,14 @@ def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: Decod
         ),
         units=tuple(_units(share, {f.field.name: f.units for f in share.fields}) for share in shares),
     )
+
+
+def _sights(layers: Sequence[int], config: DecoderConfig) -> tuple[Sight, ...]:
+    alike: dict[tuple[int | None, int | None], list[int]] = defaultdict(list)
+    for n in layers:
+        alike[config.layers[n].window, config.layers[n].chunk].append(n)
+    alike.pop((None, None), None)
+    return tuple(Sight(layers=tuple(ns), window=window, chunk=chunk) for (window, chunk), ns in alike.items())
 
 
 def _units(group: GroupGeometry, by_field: Mapping[str, tuple[int, ...]]) -> tuple[Units, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from rayk.cli.explanation import Explanation, Group, Sharing, Units
+from rayk.cli.explanation import Explanation, FastPrefill, Group, Sharing, Sight, Units
 from rayk.cli.guard import stdout
-from rayk.cli.places import numbers
+from rayk.cli.places import counted, numbers
 
 HEAD = ("consumer", "producer", "group", "kind", "layers", "units", "bytes", "descriptors", "merged")
 LEFT = ("kind", "layers", "units")
@@ -22,8 +22,8 @@ def print_text(explanation: Explanation) -> None:
         console.print(refusal(explanation), markup=False)
         return
     console.print(f"supported: {summary(explanation)}", markup=False)
-    if explanation.sharing:
-        console.print(sharing_text(explanation.sharing), markup=False)
+    for remark in remarks(explanation):
+        console.print(remark, markup=False)
     for side, groups in side_lines(explanation):
         console.print(side, markup=False)
         for group in groups:
@@ -49,6 +49,29 @@ def summary(explanation: Explanation) -> str:
     )
 
 
+def remarks(explanation: Explanation) -> Iterator[str]:
+    """Lines on the model and on numbers that may surprise."""
+    if explanation.sharing:
+        yield sharing_text(explanation.sharing)
+    fast = explanation.fast_prefill
+    if fast is not None and (fast.sides or explanation.sharing):
+        yield fast_prefill_text(fast, explanation.num_tokens)
+    yield from explanation.notes
+
+
+def fast_prefill_text(fast: FastPrefill, num_tokens: int) -> str:
+    """What it saves where it was asked for, or would save."""
+    asked = f"fast prefill ({', '.join(fast.sides)})" if fast.sides else "fast prefill (not asked for)"
+    if not fast.layers:
+        return f"{asked}: no trailing layers share: nothing changes"
+    does = ("compute" if len(fast.layers) > 1 else "computes") if fast.sides else "would compute"
+    return (
+        f"{asked}: {counted('layer', fast.layers)} {does} only tokens whose "
+        f"logits are wanted, {fast.num_token_layers:,} instead of {fast.num_token_layers_without:,} "
+        f"token-layers for a prompt of {num_tokens:,} tokens"
+    )
+
+
 def sharing_text(sharing: Sequence[Sharing]) -> str:
     """`layers 4-7 keep and send nothing: 4, 6 use the pages of layer 2; 5, 7 use the pages of layer 3`."""
     users: dict[int, list[int]] = {}
@@ -60,7 +83,7 @@ def sharing_text(sharing: Sequence[Sharing]) -> str:
     ]
     ending = "s" if len(sharing) == 1 else ""
     return (
-        f"layer{'s'[: len(sharing) > 1]} {numbers(s.layer for s in sharing)} keep{ending} and send{ending} "
+        f"{counted('layer', [s.layer for s in sharing])} keep{ending} and send{ending} "
         f"nothing: {'; '.join(texts)}"
     )
 
@@ -74,20 +97,22 @@ def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
             (
                 f"{name}: TP {side.tp}, {side.layout}, {side.block_bytes:,} bytes per block and rank; "
                 f"a request of {side.waste_tokens:,} tokens wastes {waste}",
-                [f"KV group {i}: {_group_text(group)}" for i, group in enumerate(side.groups)],
+                [
+                    f"KV group {i}: {_group_text(group, explanation.sharing)}"
+                    for i, group in enumerate(side.groups)
+                ],
             )
         )
     return lines
 
 
-def _group_text(group: Group) -> str:
+def _group_text(group: Group, sharing: Sequence[Sharing]) -> str:
     texts = [
-        f"{group.kind}, layers {numbers(group.layers)}" + _users_text(group.readers),
+        f"{group.kind}, {counted('layer', group.layers)}" + _uses_text(group, sharing),
         "one block per request" if group.covers_request else f"blocks of {group.block_size:,} tokens",
         f"pages of {group.page_bytes:,} bytes before TP",
     ]
-    if group.chunks:
-        texts.append(f"chunks of {numbers(group.chunks)} positions")
+    texts += [_sight_text(sight, group) for sight in group.sights]
     if group.kernel_block_size != group.rows:
         texts.append(f"kernel blocks of {group.kernel_block_size}")
     unused = group.unused_bytes_per_block
@@ -99,14 +124,33 @@ def _group_text(group: Group) -> str:
     return ", ".join(texts) + "; by rank " + " | ".join(units_text(units) for units in group.units)
 
 
+def _sight_text(sight: Sight, group: Group) -> str:
+    """`chunks of 64 positions`, of which layers if not of all."""
+    what = f"chunks of {sight.chunk:,}" if sight.chunk is not None else f"windows of {sight.window:,}"
+    if sight.layers == group.layers:
+        return f"{what} positions"
+    return f"{counted('layer', sight.layers)} see{'s'[: len(sight.layers) == 1]} {what} positions"
+
+
+def _uses_text(group: Group, sharing: Sequence[Sharing]) -> str:
+    """Which of the group's layers are used by which others."""
+    users = {n: [s.layer for s in sharing if s.layer in group.readers and s.uses == n] for n in group.layers}
+    if len(group.layers) == 1:
+        return _users_text(group.readers)
+    texts = [f"layer {n} by {numbers(layers)}" for n, layers in users.items() if layers]
+    if texts:
+        texts[0] = texts[0].replace(" by", " is used by")
+    return f" ({', '.join(texts)}, too)" if texts else ""
+
+
 def _users_text(readers: Sequence[int]) -> str:
     """Layers that use pages beside those that keep them."""
     return f" (used by {numbers(readers)}, too)" if readers else ""
 
 
 def units_text(units: Sequence[Units]) -> str:
-    """`heads 0-3`; where fields differ, `conv_x, ssm: heads 0-3; conv_b, conv_c: groups 0`."""
-    texts = [f"{u.unit_name}s {numbers(u.ids)}" for u in units]
+    """`heads 0-3`; where fields differ, `conv_x, ssm: heads 0-3; conv_b, conv_c: group 0`."""
+    texts = [counted(u.unit_name, u.ids) for u in units]
     if len(units) > 1:
         texts = [f"{', '.join(u.fields)}: {text}" for u, text in zip(units, texts, strict=True)]
     return "; ".join(texts)
@@ -179,8 +223,7 @@ def as_html(explanation: Explanation) -> str:
         "th,td{text-align:right;padding:5px 10px;border-bottom:1px solid #8884}div{overflow-x:auto}"
     )
     body = f"<p>{html.escape(about)}</p>"
-    if explanation.sharing:
-        body += f"<p>{html.escape(sharing_text(explanation.sharing))}</p>"
+    body += "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks(explanation))
     for line, groups in side_lines(explanation):
         items = "".join(f"<li>{html.escape(group)}</li>" for group in groups)
         body += f"<p>{html.escape(line)}</p><ul>{items}</ul>"

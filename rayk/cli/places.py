@@ -57,6 +57,11 @@ def numbers(values: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, part)) for part in parts)
 
 
+def counted(name: str, ids: Sequence[int]) -> str:
+    """`layer 0`, `layers 0-3`."""
+    return f"{name}{'s'[: len(ids) != 1]} {numbers(ids)}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """A coordinate as it was given; None for what was left out."""
@@ -177,8 +182,7 @@ def _units_text(found: _Found) -> str:
     for _, f in found:
         alike.setdefault((f.field.unit_name, f.field.units), []).append(f.field.name)
     return ", ".join(
-        f"{name}{'s'[: count > 1]} {numbers(range(count))} ({', '.join(fields)})"
-        for (name, count), fields in alike.items()
+        f"{counted(name, range(count))} ({', '.join(fields)})" for (name, count), fields in alike.items()
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -27,6 +27,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 
+Judge = Callable[[dict[str, object], str], object]
+"""What is asked about the contents of a config.json before a model is made of it, with words for where they
+come from. Raises UserError."""
+
 _FORMAT = 1
 """Raise it when the same parameters give other files."""
 
@@ -40,6 +44,7 @@ def write_checkpoint(
     max_shard_size: str | None = None,
     tie: bool | None = None,
     dtype: str = "float32",
+    judge: Judge | None = None,
 ) -> Path:
     """Write the checkpoint, unless `directory` already holds the one these parameters give.
 
@@ -50,6 +55,7 @@ def write_checkpoint(
     max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
     tie:            whether lm_head shares the embeddings; None keeps the family's setting.
     dtype:          of the weights on disk; their greedy output is promised in float32.
+    judge:          may refuse the config.json before the model is made; not asked of a finished folder.
 
     The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits), the
     smallest routing gap (over 0.001, see oracle.routing; null without experts) and, under `probes`,
@@ -58,7 +64,7 @@ def write_checkpoint(
 
     Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
     without room for all bytes, values no model can have, a folder that cannot be made, is something
-    else or holds another family).
+    else or holds another family), and what `judge` raises.
     """
     values = family_values(family, overrides or {})
     if tie is not None:
@@ -87,7 +93,7 @@ def write_checkpoint(
         except OSError as error:
             problem = f"cannot make a folder here: {error.strerror}"
             raise UserError(problem, where=str(target), mend="choose another folder") from error
-        _write(scratch, parameters)
+        _write(scratch, parameters, judge)
     return target
 
 
@@ -123,7 +129,7 @@ def _is_written(folder: Path, parameters: Mapping[str, Any]) -> bool:
     )
 
 
-def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
+def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> None:
     """All files of the checkpoint; the marker last."""
     import torch
     import transformers
@@ -137,8 +143,8 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
     tokenizer = build_tokenizer(values["vocab_size"], adds_bos=family in ADDS_BOS)
     bos, eos, pad = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     special = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    config = _config(family, special, values, judge)
     with _values_blamed(family, values):
-        config = make_config(family, special | values)
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
@@ -166,21 +172,60 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
     (folder / MARKER).write_text(json.dumps(notes, indent=1), encoding="utf-8")
 
 
+def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], judge: Judge | None) -> Any:
+    """transformers' config object of values that `judge` does not refuse.
+
+    What transformers itself refuses is shown to `judge` first, whose words name the key and what it may be.
+    """
+    where = _where(family, values)
+    try:
+        with _values_blamed(family, values):
+            config = make_config(family, {**special, **values})
+    except UserError as error:
+        if judge is not None:
+            sound = _config_json(make_config(family, {**special, **FAMILIES[family]}))
+            for key in _changed(family, values):
+                if f"'{key}'" in error.problem:
+                    judge(sound | {key: values[key]}, where)
+        raise
+    if judge is not None:
+        judge(_config_json(config), where)
+    return config
+
+
+def _config_json(config: Any) -> dict[str, object]:
+    """What config.json will hold."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found: dict[str, object] = json.loads(config.to_json_string())
+    return found | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
+
+
+def _changed(family: str, values: Mapping[str, Any]) -> list[str]:
+    """Keys of which the family has another value, or none."""
+    own = FAMILIES[family]
+    return [key for key, value in values.items() if key not in own or own[key] != value]
+
+
+def _where(family: str, values: Mapping[str, Any]) -> str:
+    """`llama with num_kv_shared_layers=5`, for messages."""
+    changed = [f"{key}={values[key]}" for key in _changed(family, values)]
+    return family + (f" with {', '.join(changed)}" if changed else "")
+
+
 @contextmanager
 def _values_blamed(family: str, values: Mapping[str, Any]) -> Iterator[None]:
     """What transformers raises on values other than the family's own is UserError; on those it is a bug."""
     from huggingface_hub.errors import StrictDataclassError
 
-    own = FAMILIES[family]
-    changed = [f"{key}={value}" for key, value in values.items() if key not in own or own[key] != value]
     kinds = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
     try:
         yield
     except (*kinds, StrictDataclassError) as error:
-        if not changed:
+        if not _changed(family, values):
             raise
         raise UserError(
             f"transformers cannot build or run it: {' '.join(str(error).split())}",
-            where=f"{family} with {', '.join(changed)}",
+            where=_where(family, values),
             mend="choose other values, or leave them out",
         ) from error

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import rayk
 from rayk.cli.main import app
 from rayk.engine.plan import plan_engine
-from rayk.models.families import load_config
+from rayk.models.families import load_config, parse_config
 from rayk.specs.experiment import SideSpec
 from rayk.types.config import EngineConfig
 from tests.conftest import CheckpointFactory
@@ -101,7 +101,9 @@ def test_explain_says_why_not_and_exits_1(model: Path) -> None:
 def test_what_a_side_does_or_not_is_a_flag(model: Path) -> None:
     """Fast prefill moves the same bytes."""
     plain = explain(model, "--decode-tp", "2")
-    assert explain(model, "--decode-tp", "2", "--no-prefill-fast-prefill", "--decode-fast-prefill") == plain
+    flagged = explain(model, "--decode-tp", "2", "--no-prefill-fast-prefill", "--decode-fast-prefill")
+    assert (plain["fast_prefill"]["sides"], flagged["fast_prefill"]["sides"]) == ([], ["decode"])
+    assert flagged | {"fast_prefill": plain["fast_prefill"]} == plain
 
 
 @pytest.mark.parametrize(
@@ -268,6 +270,7 @@ def test_checkpoint_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.Mo
     ((family, directory, options),) = calls
     assert (family, directory) == ("llama", tmp_path / "m")
     assert options["overrides"] == {"hidden_size": 96, "num_hidden_layers": 2}
+    assert options["judge"] is parse_config
     assert (options["seed"], options["tie"], options["max_shard_size"]) == (3, True, "100KB")
 
 
@@ -277,6 +280,40 @@ def test_checkpoint_mistakes_exit_2(tmp_path: Path) -> None:
     assert "qwen3" in unknown.stderr
     assert invoke("checkpoint", "llama", tmp_path / "m", "--set", "hidden_size").exit_code == 2
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "value", "problem"),
+    [
+        ("llama", "num_kv_shared_layers=-1", "must be an integer of zero or more, not -1"),
+        ("llama", "num_kv_shared_layers=true", "must be an integer of zero or more, not True"),
+        ("llama", "num_kv_shared_layers=two", "must be an integer of zero or more, not 'two'"),
+        ("llama", "num_kv_shared_layers=1.5", "must be an integer of zero or more, not 1.5"),
+        ("llama", "num_kv_shared_layers=[1]", "must be an integer of zero or more, not [1]"),
+        ("llama", "kv_sharing_targets=0", "must list 4 layers, not 0"),
+        ("llama", "kv_sharing_targets=[null, null, a, 1]", "must be the number of a layer or null, not 'a'"),
+        ("llama4", "attention_chunk_size=0", "must be a positive integer, not 0"),
+        ("gemma3n", "num_kv_shared_layers=5", "would reuse the last layer of its type"),
+        ("gemma3n", "num_kv_shared_layers=two", "must be an integer of zero or more, not 'two'"),
+    ],
+)
+def test_checkpoint_refuses_what_explain_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, value: str, problem: str
+) -> None:
+    """With the same words, before a model is made."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model is made")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", fail)
+    result = invoke("checkpoint", family, tmp_path / "m", "--set", value)
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert f"{family} with {value.partition('=')[0]}=" in message
+    assert f": `{value.partition('=')[0]}`" in message
+    assert problem in message
+    assert "transformers" not in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rayk.cli.places import find_coordinate, name_byte
 from rayk.engine.plan import plan_engine
+from rayk.models.families import load_config
 from rayk.types.config import EngineConfig
 from tests.cli.test_explain_hybrid import answer, invoke
 from tests.conftest import CheckpointFactory
@@ -74,6 +75,16 @@ def test_sharing_layers_send_nothing_and_chunked_ones_their_chunk(llama4: MakeMo
     assert border["bytes"] == sum(r["bytes"] for r in border["reads"] if r["kind"] == "full")
     assert border["bytes"] == 2 * ROW_BYTES * 2 * 48
     assert border["sharing"] == []
+    (note,) = border["notes"]
+    kinds = [g["kind"] for g in border["sides"]["decode"]["groups"]]
+    assert kinds.count("full") == 1
+    assert kinds[-1] == "full"
+    assert note == (
+        f"0 bytes of KV groups 0-{len(kinds) - 2}: after 48 tokens the next one begins a chunk of "
+        "24 positions, and sees nothing before it"
+    )
+    assert note in " ".join(invoke("--model", llama4({}), "--num-tokens", "48").stdout.split())
+    assert told["notes"] == []
 
 
 def test_without_hybrid_kv_chunked_layers_lie_in_full_groups(llama4: MakeModel) -> None:
@@ -82,6 +93,13 @@ def test_without_hybrid_kv_chunked_layers_lie_in_full_groups(llama4: MakeModel) 
     assert (group["kind"], group["layers"], group["readers"]) == ("full", [0, 1, 2, 3], [4, 5, 6, 7])
     assert (group["chunks"], group["kernel_block_size"]) == ([CHUNK], 8)
     assert told["bytes"] == 2 * ROW_BYTES * 4 * 64
+    assert group["sights"] == [{"layers": [0, 1, 3], "window": None, "chunk": CHUNK}]
+    text = " ".join(invoke("--model", llama4(), "--no-hybrid-kv").stdout.split())
+    users = "layers 0-3 (layer 1 is used by 4, layer 2 by 5, layer 3 by 6-7, too)"
+    assert f"full, {users}, blocks of 16 tokens" in text
+    assert "layers 0-1, 3 see chunks of 24 positions, kernel blocks of 8" in text
+    one = " ".join(invoke("--model", llama4({7: 3}), "--no-hybrid-kv").stdout.split())
+    assert "full, layers 0-6 (layer 3 is used by 7, too), blocks" in one
 
 
 def test_people_are_told_who_uses_whose_pages(llama4: MakeModel) -> None:
@@ -93,9 +111,9 @@ def test_people_are_told_who_uses_whose_pages(llama4: MakeModel) -> None:
     )
     assert sharing in text
     groups = [
-        "chunked, layers 3 (used by 6-7, too), blocks of 16 tokens",
+        "chunked, layer 3 (used by 6-7, too), blocks of 16 tokens",
         "chunks of 24 positions, kernel blocks of 8",
-        "full, layers 2 (used by 5, too), blocks of 16 tokens",
+        "full, layer 2 (used by 5, too), blocks of 16 tokens",
     ]
     for part in groups:
         assert part in text
@@ -184,3 +202,82 @@ def test_a_windowed_model_whose_last_layers_share(checkpoint: CheckpointFactory)
     assert sorted(n for users in readers.values() for n in users) == [4, 5]
     text = invoke("--model", checkpoint("gemma3n"), "--num-tokens", "100").stdout
     assert re.search(r"layers 4-5 keep and send nothing: 4 uses the pages of layer 3; 5 uses", text)
+
+
+def test_windows_are_told(checkpoint: CheckpointFactory) -> None:
+    """Of groups that keep a window, and of layers that see one while their group keeps everything."""
+    model = checkpoint("gemma3n")
+    for group in answer("--model", model)["sides"]["prefill"]["groups"]:
+        sights = [{"layers": group["layers"], "window": 47, "chunk": None}]
+        assert group["sights"] == (sights if group["kind"] == "sliding" else [])
+    assert "windows of 47 positions; by rank" in " ".join(invoke("--model", model).stdout.split())
+    (group,) = answer("--model", model, "--no-hybrid-kv")["sides"]["prefill"]["groups"]
+    assert group["sights"] == [{"layers": [0, 1, 3], "window": 47, "chunk": None}]
+    text = " ".join(invoke("--model", model, "--no-hybrid-kv").stdout.split())
+    assert "layers 0-1, 3 see windows of 47 positions; by rank" in text
+
+
+def test_fast_prefill_is_told_where_it_is_asked_for_or_would_help(checkpoint: CheckpointFactory) -> None:
+    model, tokens = checkpoint("gemma3n"), 100
+    told = answer("--model", model, "--num-tokens", tokens, "--prefill-fast-prefill")["fast_prefill"]
+    config = load_config(model)
+    # Token by token and layer by layer: the last token alone goes through those that nobody reads from.
+    trailing = [n for n, layer in enumerate(config.layers) if layer.kv_source is not None]
+    computed = sum(
+        n not in trailing or t == tokens - 1 for n in range(config.num_layers) for t in range(tokens)
+    )
+    assert told == {
+        "layers": trailing,
+        "sides": ["prefill"],
+        "num_token_layers": computed,
+        "num_token_layers_without": tokens * config.num_layers,
+    }
+    saved = f"{computed} instead of 600 token-layers for a prompt of 100 tokens"
+    options: tuple[tuple[tuple[str, ...], str], ...] = (
+        (("--prefill-fast-prefill",), "fast prefill (prefill): layers 4-5 compute only tokens whose logits"),
+        (
+            ("--prefill-fast-prefill", "--decode-fast-prefill"),
+            "fast prefill (prefill, decode): layers 4-5 compute only",
+        ),
+        ((), "fast prefill (not asked for): layers 4-5 would compute only tokens whose logits"),
+    )
+    for flags, words in options:
+        for form in ("text", "html"):
+            given = ("--model", model, "--num-tokens", tokens, *flags, "--format", form)
+            text = " ".join(html.unescape(invoke(*given).stdout).split())
+            assert words in text
+            assert saved in text
+
+
+def test_fast_prefill_that_changes_nothing_is_told(checkpoint: CheckpointFactory, llama4: MakeModel) -> None:
+    """Nobody shares; or the layers that share do not end the model."""
+    nothing = "no trailing layers share: nothing changes"
+    plain = checkpoint("qwen3")
+    text = invoke("--model", plain, "--prefill-fast-prefill").stdout
+    assert f"fast prefill (prefill): {nothing}\n" in text
+    assert "fast prefill" not in invoke("--model", plain).stdout
+    inner = llama4({4: 1})
+    assert f"fast prefill (not asked for): {nothing}\n" in invoke("--model", inner).stdout
+    told = answer("--model", inner, "--decode-fast-prefill")["fast_prefill"]
+    assert (told["layers"], told["sides"]) == ([], ["decode"])
+    assert told["num_token_layers"] == told["num_token_layers_without"]
+
+
+def test_a_sequence_shorter_than_the_default_is_explained(llama4: MakeModel) -> None:
+    """Four groups share 255 blocks; a model may have fewer positions than the default."""
+    model = llama4({})
+    told = answer("--model", model, "--num-blocks", "40")
+    num_groups = len(told["sides"]["decode"]["groups"])
+    assert told["num_tokens"] == 39 // num_groups * 16
+    (note, *_) = told["notes"]
+    assert note.startswith(f"{told['num_tokens']} tokens instead of the default 1,024: --num-blocks 40 hold")
+    assert note in " ".join(invoke("--model", model, "--num-blocks", "40").stdout.split())
+    asked = answer("--model", model, "--num-blocks", "40", "--num-tokens", told["num_tokens"] - 1)
+    assert asked["notes"] == []
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 500}))
+    short = answer("--model", model)
+    assert (short["num_tokens"], short["notes"][0]) == (
+        500,
+        "500 tokens instead of the default 1,024: the model has 500 positions",
+    )
