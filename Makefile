@@ -12,12 +12,13 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment hybrid groups test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment hybrid groups fast-prefill test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
+	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
@@ -48,6 +49,9 @@ experiment: $(STAMP)
 
 hybrid groups: $(STAMP)
 	$(BIN)/python jobs/$@.py $(ARGS)
+
+fast-prefill: $(STAMP)
+	$(BIN)/python jobs/fast_prefill.py --check $(ARGS)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)

@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[AttentionView, ...]] = {
         replace(FAST, chunk=CHUNK),
     ),
 }
-"""The attention groups of three models: windows that share keys (gemma3n), runs (llama4), and all in one KV
+"""The attention groups of three models: windows that share keys (gemma3n), chunks (llama4), and all in one KV
 group, as without the hybrid manager."""
 
 
@@ -220,11 +220,12 @@ ORDERS: dict[str, tuple[tuple[tuple[int, int, bool], ...], int]] = {
     "128 decode, 8 prompts of 1024, chunk 64": (((1024, 1024, True),) * 8 + ((3000, 1, True),) * 128, 64),
     "256 decode, chunk 512": (((3000, 1, True),) * 256, 512),
 }
-"""(tokens in all, of this step, whether the last one's logits are wanted) per request; positions of a run."""
+"""(tokens in all, of this step, whether the last one's logits are wanted) per request; positions of a
+chunk."""
 
 
 def order_rows(repeats: int) -> list[list[str]]:
-    """What either order of fast prefill and runs builds and costs."""
+    """What either order of fast prefill and chunks builds and costs."""
     rows = []
     for name, (requests, chunk) in ORDERS.items():
         width = max(total for total, _, _ in requests) // BLOCK_SIZE + 1
@@ -247,16 +248,16 @@ def order_rows(repeats: int) -> list[list[str]]:
 
 
 def batches_before(common: CommonAttentionMetadata, wanted: np.ndarray, chunk: int) -> int:
-    """Virtual batches built where fast prefill comes before runs."""
+    """Virtual batches built where fast prefill comes before chunks."""
     reduced = fast_prefill(common, wanted)
     return 0 if reduced is None else chunked_local(reduced, chunk).num_requests
 
 
 def batches_behind(common: CommonAttentionMetadata, wanted: np.ndarray, chunk: int) -> int:
     """The same where it comes behind."""
-    runs = chunked_local(common, chunk)
-    fast_prefill(runs, wanted)
-    return runs.num_requests
+    chunks = chunked_local(common, chunk)
+    fast_prefill(chunks, wanted)
+    return chunks.num_requests
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -275,6 +276,16 @@ def environment() -> str:
     return f"{cpu}, one core; {versions}; {time.strftime('%Y-%m-%d')}; {load}."
 
 
+def missed_targets(totals: Sequence[float], growths: Sequence[Growth]) -> list[str]:
+    """What of these medians of metadata in milliseconds, and of their growth, is over a limit."""
+    missed = [f"{total:.3f} ms, not under {TARGET_MS:g}" for total in totals if not total < TARGET_MS]
+    return missed + [
+        f"power {growth.exponent:.2f} in the last doubling, over {MOST_POWER:g}"
+        for growth in growths
+        if not growth.exponent <= MOST_POWER
+    ]
+
+
 ABOUT = f"""# What attention metadata costs per step
 
     python jobs/benchmarks/metadata.py > jobs/benchmarks/results/metadata.md
@@ -286,7 +297,9 @@ ABOUT = f"""# What attention metadata costs per step
 Requests of {LENGTHS[0]} to {LENGTHS[1]} tokens, blocks of {BLOCK_SIZE}, window {WINDOW}, chunk {CHUNK}.
 decode: one token each. mixed: one request in 32 computes {PROMPT_TOKENS} tokens of its prompt, half of those
 its last. rows: requests or virtual batches, of all groups. Best of {{repeats}} turns, and the median of
-metadata, which is views + build. Target: both under {TARGET_MS:g} ms.
+metadata, which is views + build. Target: both under {TARGET_MS:g} ms. inputs, block tables, slots and lengths
+of every KV group (a CommonAttentionMetadata each), comes before and is not in these sums: a step pays all
+three.
 """
 ABOUT_GROWTH = """
 ## Milliseconds of metadata by number of requests
@@ -294,7 +307,7 @@ ABOUT_GROWTH = """
 line: of least relative errors, for n requests; off: the worst of them; power: of n, in the last doubling.
 """
 ABOUT_ORDER = """
-## Fast prefill before or behind runs
+## Fast prefill before or behind chunks
 
 Either order comes to the same batch (tests/attention/test_transforms.py). Virtual batches built on the way,
 and milliseconds.
@@ -321,8 +334,9 @@ def main() -> int:
         print(ABOUT_ORDER)
         head = ("step", "batches, before", "batches, behind", "ms, before", "ms, behind")
         print(markdown(head, order_rows(options.repeats)))
-    missed = max(totals) >= TARGET_MS or max(growth.exponent for growth in growths) > MOST_POWER
-    return int(options.check and missed)
+    missed = missed_targets(totals, growths)
+    print("\n".join(f"missed: {what}" for what in missed), file=sys.stderr, end="\n" if missed else "")
+    return int(options.check and bool(missed))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,42 @@ def test_every_table_has_a_row_for_every_case(
     }
 
 
+def made_growth(last_doubling: float) -> benchmark.Growth:
+    """Costs that grow linearly but for the last doubling, which takes so many times as much."""
+    linear = [0.001 * n for n in benchmark.GROWTH]
+    return benchmark.Growth((*linear[:-1], linear[-2] * last_doubling))
+
+
+@pytest.mark.parametrize(
+    ("totals", "last_doublings", "missed"),
+    [
+        ((0.1, 1.999), (2.0, 2.29), []),
+        ((2.0, 0.1), (2.0,), ["2.000 ms, not under 2"]),
+        ((0.1, 2.5, 3.0), (2.0,), ["2.500 ms, not under 2", "3.000 ms, not under 2"]),
+        ((0.1,), (2.0, 2.31), ["power 1.21 in the last doubling, over 1.2"]),
+        ((float("nan"),), (4.0,), ["nan ms, not under 2", "power 2.00 in the last doubling, over 1.2"]),
+    ],
+    ids=["just below", "at the limit", "over it", "steeper than linear", "both"],
+)
+def test_a_target_missed_is_told_and_fails_a_check(
+    totals: tuple[float, ...],
+    last_doublings: tuple[float, ...],
+    missed: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """2 ^ 1.2 = 2.297. On made-up numbers: what a machine takes is not judged here."""
+    growths = [made_growth(factor) for factor in last_doublings]
+    assert benchmark.missed_targets(totals, growths) == missed
+    monkeypatch.setattr(benchmark, "model_rows", lambda repeats: ([], list(totals)))
+    monkeypatch.setattr(benchmark, "growth_rows", lambda repeats: ([], growths))
+    monkeypatch.setattr(benchmark, "order_rows", lambda repeats: [])
+    for arguments, status in (((), 0), (("--check",), int(bool(missed)))):
+        monkeypatch.setattr(sys, "argv", ["metadata.py", *arguments])
+        assert benchmark.main() == status
+        assert capsys.readouterr().err.splitlines() == [f"missed: {what}" for what in missed]
+
+
 def test_the_line_is_that_of_the_costs() -> None:
     growth = benchmark.Growth(tuple(0.25 + 0.001 * n for n in benchmark.GROWTH))
     assert growth.line == pytest.approx((0.25, 0.001))

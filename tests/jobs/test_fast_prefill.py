@@ -204,6 +204,47 @@ def test_the_reference_can_be_left_out(
     assert "| equal | not asked |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("prompts", "missed"),
+    [
+        ([(4096, 0.0999), (8192, 0.002)], []),
+        ([(4095, 0.9), (4096, 0.0999)], []),
+        ([(4096, 0.1), (8192, 0.0999)], ["4096 tokens: the second group takes 0.100 of its time"]),
+        ([(512, 0.5), (8192, 0.7)], ["8192 tokens: the second group takes 0.700 of its time"]),
+        ([(4096, float("nan"))], ["4096 tokens: the second group takes nan of its time"]),
+        ([(512, 0.01), (4095, 0.01)], ["no prompt of 4096 tokens or more"]),
+    ],
+    ids=["below", "shorter ones do not count", "at the limit", "above", "no number", "none is long enough"],
+)
+def test_the_second_groups_time_is_held_to_the_target(
+    job: Any, prompts: list[tuple[int, float]], missed: list[str]
+) -> None:
+    """On made-up rows: what a machine takes is not judged here."""
+    found = job.missed_targets([{"num_prompt_tokens": n, "second_ratio": ratio} for n, ratio in prompts])
+    assert len(found) == len(missed)
+    assert all(text.startswith(start) for text, start in zip(found, missed, strict=True))
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(0.0999, 0), (0.1, 1)])
+def test_a_missed_target_is_the_exit_status_of_a_check(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, status: int
+) -> None:
+    """A run whose table of prompts holds a made-up ratio."""
+    tables = job.tables
+
+    def made_up(run: Any) -> dict[str, Any]:
+        found = tables(run)
+        return found | {"prompts": [row | {"second_ratio": ratio} for row in found["prompts"]]}
+
+    monkeypatch.setattr(job, "tables", made_up)
+    monkeypatch.setattr(job, "TARGET_TOKENS", 17)
+    arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "1", "--reference-tokens", "0"]
+    arguments += ["--checkpoint", str(CHECKPOINTS / "test-fast-prefill")]
+    for check, wanted in (([], 0), (["--check"], status)):
+        options = job.parse_options([*arguments, *check, "--out", str(tmp_path / f"out{len(check)}")])
+        assert job.run_job(options) == wanted
+
+
 def test_the_report_says_what_this_run_measured(job: Any, model: Path) -> None:
     """Its own ratios, where it differs from the published experiment, and which times are unsteady."""
     report = sys.modules["fast_prefill_report"]
