@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 LLAMA4 = "tests/models/test_llama4.py"
 LLAMA4_CONFIG = "tests/models/test_llama4_config.py"
 GEMMA3N = "tests/models/test_gemma3n.py"
+SCALES = "tests/models/test_gemma3n_scales.py"
 FORMS = "tests/models/test_expert_forms.py"
 
 MODELS = (
@@ -142,6 +143,41 @@ MODELS = (
         "None if per_layer_inputs is None else per_layer_inputs.index_select(-2, wanted)",
         "per_layer_inputs",
         f"{GEMMA3N}::test_computing_only_wanted_tokens_changes_none_of_their_logits",
+    ),
+    Mutation(
+        "the size of embeddings is not rounded first",
+        "rayk/models/loader.py",
+        "scale = rounded_scale(scale, pieces.dtype)",
+        "scale = float(scale)",
+        f"{SCALES}::test_bits_are_those_of_transformers",
+    ),
+    Mutation(
+        "the size of per-layer embeddings is not rounded first",
+        "rayk/models/builders/altup.py",
+        "scale=scale(altup.per_layer_size**0.5)",
+        "scale=altup.per_layer_size**0.5",
+        f"{SCALES}::test_bits_are_those_of_transformers",
+    ),
+    Mutation(
+        "the router's scale is not rounded first",
+        "rayk/models/builders/altup.py",
+        "rounded_scale(1 / hidden, build.pieces.dtype)",
+        "1 / hidden",
+        f"{SCALES}::test_bits_are_those_of_transformers",
+    ),
+    Mutation(
+        "the scale of projected embeddings is not rounded first",
+        "rayk/models/builders/altup.py",
+        "projection_scale=scale(hidden**-0.5)",
+        "projection_scale=hidden**-0.5",
+        f"{SCALES}::test_bits_are_those_of_transformers",
+    ),
+    Mutation(
+        "the scale of per-layer inputs is not rounded first",
+        "rayk/models/builders/altup.py",
+        "sum_scale=scale(2**-0.5)",
+        "sum_scale=2**-0.5",
+        f"{SCALES}::test_bits_are_those_of_transformers",
     ),
     Mutation(
         "values are not normed",
