@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayk.actors.commands import (
     Capture,
@@ -20,13 +20,16 @@ from rayk.actors.commands import (
 )
 from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.engine.rank import EngineRank
+from rayk.models.config import DecoderConfig
 from rayk.models.fingerprint import fingerprint
+from rayk.models.kv_specs import engine_specs
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.faults import FaultyAgent, reuse_early
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
+from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch, RaykError
 
 
@@ -38,6 +41,13 @@ class RankNews:
     drained: tuple[str, ...]
     released: tuple[str, ...]
     expired: tuple[str, ...]
+
+
+def group_settings(engine: EngineConfig, config: DecoderConfig) -> dict[str, str]:
+    """Settings by which engines of one model keep other things of a token, by name; those that make no
+    difference to it are left out."""
+    kept = [engine_specs(replace(engine, hybrid_kv=value), config) for value in (True, False)]
+    return {"hybrid_kv": str(engine.hybrid_kv).lower()} if kept[0] != kept[1] else {}
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -106,7 +116,14 @@ class TransferExtension:
         self._refused: list[TransferOutcome] = []
         self._mismatched: set[str] = set()
         model = fingerprint(rank.config.model, rank.model_config)
-        description = describe_cache(self._agent, rank.caches, engine=engine, epoch=epoch, fingerprint=model)
+        description = describe_cache(
+            self._agent,
+            rank.caches,
+            engine=engine,
+            epoch=epoch,
+            fingerprint=model,
+            settings=group_settings(rank.config, rank.model_config),
+        )
         self.transfer = TransferRank(self._agent, rank.caches, self._views, description)
 
     def execute(self, command: object) -> object:

@@ -7,7 +7,7 @@ Everything that gives bytes their meaning must agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,6 +39,8 @@ class CacheDescription:
     agent_metadata: bytes
     base_address: int
     """Address of the buffer's first byte in its own process."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the engine that decide what its groups keep, where the model heeds them."""
     protocol_version: int = PROTOCOL_VERSION
     digest_version: int = DIGEST_VERSION
     rows_per_group: int = ROWS_PER_GROUP
@@ -61,6 +63,7 @@ def describe_cache(
     engine: str,
     epoch: int = 0,
     fingerprint: Mapping[str, str],
+    settings: Mapping[str, str] | None = None,
 ) -> CacheDescription:
     """Register a rank's buffer with its agent (one region) and describe it. Call once per buffer."""
     address = agent.register(caches.buffer)
@@ -69,6 +72,7 @@ def describe_cache(
         epoch=epoch,
         geometry=caches.geometry,
         fingerprint=dict(fingerprint),
+        settings=dict(settings or {}),
         device=_device_name(caches.buffer.device),
         transport=agent.transport,
         agent_name=agent.name,
@@ -117,6 +121,9 @@ def _facts(description: CacheDescription) -> Iterator[tuple[str, str]]:
     yield "transport", description.transport
     for name, value in description.fingerprint.items():
         yield f"model.{name}", value
+    # Before the groups that come of them: whoever reads of those must know what to set.
+    for name, value in description.settings.items():
+        yield f"engine.{name}", value
     yield "num_groups", str(len(description.geometry.groups))
     for geometry in description.geometry.groups:
         group = geometry.group

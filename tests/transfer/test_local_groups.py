@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rayk.actors.extension import group_settings
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.models.config import DecoderConfig
 from rayk.models.fingerprint import fingerprint
@@ -224,7 +225,8 @@ def differing(
     sides = []
     for config, engine in (ours, theirs):
         geometry = plan_engine(engine, config).ranks[0]
-        sides.append(replace(describe(), geometry=geometry, fingerprint=fingerprint(folder, config)))
+        known = {"fingerprint": fingerprint(folder, config), "settings": group_settings(engine, config)}
+        sides.append(replace(describe(), geometry=geometry, **known))
     with pytest.raises(HandshakeMismatch) as caught:
         check(*sides)
     assert all(a != b for _, a, b in caught.value.fields)
@@ -256,7 +258,8 @@ def test_engines_of_other_chunks_are_refused_by_name(chunks: tuple[int, int], tm
 
 
 def test_an_engine_that_keeps_everything_is_refused_by_name(tmp_path: Path):
-    config = decoder("chunked", "full", chunk=32)
     whole = replace(ENGINE, hybrid_kv=False)
-    named = differing((config, ENGINE), (config, whole), tmp_path)
-    assert named[:2] == ["num_groups", "group 0.layers"]
+    for local in ("chunked", "sliding"):
+        config = decoder(local, "full", chunk=32)
+        named = differing((config, ENGINE), (config, whole), tmp_path)
+        assert named[:3] == ["engine.hybrid_kv", "num_groups", "group 0.layers"]
