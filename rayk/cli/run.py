@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayk.cli.guard import guarded, stderr, stdout
-from rayk.types.errors import UserError
+from rayk.types.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
     from rayk.specs import LoadedSpec
@@ -63,7 +64,10 @@ def run_spec(
     if resume and out is None:
         raise UserError(problem="--resume needs --out DIR, the run to continue")
     folder = out or loaded.default_folder()
-    check_before_start(loaded, folder, address=address, resume=resume)
+    try:
+        check_before_start(loaded, folder, address=address, resume=resume)
+    except CheckpointError as error:
+        raise _with_job(error, path) from error
 
     from rayk.cli.interrupts import interrupts
     from rayk.cli.progress import RunProgress
@@ -83,6 +87,16 @@ def run_spec(
     console.print(verdict_table(result.cells, width=console.width, reason_lines=reason_lines))
     stderr().print(f"report: {folder / 'report.html'}", markup=False)
     return exit_code(result.cells, strict=strict)
+
+
+def _with_job(error: CheckpointError, spec: Path) -> CheckpointError:
+    """The same error; of a missing folder it names the job beside the spec (x.py of x.yaml), which is what
+    writes the models of the specs in jobs/."""
+    job = spec.with_suffix(".py")
+    if Path(error.where).exists() or not job.is_file():
+        return error
+    mend = f"`python {job}`, the job of this spec, writes its checkpoints and runs it; or {error.mend}"
+    return replace(error, mend=mend)
 
 
 def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None, resume: bool) -> None:
