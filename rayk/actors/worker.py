@@ -149,6 +149,7 @@ class Worker:
             "layout": plan.resolution.layout.name,
             "vetoes": plan.resolution.vetoes,
             "block_sizes": [g.spec.block_size for g in plan.groups],
+            "kernel_block_sizes": list(plan.kernel_block_sizes),
             "groups": [(g.spec.kind, list(g.layers)) for g in plan.groups],
             "buffer_bytes": self._rank.caches.geometry.buffer_bytes,
         }

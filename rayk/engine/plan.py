@@ -27,6 +27,11 @@ class EnginePlan:
     resolution: LayoutResolution
     ranks: tuple[RankGeometry, ...]
 
+    @property
+    def kernel_block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a kernel block, by group; those of a block for states, whose kernels take it whole."""
+        return tuple(g.kernel_block_size * g.tokens_per_row for g in self.ranks[0].groups)
+
 
 def plan_engine(
     config: EngineConfig, model: DecoderConfig, parties: Sequence[tuple[str, SpecVeto]] = ()

@@ -106,6 +106,8 @@ class CellJudge:
             expected_verdict=cell.expected_verdict,
             prefill_effective_block_sizes=facts.get("prefill0", {}).get("block_sizes"),
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
+            prefill_effective_kernel_block_sizes=facts.get("prefill0", {}).get("kernel_block_sizes"),
+            decode_effective_kernel_block_sizes=facts.get("decode0", {}).get("kernel_block_sizes"),
             kv_waste=_kv_waste(cell, self._config),
             effective=_effective(facts),
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),

@@ -69,6 +69,11 @@ CELL_FIELDS: dict[str, Any] = {
     "met": _BOOL,
     "prefill.effective_block_sizes": _INTS,
     "decode.effective_block_sizes": _INTS,
+    # Tokens of a kernel's block by group, and, of the groups of both sides whose blocks kernels address in
+    # parts, the smallest.
+    "prefill.effective_kernel_block_sizes": _INTS,
+    "decode.effective_kernel_block_sizes": _INTS,
+    "min_cut_kernel_block_size": _INT,
     # Before tensor parallelism, of a request of 4096 tokens or as many as the model has positions; without a
     # side's name those of the side that wastes more bytes.
     "kv_waste_bytes": _INT,
@@ -201,6 +206,9 @@ def cell_record(
         "first_divergence": divergence and {"request": divergence[0], "token_index": divergence[1]},
         "prefill.effective_block_sizes": row.prefill_effective_block_sizes,
         "decode.effective_block_sizes": row.decode_effective_block_sizes,
+        "prefill.effective_kernel_block_sizes": row.prefill_effective_kernel_block_sizes,
+        "decode.effective_kernel_block_sizes": row.decode_effective_kernel_block_sizes,
+        "min_cut_kernel_block_size": _min_cut(row),
         **_waste(row.kv_waste),
         "decode.num_token_layers": row.decode_num_token_layers,
         **{name: row.effective.get(name) for name in EFFECTIVE},
@@ -212,6 +220,16 @@ def cell_record(
         "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
     }
     return record | _latencies(requests)
+
+
+def _min_cut(row: CellRow) -> int | None:
+    """The smallest kernel block that is less than its group's block; None where all are whole."""
+    sides = (
+        (row.prefill_effective_block_sizes, row.prefill_effective_kernel_block_sizes),
+        (row.decode_effective_block_sizes, row.decode_effective_kernel_block_sizes),
+    )
+    pairs = (pair for blocks, parts in sides if blocks and parts for pair in zip(blocks, parts, strict=True))
+    return min((part for block, part in pairs if part < block), default=None)
 
 
 def _waste(by_side: Mapping[str, tuple[int, float]]) -> dict[str, Any]:

@@ -183,6 +183,7 @@ def _tip(record: dict[Any, Any]) -> str:
         ("KV bytes wrong", "num_kv_bytes_mismatched", ",d"),
         ("KV bytes moved", "transfer_bytes", ",d"),
         ("descriptors", "num_descriptors", ",d"),
+        ("smallest kernel block, tokens", "min_cut_kernel_block_size", "d"),
         ("token-layers", "num_token_layers", ",d"),
         ("layers with fast prefill", "num_fast_prefill_layers", "d"),
         ("GB/s", "transfer_gb_per_s", ".3g"),

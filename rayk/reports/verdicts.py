@@ -67,6 +67,7 @@ COLUMNS = (
     ("KV bytes", "num_kv_bytes_checked", ",d"),
     ("KV wrong", "num_kv_bytes_mismatched", ",d"),
     ("KV waste %", "kv_waste_percent", ".1f"),
+    ("kernel block", "min_cut_kernel_block_size", "d"),
     ("token-layers", "num_token_layers", ",d"),
     ("fast layers", "num_fast_prefill_layers", "d"),
     ("GB/s", "transfer_gb_per_s", ".3g"),
@@ -84,9 +85,13 @@ def tells_fast_prefill(cells: pd.DataFrame) -> bool:
 
 
 def told_columns(cells: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """COLUMNS, less those of fast prefill where no cell used it."""
-    counts = ("num_token_layers", "num_fast_prefill_layers")
-    return [c for c in COLUMNS if c[1] not in counts or tells_fast_prefill(cells)]
+    """COLUMNS, less those of fast prefill where no cell used it, and of kernel blocks where all are whole."""
+    untold: set[str] = set()
+    if not tells_fast_prefill(cells):
+        untold |= {"num_token_layers", "num_fast_prefill_layers"}
+    if not cells["min_cut_kernel_block_size"].notna().any():
+        untold.add("min_cut_kernel_block_size")
+    return [c for c in COLUMNS if c[1] not in untold]
 
 
 def table_rows(cells: pd.DataFrame) -> list[list[str]]:
@@ -100,6 +105,7 @@ def table_rows(cells: pd.DataFrame) -> list[list[str]]:
 
 DROPPED_FIRST = (
     "KV waste %",
+    "kernel block",
     "TPOT ms",
     "requests",
     "wall s",

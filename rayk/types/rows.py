@@ -89,6 +89,9 @@ class CellRow:
     prefill_effective_block_sizes: list[int] | None = None
     """Per KV group, tokens."""
     decode_effective_block_sizes: list[int] | None = None
+    prefill_effective_kernel_block_sizes: list[int] | None = None
+    """Per KV group, tokens of the parts in which attention kernels address a block."""
+    decode_effective_kernel_block_sizes: list[int] | None = None
     kv_waste: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Side -> (bytes, percent) that a request of `kv.groups.waste_tokens` (4096, or the model's positions
     where fewer) holds beyond what its layers need, before tensor parallelism: without what replicas and

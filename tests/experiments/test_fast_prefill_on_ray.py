@@ -43,6 +43,7 @@ def cells(ray_address: str, checkpoint: Any, tmp_path_factory: pytest.TempPathFa
             "device": "cpu",
             "prompts": {"random": {"count": NUM_PROMPTS, "input_tokens": [5, 37, 300], "seed": 0}},
             "sampling": {"max_tokens": MAX_TOKENS, "ignore_eos": True},
+            "decode": {"kernel_block_size": 4},
             "matrix": matrix,
         }
     ).run(out, address=ray_address)
@@ -61,6 +62,13 @@ def test_every_proof_holds_with_it_and_without(cells: pd.DataFrame) -> None:
     assert both["num_kv_bytes_checked"].tolist() == [KV_BYTES] * 2
     assert both["num_kv_values_checked"].tolist() == [KV_BYTES // 4] * 2
     assert len(set(both["transfer_bytes"])) == 1
+
+
+def test_the_columns_say_what_kernels_make_of_blocks(cells: pd.DataFrame) -> None:
+    assert [list(sizes) for sizes in cells["prefill.effective_kernel_block_sizes"]] == [[16]] * 4
+    parts = cells["decode.effective_kernel_block_sizes"].drop("logprobs")
+    assert [list(sizes) for sizes in parts] == [[4]] * 3
+    assert cells["min_cut_kernel_block_size"].fillna(0).tolist() == [4, 4, 0, 4], "aggregated: whole blocks"
 
 
 def test_the_columns_say_what_layers_computed(cells: pd.DataFrame) -> None:

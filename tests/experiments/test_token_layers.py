@@ -23,6 +23,19 @@ def engine(num_token_layers: int | None, num_fast_prefill_layers: int = 2) -> di
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
+def test_what_kernels_make_of_blocks_is_told_of_either_side(tmp_path: Path) -> None:
+    facts = {
+        "prefill0": {"block_sizes": [16, 16], "kernel_block_sizes": [1, 16]},
+        "decode0": {"block_sizes": [48, 16], "kernel_block_sizes": [3, 8]},
+    }
+    (cell,) = expand(load_spec(spec(device="cpu", dtype="float32", checks=["kv_bytes"])).spec, decoder())
+    outcomes = [CellOutcome(num_kv_bytes_checked=1, wall_ns=1, facts=facts)]
+    row = CellJudge("m", decoder(), tmp_path).judge(cell, [[1, 2]], outcomes)
+    assert (row.prefill_effective_block_sizes, row.decode_effective_block_sizes) == ([16, 16], [48, 16])
+    assert row.prefill_effective_kernel_block_sizes == [1, 16]
+    assert row.decode_effective_kernel_block_sizes == [3, 8]
+
+
 @pytest.mark.parametrize(
     ("changes", "facts", "expected"),
     [

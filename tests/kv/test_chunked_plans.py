@@ -82,6 +82,8 @@ def test_blocks_that_have_grown_are_cut_for_chunks_too(hybrid_kv: bool):
         assert found["mamba2"] == (512, 1)
         if hybrid_kv:
             assert found["full"] == (48, 48)
+        told = dict(zip((g.spec.kind for g in made.groups), made.kernel_block_sizes, strict=True))
+        assert told == {kind: 512 if kind == "mamba2" else found[kind][1] for kind in found}, "in tokens"
 
 
 @pytest.mark.parametrize("hybrid_kv", [True, False])

@@ -158,6 +158,33 @@ def test_what_fast_prefill_saves_is_shown_where_a_cell_used_it(run: Path, tmp_pa
     assert "layers with fast prefill: 7" in (tmp_path / "report.html").read_text()
 
 
+def test_kernel_blocks_are_shown_where_they_are_less_than_blocks(run: Path, tmp_path: Path) -> None:
+    """Chunks of 7 leave kernel blocks of one token in blocks of 16: nobody asked for them, so it is told."""
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    whole = {"prefill_effective_kernel_block_sizes": [16], "decode_effective_kernel_block_sizes": [16]}
+    cut = {f"{side}_effective_block_sizes": [48, 16, 512] for side in ("prefill", "decode")}
+    cut |= {
+        "prefill_effective_kernel_block_sizes": [12, 16, 512],
+        "decode_effective_kernel_block_sizes": [48, 1, 512],
+    }
+    for tp, sizes in ((1, whole), (2, cut)):
+        writer.write_cell(cell_row(tp, 1, ("BHLNC", "BHLNC"), **sizes), [], [])
+    writer.finish()
+    cells = load(tmp_path).cells
+    assert cells["prefill.effective_kernel_block_sizes"].map(list).tolist() == [[16], [12, 16, 512]]
+    assert cells["decode.effective_kernel_block_sizes"].map(list).tolist() == [[16], [48, 1, 512]]
+    assert cells["min_cut_kernel_block_size"].fillna(0).tolist() == [0, 1]
+    for folder, told in ((tmp_path, {"kernel block"}), (run, set())):
+        page = _Page(write_html(folder, tmp_path / "page.html").read_text())
+        head = next(line for line in markdown(load(folder)).splitlines() if line.startswith("| cell |"))
+        titles = {str(column.header) for column in verdict_table(load(folder).cells).columns}
+        assert {"kernel block"} & set(page.texts) == told
+        assert {"kernel block"} & set(head.strip("| ").split(" | ")) == told
+        assert {"kernel block"} & titles == told
+    tips = "\n".join(_Page((tmp_path / "report.html").read_text()).tips)
+    assert tips.count("smallest kernel block, tokens: 1") == 1
+
+
 def test_every_verdict_has_a_style() -> None:
     css = (Path(write_html.__code__.co_filename).parent / "templates" / "report.css").read_text()
     for verdict in VERDICTS:
