@@ -131,7 +131,12 @@ def set_state(layer: int, change: Callable[[torch.Tensor, torch.Tensor], None]) 
     return damage
 
 
-@pytest.mark.parametrize("family", [f for f in HYBRID if f != "deepseek_v3"])
+QUICK = ("mamba2", "qwen3_next")
+"""A state of either kind of scan; each of the others decodes for seconds."""
+STATES = [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in HYBRID if f != "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", STATES)
 def test_a_wrong_state_changes_the_output(checkpoint: CheckpointFactory, family: str) -> None:
     """A lost state, half of it lost, halves swapped as by ranks; lost or moved taps, in each layer."""
     path = checkpoint(family)
