@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +11,13 @@ import typer
 import yaml
 
 from rayk.cli.guard import guarded, stderr
+from rayk.models.families import FAMILIES as FAMILY_PARSERS
+from rayk.models.families import parse_config
 from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.types.errors import UserError
+
+_QUOTED = re.compile(r"`(\w+)")
+"""A config's key in a message, or the first of nested ones."""
 
 
 @guarded
@@ -42,9 +49,9 @@ def checkpoint(
     values = parse_overrides(overrides or [])
     if layers is not None:
         values["num_hidden_layers"] = layers
-    family_values(family, values)  # an unknown family is refused before anything is announced
+    # An unknown family is refused before anything is announced, as is what needs no transformers to judge.
+    refuse_unservable(family, family_values(family, values), values)
     stderr().print(f"writing a tiny {family} checkpoint to {directory}", markup=False)
-    from rayk.models.families import parse_config
     from rayk.oracle.checkpoint import write_checkpoint  # imports torch and transformers
 
     path = write_checkpoint(
@@ -58,6 +65,23 @@ def checkpoint(
         judge=parse_config,  # what explain and run would refuse is not written
     )
     typer.echo(path)
+
+
+def refuse_unservable(family: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse, at once, overrides that the family's parser finds fault in. Raises UserError.
+
+    Fault in other keys may go when transformers completes the config: write_checkpoint asks again then.
+    """
+    architecture = next(n for n in FAMILY_PARSERS[family].architectures if n.endswith("ForCausalLM"))
+    where = f"{family} with {', '.join(f'{key}={value}' for key, value in overrides.items())}"
+    try:
+        parse_config({"architectures": [architecture], **values}, where)
+    except UserError as error:
+        keys = set(_QUOTED.findall(error.problem))
+        if keys and keys <= set(overrides):
+            raise
+    except (TypeError, ValueError):
+        return  # of a kind that no parser thought of: transformers says what it thinks of it
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Any]:

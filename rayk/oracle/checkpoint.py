@@ -186,10 +186,12 @@ def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], 
             sound = _config_json(make_config(family, {**special, **FAMILIES[family]}))
             for key in _changed(family, values):
                 if f"'{key}'" in error.problem:
-                    judge(sound | {key: values[key]}, where)
+                    with _values_blamed(family, values):
+                        judge(sound | {key: values[key]}, where)
         raise
     if judge is not None:
-        judge(_config_json(config), where)
+        with _values_blamed(family, values):
+            judge(_config_json(config), where)
     return config
 
 

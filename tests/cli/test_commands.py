@@ -316,6 +316,18 @@ def test_checkpoint_refuses_what_explain_would(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_checkpoint_refuses_such_values_without_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom rayk.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
+    )
+    arguments = ["checkpoint", "llama", str(tmp_path / "m"), "--set", "num_kv_shared_layers=two"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "2 False\n"
+
+
 def test_doctor_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"transport": "nixl/UCX", "device": "cpu", "gb_per_s": 4.2, "latency_us": 12.0}
     monkeypatch.setattr("rayk.transfer.nixl_agent.measure", lambda: facts)
