@@ -224,6 +224,8 @@ def test_defaults_where_config_json_is_silent() -> None:
         ({"num_key_value_heads": 3}, CheckpointError, "3 does not divide"),
         ({"head_dim": 15}, CheckpointError, "15 of `head_dim` 15 cannot rotate"),
         ({"rms_norm_eps": -1.0}, CheckpointError, "`rms_norm_eps` must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, CheckpointError, "`rms_norm_eps` must be a positive number"),
+        ({"hidden_act": ["silu"]}, UnsupportedArchitecture, "`hidden_act`"),
         ({"tie_word_embeddings": "yes"}, CheckpointError, "true or false"),
         ({"eos_token_id": "</s>"}, CheckpointError, "`eos_token_id` must be token ids"),
         ({"hidden_act": "gelu"}, UnsupportedArchitecture, "`hidden_act` 'gelu'"),

@@ -163,7 +163,7 @@ def default_head_size(raw: RawConfig) -> int:
 def parse_mlp(raw: RawConfig, *, bias: bool = False, key: str = "hidden_act") -> MlpConfig:
     """A gated MLP whose activation stands under `key`."""
     activation = raw.get(key, "silu")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise raw.refuse(f"`{key}` {activation!r} is not supported", "one of " + ", ".join(ACTIVATIONS))
     return MlpConfig(
         activation=ACTIVATIONS[activation], intermediate_size=raw.count("intermediate_size"), bias=bias

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rayk.models.config import ExpertsConfig, MlpConfig, RouterConfig
-from rayk.models.families.common import ACTIVATIONS
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -149,5 +148,5 @@ def num_chosen(raw: RawConfig, num_experts: int, default: int) -> int:
 def require_silu(raw: RawConfig) -> None:
     """Raise UnsupportedArchitecture for experts with another activation."""
     activation = raw.get("hidden_act", "silu")
-    if ACTIVATIONS.get(activation) != "silu":
+    if activation != "silu":
         raise raw.refuse(f"`hidden_act` {activation!r} is not supported in this family", "silu")

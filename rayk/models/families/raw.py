@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class RawConfig:
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"`{key}` is missing", where=self.where)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise CheckpointError(f"`{key}` must be a positive number, not {value!r}", where=self.where)
         return float(value)
 
