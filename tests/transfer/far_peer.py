@@ -27,6 +27,7 @@ ADDRESSES = ("10.213.0.1", "10.213.0.2")
 # /sys lists network devices, to UCX as well: it must be that of the namespace.
 ENTER = 'mount -t sysfs sysfs /sys && ip link set lo up && exec "$@"'
 Call = Callable[..., Any]
+Process = subprocess.Popen[bytes]
 
 
 def why_not() -> str | None:
@@ -41,12 +42,15 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def two_hosts(tls: str = "tcp") -> Iterator[tuple[Call, Call]]:
-    """A producer and a consumer process. Both end with the block."""
+def two_hosts(
+    tls: str = "tcp", *, end: Callable[[Process], None] | None = None
+) -> Iterator[tuple[Call, Call]]:
+    """A producer and a consumer process. Both end with the block, by `end` (None: closing their agents)."""
     with ExitStack() as stack:
         calls, pids = [], []
+        enter = ["unshare", "--net", "--mount", "sh", "-c", ENTER, "sh"]
         for role in ("Producer", "Consumer"):
-            call, process = _start(stack, role, ["unshare", "--net", "--mount", "sh", "-c", ENTER, "sh"], tls)
+            call, process = _start(stack, role, enter, tls, end or _end)
             calls.append(call)
             pids.append(process.pid)
         cable = f"rk{os.getpid()}"[-12:]
@@ -64,15 +68,15 @@ def two_hosts(tls: str = "tcp") -> Iterator[tuple[Call, Call]]:
 def two_processes(shape: Any) -> Iterator[tuple[Call, Call]]:
     """A producer and a consumer process of this host, holding engines of this shape; UCX finds its way."""
     with ExitStack() as stack:
-        calls = [_start(stack, role, [], None)[0] for role in ("Producer", "Consumer")]
+        calls = [_start(stack, role, [], None, _end)[0] for role in ("Producer", "Consumer")]
         for call in calls:
             call("start", shape)
         yield calls[0], calls[1]
 
 
 def _start(
-    stack: ExitStack, role: str, enter: list[str], tls: str | None
-) -> tuple[Call, subprocess.Popen[bytes]]:
+    stack: ExitStack, role: str, enter: list[str], tls: str | None, end: Callable[[Process], None]
+) -> tuple[Call, Process]:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
         [*enter, sys.executable, "-m", "tests.transfer.far_peer", role, str(theirs.fileno())],
@@ -80,7 +84,7 @@ def _start(
         env=os.environ | ({"UCX_TLS": tls} if tls else {}) | {"UCX_WARN_UNUSED_ENV_VARS": "n"},
         pass_fds=[theirs.fileno()],
     )
-    stack.callback(_end, process)
+    stack.callback(end, process)
     theirs.close()
     connection = stack.enter_context(Connection(ours.detach()))
 
@@ -96,7 +100,14 @@ def _start(
     return call, process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def lose_power(process: Process) -> None:
+    """End a host behind a cut cable. UCX crashes when an agent is closed, or its process ends, while reads
+    are under way that nobody answers."""
+    process.kill()
+    process.wait()
+
+
+def _end(process: Process) -> None:
     """Its connection is closed, which it takes as an end; one that cannot is killed. None may crash."""
     try:
         process.wait(20)
@@ -229,7 +240,6 @@ def main() -> None:
                 method, arguments = connection.recv()
             except EOFError:
                 peer.close()
-                # Behind a cut cable UCX crashes in its own exit handlers all the same.
                 os._exit(0)
             try:
                 connection.send(getattr(peer, method)(*arguments))

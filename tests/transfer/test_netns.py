@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayk.types.errors import TransferError
-from tests.transfer.far_peer import two_hosts, why_not
+from tests.transfer.far_peer import lose_power, two_hosts, why_not
 
 pytestmark = pytest.mark.nixl
 
@@ -35,7 +35,7 @@ def test_pages_cross_hosts_and_a_killed_producer_is_noticed() -> None:
 
 def test_a_cut_cable_ends_transfers_at_their_deadline() -> None:
     """Nobody says goodbye when a host loses its power."""
-    with two_hosts() as (producer, consumer):
+    with two_hosts(end=lose_power) as (producer, consumer):
         consumer("connect", producer("describe"))
         ticket = producer("ticket", 30_000, "large")
         seconds, outcome = consumer("read_until_some_landed", ticket, None, 4.0)
