@@ -27,6 +27,7 @@ ADDRESSES = ("10.213.0.1", "10.213.0.2")
 # /sys lists network devices, to UCX as well: it must be that of the namespace.
 ENTER = 'mount -t sysfs sysfs /sys && ip link set lo up && exec "$@"'
 Call = Callable[..., Any]
+TOO_LATE = "it was over before its middle"
 Process = subprocess.Popen[bytes]
 
 
@@ -225,7 +226,7 @@ class Consumer(Peer):
                 began = time.monotonic()
                 in_the_middle()
                 in_the_middle = None
-        assert in_the_middle is None, "it was over before its middle"
+        assert in_the_middle is None, TOO_LATE
         return tables, time.monotonic() - began, outcomes[0]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 
 from rayk.types.errors import TransferError
-from tests.transfer.far_peer import lose_power, two_hosts, why_not
+from tests.transfer.far_peer import TOO_LATE, lose_power, two_hosts, why_not
 
 pytestmark = pytest.mark.nixl
 
@@ -17,6 +20,23 @@ def _namespaces() -> None:
         pytest.skip(reason)
 
 
+def again_if_too_late(test: Callable[[], None]) -> Callable[[], None]:
+    """A transfer may be over before a busy machine shows the test its middle: it is tried three times."""
+
+    @functools.wraps(test)
+    def attempts() -> None:
+        for _ in range(2):
+            try:
+                return test()
+            except AssertionError as error:
+                if TOO_LATE not in str(error):
+                    raise
+        return test()
+
+    return attempts
+
+
+@again_if_too_late
 def test_pages_cross_hosts_and_a_killed_producer_is_noticed() -> None:
     with two_hosts() as (producer, consumer):
         consumer("connect", producer("describe"))
@@ -33,6 +53,7 @@ def test_pages_cross_hosts_and_a_killed_producer_is_noticed() -> None:
         assert not outcome.is_draining
 
 
+@again_if_too_late
 def test_a_cut_cable_ends_transfers_at_their_deadline() -> None:
     """Nobody says goodbye when a host loses its power."""
     with two_hosts(end=lose_power) as (producer, consumer):
