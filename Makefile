@@ -25,7 +25,7 @@ help:
 	@echo "make check       formatting, lint, types, house rules"
 	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
 	@echo "make bench       every script of jobs/benchmarks"
-	@echo "make mutants     seeded mutations of kv/ and transfer/, each killed by a test"
+	@echo "make mutants     bugs planted one by one, each found by the test that is named for it"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
 
 venv: $(STAMP)
