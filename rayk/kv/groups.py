@@ -18,7 +18,7 @@ CacheKey = tuple[int, str]
 
 REFERENCE_TOKENS = 4096
 """Length of the request by which groupings are compared: each group counts as it is at its fullest up to
-there. Of chunked layers nothing lives at the end of a run, and 4096 is one for most chunks: they would cost
+there. Of chunked layers nothing lives at the end of a chunk, and 4096 is one for most sizes: they would cost
 nothing, and any grouping of them would do. One token before, they hold most, which is what the pool must have
 room for; all other layers hold most at the end."""
 REFERENCE_BLOCK_SIZE = 16

@@ -271,8 +271,8 @@ class LayerConfig:
     window: int | None = None
     """Keys a query sees, the current token included; None is all of them."""
     chunk: int | None = None
-    """Chunked local attention: a query sees the keys of its own run of `chunk` positions, up to itself;
-    None is all of them."""
+    """Chunked local attention: a query at position p sees the keys from p // chunk * chunk to its own; None
+    is all of them."""
     kv_source: int | None = None
     """The earlier layer whose keys and values this one attends to: it makes and keeps none (see
     models.families.sharing). None: its own."""
