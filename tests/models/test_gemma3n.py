@@ -80,11 +80,7 @@ def test_cache_holds_what_transformers_caches(checkpoint: Checkpoint, tp_size: i
     def body(comm: Comm) -> dict[tuple[int, int], torch.Tensor]:
         paged = Paged(load(checkpoint, comm), 1)
         paged.step([ids])
-        return {
-            (layer, head): attention.kv_cache[paged.block_table[0].long(), slot].flatten(0, 1)
-            for layer, attention in paged.decoder.attention_layers.items()
-            for slot, head in enumerate(attention.kv_head_ids)
-        }
+        return paged.cached_rows()
 
     exact, eager = (
         model(

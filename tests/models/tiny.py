@@ -339,6 +339,14 @@ class Paged:
         order = torch.randperm(num_requests * per_request, generator=generator) + 1
         return order.view(num_requests, per_request).int()
 
+    def cached_rows(self) -> dict[tuple[int, int], torch.Tensor]:
+        """(layer, global KV head) -> rows of the first request's blocks, one after the other."""
+        return {
+            (layer, head): attention.kv_cache[self.block_table[0].long(), slot].flatten(0, 1)
+            for layer, attention in self.decoder.attention_layers.items()
+            for slot, head in enumerate(attention.kv_head_ids)
+        }
+
     def step(
         self, tokens: Sequence[Sequence[int]], num_wanted: Sequence[int] | None = None
     ) -> list[torch.Tensor]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from rayk.models.config import AltUpConfig, NormConfig
 from rayk.models.families import common, gemma3
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.sharing import COUNT, shared_sources
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, MlpConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_gemma3n.py, Gemma3nTextConfig.
 DEFAULTS = {
@@ -115,11 +115,10 @@ def _mlps(raw: RawConfig, num_layers: int) -> tuple[MlpConfig, ...]:
             f"not {len(sizes)}",
             where=raw.where,
         )
-    kinds = type(raw)
     return tuple(
         replace(
             common.parse_mlp(
-                kinds(raw.values | {"intermediate_size": size}, raw.where, raw.architecture),
+                RawConfig(raw.values | {"intermediate_size": size}, raw.where, raw.architecture),
                 key="hidden_activation",
             ),
             sparsity=sparsity,
