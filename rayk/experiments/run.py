@@ -299,7 +299,7 @@ class _Runner:
         """One cell once. Always an outcome, in bounded time."""
         import ray
 
-        from rayk.actors.coordinator import CellOutcome
+        from rayk.actors.cell_run import CellOutcome
 
         deadline = cell.deadlines.cell_s + GRACE_S
         try:

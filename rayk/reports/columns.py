@@ -91,9 +91,17 @@ CELL_FIELDS: dict[str, Any] = {
     "num_kv_values_checked": _INT,
     "max_kv_value_error": _FLOAT,
     **{name: _INT if name.startswith("num_") else _FLOAT for name in MEASURED},
+    "num_blocks_leased": _INT,
+    "num_blocks_freed": _INT,
+    "num_blocks_held": _INT,
+    "num_recovered": _INT,
     "transfer_bytes": _INT,
     "num_descriptors": _INT,
+    "num_descriptors_merged": _INT,
+    "num_staged": _INT,
     "transfer_gb_per_s": _FLOAT,
+    "digest_percent": _FLOAT,
+    "exposed_ms_p50": _FLOAT,
     "ttft_ms_p50": _FLOAT,
     "ttft_ms_p99": _FLOAT,
     "tpot_ms_p50": _FLOAT,
@@ -122,6 +130,11 @@ REQUEST_FIELDS: dict[str, Any] = {
     "itl_ms": _FLOATS,
     "e2e_ms": _FLOAT,
     **{f"stage_{stage}_ns": _INT for stage in STAGES},
+    "exposed_ms": _FLOAT,
+    "num_attempts": _INT,
+    "failure": _TEXT,
+    "recovered_by": _TEXT,
+    "num_valid_tokens": _INT,
     "finish_reason": _TEXT,
     "stop_reason": _TEXT,
     "seed": _INT,
@@ -140,11 +153,19 @@ TRANSFER_FIELDS: dict[str, Any] = {
     "group": _INT,
     "bytes": _INT,
     "num_descriptors": _INT,
+    "num_descriptors_merged": _INT,
+    "mode": _TEXT,
     "post_ms": _FLOAT,
     "transfer_ms": _FLOAT,
     "gb_per_s": _FLOAT,
     "transport": _TEXT,
     "staged": _BOOL,
+    "direct_cost_us": _FLOAT,
+    "staged_cost_us": _FLOAT,
+    "repack_ms": _FLOAT,
+    "convert_ms": _FLOAT,
+    "digest_ms": _FLOAT,
+    "num_layers_per_write": _INT,
     "retries": _INT,
     "verdict": _TEXT,
 }
@@ -165,6 +186,7 @@ def request_record(row: RequestRow) -> dict[str, Any]:
         "tpot_ms": sum(gaps_ms) / len(gaps_ms) if gaps_ms else None,
         "itl_ms": gaps_ms,
         "e2e_ms": (times[-1] - row.arrival_ns) / NS_PER_MS if times else None,
+        "exposed_ms": None if row.exposed_ns is None else row.exposed_ns / NS_PER_MS,
     }
     for stage in dict.fromkeys((*STAGES, *row.stage_ns)):
         record[f"stage_{stage}_ns"] = row.stage_ns.get(stage)
@@ -182,8 +204,10 @@ def transfer_record(row: TransferRow) -> dict[str, Any]:
     """One row of transfers.parquet. `gb_per_s` counts 10^9 bytes, over the READ alone."""
     record: dict[str, Any] = {name: getattr(row, name) for name in TRANSFER_FIELDS if hasattr(row, name)}
     record |= {
-        "post_ms": row.post_ns / NS_PER_MS,
-        "transfer_ms": row.transfer_ns / NS_PER_MS,
+        **{
+            f"{part}_ms": getattr(row, f"{part}_ns") / NS_PER_MS
+            for part in ("post", "transfer", "repack", "convert", "digest")
+        },
         "gb_per_s": row.bytes / row.transfer_ns if row.transfer_ns > 0 else None,
     }
     return record
@@ -216,6 +240,10 @@ def cell_record(
         "num_requests": len(requests),
         "transfer_bytes": num_bytes if transfers else None,
         "num_descriptors": sum(t.num_descriptors for t in transfers) if transfers else None,
+        "num_descriptors_merged": _sum(t.num_descriptors_merged for t in transfers),
+        "num_staged": sum(t.staged for t in transfers) if transfers else None,
+        "num_recovered": sum(r.recovered_by is not None for r in requests),
+        "digest_percent": _digest_percent(transfers),
         "transfer_gb_per_s": num_bytes / read_ns if read_ns > 0 else None,
         "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
     }
@@ -230,6 +258,24 @@ def _min_cut(row: CellRow) -> int | None:
     )
     pairs = (pair for blocks, parts in sides if blocks and parts for pair in zip(blocks, parts, strict=True))
     return min((part for block, part in pairs if part < block), default=None)
+
+
+def _sum(values: Iterable[int | None]) -> int | None:
+    """Of those that are known; None where none is."""
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None
+
+
+def _digest_percent(transfers: Sequence[TransferRow]) -> float | None:
+    """What digests of what arrived took, in percent of the transfers' own time: each rank's of a request
+    once, beside the longest of its transfers."""
+    longest: dict[tuple[int, str, int], tuple[int, int]] = {}
+    for t in transfers:
+        key = (t.repeat, t.request_id, t.consumer_rank)
+        moved, digested = longest.get(key, (0, 0))
+        longest[key] = (max(moved, t.transfer_ns), max(digested, t.digest_ns))
+    moved_ns = sum(moved for moved, _ in longest.values())
+    return 100.0 * sum(d for _, d in longest.values()) / moved_ns if moved_ns else None
 
 
 def _waste(by_side: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
@@ -254,6 +300,7 @@ def _latencies(requests: Sequence[RequestRow]) -> dict[str, Any]:
         "ttft_ms_p99": percentile("ttft_ms", 99),
         "tpot_ms_p50": percentile("tpot_ms", 50),
         "e2e_ms_p50": percentile("e2e_ms", 50),
+        "exposed_ms_p50": percentile("exposed_ms", 50),
         "output_tokens_per_s": _tokens_per_s(requests),
     }
 

@@ -234,6 +234,7 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         kernel_block_sizes=tuple(sorted(own("kernel_block_sizes").items())),
         state_block_size=own("state_block_size"),
         kv_dtype=side.kv_dtype or spec.kv_dtype,
+        kv_scales=side.kv_scales or spec.kv_scales,
         num_blocks=own("num_blocks"),
         max_batch_tokens=own("max_batch_tokens"),
         max_seqs=own("max_seqs"),
@@ -292,13 +293,16 @@ def _axis_value(spec: ExperimentSpec, name: str) -> Any:
         value = getattr(value, part) if value is not None else None
     if value is None and name.startswith(("prefill.", "decode.")):
         leaf = name.partition(".")[2]  # a side's own value is absent: the shared one holds
-        value = spec.kv_dtype if leaf == "kv_dtype" else getattr(spec.engine, leaf, None)
+        shared: Any = spec if leaf in _OF_BOTH else spec.engine
+        value = getattr(shared, leaf, None)
     if isinstance(value, list):
         return [v.model_dump(exclude_none=True) if isinstance(v, FaultSpec) else v for v in value]
     return value
 
 
 _DEFAULTS = ExperimentSpec.model_validate({"model": "m", "prompts": {"file": "f"}})
+_OF_BOTH = ("kv_dtype", "kv_scales")
+"""Settings of a side that, where it has none of its own, the spec gives both sides."""
 _IN_NAME = ("mode", "model", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 
@@ -316,8 +320,9 @@ def cell_id(axes: dict[str, Any]) -> str:
     if set(layouts) != {"auto"}:
         parts += layouts
     for name, value in axes.items():
-        inherits = name in ("prefill.kv_dtype", "decode.kv_dtype")
-        default = axes["kv_dtype"] if inherits else _axis_value(_DEFAULTS, name)
+        side, _, leaf = name.partition(".")
+        inherits = side in ("prefill", "decode") and leaf in _OF_BOTH and leaf in axes
+        default = axes[leaf] if inherits else _axis_value(_DEFAULTS, name)
         if name in _IN_NAME or value is None or value == default:
             continue
         parts.append(f"{name}={_text(value)}")

@@ -33,6 +33,7 @@ def _one_of(*choices: str) -> AfterValidator:
 Layout = Annotated[str, _one_of("auto", *LAYOUTS)]
 Policy = Annotated[str, _one_of(*POLICIES)]
 KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
+KVScales = Literal["tensor", "token_head"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Backend = Literal["auto", "reference", "cpu", "cpu-torch", "triton"]
 CommKind = Literal["auto", "shm", "gloo", "nccl"]
@@ -161,6 +162,7 @@ class SideSpec(StrictModel):
     layout: Layout = "auto"
     block_size: PositiveInt = 16
     kv_dtype: KVDtype | None = None
+    kv_scales: KVScales | None = None
     num_engines: PositiveInt = 1
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     max_batch_tokens: PositiveInt | None = None
@@ -180,6 +182,12 @@ class TransferSpec(StrictModel):
 
     mode: Literal["pull", "push"] = "pull"
     staging: Literal["auto", "never", "always"] = "auto"
+    """Whether whole stretches are moved into a buffer and repacked there; auto: where that costs less."""
+    push_layers: PositiveInt | Literal["auto"] = "auto"
+    """Layers that one write of a push brings; auto: as the cost model says."""
+    lease_s: Seconds | None = None
+    """A lease that nobody renews ends after so long; consumers renew it three times meanwhile. None: it lasts
+    as long as a request may."""
 
 
 class ArrivalSpec(StrictModel):
@@ -230,6 +238,8 @@ class ExperimentSpec(StrictModel):
     prefill: SideSpec = SideSpec()
     decode: SideSpec = SideSpec()
     kv_dtype: KVDtype = "auto"
+    kv_scales: KVScales = "tensor"
+    """Scales of fp8 caches: one per layer and side of the cache (tensor), or one per token and head."""
     transfer: TransferSpec = TransferSpec()
     engine: EngineSettings = EngineSettings()
     policy: Policy = "round_robin"

@@ -21,6 +21,9 @@ class EngineConfig:
     block_size: int = 16
     kernel_block_size: int | None = None
     kv_dtype: str = "auto"
+    """auto (as `dtype`), fp8_e4m3 or nvfp4."""
+    kv_scales: str = "tensor"
+    """Of fp8: tensor (one per layer and side of the cache) or token_head (one per token and head)."""
     num_blocks: int = 256
     max_batch_tokens: int = 512
     max_seqs: int = 16

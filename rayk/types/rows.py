@@ -47,11 +47,23 @@ class RequestRow:
     arrival_ns: int = 0
     stage_ns: dict[str, int] = field(default_factory=dict)
     """Stage name -> duration; see reports.columns.STAGES."""
+    exposed_ns: int | None = None
+    """From the first token, sampled where the prompt was computed, to the moment when the decode engine could
+    go on: what the first decode step waited for. None where nothing was handed over."""
+    num_attempts: int = 1
+    """Times the prompt was placed."""
+    failure: str | None = None
+    """What the first attempt that failed died of, also where the request was saved."""
+    recovered_by: str | None = None
+    """recompute or migrate: how a request whose hand-over failed was saved."""
+    num_valid_tokens: int | None = None
+    """Prompt tokens of a recomputed request whose KV had arrived and was proven: they were not computed
+    again."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TransferRow:
-    """What one consumer rank read from one producer rank for one request and KV group."""
+    """What moved from one producer rank to one consumer rank for one request and KV group."""
 
     cell_id: str
     repeat: int
@@ -61,10 +73,28 @@ class TransferRow:
     group: int
     bytes: int
     num_descriptors: int
+    """Asked for, before neighbouring blocks are merged."""
+    num_descriptors_merged: int | None = None
+    """Left when consecutive blocks of dense runs go as one."""
+    mode: str = "pull"
+    """pull (the consumer reads) or push (the producer writes)."""
     post_ns: int = 0
     transfer_ns: int = 0
     transport: str = ""
     staged: bool = False
+    """Whether whole stretches went through a staging buffer and were repacked there."""
+    direct_cost_us: float | None = None
+    """What the cost model expects of a transfer run by run."""
+    staged_cost_us: float | None = None
+    """What it expects of staging, repacking included; None where nothing can be staged."""
+    repack_ns: int = 0
+    """Copying from the staging buffer into pages."""
+    convert_ns: int = 0
+    """Turning what arrived into the consumer's own KV format."""
+    digest_ns: int = 0
+    """This rank's digests of the request; of each row of it the same."""
+    num_layers_per_write: int | None = None
+    """Layers that one write of a push brings."""
     retries: int = 0
     verdict: str = "OK"
 
@@ -112,6 +142,12 @@ class CellRow:
     """Elements of P's cache compared with the reference's; None when not compared."""
     max_kv_value_error: float | None = None
     """Largest absolute difference among them."""
+    num_blocks_leased: int | None = None
+    """Blocks that were put under a lease or reserved for a push, of all engines and repeats."""
+    num_blocks_freed: int | None = None
+    """Of these, given back: by a release, an expired lease, a cancellation or a failure."""
+    num_blocks_held: int | None = None
+    """Of these, still held when the cell ended; 0 unless something leaked or an engine died."""
     measured: dict[str, float] = field(default_factory=dict)
     """Errors and bounds of logprobs and kv_values by column; see reports.columns.MEASURED."""
     wall_ns: int = 0

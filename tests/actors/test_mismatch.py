@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors import handover as handover_module
+from rayk.actors import receiving as receiving_module
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.errors import KVMismatch
 from rayk.types.request import FinishReason
@@ -123,7 +123,7 @@ def spoil(pair: Pair, ticket: Any) -> None:
 
 
 def test_a_mismatch_nobody_looks_into_is_let_go(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover_module, "HOLD_S", 0.1)
+    monkeypatch.setattr(receiving_module, "HOLD_S", 0.1)
     with Pair.open(qwen3.path, tp=(1, 2)) as pair:
         request = make_request("r", qwen3.prompts[1])
         prefilled = pair.prefill(request)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayk.actors.coordinator import CellOutcome, _CellRun
+from rayk.actors.cell_run import CellOutcome, CellRun
 from rayk.actors.engines import EngineHandle
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
@@ -30,7 +30,7 @@ def test_a_row_counts_what_its_decoding_engine_computed_again(
 ) -> None:
     async def take() -> RequestRow:
         cell = SimpleNamespace(policy="round_robin")
-        run = _CellRun(cell, 0, CellOutcome(), [], capture=False)  # type: ignore[arg-type]
+        run = CellRun(cell, 0, CellOutcome(), [], capture=False)  # type: ignore[arg-type]
         row = RequestRow(
             cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1], kv_path=kv_path
         )

@@ -13,7 +13,8 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rayk.actors import pool as pool_module
-from rayk.actors.coordinator import CellOutcome, Coordinator
+from rayk.actors.cell_run import CellOutcome
+from rayk.actors.coordinator import Coordinator
 from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.nodes import EngineAsk, Node
 from rayk.actors.pool import WorkerPool
