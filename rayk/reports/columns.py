@@ -362,7 +362,7 @@ def _as_text(value: Any) -> str | None:
 
 # --- what may differ between two runs of one spec -------------------------------------------------
 
-_INCIDENTAL = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$|\.node$")
+_INCIDENTAL = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$")
 
 
 def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:

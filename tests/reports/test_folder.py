@@ -240,7 +240,9 @@ def test_columns_of_times_are_known(tmp_path: Path) -> None:
     write_run(tmp_path)
     result = load(tmp_path)
     assert incidental_columns("cells", [*result.cells.columns, "deadlines.cell_s"]) == [
-        c for c in result.cells.columns if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s", ".node"))
+        c
+        for c in result.cells.columns
+        if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s", ".node", "digest_percent"))
     ]
     found = incidental_columns("requests", result.requests.columns)
     assert {"ttft_ms", "itl_ms", "e2e_ms", "stage_queue_ns", "stage_decode_ns"} <= set(found)
