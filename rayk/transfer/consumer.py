@@ -12,10 +12,11 @@ import numpy as np
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer import session as s
-from rayk.transfer.agent import Transfer, TransferAgent, TransferState
+from rayk.transfer.agent import TransferAgent, TransferState
 from rayk.transfer.lease import ReleaseMessage
 from rayk.transfer.link import Landing, ProducerLink
 from rayk.transfer.plan import BlockReads
+from rayk.transfer.reads import DataReads, InFlight
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     LayerView,
@@ -54,13 +55,6 @@ class TransferOutcome:
 
 
 @dataclass(eq=False)
-class _InFlight:
-    transfer: Transfer
-    posted_ns: int
-    post_ns: int
-
-
-@dataclass(eq=False)
 class Consumption:
     """One request's transfer on this rank, from ticket to verdict."""
 
@@ -79,11 +73,10 @@ class Consumption:
     reads: list[BlockReads] = field(init=False)
     session: s.Session = field(init=False)
     _expected: dict[int, s.Fence] = field(init=False)
-    _data: dict[int, _InFlight] = field(default_factory=dict)
-    _fences: dict[int, tuple[_InFlight, list[int]]] = field(default_factory=dict)
+    _data: DataReads = field(init=False)
+    _fences: dict[int, tuple[InFlight, list[int]]] = field(default_factory=dict)
     _waiting: set[int] = field(default_factory=set)
     """Producer ranks whose fence found no room yet."""
-    _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
     _stages: dict[str, int] = field(default_factory=dict)
     _stage_began_ns: int = 0
     _wrong: list[WrongWord] = field(default_factory=list)
@@ -93,6 +86,7 @@ class Consumption:
         self._stage_began_ns = self.clock()
         ticket = self.ticket
         self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
+        self._data = DataReads(ticket.request_id, self.reads, self.link, self.agent, self.clock)
         self._expected = self._expected_generations()
         self.session = s.Session(
             ticket.request_id,
@@ -115,9 +109,9 @@ class Consumption:
     def step(self, now_ns: int) -> None:
         """Poll what is in flight and let time pass."""
         # Handling one may cancel others: look each up when its turn comes.
-        for index in tuple(self._data):
-            if index in self._data:
-                self._poll_read(index, self._data[index], now_ns)
+        for index in self._data.in_flight:
+            for event in self._data.poll(index):
+                self._handle(event, now_ns)
         for rank in tuple(self._waiting):
             if rank in self._waiting:
                 for event in self._post_fence(rank):
@@ -187,7 +181,7 @@ class Consumption:
     def _carry_out(self, action: s.Action) -> list[s.Event]:
         match action:
             case s.PostReads(reads):
-                return [e for i in reads for e in self._post_read(i)]
+                return [e for i in reads for e in self._data.post(i)]
             case s.PostFence(rank):
                 self._stage("read")
                 return self._post_fence(rank)
@@ -203,55 +197,6 @@ class Consumption:
             case s.Drained():
                 pass
         return []
-
-    def _post_read(self, index: int) -> list[s.Event]:
-        read = self.reads[index]
-        source = self.link.producers[read.producer_rank].geometry
-        row = self._rows.setdefault(
-            (read.producer_rank, read.group),
-            TransferRow(
-                cell_id="",
-                repeat=0,
-                request_id=self.ticket.request_id,
-                producer_rank=read.producer_rank,
-                consumer_rank=self.link.plan.consumer.tp_rank,
-                group=read.group,
-                bytes=0,
-                num_descriptors=0,
-                transport=self.agent.transport,
-            ),
-        )
-        row.bytes += read.num_bytes
-        row.num_descriptors += read.num_descriptors
-        remote, local = read.indices(source.num_blocks, self.link.plan.consumer.num_blocks)
-        began = self.clock()
-        try:
-            handle = self.link.prepared.take(read.pattern)
-        except TransferError as error:
-            return [s.ReadEnded(index, error.reason)]
-        try:
-            transfer = self.agent.read(handle, local, remote)
-        except TransferError as error:
-            self.link.prepared.give_back(read.pattern.key)
-            return [s.ReadEnded(index, error.reason)]
-        self._data[index] = _InFlight(transfer, began, self.clock() - began)
-        return []
-
-    def _poll_read(self, index: int, flight: _InFlight, now_ns: int) -> None:
-        state = self.agent.poll(flight.transfer)
-        if state is TransferState.PENDING:
-            return
-        del self._data[index]
-        self.agent.release(flight.transfer)
-        read = self.reads[index]
-        self.link.prepared.give_back(read.pattern.key)
-        row = self._rows[read.producer_rank, read.group]
-        row.post_ns += flight.post_ns
-        row.transfer_ns = max(row.transfer_ns, self.clock() - flight.posted_ns)
-        if state is TransferState.DONE:
-            self._handle(s.ReadDone(index), now_ns)
-        else:
-            self._handle(s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed"), now_ns)
 
     def _post_fence(self, rank: int) -> list[s.Event]:
         blocks = self._expected[rank].blocks
@@ -272,10 +217,10 @@ class Consumption:
         except TransferError as error:
             self.landing.give_back(slots)
             return [s.FenceEnded(rank, error.reason)]
-        self._fences[rank] = (_InFlight(transfer, began, self.clock() - began), slots)
+        self._fences[rank] = (InFlight(transfer, began, self.clock() - began), slots)
         return []
 
-    def _poll_fence(self, rank: int, flight: _InFlight, now_ns: int) -> None:
+    def _poll_fence(self, rank: int, flight: InFlight, now_ns: int) -> None:
         state = self.agent.poll(flight.transfer)
         if state is TransferState.PENDING:
             return
@@ -288,15 +233,7 @@ class Consumption:
             self._handle(s.FenceEnded(rank, f"reading generations of producer rank {rank} failed"), now_ns)
 
     def _cancel(self, reads: tuple[int, ...], fences: tuple[int, ...]) -> list[s.Event]:
-        events: list[s.Event] = []
-        for index in reads:
-            # A read that could not be posted is not in flight either.
-            flight = self._data.get(index)
-            if flight is None or self.agent.release(flight.transfer):
-                if flight is not None:
-                    del self._data[index]
-                    self.link.prepared.give_back(self.reads[index].pattern.key)
-                events.append(s.ReadEnded(index, "cancelled"))
+        events: list[s.Event] = [s.ReadEnded(i, "cancelled") for i in reads if self._data.cancel(i)]
         for rank in fences:
             self._waiting.discard(rank)
             pending = self._fences.get(rank)
@@ -341,13 +278,13 @@ class Consumption:
             verdict, checked = "TRANSFER_ERROR", 0
         elif error is not None:
             verdict = "KV_MISMATCH"
-        for row in self._rows.values():
+        for row in self._data.rows:
             row.verdict = verdict
         self.outcome = TransferOutcome(
             request_id=self.ticket.request_id,
             lease_id=self.ticket.lease_id,
             error=error,
-            rows=tuple(self._rows.values()),
+            rows=self._data.rows,
             stage_ns=dict(self._stages),
             is_draining=is_draining,
             wrong_words=tuple(self._wrong),
