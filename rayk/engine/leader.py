@@ -283,13 +283,19 @@ class Leader:
         self._sinks[request.request_id] = sink
         return True
 
-    def start(self, request: Request, output_token_ids: Sequence[int] | None = None) -> None:
-        """Queue an opened request; with the tokens chosen elsewhere so far, when its KV is in its blocks."""
+    def start(
+        self,
+        request: Request,
+        output_token_ids: Sequence[int] | None = None,
+        num_computed: int | None = None,
+    ) -> None:
+        """Queue an opened request; with the tokens chosen elsewhere so far, when its KV is in its blocks:
+        all of the prompt's, or that of its first `num_computed` tokens."""
         request = seeded(request)
         if output_token_ids is None:
             state = self.scheduler.add(request)
         else:
-            state = self.scheduler.add_prefilled(request, output_token_ids)
+            state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
         if request.sampling.stop:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
             for token in state.output_token_ids:

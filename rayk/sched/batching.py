@@ -144,12 +144,21 @@ class Scheduler:
         self._waiting.append(state)
         return state
 
-    def add_prefilled(self, request: Request, output_token_ids: Iterable[int]) -> RequestState:
-        """Queue a request whose prompt's KV is already in its blocks, with the tokens sampled so far."""
+    def add_prefilled(
+        self, request: Request, output_token_ids: Iterable[int], num_computed: int | None = None
+    ) -> RequestState:
+        """Queue a request that was prefilled elsewhere, with the tokens sampled so far.
+
+        `num_computed`: prompt tokens whose KV is in its blocks, by default all; those after them are computed
+        again. A request that has none must have no blocks.
+        """
+        num_prompt = len(request.prompt_token_ids)
         state = self.add(request)
         state.tokens += output_token_ids
         state.prompt_logprobs = None  # told where the prompt was computed
-        state.num_computed = state.num_prompt_seen = len(request.prompt_token_ids)
+        state.num_computed = num_prompt if num_computed is None else num_computed
+        state.num_prompt_seen = num_prompt
+        assert 0 <= state.num_computed <= num_prompt, "tokens of the prompt"
         return state
 
     def remove(self, request_id: str, *, keep_blocks: bool = False) -> RequestState | None:
