@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rayk.cli.drawing import svg_drawing, text_drawing
 from rayk.cli.explanation import Explanation, FastPrefill, Group, Sharing, Sight, Units
 from rayk.cli.guard import stdout
 from rayk.cli.places import counted, numbers
@@ -34,6 +35,8 @@ def print_text(explanation: Explanation) -> None:
     for row in read_rows(explanation):
         table.add_row(*row)
     console.print(table)
+    for line in text_drawing(explanation):
+        console.print(line, markup=False, highlight=False)
 
 
 def refusal(explanation: Explanation) -> str:
@@ -221,6 +224,7 @@ def as_html(explanation: Explanation) -> str:
         ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:960px;"
         "margin:32px auto;padding:0 16px}table{border-collapse:collapse;width:100%}"
         "th,td{text-align:right;padding:5px 10px;border-bottom:1px solid #8884}div{overflow-x:auto}"
+        "figure{margin:16px 0;overflow-x:auto}figcaption{margin-bottom:6px}svg{max-width:100%;height:auto}"
     )
     body = f"<p>{html.escape(about)}</p>"
     body += "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks(explanation))
@@ -232,5 +236,5 @@ def as_html(explanation: Explanation) -> str:
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>rayk explain: {title}</title><style>{style}</style></head>"
-        f"<body><h1>{title}</h1>{body}{table}</body></html>"
+        f"<body><h1>{title}</h1>{body}{svg_drawing(explanation) if rows else ''}{table}</body></html>"
     )

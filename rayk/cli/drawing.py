@@ -1,0 +1,226 @@
+"""Who reads what, drawn: which rank holds which units, and from whom each consumer rank reads them.
+
+In text a table of dots, one row per run of units that fare alike; in HTML a picture (SVG) with a line from
+each producer rank's units to the consumer rank that reads them.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from rayk.cli.explanation import Explanation, Group, Units
+from rayk.cli.places import counted
+
+READ, HELD = "●", "○"
+LEGEND = (
+    f"{READ} read by a consumer, {HELD} held and not read (a replica); "
+    "under decode the producer rank that each is read from"
+)
+COLOURS = ("#3b7dd8", "#d9822b", "#2a9d6f", "#b0489b", "#c2453c", "#6f62c9", "#8a7a1f", "#2f97a8")
+"""Of producer ranks, in turn: told apart in light and dark."""
+ROW, BOX, GAP, MARGIN = 22, 150, 260, 10
+"""Pixels: height of a row of units, width of a rank's box, room for lines, between boxes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """The units of one kind in one KV group of the consumer."""
+
+    title: str
+    unit_name: str
+    units: tuple[int, ...]
+    """All global ones."""
+    producers: tuple[frozenset[int], ...]
+    """By rank, the units it holds."""
+    consumers: tuple[frozenset[int], ...]
+    sources: Mapping[tuple[int, int], int]
+    """(consumer rank, unit) -> the producer rank it is read from."""
+
+    def runs(self) -> list[tuple[int, ...]]:
+        """Neighbouring units that the same ranks hold and read alike."""
+        return [tuple(run) for _, run in groupby(self.units, key=self._fate)]
+
+    def is_read(self, producer: int, unit: int) -> bool:
+        """Whether somebody reads a unit from this rank."""
+        return any(u == unit and source == producer for (_, u), source in self.sources.items())
+
+    def _fate(self, unit: int) -> tuple[object, ...]:
+        held = tuple(unit in h for h in self.producers), tuple(unit in h for h in self.consumers)
+        return (*held, tuple(self.sources.get((rank, unit)) for rank in range(len(self.consumers))))
+
+
+def strips(explanation: Explanation) -> list[Strip]:
+    """What there is to draw, in the order of the consumer's KV groups."""
+    found = []
+    for index, group in enumerate(explanation.sides["decode"].groups):
+        reads = [r for r in explanation.reads if r.group == index]
+        for kind in group.units[0]:
+            sources = {
+                (read.consumer_rank, unit): read.producer_rank
+                for read in reads
+                for units in read.units
+                if set(units.fields) & set(kind.fields)
+                for unit in units.ids
+            }
+            producer = _producer_group(explanation, group, kind)
+            sides = [_held(g, kind) for g in (producer, group)]
+            fields = f", {', '.join(kind.fields)}" if len(group.units[0]) > 1 else ""
+            found.append(
+                Strip(
+                    title=f"KV group {index}: {group.kind}, {counted('layer', group.layers)}{fields}",
+                    unit_name=kind.unit_name,
+                    units=tuple(sorted(frozenset[int]().union(*sides[1]))),
+                    producers=sides[0],
+                    consumers=sides[1],
+                    sources=sources,
+                )
+            )
+    return found
+
+
+def text_drawing(explanation: Explanation) -> Iterator[str]:
+    """Lines of the table of dots."""
+    drawn = strips(explanation)
+    if not drawn:
+        return
+    yield f"who reads what ({LEGEND})"
+    for strip in drawn:
+        yield from _strip_lines(strip)
+    if idle_ranks(explanation):
+        yield f"  {idle_text(explanation)}"
+
+
+def idle_ranks(explanation: Explanation) -> tuple[int, ...]:
+    """Producer ranks that nobody reads anything from."""
+    read = {r.producer_rank for r in explanation.reads}
+    return tuple(rank for rank in range(explanation.sides["prefill"].tp) if rank not in read)
+
+
+def idle_text(explanation: Explanation) -> str:
+    """A line on them: they must learn when they may free."""
+    ranks = idle_ranks(explanation)
+    holds = "holds" if len(ranks) == 1 else "hold"
+    return (
+        f"nobody reads from prefill {counted('rank', ranks)}, which {holds} replicas only; "
+        f"{'it is' if len(ranks) == 1 else 'they are'} told when to free all the same"
+    )
+
+
+def _strip_lines(strip: Strip) -> Iterator[str]:
+    names = [counted(strip.unit_name, run) for run in strip.runs()]
+    width = max(len("rank"), *map(len, names))
+    column = max(len(str(len(side) - 1)) for side in (strip.producers, strip.consumers)) + 2
+    room = max(len(strip.producers) * column, len("prefill") + 1)
+
+    def line(name: str, here: list[str], there: list[str]) -> str:
+        left, right = ("".join(f"{cell:>{column}}" for cell in cells) for cells in (here, there))
+        return f"    {name:<{width}} {left:<{room}}  │{right}".rstrip()
+
+    yield f"  {strip.title}"
+    yield f"    {'':<{width}} {' prefill':<{room}}  │  decode"
+    ranks = [[str(rank) for rank in range(len(side))] for side in (strip.producers, strip.consumers)]
+    yield line("rank", *ranks)
+    for name, run in zip(names, strip.runs(), strict=True):
+        unit = run[0]
+        marks = [
+            " " if unit not in held else READ if strip.is_read(rank, unit) else HELD
+            for rank, held in enumerate(strip.producers)
+        ]
+        yield line(name, marks, [str(strip.sources.get((r, unit), " ")) for r in range(len(strip.consumers))])
+
+
+def svg_drawing(explanation: Explanation) -> str:
+    """A figure per strip; "" if there is nothing to draw."""
+    figures = [
+        f"<figure><figcaption>{html.escape(strip.title)}</figcaption>{_strip_svg(strip)}</figure>"
+        for strip in strips(explanation)
+    ]
+    if not figures:
+        return ""
+    idle = f"<p>{html.escape(idle_text(explanation))}</p>" if idle_ranks(explanation) else ""
+    return f"<h2>Who reads what</h2>{''.join(figures)}{idle}"
+
+
+def _strip_svg(strip: Strip) -> str:
+    """Producer ranks on the left, consumer ranks on the right, a box each with a row per run of its units."""
+    sides = [_boxes(strip, held) for held in (strip.producers, strip.consumers)]
+    parts: list[str] = []
+    for side, (name, boxes) in enumerate(zip(("prefill", "decode"), sides, strict=True)):
+        for rank, (top, rows) in enumerate(boxes):
+            colour = COLOURS[rank % len(COLOURS)] if side == 0 else "currentColor"
+            parts += _box_svg(side * (BOX + GAP) + 1, top, f"{name} rank {rank}", rows, strip, colour)
+    parts += _lines_svg(strip, *sides)
+    height = max(top + (1 + len(rows)) * ROW for boxes in sides for top, rows in boxes) + 2
+    width = 2 * BOX + GAP + 2
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
+        f'aria-label="{html.escape(strip.title)}" font-size="13" fill="currentColor">{"".join(parts)}</svg>'
+    )
+
+
+Boxes = list[tuple[int, list[tuple[int, ...]]]]
+"""By rank: the top of its box in pixels, and its runs of units."""
+
+
+def _boxes(strip: Strip, held: tuple[frozenset[int], ...]) -> Boxes:
+    boxes: Boxes = []
+    top = 1
+    for units in held:
+        rows = [run for run in strip.runs() if run[0] in units]
+        boxes.append((top, rows))
+        top += (1 + len(rows)) * ROW + MARGIN
+    return boxes
+
+
+def _box_svg(
+    left: int, top: int, name: str, rows: list[tuple[int, ...]], strip: Strip, colour: str
+) -> Iterator[str]:
+    height = (1 + len(rows)) * ROW
+    yield (
+        f'<rect x="{left}" y="{top}" width="{BOX}" height="{height}" rx="5" fill="{colour}" '
+        f'fill-opacity="0.08" stroke="{colour}"/>'
+    )
+    yield f'<text x="{left + 8}" y="{top + 15}" font-weight="600">{html.escape(name)}</text>'
+    for i, run in enumerate(rows):
+        text = html.escape(counted(strip.unit_name, run))
+        yield f'<text x="{left + 8}" y="{top + (i + 1) * ROW + 15}">{text}</text>'
+
+
+def _lines_svg(strip: Strip, producers: Boxes, consumers: Boxes) -> Iterator[str]:
+    """A curve from every run to each rank that reads it, in the producer rank's colour."""
+    for rank, (top, rows) in enumerate(consumers):
+        for i, run in enumerate(rows):
+            source = strip.sources.get((rank, run[0]))
+            if source is None:
+                continue
+            source_top, source_rows = producers[source]
+            y0 = source_top + (source_rows.index(run) + 1.5) * ROW
+            y1 = top + (i + 1.5) * ROW
+            x0, x1, middle = BOX + 1, BOX + GAP + 1, BOX + GAP / 2 + 1
+            colour = COLOURS[source % len(COLOURS)]
+            title = f"{counted(strip.unit_name, run)}: prefill rank {source} to decode rank {rank}"
+            yield (
+                f'<path d="M{x0} {y0} C{middle} {y0} {middle} {y1} {x1} {y1}" fill="none" stroke="{colour}" '
+                f'stroke-width="2"><title>{html.escape(title)}</title></path>'
+                f'<circle cx="{x1}" cy="{y1}" r="3.5" fill="{colour}"/>'
+            )
+
+
+def _producer_group(explanation: Explanation, group: Group, kind: Units) -> Group:
+    """The producer's group that keeps the same fields of the group's first layer."""
+    return next(
+        g
+        for g in explanation.sides["prefill"].groups
+        if group.layers[0] in g.layers and any(set(u.fields) & set(kind.fields) for u in g.units[0])
+    )
+
+
+def _held(group: Group, kind: Units) -> tuple[frozenset[int], ...]:
+    """By rank, the units it holds of these fields."""
+    return tuple(
+        frozenset(unit for u in units if set(u.fields) & set(kind.fields) for unit in u.ids)
+        for units in group.units
+    )
