@@ -66,10 +66,17 @@ def all_cases() -> Iterator[Case]:
                 yield Case(target, phase, "bfloat16", (128, 128), 5, "plain", slots)
         for head in (64, 128, 256):
             yield Case(target, "decode", "bfloat16", (head, head))
-            for dtype in ("float32", "float16", "bfloat16"):
-                yield Case(target, "store", dtype, (head, head), 1, "plain")
+            yield from _row_cases(target, head)
         yield from _state_cases(target)
         yield from _latent_and_delta_cases(target)
+
+
+def _row_cases(target: str, head: int) -> Iterator[Case]:
+    """What writes a token's row, and what proves it."""
+    for dtype in ("float32", "float16", "bfloat16"):
+        yield Case(target, "store", dtype, (head, head), 1, "plain")
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn"):
+        yield Case(target, "digest", dtype, (head, head), 1, "plain")
 
 
 def _state_cases(target: str) -> Iterator[Case]:
@@ -107,6 +114,9 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "split", "float32", (256, 256), 4, "plain")
         yield Case(target, "decode", "float16", (256, 256), 7)
         yield Case(target, "store", "bfloat16", (128, 128), 1, "plain")
+        yield Case(target, "digest", "bfloat16", (128, 128), 1, "plain")
+        # Fields that start in the middle of a word.
+        yield Case(target, "digest", "bfloat16", (6, 20), 1, "plain")
     for phase in ("prefill", "split"):
         yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
     for target in ("sm_90", "gfx942"):
@@ -141,6 +151,25 @@ def _store(case: Case) -> None:
     dtype = getattr(torch, case.dtype)
     k, v = torch.empty(32, 8, head_k, dtype=dtype), torch.empty(32, 8, head_v, dtype=dtype)
     store_kv_triton(k, v, _cache(case, 8), torch.empty(32, dtype=torch.int64))
+
+
+def _digest(case: Case) -> None:
+    """`head` is the sizes of two fields side by side: a layer's keys and values."""
+    from rayk.kernels.digest.triton import digest_rows_triton
+
+    rows = torch.arange(64)
+    digest_rows_triton(
+        _cache(case, 2),
+        rows // case.slots,
+        rows % case.slots,
+        rows,
+        layer=0,
+        units=(0, 1),
+        fields=((0, 0, case.head[0]), (1, case.head[0], case.head[1])),
+        rows_per_group=256,
+        first_group=0,
+        num_groups=1,
+    )
 
 
 def _attend(case: Case) -> None:
@@ -243,6 +272,7 @@ def _apply_delta_rule(case: Case) -> None:
 
 CALLS = {
     "store": _store,
+    "digest": _digest,
     "conv": _convolve,
     "mamba1": _scan_channels,
     "ssd": _scan_heads,

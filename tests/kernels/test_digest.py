@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from rayk.kernels import digest as digest_module
 from rayk.kernels.digest import native_digest
+from rayk.kernels.digest.reference import digest_rows_reference
 from tests.kernels.cases import AXIS_ORDERS, layer_view
+from tests.markers import gpu
 
 MASK = (1 << 64) - 1
 TOKENS, HEADS, DK, DV = 23, 4, 12, 20
@@ -103,14 +106,16 @@ UNITS = (6, 7, 8, 9)
 @pytest.fixture(
     params=[
         "reference",
+        "triton",
         pytest.param("native", marks=pytest.mark.skipif(native_digest() is None, reason="no compiler")),
     ],
     autouse=True,
 )
-def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test runs with both implementations."""
+def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs with all implementations."""
     chosen = functools.partial(digest_module.digest_rows, impl=request.param)
     monkeypatch.setattr(digest_module, "digest_rows", chosen)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
@@ -291,7 +296,7 @@ def test_no_rows_digest_to_zero() -> None:
 @pytest.mark.parametrize(
     "strides", [(1000, 96, 96), (96, 700, 7), (5000, 1, 3)], ids=["page", "head-outermost", "overlapping"]
 )
-@pytest.mark.parametrize("units", [(0,), tuple(range(100, 612, 7))], ids=len)
+@pytest.mark.parametrize("units", [(0,), tuple(range(100, 612, 23))], ids=len)
 def test_a_state_is_read_at_any_strides(strides: tuple[int, int, int], units: tuple[int, ...]) -> None:
     """One row of a block, many units, wherever they lie: the digest of a dense copy, and of the bytes."""
     memory = torch.randn(120_000, generator=torch.Generator().manual_seed(1))
@@ -317,3 +322,34 @@ def test_a_state_is_read_at_any_strides(strides: tuple[int, int, int], units: tu
     expected = brute_digest(view[2, :, 0][None], rows=[299], layer=LAYER, units=units, per_group=256)
     for f, (u, unit) in itertools.product(range(2), enumerate(units)):
         assert int(got.numpy().view(np.uint64)[f, u, 0]) == expected[f, unit, 1]
+
+
+@pytest.mark.parametrize(("tokens", "content"), [(700, 36), (3, 5000)], ids=["many rows", "long rows"])
+def test_many_tiles_are_one_digest(tokens: int, content: int) -> None:
+    """More rows, and longer ones, than one program of the GPU's kernel takes."""
+    values = torch.randn(tokens, 2, content, generator=torch.Generator().manual_seed(5))
+    cached = Cached(values, first_row=77)
+    args = (cached.view, cached.block_ids, cached.slots, cached.rows)
+    settings: dict[str, Any] = {"layer": 3, "units": (4, 9), "fields": ((0, 0, 12), (1, 12, content - 12))}
+    settings |= {"rows_per_group": 64, "first_group": 1, "num_groups": 14}
+    got = digest_module.digest_rows(*args, **settings)
+    assert torch.equal(got, digest_rows_reference(*args, **settings))
+
+
+@gpu
+def test_a_gpu_finds_the_same_integers(impl: str) -> None:
+    """The kernel that runs on the device, for every width of load."""
+    if impl != "triton":
+        pytest.skip("the others run on a CPU")
+    for dtype, head in ((torch.bfloat16, 64), (torch.float32, 5), (torch.float8_e4m3fn, 7), (torch.int8, 12)):
+        values = torch.randn(300, 3, 2 * head, generator=torch.Generator().manual_seed(6)).to(dtype)
+        cached = Cached(values, first_row=77)
+        settings: dict[str, Any] = {
+            "layer": 3,
+            "units": (4, 9, 11),
+            "fields": ((0, 0, head), (1, head, head)),
+        }
+        settings |= {"rows_per_group": 64, "first_group": 1, "num_groups": 6}
+        args = (cached.view, cached.block_ids, cached.slots, cached.rows)
+        got = digest_module.digest_rows(*(a.cuda() for a in args), **settings)
+        assert torch.equal(got.cpu(), digest_rows_reference(*args, **settings))

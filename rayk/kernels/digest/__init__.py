@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,8 +37,8 @@ def digest_rows(
     `are_places_checked`: the caller knows that ids, slots and positions are in range; to look at them here
     waits for the device.
 
-    `impl`: reference or native; None takes native for CPU tensors where it can be built. Both give the
-    same integers.
+    `impl`: reference, native or triton; None takes triton for CUDA tensors, and native for those of the CPU
+    where it can be built. All give the same integers.
     """
     num_blocks, num_heads, num_slots, content = kv_cache.shape
     assert kv_cache.stride(-1) == 1, "the content axis must be dense"
@@ -50,12 +50,7 @@ def digest_rows(
         _check_range(block_ids, num_blocks, "block id")
         _check_range(slots, num_slots, "slot")
         _check_range(rows // rows_per_group - first_group, num_groups, "row group")
-    if impl is None:
-        on_cpu = kv_cache.device.type == "cpu" and native_digest() is not None
-        impl = "native" if on_cpu else "reference"
-    assert impl in ("native", "reference"), f"unknown digest implementation {impl!r}"
-    digest = digest_rows_native if impl == "native" else digest_rows_reference
-    return digest(
+    return _implementation(impl or _default(kv_cache.device))(
         kv_cache,
         block_ids,
         slots,
@@ -67,6 +62,22 @@ def digest_rows(
         first_group=first_group,
         num_groups=num_groups,
     )
+
+
+def _default(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "triton"
+    return "native" if device.type == "cpu" and native_digest() is not None else "reference"
+
+
+def _implementation(name: str) -> Callable[..., torch.Tensor]:
+    if name == "triton":
+        # Here: importing Triton takes a second, which CPU ranks would wait for.
+        from rayk.kernels.digest.triton import digest_rows_triton
+
+        return digest_rows_triton
+    assert name in ("native", "reference"), f"unknown digest implementation {name!r}"
+    return digest_rows_native if name == "native" else digest_rows_reference
 
 
 def _check_range(indices: torch.Tensor, size: int, what: str) -> None:

@@ -32,7 +32,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _SEED = 0x7261796B64696765
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
-_WORD_DTYPES = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
+_WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _CHUNK_WORDS = 1 << 15
 """Words mixed at once: small enough that the passes over them stay in a core's own cache."""
 
@@ -89,8 +89,9 @@ def digest_rows_reference(
     out = torch.zeros(len(fields), len(units), num_groups, dtype=torch.int64, device=device)
     groups = rows // rows_per_group - first_group
     for f, (field_id, start, num_elems) in enumerate(fields):
-        word_bytes, word_dtype = _word(num_elems * kv_cache.element_size())
-        num_words = num_elems * kv_cache.element_size() // word_bytes
+        row_bytes = num_elems * kv_cache.element_size()
+        word_dtype = _WORD_DTYPES[word_bytes(row_bytes)]
+        num_words = row_bytes // word_bytes(row_bytes)
         key_H = coordinate_keys(layer, field_id, tuple(units), device) + signed(_GOLDEN)
         index_W = torch.arange(num_words, device=device) ^ ~signed(_GOLDEN)
         mix64_tensor(index_W)
@@ -107,8 +108,9 @@ def digest_rows_reference(
     return out
 
 
-def _word(row_bytes: int) -> tuple[int, torch.dtype]:
-    return next((size, dtype) for size, dtype in _WORD_DTYPES if row_bytes % size == 0)
+def word_bytes(row_bytes: int) -> int:
+    """Bytes of the words that a row of a field is taken as."""
+    return next(size for size in _WORD_DTYPES if row_bytes % size == 0)
 
 
 def signed(x: int) -> int:
