@@ -1,8 +1,9 @@
 """What rayk asks of whoever moves the bytes. NIXL's words: agent, registration, descriptor, notification.
 
-Semantics every agent keeps: a read copies from a peer's registered memory into this agent's; reads are
-not ordered among each other; a read that is DONE is visible to whoever polls it. Notifications arrive at
-least once, in any order. An agent is driven by one thread and makes progress only when it is polled.
+Semantics every agent keeps: a read copies from a peer's registered memory into this agent's, a write the
+other way round; transfers are not ordered among each other; a read that is DONE is visible to whoever polls
+it, and a write to whoever got its notification. Notifications arrive at least once, in any order. An agent is
+driven by one thread and makes progress only when it is polled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Ints32 = npt.NDArray[np.int32]
 Handle = NewType("Handle", int)
 """A pair of prepared descriptor lists, ours and a peer's."""
 Transfer = NewType("Transfer", int)
-"""A read in flight."""
+"""A read or a write in flight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class DescriptorList:
 
 @enum.unique
 class TransferState(enum.Enum):
-    """Where a read stands."""
+    """Where a transfer stands."""
 
     PENDING = enum.auto()
     DONE = enum.auto()
@@ -74,7 +75,7 @@ class TransferAgent(Protocol):
         ...
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Get ready to read from and notify a peer. Adding one twice is harmless."""
+        """Get ready to read from, write to and notify a peer. Adding one twice is harmless."""
         ...
 
     def remove_peer(self, name: str) -> None:
@@ -84,11 +85,11 @@ class TransferAgent(Protocol):
     def prepare(
         self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
     ) -> Handle:
-        """Prepare descriptor lists for many reads. `remote_device` is the peer's torch device."""
+        """Prepare descriptor lists for many transfers. `remote_device` is the peer's torch device."""
         ...
 
     def forget(self, handle: Handle) -> None:
-        """Free prepared lists that no read in flight was made of; a removed peer's are gone already."""
+        """Free prepared lists that no transfer in flight was made of; a removed peer's are gone already."""
         ...
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
@@ -98,12 +99,27 @@ class TransferAgent(Protocol):
         """
         ...
 
+    def write(
+        self,
+        handle: Handle,
+        local_indices: Ints32,
+        remote_indices: Ints32,
+        notification: bytes | None = None,
+    ) -> Transfer:
+        """Start copying local descriptor local_indices[i] into remote descriptor remote_indices[i].
+
+        The peer gets `notification` when all bytes are visible to it. Raises TransferError when it cannot be
+        posted; nothing is written then, and nobody notified.
+        """
+        ...
+
     def poll(self, transfer: Transfer) -> TransferState:
-        """Make progress and say where a read stands."""
+        """Make progress and say where a transfer stands."""
         ...
 
     def release(self, transfer: Transfer) -> bool:
-        """Forget a read; one in flight is cancelled. False (and nothing changed) when that is impossible."""
+        """Forget a transfer; one in flight is cancelled. False (and nothing changed) when that is
+        impossible."""
         ...
 
     def notify(self, peer: str, message: bytes) -> None:

@@ -104,6 +104,16 @@ class FaultyAgent:
             self._num_reads += 1
         return transfer
 
+    def write(
+        self,
+        handle: Handle,
+        local_indices: Ints32,
+        remote_indices: Ints32,
+        notification: bytes | None = None,
+    ) -> Transfer:
+        """See TransferAgent."""
+        return self._agent.write(handle, local_indices, remote_indices, notification)
+
     def poll(self, transfer: Transfer) -> TransferState:
         """See TransferAgent."""
         number = self._data_reads[transfer][0] if transfer in self._data_reads else None

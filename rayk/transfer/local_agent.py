@@ -1,7 +1,7 @@
 """An agent that copies within one process: tests, and engines that share a process (CPU or GPU).
 
-Reads finish `delay_polls` polls after they were posted and copy only then, so that whatever happens to the
-source in between is seen, as with a real transport.
+Transfers finish `delay_polls` polls after they were posted and copy only then, so that whatever happens to
+the source in between is seen, as with a real transport.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class _Prepared:
 
 
 @dataclass(eq=False)
-class _Read:
+class _InFlight:
     prepared: _Prepared
     local_indices: Ints32
     remote_indices: Ints32
     polls_left: int
+    is_write: bool = False
+    notification: bytes | None = None
     state: TransferState = TransferState.PENDING
 
 
@@ -71,7 +73,7 @@ class LocalAgent:
     _regions: list[torch.Tensor] = field(default_factory=list)
     _peers: set[str] = field(default_factory=set)
     _handles: dict[Handle, _Prepared] = field(default_factory=dict)
-    _reads: dict[Transfer, _Read] = field(default_factory=dict)
+    _in_flight: dict[Transfer, _InFlight] = field(default_factory=dict)
     _inbox: deque[tuple[str, bytes]] = field(default_factory=deque)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -111,31 +113,37 @@ class LocalAgent:
     def forget(self, handle: Handle) -> None:
         """See TransferAgent."""
         prepared = self._handles.pop(handle, None)
-        in_flight = [r.prepared for r in self._reads.values() if r.state is TransferState.PENDING]
-        assert prepared is None or prepared not in in_flight, "a read in flight was made of these lists"
+        in_flight = [r.prepared for r in self._in_flight.values() if r.state is TransferState.PENDING]
+        assert prepared is None or prepared not in in_flight, "a transfer in flight was made of these lists"
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
-        assert len(local_indices) == len(remote_indices)
-        prepared = self._handles[handle]
-        self.network.find(prepared.peer)
-        transfer = Transfer(next(self._ids))
-        self._reads[transfer] = _Read(prepared, local_indices, remote_indices, self.delay_polls)
-        return transfer
+        return self._post(_InFlight(self._handles[handle], local_indices, remote_indices, self.delay_polls))
+
+    def write(
+        self,
+        handle: Handle,
+        local_indices: Ints32,
+        remote_indices: Ints32,
+        notification: bytes | None = None,
+    ) -> Transfer:
+        """See TransferAgent."""
+        prepared, delay = self._handles[handle], self.delay_polls
+        return self._post(_InFlight(prepared, local_indices, remote_indices, delay, True, notification))
 
     def poll(self, transfer: Transfer) -> TransferState:
         """See TransferAgent."""
-        read = self._reads[transfer]
-        if read.state is TransferState.PENDING:
-            if read.polls_left > 0:
-                read.polls_left -= 1
+        flight = self._in_flight[transfer]
+        if flight.state is TransferState.PENDING:
+            if flight.polls_left > 0:
+                flight.polls_left -= 1
             else:
-                read.state = self._copy(read)
-        return read.state
+                flight.state = self._copy(flight)
+        return flight.state
 
     def release(self, transfer: Transfer) -> bool:
         """See TransferAgent. A copy happens inside `poll`, so a pending read can always be cancelled."""
-        self._reads.pop(transfer, None)
+        self._in_flight.pop(transfer, None)
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
@@ -154,24 +162,32 @@ class LocalAgent:
         self.network.leave(self.name)
         self._regions.clear()
         self._handles.clear()
-        self._reads.clear()
+        self._in_flight.clear()
 
-    def _copy(self, read: _Read) -> TransferState:
+    def _post(self, flight: _InFlight) -> Transfer:
+        assert len(flight.local_indices) == len(flight.remote_indices)
+        self.network.find(flight.prepared.peer)
+        transfer = Transfer(next(self._ids))
+        self._in_flight[transfer] = flight
+        return transfer
+
+    def _copy(self, flight: _InFlight) -> TransferState:
         try:
-            source_agent = self.network.find(read.prepared.peer)
+            peer = self.network.find(flight.prepared.peer)
         except TransferError:
             return TransferState.FAILED
-        local, remote = read.prepared.local, read.prepared.remote
-        local_runs, local_blocks = np.divmod(read.local_indices, local.num_blocks)
-        remote_runs, remote_blocks = np.divmod(read.remote_indices, remote.num_blocks)
-        assert np.array_equal(local_runs, remote_runs), "a read pairs a run with itself"
+        local, remote = flight.prepared.local, flight.prepared.remote
+        local_runs, local_blocks = np.divmod(flight.local_indices, local.num_blocks)
+        remote_runs, remote_blocks = np.divmod(flight.remote_indices, remote.num_blocks)
+        assert np.array_equal(local_runs, remote_runs), "a transfer pairs a run with itself"
         for run in np.unique(local_runs):
             here = local_runs == run
-            destination = _run_view(self._regions, local, int(run))
-            source = _run_view(source_agent._regions, remote, int(run))
-            destination[torch.from_numpy(local_blocks[here]).long()] = source[
-                torch.from_numpy(remote_blocks[here]).long()
-            ].to(destination.device)
+            ours = _run_view(self._regions, local, int(run)), torch.from_numpy(local_blocks[here]).long()
+            theirs = _run_view(peer._regions, remote, int(run)), torch.from_numpy(remote_blocks[here]).long()
+            (source, from_blocks), (to, to_blocks) = (ours, theirs) if flight.is_write else (theirs, ours)
+            to[to_blocks] = source[from_blocks].to(to.device)
+        if flight.notification is not None:
+            peer._inbox.append((self.name, flight.notification))
         return TransferState.DONE
 
 

@@ -2,8 +2,8 @@
 
 Settings, all measured: no progress thread (it spins a whole core; instead both ends poll, also while the
 first transfer wires them up); one registration per buffer; strided descriptor lists prepared once and
-picked from by int32 indices, so that neighbouring blocks merge. On one CPU host UCX copies inside `read`,
-which then blocks for the whole copy.
+picked from by int32 indices, so that neighbouring blocks merge. On one CPU host UCX copies inside `read` and
+`write`, which then block for the whole copy.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ class _Prepared:
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
+class _InFlight:
     peer: str
+    what: str
+    """read from or write to, for people."""
     handle: Any
     posted: str
     """State that posting returned."""
@@ -106,7 +108,7 @@ class NixlAgent:
         self._regions: list[tuple[int, int, str, int, Any]] = []
         self._peers: set[str] = set()
         self._handles: dict[Handle, _Prepared] = {}
-        self._reads: dict[Transfer, _Read] = {}
+        self._in_flight: dict[Transfer, _InFlight] = {}
         self._ids = itertools.count()
 
     @property
@@ -144,8 +146,8 @@ class NixlAgent:
         self._peers.add(name)
 
     def remove_peer(self, name: str) -> None:
-        """See TransferAgent. Reads in flight end: nobody is left to read from."""
-        for transfer in [t for t, r in self._reads.items() if r.peer == name]:
+        """See TransferAgent. Transfers in flight end: nobody is left at the other end."""
+        for transfer in [t for t, r in self._in_flight.items() if r.peer == name]:
             self._drop(transfer)
         for handle in [h for h, p in self._handles.items() if p.peer == name]:
             self.forget(handle)
@@ -169,7 +171,7 @@ class NixlAgent:
                 self._nixl.prep_xfer_dlist(peer, remote.strided(remote_index), remote_memory),
             )
         except _nixl_errors() as error:
-            raise TransferError("", f"reads from {peer} cannot be prepared: {error!r}") from error
+            raise TransferError("", f"transfers with {peer} cannot be prepared: {error!r}") from error
         handle = Handle(next(self._ids))
         self._handles[handle] = prepared
         return handle
@@ -183,51 +185,66 @@ class NixlAgent:
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
+        return self._post("READ", "read from", handle, (local_indices, remote_indices), b"")
+
+    def write(
+        self,
+        handle: Handle,
+        local_indices: Ints32,
+        remote_indices: Ints32,
+        notification: bytes | None = None,
+    ) -> Transfer:
+        """See TransferAgent."""
+        return self._post("WRITE", "write to", handle, (local_indices, remote_indices), notification or b"")
+
+    def _post(
+        self, operation: str, what: str, handle: Handle, indices: tuple[Ints32, Ints32], notification: bytes
+    ) -> Transfer:
         prepared = self._handles[handle]
         try:
             request = self._nixl.make_prepped_xfer(
-                "READ", prepared.local, local_indices, prepared.remote, remote_indices
+                operation, prepared.local, indices[0], prepared.remote, indices[1], notification
             )
             state = self._nixl.transfer(request)
         except _nixl_errors() as error:
-            raise TransferError("", f"reading from {prepared.peer} could not start: {error!r}") from error
+            raise TransferError("", f"a {what} {prepared.peer} could not start: {error!r}") from error
         transfer = Transfer(next(self._ids))
-        self._reads[transfer] = _Read(prepared.peer, request, state)
+        self._in_flight[transfer] = _InFlight(prepared.peer, what, request, state)
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
         """See TransferAgent."""
-        read = self._reads.get(transfer)
-        if read is None:
+        flight = self._in_flight.get(transfer)
+        if flight is None:
             return TransferState.FAILED
-        if read.posted == "DONE":
+        if flight.posted == "DONE":
             return TransferState.DONE
         try:
-            state = self._nixl.check_xfer_state(read.handle)
+            state = self._nixl.check_xfer_state(flight.handle)
         except _nixl_errors() as error:
-            logging.getLogger(__name__).warning("read from %s failed: %r", read.peer, error)
+            logging.getLogger(__name__).warning("%s %s failed: %r", flight.what, flight.peer, error)
             return TransferState.FAILED
         if state == "PROC":
             return TransferState.PENDING
         return TransferState.DONE if state == "DONE" else TransferState.FAILED
 
     def release(self, transfer: Transfer) -> bool:
-        """See TransferAgent. A read in flight is never cancelled: NIXL can drop its request, but does not say
-        whether the transport still writes."""
-        if transfer in self._reads and self.poll(transfer) is TransferState.PENDING:
+        """See TransferAgent. What is in flight is never cancelled: NIXL can drop its request, but does not
+        say whether the transport still reads or writes."""
+        if transfer in self._in_flight and self.poll(transfer) is TransferState.PENDING:
             return False
         self._drop(transfer)
         return True
 
     def _drop(self, transfer: Transfer) -> None:
-        read = self._reads.pop(transfer, None)
-        if read is None:
+        flight = self._in_flight.pop(transfer, None)
+        if flight is None:
             return
         try:
-            self._nixl.release_xfer_handle(read.handle)
+            self._nixl.release_xfer_handle(flight.handle)
         except _nixl_errors() as error:
             # Still active; the handle's finaliser queues it to be freed with the agent.
-            logging.getLogger(__name__).debug("releasing a read from %s: %r", read.peer, error)
+            logging.getLogger(__name__).debug("releasing a %s %s: %r", flight.what, flight.peer, error)
 
     def notify(self, peer: str, message: bytes) -> None:
         """See TransferAgent."""

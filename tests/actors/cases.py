@@ -30,11 +30,11 @@ class StubbornAgent(LocalAgent):
 
     def poll(self, transfer: Transfer) -> Any:
         if not self.go:
-            self._reads[transfer].polls_left = 1
+            self._in_flight[transfer].polls_left = 1
         return super().poll(transfer)
 
     def release(self, transfer: Transfer) -> bool:
-        read = self._reads.get(transfer)
+        read = self._in_flight.get(transfer)
         if read is not None and read.state.name == "PENDING":
             return False
         return super().release(transfer)
@@ -59,7 +59,7 @@ class TamperingAgent(LocalAgent):
     def poll(self, transfer: Transfer) -> TransferState:
         state = super().poll(transfer)
         # Generations are read when all data is there, 8 bytes each.
-        is_last = self._reads[transfer].prepared.local.lengths.tolist() == [8]
+        is_last = self._in_flight[transfer].prepared.local.lengths.tolist() == [8]
         if state is TransferState.DONE and self.tamper is not None and (is_last or not self.waits_for_all):
             tamper, self.tamper = self.tamper, None
             tamper()
