@@ -70,6 +70,7 @@ TORCH_FREE = (
     "rayk.parallel.shard",
     "rayk.kv.specs",
     "rayk.kv.fields",
+    "rayk.kv.formats",
     "rayk.kv.layout",
     "rayk.kv.groups",
     "rayk.kv.geometry",

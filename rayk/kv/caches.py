@@ -21,11 +21,13 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "int8": torch.int8,
     "float8_e4m3fn": torch.float8_e4m3fn,
+    "uint8": torch.uint8,
 }
 
 
 CacheView = torch.Tensor | Mapping[str, torch.Tensor]
-"""What a layer binds: attention one tensor [B, H, N, C]; a state its bundles, [B, U, 1, C] each."""
+"""What a layer binds: attention one tensor [B, H, N, C]; several bundles by name (a state's are [B, U, 1, C]
+each; some formats keep keys and values apart). A bundle of unlike dtypes is seen as uint8."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class CanonicalKVCaches:
 
     def view(self, layer: int, part: str = "attention") -> CacheView:
         """The typed view that a layer's kernels write and read: [B, H, N, C], C dense and with the fields one
-        after the other; of several bundles (a state's) a view each, [B, U, 1, C]. KeyError if the layer keeps
-        no such part.
+        after the other; of several bundles a view each (see CacheView). KeyError if the layer keeps no such
+        part.
         """
         for group in self.geometry.groups:
             if (layer, part) in group.group.keys:
@@ -180,7 +182,8 @@ def _bundle_view(
 ) -> torch.Tensor:
     """[B, U, N, C] of one bundle and layer."""
     first = fields[0]
-    dtype = TORCH_DTYPES[first.field.dtype]
+    dtypes = {TORCH_DTYPES[f.field.dtype] for f in fields}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     content = sum(f.field.row_bytes for f in fields)
     strides = (first.block_stride, first.unit_stride, first.row_stride)
     offset = first.offset + position * first.layer_stride

@@ -14,6 +14,7 @@ ITEMSIZE: dict[str, int] = {
     "float16": 2,
     "int8": 1,
     "float8_e4m3fn": 1,
+    "uint8": 1,
 }
 """Bytes per element of every dtype a cache may hold."""
 
@@ -26,6 +27,7 @@ FIELD_IDS: Mapping[str, int] = MappingProxyType(
                 *("latent", "rope"),
                 *("conv_x", "conv_b", "conv_c", "ssm"),
                 *("conv_q", "conv_k", "conv_v", "delta"),
+                *("k_scale", "v_scale"),
             )
         )
     }
@@ -51,8 +53,8 @@ class PageField:
     dtype: str
     readers: int
     bundle: str = "kv"
-    """Fields of one bundle lie side by side in each (unit, row) and are bound as one view; they have the
-    same units, rows and dtype. Another bundle is a stretch of its own."""
+    """Fields of one bundle lie side by side in each (unit, row) and are bound as one view, of bytes where
+    their dtypes differ; they have the same units and rows. Another bundle is a stretch of its own."""
     reader_name: str = "query heads"
     """What the readers are, for messages."""
     unit_name: str = "head"

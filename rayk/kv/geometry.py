@@ -26,8 +26,8 @@ from rayk.kv.specs import rows_per_block
 GENERATION_BYTES = 8
 """Each block has an int64 generation behind the pages, in the same buffer and registration."""
 BUNDLE_ALIGNMENT = 16
-"""Where a group has several bundles, of unlike dtypes: each, and each page, starts at a multiple of so many
-bytes, the widest load of a GPU."""
+"""Where a group has several bundles: each, and each page, starts at a multiple of so many bytes, the widest
+load of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,7 @@ def _lay_out(
     assert rows % kernel_block_size == 0, f"kernel block size {kernel_block_size} does not divide {rows}"
     ratio = rows // kernel_block_size
     fields = _bundles(group.spec.fields())
-    alignment = BUNDLE_ALIGNMENT if len(fields) > 1 else ITEMSIZE[fields[0][0].dtype]
+    alignment = BUNDLE_ALIGNMENT if len(fields) > 1 else lcm(*(ITEMSIZE[f.dtype] for f in fields[0]))
     padding = 1 if is_packed or len(fields) == 1 else alignment
     axes = layout.name.removesuffix("C")
     cut = min(axes.index("H"), axes.index("N"))
@@ -349,7 +349,6 @@ def _strides(axes: str, sizes: Mapping[str, int], step: int, padding: int) -> tu
 def _shared_units(fields: Sequence[PageField], tp_size: int, tp_rank: int) -> tuple[int, ...]:
     units = fields[0].shard(tp_size, tp_rank)
     assert all(f.shard(tp_size, tp_rank) == units for f in fields), "fields of one bundle share units"
-    assert all(f.dtype == fields[0].dtype for f in fields), "fields of one bundle share a dtype"
     return units
 
 

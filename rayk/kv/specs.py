@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any, Protocol, cast
 
 from rayk.kv.fields import ITEMSIZE, PageField
+from rayk.kv.formats import FORMATS, StoredField
 
 CHANNELS_PER_UNIT = 16
 """Channels of a Mamba1 layer that stay together: a slice of so many starts at a multiple of 16 bytes."""
@@ -47,7 +48,7 @@ class KVCacheSpec(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Element type of the first field."""
+        """What the first field holds: its element type, or the name of a format (kv.formats)."""
         ...
 
     def fields(self) -> tuple[PageField, ...]:
@@ -99,7 +100,7 @@ class _TokensSpec:
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(_TokensSpec):
-    """Keys and values of every token."""
+    """Keys and values of every token. `dtype` is a format of kv.formats, or that of plain elements."""
 
     block_size: int
     num_kv_heads: int
@@ -114,19 +115,28 @@ class FullAttentionSpec(_TokensSpec):
         return "full"
 
     def fields(self) -> tuple[PageField, ...]:
-        """K then V, packed in the content axis of each (head, token)."""
-        size = ITEMSIZE[self.dtype]
+        """K then V, packed in the content axis of each (head, token); with scales where the format has them.
+
+        Raises Unsupported for heads that the format cannot hold.
+        """
         return tuple(
             PageField(
-                name,
+                stored.name,
                 self.num_kv_heads,
                 self.block_size,
-                head * size,
-                self.dtype,
+                stored.row_bytes,
+                stored.dtype,
                 self.num_query_heads,
+                stored.bundle,
             )
-            for name, head in (("k", self.head_size_k), ("v", self.head_size_v))
+            for stored in self._stored()
         )
+
+    def _stored(self) -> tuple[StoredField, ...]:
+        if self.dtype in FORMATS:
+            return FORMATS[self.dtype].fields(self.head_size_k, self.head_size_v)
+        sizes = (("k", self.head_size_k), ("v", self.head_size_v))
+        return tuple(StoredField(name, self.dtype, n * ITEMSIZE[self.dtype], "kv") for name, n in sizes)
 
 
 @dataclass(frozen=True, slots=True)

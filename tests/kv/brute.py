@@ -31,7 +31,7 @@ from rayk.kv.specs import (
 
 Ints = npt.NDArray[np.int64]
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "uint8": 1}
 
 
 def full(

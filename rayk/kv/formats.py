@@ -1,0 +1,172 @@
+"""What a KV format is: how the keys and values of one (head, token) become bytes, and how far off they are.
+
+Plain formats hold elements as they are. Quantised ones hold `element * scale`, with scales of three kinds:
+
+- one per layer and side of the cache (k or v), float32, that no page holds: of the checkpoint, told in the
+  handshake (`fp8_e4m3`, and as the global scale of `nvfp4`);
+- one per (head, token) and side, float32, in the page (`fp8_e4m3_token_head`);
+- one per 16 elements, e4m3, in the page (`nvfp4`: NVIDIA, "Introducing NVFP4", developer.nvidia.com, 2025).
+
+Rounding is to nearest, ties to even, and saturates: nothing finite becomes infinite or NaN.
+
+How far off (`error_bound`): an element with p bits of significand is off by half a unit in its last place at
+most: by 2^-p of it where it is normal, by half the smallest step below. e4m3 has p = 4 (largest 448, normal
+from 2^-6, smallest step 2^-9), e2m1 p = 2 (largest 6, normal from 1, smallest step 1/2). In nvfp4 a block's
+scale is the e4m3 nearest to amax / 6, and so itself off by 1/16 of it. Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rayk.kv.fields import ITEMSIZE
+from rayk.types.errors import Unsupported
+
+E4M3_MAX = 448.0
+E4M3_STEP = 2.0**-9
+"""Distance of the smallest values, and the smallest above 0."""
+E2M1_MAX = 6.0
+NVFP4_BLOCK = 16
+"""Elements that share a scale."""
+SMALLEST_SCALE = 2.0**-126
+"""Of a (head, token) whose values are all (nearly) zero: the smallest normal float32."""
+
+Granularity = Literal["none", "tensor", "token_head", "block"]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredField:
+    """One field of a format: what is stored per (head, token), for a head of `elements` elements."""
+
+    name: str
+    """A key of FIELD_IDS: k, v, k_scale or v_scale."""
+    dtype: str
+    """A key of ITEMSIZE."""
+    row_bytes: int
+    bundle: str
+    """See PageField."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """One way of keeping keys and values."""
+
+    name: str
+    """What specs of a cache call their dtype."""
+    storage: str
+    """Dtype (a key of ITEMSIZE) of stored elements; uint8 holds two of 4 bits, the first in the low one."""
+    significand_bits: int
+    """Of an element, the leading one included."""
+    element_max: float
+    """The largest finite element."""
+    scales: Granularity
+    """What shares a scale that is in the page or told beside it; none: elements are the values."""
+    worst_relative_error: float
+    """The most that a value is off, divided by the largest value that shares its scale, for values (and block
+    scales) in the normal range that do not saturate; of the formats without scales, by the value itself."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether values are divided by scales before they are stored."""
+        return self.scales != "none"
+
+    @property
+    def has_layer_scales(self) -> bool:
+        """Whether a float32 per layer and side multiplies what pages hold."""
+        return self.scales in ("tensor", "block")
+
+    def fields(self, head_size_k: int, head_size_v: int) -> tuple[StoredField, ...]:
+        """What a (head, token) holds, in page order. Raises Unsupported for head sizes it cannot hold."""
+        sizes = {"k": head_size_k, "v": head_size_v}
+        if self.scales == "block":
+            if any(size % NVFP4_BLOCK for size in sizes.values()):
+                raise Unsupported(
+                    f"{self.name} of heads of {head_size_k} and {head_size_v} elements: "
+                    f"{NVFP4_BLOCK} elements share a scale (mend: kv_dtype fp8_e4m3 or auto)"
+                )
+            return tuple(
+                field
+                for side, size in sizes.items()
+                for field in (
+                    StoredField(side, "uint8", size // 2, side),
+                    StoredField(f"{side}_scale", "float8_e4m3fn", size // NVFP4_BLOCK, side),
+                )
+            )
+        data = tuple(
+            StoredField(side, self.storage, size * ITEMSIZE[self.storage], "kv")
+            for side, size in sizes.items()
+        )
+        if self.scales != "token_head":
+            return data
+        width = ITEMSIZE["float32"]
+        if (head_size_k + head_size_v) % width:
+            raise Unsupported(
+                f"{self.name} of heads of {head_size_k} and {head_size_v} elements: "
+                f"their scales would not start at a multiple of {width} bytes (mend: kv_scales: tensor)"
+            )
+        return (*data, *(StoredField(f"{side}_scale", "float32", width, "kv") for side in sizes))
+
+    def row_bytes(self, head_size_k: int, head_size_v: int) -> int:
+        """Bytes of one (head, token), scales in the page included."""
+        return sum(f.row_bytes for f in self.fields(head_size_k, head_size_v))
+
+
+_FORMATS = (
+    KVFormat("float32", "float32", 24, float(np.finfo(np.float32).max), "none", 2.0**-24),
+    KVFormat("bfloat16", "bfloat16", 8, (2 - 2.0**-7) * 2.0**127, "none", 2.0**-8),
+    KVFormat("float16", "float16", 11, 65504.0, "none", 2.0**-11),
+    KVFormat("fp8_e4m3", "float8_e4m3fn", 4, E4M3_MAX, "tensor", 2.0**-4),
+    KVFormat("fp8_e4m3_token_head", "float8_e4m3fn", 4, E4M3_MAX, "token_head", 2.0**-4),
+    # Between 4 and 6 steps are 2: off by 1, of a scale that is amax / 6 and 1/16 of it at most.
+    KVFormat("nvfp4", "uint8", 2, E2M1_MAX, "block", 1.0 / E2M1_MAX * (1 + 2.0**-4)),
+)
+
+FORMATS: Mapping[str, KVFormat] = MappingProxyType({f.name: f for f in _FORMATS})
+"""Every format that a cache may have, by name."""
+
+
+def engine_format(dtype: str, kv_dtype: str, kv_scales: str) -> str:
+    """Name of the format that an engine keeps: `dtype` is the model's, the others the engine's settings."""
+    if kv_dtype == "auto":
+        return dtype
+    return "fp8_e4m3_token_head" if (kv_dtype, kv_scales) == ("fp8_e4m3", "token_head") else kv_dtype
+
+
+def error_bound(kv_format: KVFormat, values: Floats, scale: float = 1.0) -> Floats:
+    """The most by which each of `values` [..., elements of a head] is off after a round trip.
+
+    `scale`: the layer's, where the format has one. Of nvfp4, by what its block's scale may be.
+    """
+    size = np.abs(np.asarray(values, dtype=np.float64))
+    # Scales and quotients are rounded to float32 on the way, by 2^-24 of a value that may be off by 2^-4.
+    slack = 1 + 2.0**-18
+    half_ulp = 2.0**-kv_format.significand_bits
+    if kv_format.scales == "none":
+        smallest = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}[kv_format.name]
+        return np.maximum(np.maximum(half_ulp * size, smallest / 2), size - kv_format.element_max)
+    if kv_format.scales == "block":
+        return _block_bound(size, scale) * slack
+    scales: Floats | float = scale
+    if kv_format.scales == "token_head":
+        scales = np.maximum(size.max(-1, keepdims=True) / E4M3_MAX, SMALLEST_SCALE)
+    rounded = np.maximum(half_ulp * size, E4M3_STEP / 2 * scales)
+    bound: Floats = np.maximum(rounded, size - E4M3_MAX * scales) * slack
+    return bound
+
+
+def _block_bound(size: Floats, scale: float) -> Floats:
+    blocks = size.reshape(*size.shape[:-1], -1, NVFP4_BLOCK)
+    wanted = blocks.max(-1, keepdims=True) / E2M1_MAX
+    off = np.maximum(wanted * 2.0**-4, E4M3_STEP / 2 * scale)
+    largest = np.minimum(wanted + off, E4M3_MAX * scale)
+    least = np.clip(wanted - off, 0.0, E4M3_MAX * scale)
+    rounded = np.maximum(blocks / 4, largest / 4)
+    bound: Floats = np.maximum(rounded, blocks - E2M1_MAX * least).reshape(size.shape)
+    return bound
