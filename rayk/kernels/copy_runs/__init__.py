@@ -1,0 +1,59 @@
+"""Copy byte runs, the same for every block, from one buffer into another: what was staged goes into pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rayk.kernels.copy_runs.native import copy_runs_native, native_copy_runs
+from rayk.kernels.copy_runs.reference import copy_runs_reference
+from rayk.kernels.copy_runs.table import RunTable, make_run_table
+
+__all__ = ["RunTable", "copy_runs", "make_run_table", "native_copy_runs"]
+
+Ints = npt.NDArray[np.int64]
+
+
+def copy_runs(
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    runs: RunTable,
+    source_blocks: Ints,
+    destination_blocks: Ints,
+    *,
+    impl: str | None = None,
+) -> None:
+    """For every run r and every i: the run of source block source_blocks[i] goes to destination_blocks[i].
+
+        destination[to[r] + destination_blocks[i] * to_stride[r] :][: length[r]] =
+            source[from[r] + source_blocks[i] * from_stride[r] :][: length[r]]
+
+    source, destination: dense int8 [bytes] on the table's device; neither the two nor the runs written may
+    overlap. Blocks: int64 [n]. On CUDA the copy is queued on the current stream.
+
+    `impl`: reference, native or triton; None takes triton on CUDA, native where it can be built, else
+    reference. AssertionError for runs that leave a buffer.
+    """
+    assert source.dtype == destination.dtype == torch.int8
+    assert source.is_contiguous()
+    assert destination.is_contiguous()
+    assert source.device == destination.device == runs.rows.device
+    assert len(source_blocks) == len(destination_blocks)
+    if len(source_blocks) == 0 or runs.num_runs == 0:
+        return
+    runs.check(len(source), len(destination), source_blocks, destination_blocks)
+    if impl is None:
+        on_cpu = "native" if native_copy_runs() is not None else "reference"
+        impl = "triton" if source.is_cuda else on_cpu
+    blocks = torch.from_numpy(np.stack([source_blocks, destination_blocks]).astype(np.int64, copy=False))
+    blocks = blocks.to(source.device, non_blocking=True)
+    if impl == "triton":
+        from rayk.kernels.copy_runs.triton import copy_runs_triton
+
+        copy_runs_triton(source, destination, runs, blocks)
+    elif impl == "native":
+        copy_runs_native(source, destination, runs, blocks)
+    else:
+        assert impl == "reference", f"unknown copy_runs implementation {impl!r}"
+        copy_runs_reference(source, destination, runs, blocks)

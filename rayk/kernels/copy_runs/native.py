@@ -1,0 +1,47 @@
+"""copy_runs in C++ (native.cpp): one memcpy a run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rayk.kernels.copy_runs.table import RunTable
+from rayk.kernels.native import load_native
+
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
+
+
+@functools.cache
+def native_copy_runs() -> Callable[..., None] | None:
+    """The C++ function, or None where it cannot be built."""
+    loaded = load_native(Path(__file__).with_name("native.cpp"))
+    if loaded.library is None:
+        return None
+    function = loaded.library.rayk_copy_runs
+    function.argtypes = _ARGUMENTS
+    function.restype = None
+    call: Callable[..., None] = function
+    return call
+
+
+def copy_runs_native(
+    source: torch.Tensor, destination: torch.Tensor, runs: RunTable, blocks: torch.Tensor
+) -> None:
+    """Arguments, all checked by the caller, as `copy_runs`; blocks int64 [2, n]: source's, destination's."""
+    function = native_copy_runs()
+    assert function is not None, "no native copy_runs"
+    assert not source.is_cuda, "memcpy sees the host's memory"
+    function(
+        source.data_ptr(),
+        destination.data_ptr(),
+        runs.rows.data_ptr(),
+        runs.num_runs,
+        blocks[0].data_ptr(),
+        blocks[1].data_ptr(),
+        blocks.shape[1],
+    )

@@ -1,0 +1,66 @@
+"""Runs as the kernels take them: made once of a pattern, used for every copy of its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints = npt.NDArray[np.int64]
+
+MAX_WORD_BYTES = 16
+"""The widest load of a GPU and of plain x86."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunTable:
+    """Filled by `make_run_table`."""
+
+    rows: torch.Tensor
+    """int64 [5, runs] on the device: from, to, length, from_stride, to_stride; bytes."""
+    host: Ints
+    """The same, for checks."""
+    alignment: int
+    """The largest power of two, up to 16, that divides every number of the table."""
+    max_length: int
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of a block."""
+        return int(self.host.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes copied per block."""
+        return int(self.host[2].sum())
+
+    def check(self, source_bytes: int, destination_bytes: int, source_blocks: Ints, to_blocks: Ints) -> None:
+        """AssertionError where a run of one of these blocks leaves its buffer."""
+        starts, to_starts, lengths, strides, to_strides = self.host
+        for offset, stride, blocks, size, side in (
+            (starts, strides, source_blocks, source_bytes, "source"),
+            (to_starts, to_strides, to_blocks, destination_bytes, "destination"),
+        ):
+            low = int((offset + int(blocks.min()) * stride).min())
+            high = int((offset + int(blocks.max()) * stride + lengths).max())
+            assert 0 <= low <= high <= size, f"runs [{low}, {high}) leave the {side} of {size} bytes"
+
+
+def make_run_table(
+    source: Ints,
+    destination: Ints,
+    lengths: Ints,
+    source_strides: Ints,
+    destination_strides: Ints,
+    device: torch.device,
+) -> RunTable:
+    """A table of runs: offsets of block 0, lengths, and strides from block to block, each int64 [runs]."""
+    host = np.stack([source, destination, lengths, source_strides, destination_strides]).astype(np.int64)
+    assert np.all(host[2] > 0), "a run of no bytes"
+    assert np.all(host[3:] >= 0), "strides of runs go forward"
+    common = int(np.gcd.reduce(host, axis=None)) if host.size else MAX_WORD_BYTES
+    alignment = next(word for word in (16, 8, 4, 2, 1) if common % word == 0)
+    longest = int(host[2].max()) if host.size else 0
+    return RunTable(torch.from_numpy(host).to(device), host, alignment, longest)
