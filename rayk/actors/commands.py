@@ -82,8 +82,27 @@ class ReleaseMismatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Prove:
+    """A transfer failed and nothing of it is in flight any more: what of it arrived all the same? The answer
+    is a list of LayerProof."""
+
+    ticket: TransferTicket
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class EndReads:
+    """The producer engine is gone: reads from this life of it fail now, not at their deadline."""
+
+    engine: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class TicketPart:
     """One rank's answer to MakeTicket."""
 
     digests: Digests
     generations: tuple[tuple[int, ...], ...]
+    digest_ns: int = 0
+    """How long the digests took."""

@@ -12,7 +12,9 @@ from rayk.actors.commands import (
     Connect,
     Describe,
     Diagnose,
+    EndReads,
     MakeTicket,
+    Prove,
     ReleaseMismatch,
     StartRead,
     TicketPart,
@@ -143,11 +145,21 @@ class TransferExtension:
                 self._start_read(command)
             case Capture():
                 return capture(self._views, command)
+            case _:
+                return self._after_failure(command)
+        return None
+
+    def _after_failure(self, command: object) -> object:
+        match command:
+            case Prove(ticket, block_tables):
+                return self.transfer.proofs(ticket, block_tables)
+            case EndReads(engine, epoch):
+                self.transfer.end_reads(engine, epoch)
             case Diagnose():
                 return self._diagnose(command)
-            case ReleaseMismatch():
-                self._mismatched.discard(command.request_id)
-                self.transfer.release_now(command.request_id)
+            case ReleaseMismatch(request_id):
+                self._mismatched.discard(request_id)
+                self.transfer.release_now(request_id)
             case _:
                 raise AssertionError(f"unknown command {command!r}")
         return None
@@ -178,9 +190,10 @@ class TransferExtension:
         self._num_handovers += 1
         self._on_point("transfer", self._num_handovers)
         self.transfer.lease(command.lease_id, time.monotonic_ns() + self._lease_ns)
+        began = time.monotonic_ns()
+        digests = self.transfer.digests(command.num_tokens, command.block_tables)
         part = TicketPart(
-            self.transfer.digests(command.num_tokens, command.block_tables),
-            self.transfer.generations(command.block_tables),
+            digests, self.transfer.generations(command.block_tables), time.monotonic_ns() - began
         )
         if self._faults.take("early_reuse", command.request_id) is not None:
             reuse_early(self._caches, [b for table in command.block_tables for b in table if b])

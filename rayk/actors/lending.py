@@ -76,6 +76,7 @@ class Lending:
             block_tables=command.block_tables,
             generations=generations,
             digests=np.stack([a.digests for a in answers]),
+            digest_ns=tuple(a.digest_ns for a in answers),
         )
         self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))
 

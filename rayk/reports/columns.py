@@ -267,8 +267,8 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 
 def _digest_percent(transfers: Sequence[TransferRow]) -> float | None:
-    """What digests of what arrived took, in percent of the transfers' own time: each rank's of a request
-    once, beside the longest of its transfers."""
+    """What digests took, in percent of the transfers' own time: of each consumer rank and request its own and
+    the slowest producer's, beside the longest of its transfers."""
     longest: dict[tuple[int, str, int], tuple[int, int]] = {}
     for t in transfers:
         key = (t.repeat, t.request_id, t.consumer_rank)

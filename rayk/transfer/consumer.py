@@ -135,8 +135,8 @@ class Consumption:
         for read in self.reads:
             known = dict(
                 zip(
-                    self.ticket.block_tables[read.group],
-                    self.ticket.generations[read.group],
+                    self.ticket.block_tables[read.source_group],
+                    self.ticket.generations[read.source_group],
                     strict=True,
                 )
             )
@@ -159,7 +159,8 @@ class Consumption:
         first = index * geometry.block_size
         last = min(first + geometry.block_size, self.ticket.num_tokens) - 1
         layers = ", ".join(map(str, geometry.group.layers))
-        read = next(r for r in self.link.plan.reads if (r.producer_rank, r.group) == (producer_rank, group))
+        wanted = (producer_rank, group)
+        read = next(r for r in self.link.plan.reads if (r.producer_rank, r.source_group) == wanted)
         # Fields with the same units are named once.
         named = dict.fromkeys(
             f"{geometry.field(name).field.unit_name}s {', '.join(map(str, units))}"
@@ -245,7 +246,9 @@ class Consumption:
 
     def _verify(self) -> KVMismatch | None:
         ticket = self.ticket
+        began = self.clock()
         found = compute_digests(self.views, self.block_tables, ticket.num_tokens, self.rows_per_group)
+        self._note_digest(self.clock() - began)
         self._wrong = compare_digests(
             self.views,
             ticket.digests,
@@ -260,6 +263,11 @@ class Consumption:
         return digest_mismatch(
             ticket.request_id, self.views, self._wrong, ticket.num_tokens, self.rows_per_group
         )
+
+    def _note_digest(self, took_ns: int) -> None:
+        theirs = self.ticket.digest_ns
+        for row in self._data.rows:
+            row.digest_ns += took_ns + (theirs[row.producer_rank] if theirs else 0)
 
     def _release(self, ranks: tuple[int, ...]) -> None:
         for rank in ranks:

@@ -28,3 +28,5 @@ class TransferTicket:
     """Per group, the generation of each of those blocks when the ticket was written."""
     digests: npt.NDArray[np.int64]
     """[producer rank, words], each row as TransferRank.digests gives it."""
+    digest_ns: tuple[int, ...] = ()
+    """How long each producer rank took for them; empty where nobody says."""

@@ -92,7 +92,8 @@ class TransferRow:
     convert_ns: int = 0
     """Turning what arrived into the consumer's own KV format."""
     digest_ns: int = 0
-    """This rank's digests of the request; of each row of it the same."""
+    """Digests of the request on the row's two ranks: of the producer's before the ticket, and of the consumer's
+    when all was here."""
     num_layers_per_write: int | None = None
     """Layers that one write of a push brings."""
     retries: int = 0

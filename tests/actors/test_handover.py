@@ -329,6 +329,20 @@ def test_an_engine_that_dies_tells_every_hand_over(qwen3: Model, monkeypatch: py
         assert last_event(stream, pair).error is not None
 
 
+def test_rows_tell_what_both_sides_digests_took(qwen3: Model) -> None:
+    with Pair.open(qwen3.path, tp=(2, 1)) as pair:
+        request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
+        prefilled = pair.prefill(request)
+        theirs = prefilled.payload.digest_ns  # type: ignore[union-attr]
+        done = pair.decode(request, prefilled)
+        own = {row.digest_ns - theirs[row.producer_rank] for row in done.info["transfers"]}
+        assert len(theirs) == 2
+        assert min(theirs) > 0
+        assert len(own) == 1, "one consumer rank, one digest of all that came"
+        assert 0 < own.pop() <= done.info["stage_ns"]["verify"]
+        pair.check_all_free()
+
+
 # Windows, unlike blocks, and the real transport
 
 
