@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import Capture, MakeTicket
+from rayk.actors.commands import Capture, MakeTicket, Prove
 from rayk.actors.lending import Lending
 from rayk.actors.receiving import Incoming, Receiving
 from rayk.engine.leader import RequestEvent
@@ -36,9 +36,18 @@ class TransferHandover:
 
     # Any thread.
 
-    def submit(self, request: Request, sink: Sink, *, hand_over: bool, capture: bool = False) -> None:
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        hand_over: bool,
+        capture: bool = False,
+        output_token_ids: tuple[int, ...] = (),
+    ) -> None:
         """Run a request here; `hand_over`: only its prefill, ending in a ticket. `capture`: also emit a
-        copy of its KV rows as info["captured"] when prefill is done."""
+        copy of its KV rows as info["captured"] when prefill is done. `output_token_ids`: delivered so far,
+        by an engine that is lost."""
 
         def start() -> None:
             if not self.leader.open(request, sink, max_tokens=1 if hand_over else None):
@@ -47,7 +56,10 @@ class TransferHandover:
                 self._hand_over.add(request.request_id)
             if capture:
                 self._capture.add(request.request_id)
-            self.leader.start(request)
+            if output_token_ids:
+                self.leader.start(request, output_token_ids, 0)
+            else:
+                self.leader.start(request)
 
         self.leader.prepare(request)
         self.leader.post(start)
@@ -61,8 +73,10 @@ class TransferHandover:
         sink: Sink,
         *,
         reserve_s: float | None = None,
+        recompute: bool = False,
     ) -> None:
-        """Fetch a request's KV and go on decoding after `output_token_ids`.
+        """Fetch a request's KV and go on decoding after `output_token_ids`. `recompute`: where that fails, go
+        on from what of it arrived and is proven.
 
         It may wait `reserve_s` for blocks (by default as long as for the transfer itself). A request that
         draws tokens carries the seed it was prefilled with.
@@ -74,7 +88,7 @@ class TransferHandover:
         def start() -> None:
             if self.leader.open(request, sink, prefilled=True):
                 wait_s = transfer_s if reserve_s is None else reserve_s
-                incoming = Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now)
+                incoming = Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now, recompute)
                 self.receiving.queue(incoming)
 
         self.leader.prepare(request)
@@ -166,6 +180,8 @@ class TransferHandover:
         match command:
             case MakeTicket():
                 self.lending.on_ticket(command, answers, error)
+            case Prove():
+                self.receiving.on_proof(command, answers)
             case Capture() if error is not None:
                 # Its blocks, or its lease, go at the next turn: before a request that takes its id comes.
                 self.leader.abort(command.request_id)

@@ -2,6 +2,9 @@
 
 All on the loop's thread. Blocks are reserved for a ticket as soon as there are any, all ranks read, and the
 request is scheduled when every rank's digests agree. Nothing is decoded from KV that was not verified.
+
+A request that may be recomputed goes on here when its transfer failed: once nothing of it is in flight, all
+ranks prove what arrived all the same, and the prompt is computed from the longest prefix that this leaves.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import ReleaseMismatch, StartRead
+from rayk.actors.commands import BlockTables, Prove, ReleaseMismatch, StartRead
 from rayk.engine.leader import RequestEvent
-from rayk.types.errors import DeadlineExceeded, KVMismatch
+from rayk.transfer.valid_prefix import longest_valid_prefix
+from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 
 if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
 HOLD_S = 60.0
 """After a mismatch the blocks are kept this long for somebody to look into it."""
+DRAIN_S = 2.0
+"""A request to be recomputed waits this long for reads in flight; then it leaves its blocks to them."""
 
 
 @dataclass(slots=True)
@@ -36,11 +42,18 @@ class Incoming:
     transfer_s: float
     reserve_s: float
     submitted_ns: int
+    recompute: bool = False
+    """Whether it goes on here when its transfer fails."""
     started_ns: int | None = None
+    block_tables: BlockTables = ()
     outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
     """Ranks whose reads ended after their failed outcome."""
     aborted: bool = False
+    failure: RaykError | None = None
+    failed_ns: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    """What is told of the transfer."""
 
 
 class Receiving:
@@ -57,15 +70,20 @@ class Receiving:
         """Failed, with reads still in flight."""
         self._held: dict[str, int] = {}
         """Mismatches to be looked into -> until when (ns)."""
+        self._proving: dict[str, Incoming] = {}
+        """Failed and drained; the ranks say what arrived."""
+        self._abandoned: dict[str, Incoming] = {}
+        """Lease that holds blocks which reads in flight were left -> whose they were."""
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way, drains or is kept."""
-        return bool(self._reading or self._draining or self._queued or self._held)
+        known = (self._reading, self._draining, self._queued, self._held, self._proving, self._abandoned)
+        return any(known)
 
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request are here."""
-        return any(request_id in here for here in (self._reading, self._draining, self._held))
+        return any(request_id in here for here in (self._reading, self._draining, self._held, self._proving))
 
     def queue(self, incoming: Incoming) -> None:
         """A request waits for blocks."""
@@ -77,15 +95,19 @@ class Receiving:
         for request_id in [r for r, until in self._held.items() if until <= now]:
             self.let_go(request_id)
         self._give_up_late(now)
+        for incoming in [i for i in self._draining.values() if i.recompute and not i.aborted]:
+            if now - incoming.failed_ns > DRAIN_S * 1e9:
+                self._abandon(incoming)
         self._reserve(now)
 
     def abort(self, request_id: str) -> bool:
         """A read in flight cannot be recalled: its blocks are freed when all ranks are done with it. False
         where nothing of the request is on its way."""
-        incoming = self._reading.get(request_id)
-        if incoming is not None:
-            incoming.aborted = True
-            return True
+        for here in (self._reading, self._proving, self._draining):
+            incoming = here.get(request_id)
+            if incoming is not None and (incoming.recompute or here is self._reading):
+                incoming.aborted = True
+                return True
         for queued in self._queued:
             if queued.request.request_id == request_id:
                 self._queued.remove(queued)
@@ -97,10 +119,10 @@ class Receiving:
         for outcome in news.outcomes:
             self._on_outcome(rank, outcome)
         for lease_id in news.drained:
-            for incoming in (*self._reading.values(), *self._draining.values()):
+            for incoming in (*self._reading.values(), *self._draining.values(), *self._abandoned.values()):
                 if incoming.ticket.lease_id == lease_id:
                     incoming.drained.add(rank)
-                    self._free(incoming.request.request_id)
+                    self._on_drained(incoming)
 
     def let_go(self, request_id: str) -> None:
         """Nobody looks into this mismatch (any more)."""
@@ -114,6 +136,8 @@ class Receiving:
         self._reading.clear()
         self._draining.clear()
         self._held.clear()
+        self._proving.clear()
+        self._abandoned.clear()
 
     def _give_up_late(self, now: int) -> None:
         assert self.leader is not None
@@ -145,8 +169,8 @@ class Receiving:
             self._queued.popleft()
             incoming.started_ns = now
             self._reading[request_id] = incoming
-            tables = tuple(ids for _, ids in updates)
-            self._commands.append(StartRead(incoming.ticket, tables, incoming.transfer_s))
+            incoming.block_tables = tuple(ids for _, ids in updates)
+            self._commands.append(StartRead(incoming.ticket, incoming.block_tables, incoming.transfer_s))
 
     def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
         incoming = self._reading.get(outcome.request_id)
@@ -174,14 +198,71 @@ class Receiving:
         incoming.drained |= {rank for rank, o in enumerate(outcomes) if not o.is_draining}
         self._draining[request_id] = incoming
         mismatch = next((o.error for o in outcomes if isinstance(o.error, KVMismatch)), None)
+        if incoming.recompute and not incoming.aborted:
+            incoming.failure, incoming.info, incoming.failed_ns = mismatch or error, info, time.monotonic_ns()
+            if mismatch is not None:
+                self._commands.append(ReleaseMismatch(request_id))
+            self._on_drained(incoming)
+            return
         if mismatch is not None:
             # The blocks stay as they are until somebody has looked into it (`settle`).
             self._held[request_id] = time.monotonic_ns() + int(HOLD_S * 1e9)
             error = mismatch
         if incoming.aborted:
             self.let_go(request_id)
-        self._free(request_id)
+        self._on_drained(incoming)
         self.leader.emit(RequestEvent(request_id=request_id, error=error, info=info))
+
+    def _on_drained(self, incoming: Incoming) -> None:
+        """Where nothing of a failed transfer is in flight: free its blocks, or see what arrived."""
+        if len(incoming.drained) < self._tp:
+            return
+        request_id = incoming.request.request_id
+        if self._draining.get(request_id) is incoming and incoming.recompute and not incoming.aborted:
+            self._proving[request_id] = self._draining.pop(request_id)
+            self._commands.append(Prove(incoming.ticket, incoming.block_tables))
+        elif incoming in self._abandoned.values():
+            assert self.leader is not None
+            lease_id = _abandoned_lease(incoming)
+            del self._abandoned[lease_id]
+            self.leader.manager.release(lease_id)
+        else:
+            self._free(request_id)
+
+    def on_proof(self, command: Prove, answers: list[Any]) -> None:
+        """Every rank said what arrived: compute the rest."""
+        incoming = self._proving.pop(command.ticket.request_id, None)
+        if incoming is None:
+            return
+        assert self.leader is not None
+        groups, proofs = self.leader.manager.groups, [[] if isinstance(a, RaykError) else a for a in answers]
+        self._go_on(incoming, longest_valid_prefix(groups, proofs, command.ticket.num_tokens))
+
+    def _abandon(self, incoming: Incoming) -> None:
+        """Reads in flight do not end: they keep the blocks, the request gets others."""
+        assert self.leader is not None
+        request_id = incoming.request.request_id
+        del self._draining[request_id]
+        lease_id = _abandoned_lease(incoming)
+        self.leader.manager.lease(request_id, lease_id)
+        self._abandoned[lease_id] = incoming
+        self._go_on(incoming, 0)
+
+    def _go_on(self, incoming: Incoming, num_valid: int) -> None:
+        """Compute a request from its first `num_valid` tokens on, whose KV is in its blocks."""
+        assert self.leader is not None
+        request_id = incoming.request.request_id
+        if incoming.aborted or not num_valid:
+            self.leader.manager.free(request_id)
+        if incoming.aborted:
+            return
+        self.leader.start(incoming.request, incoming.output_token_ids, num_valid)
+        info = {
+            **incoming.info,
+            "failure": incoming.failure,
+            "num_valid_tokens": num_valid,
+        }
+        self.leader.emit(RequestEvent(request_id=request_id, info=info))
 
     def _free(self, request_id: str) -> None:
         """Give a failed request's blocks back, once nothing writes to them and nobody looks at them."""
@@ -190,6 +271,10 @@ class Receiving:
             assert self.leader is not None
             del self._draining[request_id]
             self.leader.manager.free(request_id)
+
+
+def _abandoned_lease(incoming: Incoming) -> str:
+    return f"reads in flight of {incoming.ticket.lease_id}"
 
 
 def _slowest(outcomes: list[TransferOutcome]) -> dict[str, int]:

@@ -192,6 +192,7 @@ class Worker:
         transfer_s: float = 30.0,
         reserve_s: float | None = None,
         capture: bool = False,
+        recompute: bool = False,
     ) -> Iterator[list[RequestEvent]]:
         """Run a request and yield its events as they come, the first at once and later ones gathered.
 
@@ -203,10 +204,22 @@ class Worker:
         if mode == "decode":
             assert ticket is not None
             self._handover.submit_decode(
-                request, ticket, output_token_ids, transfer_s, events.put, reserve_s=reserve_s
+                request,
+                ticket,
+                output_token_ids,
+                transfer_s,
+                events.put,
+                reserve_s=reserve_s,
+                recompute=recompute,
             )
         else:
-            self._handover.submit(request, events.put, hand_over=mode == "prefill", capture=capture)
+            self._handover.submit(
+                request,
+                events.put,
+                hand_over=mode == "prefill",
+                capture=capture,
+                output_token_ids=output_token_ids,
+            )
         if request.request_id in self._aborted:
             # The abort ran on another thread and overtook this call.
             self._leader.abort(request.request_id)

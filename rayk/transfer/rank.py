@@ -24,7 +24,16 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import Digests, LayerView, Rows, compute_digests, fetch_rows, sorted_views
+from rayk.transfer.valid_prefix import LayerProof, proven_rows
+from rayk.transfer.verify import (
+    Digests,
+    LayerView,
+    Rows,
+    compare_digests,
+    compute_digests,
+    fetch_rows,
+    sorted_views,
+)
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
 WIRE_POLL_S = 0.0003
@@ -213,6 +222,36 @@ class TransferRank:
         tokens = consumption.ticket.num_tokens
         found = fetch_rows(view, consumption.block_tables[group], tokens)
         return first_difference(request_id, view, tokens, merge_rows(fetched, sources), found)
+
+    def proofs(
+        self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]]
+    ) -> list[LayerProof]:
+        """After a transfer that failed and has drained: what of it arrived all the same, by the digests.
+
+        Nothing where the producer is not connected (any more).
+        """
+        link = self._links.get(ticket.engine)
+        if link is None:
+            return []
+        rows_per_group = self.description.rows_per_group
+        found = compute_digests(self._views, consumer_block_tables, ticket.num_tokens, rows_per_group)
+        wrong: dict[tuple[int, int], list[int]] = {}
+        for word in compare_digests(
+            self._views, ticket.digests, found, link.plan.sources, ticket.num_tokens, rows_per_group
+        ):
+            wrong.setdefault((word.group, word.layer), []).append(word.row_group)
+        proofs = []
+        for view in self._views:
+            key = view.group.index, view.layer
+            live = view.live_rows(ticket.num_tokens)
+            proofs.append(LayerProof(*key, proven_rows(live, rows_per_group, wrong.get(key, ()))))
+        return proofs
+
+    def end_reads(self, engine: str, epoch: int) -> None:
+        """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""
+        for consumption in self._active.values():
+            if (consumption.link.engine, consumption.link.epoch) == (engine, epoch):
+                consumption.fail(f"producer engine {engine} is gone")
 
     def release_now(self, request_id: str) -> None:
         """After a KVMismatch: the producer's bytes are needed no longer."""
