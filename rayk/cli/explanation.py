@@ -327,22 +327,24 @@ def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[
     source_tables = consecutive_tables(producer.ranks[0], num_tokens)
     for rank in consumer.ranks:
         plan = plan_transfer(producer.ranks, rank)
-        sums: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+        sums: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
         tables = consecutive_tables(rank, num_tokens)
         for part in plan.lower(num_tokens, source_tables, tables):
-            total = sums[part.producer_rank, part.group]
+            total = sums[part.producer_rank, part.group, part.layers]
             total[0] += part.num_bytes
             total[1] += part.num_descriptors
             total[2] += part.num_coalesced
         for unit_reads in plan.reads:
-            num_bytes, descriptors, merged = sums[unit_reads.producer_rank, unit_reads.group]
+            num_bytes, descriptors, merged = sums[
+                unit_reads.producer_rank, unit_reads.group, unit_reads.layers
+            ]
             reads.append(
                 Read(
                     producer_rank=unit_reads.producer_rank,
                     consumer_rank=rank.tp_rank,
                     group=unit_reads.group,
-                    kind=rank.groups[unit_reads.group].group.spec.kind,
-                    layers=rank.groups[unit_reads.group].group.layers,
+                    kind=unit_reads.seen.kind,
+                    layers=unit_reads.layers,
                     units=_units(rank.groups[unit_reads.group], unit_reads.units),
                     bytes=num_bytes,
                     num_descriptors=descriptors,

@@ -9,7 +9,7 @@ alike; and which layers share a group does not depend on block sizes either, whi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayk.kv.specs import KVCacheSpec, held_blocks, page_bytes, rows_per_block, with_block_size
 
@@ -41,11 +41,18 @@ class KVCacheGroup:
     layers: tuple[int, ...]
     num_positions: int
     """Positions of a block; those past len(layers) are padding."""
+    seen: tuple[KVCacheSpec, ...] = ()
+    """By position, what would keep just the rows that the layer can see, where the group keeps others, too:
+    a window's among those of full attention. Empty where `spec` says it of all."""
 
     @property
     def keys(self) -> tuple[CacheKey, ...]:
         """The caches of the group, by position."""
         return tuple((layer, self.spec.part) for layer in self.layers)
+
+    def seen_by(self, layer: int) -> KVCacheSpec:
+        """What tells the rows of a layer that a later token may still read, whatever the group keeps."""
+        return self.seen[self.layers.index(layer)] if self.seen else self.spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +76,14 @@ class Waste:
         return 100.0 * self.bytes / self.allocated_bytes if self.allocated_bytes else 0.0
 
 
-def group_layers(specs: Mapping[CacheKey, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+def group_layers(
+    specs: Mapping[CacheKey, KVCacheSpec], seen: Mapping[CacheKey, KVCacheSpec] | None = None
+) -> tuple[KVCacheGroup, ...]:
     """Groups for the caches of a model, kinds in order of first appearance.
 
     A kind with more layers than a group has positions is dealt round-robin into several groups. A group's
-    spec has the block size to which its pages have grown.
+    spec has the block size to which its pages have grown. `seen`: what would keep just the rows that each
+    layer can see, where `specs` keep more (None: they do not).
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
     for key in sorted(specs):
@@ -87,7 +97,9 @@ def group_layers(specs: Mapping[CacheKey, KVCacheSpec]) -> tuple[KVCacheGroup, .
     grown = unify_pages(tuple(kinds), num_groups, positions)
     for spec, count, layers in zip(grown, num_groups, kinds.values(), strict=True):
         for i in range(count):
-            groups.append(KVCacheGroup(len(groups), spec, tuple(layers[i::count]), positions))
+            group = KVCacheGroup(len(groups), spec, tuple(layers[i::count]), positions)
+            own = tuple(with_block_size((seen or specs)[key], spec.block_size) for key in group.keys)
+            groups.append(group if set(own) == {spec} else replace(group, seen=own))
     return tuple(groups)
 
 

@@ -58,12 +58,14 @@ def match_rows(
     destination: GroupGeometry,
     units: Mapping[str, Sequence[int]],
     *,
+    layers: Sequence[int] | None = None,
     source_row: int,
     destination_row: int,
     num_rows: int,
 ) -> Runs:
-    """Runs that copy `num_rows` rows of all layers from block 0 of the source's buffer to block 0 of the
-    destination's: of each field the global units that `units` names (a field left out is not copied).
+    """Runs that copy `num_rows` rows from block 0 of the source's buffer to block 0 of the destination's: of
+    each field the global units that `units` names (a field left out is not copied), of these layers, which
+    lie in both groups (None: of all of the destination's).
 
     Rows count from the start of each side's (manager's) block and may cross kernel blocks but not blocks; a
     state has one. For other blocks add `block_id * block_strides(side, runs of the side)` on each side:
@@ -71,13 +73,17 @@ def match_rows(
     """
     assert source_row + num_rows <= source.rows, "rows leave the source block"
     assert destination_row + num_rows <= destination.rows, "rows leave the destination block"
+    layers = destination.group.layers if layers is None else layers
+    positions = [_positions(side, layers) for side in (source, destination)]
     parts: list[tuple[Ints, Ints, Ints]] = []
     for src, dst in zip(source.fields, destination.fields, strict=True):
         assert src.field.name == dst.field.name, (src.field.name, dst.field.name)
         chosen = units.get(src.field.name, ())
-        here = _rows(source, src, chosen, source_row, num_rows)
-        there = _rows(destination, dst, chosen, destination_row, num_rows)
-        parts.append((here, there, np.full(len(here), src.field.row_bytes, dtype=np.int64)))
+        # [unit, layer, row], flat.
+        here = _rows(source, src, chosen, source_row, num_rows) + positions[0] * src.layer_stride
+        there = _rows(destination, dst, chosen, destination_row, num_rows) + positions[1] * dst.layer_stride
+        sizes = np.full(here.size, src.field.row_bytes, dtype=np.int64)
+        parts.append((here.reshape(-1), there.reshape(-1), sizes))
     return coalesce(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
@@ -104,20 +110,20 @@ def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
     return found
 
 
+def _positions(group: GroupGeometry, layers: Sequence[int]) -> Ints:
+    """Where layers lie in a group, int64 [1, layers, 1]."""
+    position_of = {layer: position for position, layer in enumerate(group.group.layers)}
+    return np.array([position_of[layer] for layer in layers], dtype=np.int64)[None, :, None]
+
+
 def _rows(
     group: GroupGeometry, field: FieldGeometry, units: Sequence[int], first_row: int, num_rows: int
 ) -> Ints:
-    """Addresses of every (unit, layer, row) in that order, block 0."""
+    """Addresses of every unit and row of the layer at position 0, int64 [units, 1, rows]; block 0."""
     slot_of = {unit: slot for slot, unit in enumerate(field.units)}
     slots = np.array([slot_of[u] for u in units], dtype=np.int64)
-    positions = np.arange(len(group.group.layers), dtype=np.int64)
     rows = np.arange(first_row, first_row + num_rows, dtype=np.int64)
     kernel_block, row = np.divmod(rows, group.kernel_block_size)
     in_block = kernel_block * field.block_stride + row * field.row_stride
-    addresses: Ints = (
-        field.offset
-        + slots[:, None, None] * field.unit_stride
-        + positions[None, :, None] * field.layer_stride
-        + in_block[None, None, :]
-    ).reshape(-1)
+    addresses: Ints = field.offset + slots[:, None, None] * field.unit_stride + in_block[None, None, :]
     return addresses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
@@ -85,7 +85,7 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
     """The KV groups that the engine forms, their blocks grown."""
-    return group_layers(engine_specs(engine, config))
+    return group_layers(engine_specs(engine, config), engine_specs(replace(engine, hybrid_kv=True), config))
 
 
 def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[tuple[int, ...], ...]:

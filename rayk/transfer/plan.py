@@ -1,81 +1,133 @@
 """Which bytes each consumer rank reads from which producer rank. Pure; free of torch.
 
-A plan goes through canonical coordinates: of every field, every unit a consumer rank holds has one elected
-source rank that holds it too, and rows are cut wherever a block of either side ends, so that a segment lies
-in one block on both sides. Segments that lie alike in both blocks share a `Pattern`: byte runs relative to
-the block, the same for every block id. A pattern is made once; a request only picks block ids.
+A plan goes through canonical coordinates: of every layer and field, every unit a consumer rank holds has one
+elected source rank that holds it too, and rows are cut wherever a block of either side ends, so that a
+segment lies in one block on both sides. Layers are matched by number: which of them share a group, and how
+long its blocks are, is each engine's own affair. Segments that lie alike in both blocks share a `Pattern`:
+byte runs relative to the block, the same for every block id. A pattern is made once; a request only picks
+block ids.
 
-Blocks may be large (attention's grow to the size of a state): segments are cut to their live rows where the
-bytes this saves cost more than the descriptors it adds.
+Only rows that a layer can still see are moved, whatever its group keeps. Blocks may be large (attention's
+grow to the size of a state): segments are cut to their live rows where the bytes this saves cost more than
+the descriptors it adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rayk.kv.block_pool import NULL_BLOCK
-from rayk.kv.fields import PageField
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
-from rayk.transfer.segments import live_parts, rows_of, segment_starts
+from rayk.kv.specs import KVCacheSpec
+from rayk.transfer.segments import ending_in, live_parts, rows_of, segment_starts
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
-PatternKey = tuple[int, int, int, int, int]
-"""(producer rank, group, first row in the source block, in the destination block, number of rows)."""
 PATTERNS_PER_READ = 64
 """Patterns kept of each producer rank and group. Blocks of unlike sizes meet in hundreds of ways, of which a
 request needs those of its length."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitReads:
-    """The units of one group that a consumer rank reads from one producer rank."""
+class PatternKey(NamedTuple):
+    """Names a pattern within one consumer rank's plan."""
 
     producer_rank: int
+    source_group: int
     group: int
+    """The consumer's."""
+    layers: tuple[int, ...]
+    source_row: int
+    """First row in the source block."""
+    destination_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitReads:
+    """The units of some layers that a consumer rank reads from one producer rank: layers that share a group
+    on either side, and see the same rows."""
+
+    producer_rank: int
+    source_group: int
+    group: int
+    """The consumer's."""
+    layers: tuple[int, ...]
+    """In the order of the consumer's group."""
+    seen: KVCacheSpec
+    """By its live rows: those that a later token may still read."""
     units: Mapping[str, tuple[int, ...]]
     """By field name; a field of which nothing is read is absent."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Runs that move one segment of rows, relative to block 0 of both buffers.
+    """Runs that move one segment of rows of some layers, relative to block 0 of both buffers.
 
     Block b of run i lies `b * source_strides[i]` bytes further in the source, likewise in the destination. A
     descriptor list made of a pattern has index run * num_blocks + block.
     """
 
-    producer_rank: int
-    group: int
-    source_row: int
-    destination_row: int
-    num_rows: int
+    key: PatternKey
     runs: Runs
     source_strides: Ints
     destination_strides: Ints
 
     @property
-    def key(self) -> PatternKey:
-        """Names the pattern within one consumer rank's plan."""
-        return (self.producer_rank, self.group, self.source_row, self.destination_row, self.num_rows)
+    def producer_rank(self) -> int:
+        """Whom it is read from."""
+        return self.key.producer_rank
+
+    @property
+    def source_row(self) -> int:
+        """First row in the source block."""
+        return self.key.source_row
+
+    @property
+    def destination_row(self) -> int:
+        """First row in the destination block."""
+        return self.key.destination_row
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each unit and layer."""
+        return self.key.num_rows
 
 
 @dataclass(frozen=True, eq=False)
 class BlockReads:
     """One pattern applied to block ids: `source_blocks[i]` goes to `destination_blocks[i]` (int64)."""
 
-    producer_rank: int
-    group: int
     pattern: Pattern
     source_blocks: Ints
     destination_blocks: Ints
+
+    @property
+    def producer_rank(self) -> int:
+        """Whom it is read from."""
+        return self.pattern.key.producer_rank
+
+    @property
+    def source_group(self) -> int:
+        """The producer's group, whose block table `source_blocks` are of."""
+        return self.pattern.key.source_group
+
+    @property
+    def group(self) -> int:
+        """The consumer's group, whose block table `destination_blocks` are of."""
+        return self.pattern.key.group
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose rows it brings."""
+        return self.pattern.key.layers
 
     @property
     def num_bytes(self) -> int:
@@ -101,10 +153,10 @@ class BlockReads:
         """Descriptor indices (source, destination), int32, run-major so that dense runs can merge."""
         num_runs = len(self.pattern.runs)
         assert num_runs * max(num_source_blocks, num_destination_blocks) <= 2**31, "indices are int32"
-        runs = np.arange(num_runs, dtype=np.int64)[:, None]
-        source = runs * num_source_blocks + self.source_blocks[None, :]
-        destination = runs * num_destination_blocks + self.destination_blocks[None, :]
-        return source.astype(np.int32).reshape(-1), destination.astype(np.int32).reshape(-1)
+        runs = np.arange(num_runs, dtype=np.int32)[:, None]
+        source = runs * np.int32(num_source_blocks) + self.source_blocks.astype(np.int32)
+        destination = runs * np.int32(num_destination_blocks) + self.destination_blocks.astype(np.int32)
+        return source.reshape(-1), destination.reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,18 +174,19 @@ class TransferPlan:
     @property
     def first_patterns(self) -> list[PatternKey]:
         """Those of whole segments at the start of both blocks: one per read."""
-        return [
-            (r.producer_rank, r.group, 0, 0, min(side.rows for side in self._sides(r))) for r in self.reads
-        ]
+        return [_key(r, 0, 0, min(side.rows for side in self._sides(r))) for r in self.reads]
 
     @cached_property
     def _recent(self) -> Callable[[PatternKey], Pattern]:
-        reads = {(r.producer_rank, r.group): r for r in self.reads}
+        # Units do not depend on the layers: those of a group are held alike.
+        reads = {(r.producer_rank, r.source_group, r.group): r for r in self.reads}
 
         def make(key: PatternKey) -> Pattern:
-            return self._pattern(reads[key[:2]], *key[2:])
+            read = reads[key[:3]]
+            return self._pattern(replace(read, layers=key.layers), *key[4:])
 
-        return lru_cache(maxsize=PATTERNS_PER_READ * len(self.reads))(make)
+        # Layers may be asked for one by one.
+        return lru_cache(maxsize=PATTERNS_PER_READ * sum(len(r.layers) for r in self.reads))(make)
 
     @property
     def producer_ranks(self) -> tuple[int, ...]:
@@ -155,61 +208,79 @@ class TransferPlan:
         num_tokens: int,
         producer_blocks: Sequence[Sequence[int]],
         consumer_blocks: Sequence[Sequence[int]],
+        *,
+        layers: Collection[int] | None = None,
+        rows: range | None = None,
     ) -> list[BlockReads]:
         """The reads that bring the live rows of a sequence of `num_tokens` tokens.
 
-        Block tables are per group, manager's block ids by position in the sequence. Rows around the live ones
-        may move with them: they lie in the same blocks and mean nothing to either side.
+        Block tables are per group of either engine, manager's block ids by position in the sequence. Rows
+        around the live ones may move with them: they lie in the same blocks and mean nothing to either side.
+
+        `layers`: of these only. `rows`: token positions; of the segments those only whose last live row is
+        among them, so that disjoint ranges make disjoint reads, and in order a segment moves when all of it
+        is there. Tables may end where these segments do.
         """
-        assert len(producer_blocks) == len(consumer_blocks) == len(self.consumer.groups), "a table per group"
+        assert len(producer_blocks) == len(self.producers[0].groups), "a table per group of the producer"
+        assert len(consumer_blocks) == len(self.consumer.groups), "a table per group of the consumer"
+        sources = [np.asarray(table, dtype=np.int64) for table in producer_blocks]
+        destinations = [np.asarray(table, dtype=np.int64) for table in consumer_blocks]
         lowered: list[BlockReads] = []
         for read in self.reads:
-            source, destination = self._sides(read)
-            live = destination.group.spec.live_rows(num_tokens)
-            starts = segment_starts(live, source.block_size, destination.block_size)
-            source_table = np.asarray(producer_blocks[read.group], dtype=np.int64)
-            destination_table = np.asarray(consumer_blocks[read.group], dtype=np.int64)
-            from_blocks = source_table[starts // source.block_size]
-            to_blocks = destination_table[starts // destination.block_size]
-            assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
-            assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
-            rows = rows_of(source, destination, starts)
-            parts = live_parts(source, starts, rows, live)
-            kinds, kind_of = np.unique(np.hstack([rows, parts]), axis=0, return_inverse=True)
-            # Two kinds have one pattern where a cut does not pay.
-            keys = [self._choose(read, *kind) for kind in kinds.tolist()]
-            for key in dict.fromkeys(keys):
-                here = np.isin(kind_of.reshape(-1), [i for i, k in enumerate(keys) if k == key])
-                pattern = self.pattern(key)
-                lowered.append(
-                    BlockReads(read.producer_rank, read.group, pattern, from_blocks[here], to_blocks[here])
-                )
+            kept = read.layers if layers is None else tuple(n for n in read.layers if n in layers)
+            if kept:
+                part = read if kept == read.layers else replace(read, layers=kept)
+                tables = sources[read.source_group], destinations[read.group]
+                lowered += self._lower(part, num_tokens, rows, *tables)
         return lowered
+
+    def _lower(
+        self, read: UnitReads, num_tokens: int, among: range | None, source_table: Ints, table: Ints
+    ) -> Iterator[BlockReads]:
+        source, destination = self._sides(read)
+        live = read.seen.live_rows(num_tokens)
+        starts = segment_starts(live, source.block_size, destination.block_size)
+        if among is not None:
+            starts, live = ending_in(among, starts, live)
+        from_blocks = source_table[starts // source.block_size]
+        to_blocks = table[starts // destination.block_size]
+        assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
+        assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
+        rows = rows_of(source, destination, starts)
+        parts = live_parts(source, starts, rows, live)
+        # Where a segment begins says how many rows it has; the first and the last may be live in part.
+        kind = rows[:, 0] * destination.rows + rows[:, 1]
+        is_partial = (parts[:, 0] > 0) | (parts[:, 1] < rows[:, 2])
+        kind[is_partial] = -1 - np.flatnonzero(is_partial)
+        _, first, kind_of = np.unique(kind, return_index=True, return_inverse=True)
+        # Two kinds have one pattern where a cut does not pay.
+        keys = [self._choose(read, *rows[i].tolist(), *parts[i].tolist()) for i in first.tolist()]
+        for key in dict.fromkeys(keys):
+            here = np.isin(kind_of, [i for i, k in enumerate(keys) if k == key])
+            yield BlockReads(self.pattern(key), from_blocks[here], to_blocks[here])
 
     def _choose(
         self, read: UnitReads, source_row: int, destination_row: int, num_rows: int, first: int, stop: int
     ) -> PatternKey:
         """The pattern that moves rows [first, stop) of a segment: of those rows alone if that pays."""
-        whole = (read.producer_rank, read.group, source_row, destination_row, num_rows)
+        whole = _key(read, source_row, destination_row, num_rows)
         if stop - first == num_rows:
             return whole
-        cut = (read.producer_rank, read.group, source_row + first, destination_row + first, stop - first)
+        cut = _key(read, source_row + first, destination_row + first, stop - first)
         runs, cut_runs = self.pattern(whole).runs, self.pattern(cut).runs
         # It joins no neighbour's descriptors and takes a read of its own, even where it has no more runs.
         num_more = max(1, len(cut_runs) - len(runs))
         return cut if runs.num_bytes - cut_runs.num_bytes > num_more * BLOCK_COST_BYTES else whole
 
     def _sides(self, read: UnitReads) -> tuple[GroupGeometry, GroupGeometry]:
-        return self.producers[read.producer_rank].groups[read.group], self.consumer.groups[read.group]
+        return self.producers[read.producer_rank].groups[read.source_group], self.consumer.groups[read.group]
 
     def _pattern(self, read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> Pattern:
         source, destination = self._sides(read)
         rows = {"source_row": source_row, "destination_row": destination_row, "num_rows": num_rows}
-        runs = match_rows(source, destination, read.units, **rows)
+        runs = match_rows(source, destination, read.units, layers=read.layers, **rows)
         return Pattern(
-            read.producer_rank,
-            read.group,
-            **rows,
+            _key(read, **rows),
             runs=runs,
             source_strides=block_strides(source, runs.source),
             destination_strides=block_strides(destination, runs.destination),
@@ -219,22 +290,38 @@ class TransferPlan:
 def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> TransferPlan:
     """Plan what one consumer rank reads from the ranks of a producer engine (in rank order)."""
     assert [p.tp_rank for p in producers] == list(range(len(producers))), "producers in rank order"
+    homes = {key: index for index, g in enumerate(producers[0].groups) for key in g.group.keys}
     reads: list[UnitReads] = []
     for index, group in enumerate(consumer.groups):
-        sides = [p.groups[index] for p in producers]
-        assert all(s.group.layers == group.group.layers for s in sides), "groups hold the same layers"
-        elected: dict[int, dict[str, list[int]]] = {}
-        for position, field in enumerate(group.fields):
-            held = [side.fields[position].units for side in sides]
-            for unit in field.units:
-                rank = _elect(held, field.field, consumer, unit)
-                elected.setdefault(rank, {}).setdefault(field.field.name, []).append(unit)
-        reads += [
-            UnitReads(rank, index, {name: tuple(units) for name, units in by_field.items()})
-            for rank, by_field in elected.items()
-        ]
-    reads.sort(key=lambda r: (r.producer_rank, r.group))
+        alike: dict[tuple[int, KVCacheSpec], list[int]] = {}
+        for layer, part in group.group.keys:
+            assert (layer, part) in homes, f"the producer keeps no {part} of layer {layer}"
+            alike.setdefault((homes[layer, part], group.group.seen_by(layer)), []).append(layer)
+        for (source_group, seen), layers in alike.items():
+            elected = _elect([p.groups[source_group] for p in producers], group, consumer)
+            reads += [
+                UnitReads(rank, source_group, index, tuple(layers), seen, units)
+                for rank, units in elected.items()
+            ]
+    reads.sort(key=lambda r: (r.producer_rank, r.group, r.layers))
     return TransferPlan(tuple(producers), consumer, tuple(reads))
+
+
+def plan_pushes(
+    producer: RankGeometry, producers: Sequence[RankGeometry], consumers: Sequence[RankGeometry]
+) -> dict[int, TransferPlan]:
+    """What one producer rank writes, by consumer rank: of each consumer rank's plan, what it reads from it.
+
+    `lower` gives the same BlockReads as the consumer's, to be written instead of read. Consumer ranks that
+    get nothing from this one are absent.
+    """
+    pushes: dict[int, TransferPlan] = {}
+    for consumer in consumers:
+        plan = plan_transfer(producers, consumer)
+        mine = tuple(r for r in plan.reads if r.producer_rank == producer.tp_rank)
+        if mine:
+            pushes[consumer.tp_rank] = replace(plan, reads=mine)
+    return pushes
 
 
 def release_senders(
@@ -264,12 +351,28 @@ def consecutive_tables(rank: RankGeometry, num_tokens: int) -> list[list[int]]:
     return tables
 
 
-def _elect(held: Sequence[Sequence[int]], field: PageField, consumer: RankGeometry, unit: int) -> int:
-    """The producer rank a unit is read from: readers of a unit are spread evenly over its replicas. `held`:
-    the field's units by producer rank."""
-    holders = [rank for rank, units in enumerate(held) if unit in units]
-    assert holders, f"no producer rank holds {field.unit_name} {unit} of {field.name}"
-    if len(holders) == 1:
-        return holders[0]
-    readers = [r for r in range(consumer.tp_size) if unit in field.shard(consumer.tp_size, r)]
-    return holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]
+def _elect(
+    sides: Sequence[GroupGeometry], group: GroupGeometry, consumer: RankGeometry
+) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Producer rank -> field -> the units that are read from it, of a consumer's group whose layers lie in
+    the group `sides` (by rank) of the producer. Readers of a unit are spread evenly over its replicas."""
+    elected: dict[int, dict[str, list[int]]] = {}
+    for position, geometry in enumerate(group.fields):
+        field = geometry.field
+        assert all(s.fields[position].field.name == field.name for s in sides), "fields in one order"
+        held = [set(side.fields[position].units) for side in sides]
+        wanted = [set(field.shard(consumer.tp_size, rank)) for rank in range(consumer.tp_size)]
+        for unit in geometry.units:
+            holders = [rank for rank, units in enumerate(held) if unit in units]
+            assert holders, f"no producer rank holds {field.unit_name} {unit} of {field.name}"
+            readers = [rank for rank, units in enumerate(wanted) if unit in units]
+            rank = holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]
+            elected.setdefault(rank, {}).setdefault(field.name, []).append(unit)
+    return {
+        rank: {name: tuple(units) for name, units in by_field.items()} for rank, by_field in elected.items()
+    }
+
+
+def _key(read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> PatternKey:
+    where = (read.producer_rank, read.source_group, read.group, read.layers)
+    return PatternKey(*where, source_row, destination_row, num_rows)

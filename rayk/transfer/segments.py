@@ -58,3 +58,14 @@ def live_parts(source: GroupGeometry, starts: Ints, rows: Ints, live: range) -> 
     quantum = REFERENCE_BLOCK_SIZE * -(-num_rows // (MAX_PARTS * REFERENCE_BLOCK_SIZE))
     stop = np.minimum((last // quantum + 1) * quantum, num_rows)
     return np.stack([first // quantum * quantum, stop], axis=1)
+
+
+def ending_in(among: range, starts: Ints, live: range) -> tuple[Ints, range]:
+    """The segments whose last live row is one of `among`, and their live rows. `starts`: of all segments that
+    hold a live row."""
+    last = np.append(starts[1:], live.stop) - 1
+    first, stop = np.searchsorted(last, (among.start, among.stop))
+    kept: Ints = starts[first:stop]
+    if not len(kept):
+        return kept, range(0)
+    return kept, range(max(live.start, int(kept[0])), int(last[stop - 1]) + 1)

@@ -75,7 +75,7 @@ class LayerView:
 
     def live_rows(self, num_tokens: int) -> range:
         """Positions of the live rows of a sequence."""
-        return self.group.spec.live_rows(num_tokens)
+        return self.group.seen_by(self.layer).live_rows(num_tokens)
 
     def places(
         self, block_table: Sequence[int], num_tokens: int
@@ -179,8 +179,8 @@ def _check_view(where: str, page_field: PageField, found: FieldView) -> None:
 
 
 def sorted_views(views: Sequence[LayerView]) -> tuple[LayerView, ...]:
-    """In canonical order, which both sides share and digests are laid out in."""
-    return tuple(sorted(views, key=lambda v: (v.group.index, v.layer)))
+    """In canonical order, which both sides share, however they group layers, and digests are laid out in."""
+    return tuple(sorted(views, key=lambda v: (v.layer, v.group.spec.part)))
 
 
 def compute_digests(
@@ -195,11 +195,12 @@ def compute_digests(
     """
     parts = list(_parts(views, num_tokens, rows_per_group))
     part_of = {(part.view, part.field_index): part for part in parts}
-    places: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    places: dict[tuple[int | range, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     words: list[torch.Tensor] = []
     digested: list[_Part] = []
     for view, packed in ((v, packed) for v in views for packed in v.packed):
-        key = (view.group.index, view.kernel_block_size, packed.view.shape[0])
+        live = view.live_rows(num_tokens)
+        key = (view.group.index, live, view.kernel_block_size, packed.view.shape[0])
         if key not in places:
             places[key] = view.places(block_tables[view.group.index], num_tokens)
         found_in = [part_of[view, index] for index in packed.field_indices]
