@@ -1,0 +1,157 @@
+"""What must come out of a cell with one fault: kind x point x mode x policy -> verdict. Pure.
+
+The simulator is checked against this table, and so are real cells: it is what `expected_verdict` of a spec's
+faults says. One fault strikes once. `kill`, `stop` and `restart` strike a whole rank, and its engine with it:
+a stopped rank is found out by its silence and its engine is ended; a restarted one is formed again and takes
+requests. Everything else strikes one message, read or write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayk.transfer.recovery import POLICIES
+
+MODES = ("pull", "push")
+MESSAGE_KINDS = ("drop", "delay", "reorder", "duplicate", "corrupt")
+RANK_KINDS = ("kill", "stop", "restart")
+KINDS = (*MESSAGE_KINDS, *RANK_KINDS)
+ROLES = ("prefill", "decode")
+
+POINTS: dict[str, tuple[str, str]] = {
+    "handshake": (
+        "engines describe their caches to each other, before any request",
+        "the same",
+    ),
+    "reserve": (
+        "the ticket comes to the decode engine, which takes blocks for it",
+        "the decode engine takes blocks; its reservation comes to the prefill engine",
+    ),
+    "post": ("a read is posted by the decode engine", "a write is posted by the prefill engine"),
+    "mid_transfer": ("bytes of a read are under way", "bytes of a write are under way"),
+    "notify": (
+        "the decode engine reads the generations of the blocks it has read",
+        "the prefill engine tells that everything has arrived",
+    ),
+    "free": ("the decode engine tells that the blocks are needed no longer", "the same"),
+    "lease_renewal": ("the decode engine renews the lease of blocks it still needs", "the same"),
+}
+"""Point -> what happens there (pull, push)."""
+
+
+class FaultLike(Protocol):
+    """What the table looks at in a fault."""
+
+    @property
+    def kind(self) -> str:
+        """drop, kill..."""
+        ...
+
+    @property
+    def point(self) -> str | None:
+        """Where it strikes."""
+        ...
+
+    @property
+    def role(self) -> str | None:
+        """prefill or decode, of a fault that strikes a rank; None: prefill."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault by name."""
+
+    kind: str
+    point: str | None
+    role: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.point}" + (f" of {self.role}" if self.role else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a fault must lead to."""
+
+    verdict: str
+    is_recovered: bool = False
+    """The request it strikes would have failed, and the policy saved it."""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}, recovered" if self.is_recovered else self.verdict
+
+
+def all_faults() -> Iterator[Fault]:
+    """Every fault of the table."""
+    for point in POINTS:
+        for kind in KINDS:
+            for role in ROLES if kind in RANK_KINDS else (None,):
+                yield Fault(kind, point, role)
+
+
+def expected_verdict(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -> str:
+    """The verdict of a cell with this fault; see `expected`."""
+    return expected(fault, mode, policy, num_producers).verdict
+
+
+def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -> Expected:
+    """What must come out. `num_producers`: prefill engines of the cell; a request migrates to the same one
+    where there is only one and it lives. KeyError for faults that the table does not know."""
+    assert mode in MODES, mode
+    assert policy in POLICIES, policy
+    verdict, is_final = _plainly(fault, mode)
+    if verdict == "PASS" or policy == "fail" or is_final:
+        return Expected(verdict)
+    dead_for_good = verdict == "ENGINE_ERROR" and fault.kind != "restart"
+    if dead_for_good and policy == "migrate" and num_producers == 1:
+        return Expected(verdict)
+    # The KV was handed over before the engine died: its end alone fails no request.
+    needs_producer = fault.point != "free" or fault.role == "decode"
+    return Expected("PASS", is_recovered=needs_producer)
+
+
+def _plainly(fault: FaultLike, mode: str) -> tuple[str, bool]:
+    """(verdict without any recovery, whether no policy changes it)."""
+    kind, point, role = fault.kind, fault.point, fault.role or "prefill"
+    if kind in OTHERS:
+        return OTHERS[kind]
+    assert point in POINTS or point in REQUEST_POINTS, f"{kind} at {point}"
+    if kind in ("kill", "kill_node", "stop"):
+        # Without the decode engine nobody goes on; without a handshake nobody begins.
+        return "ENGINE_ERROR", point == "handshake" or role == "decode" or point == "decode"
+    if kind == "restart":
+        # The new life shakes hands again; no request was lost.
+        return ("PASS" if point == "handshake" else "ENGINE_ERROR"), False
+    if kind == "drop":
+        # A handshake is tried again; a lease ends by itself; two renewals out of three are spare.
+        survives = point in ("handshake", "free", "lease_renewal")
+        return ("PASS" if survives else "TRANSFER_ERROR"), False
+    if kind == "corrupt":
+        return CORRUPT[point or ""]
+    assert kind in ("delay", "reorder", "duplicate"), kind
+    return "PASS", False
+
+
+CORRUPT: dict[str, tuple[str, bool]] = {
+    "handshake": ("TRANSFER_ERROR", True),  # refused field by field, and would be again
+    "reserve": ("TRANSFER_ERROR", False),  # sealed: a ticket or reservation that was changed is not used
+    "post": ("KV_MISMATCH", False),  # other blocks' bytes
+    "mid_transfer": ("KV_MISMATCH", False),
+    "notify": ("TRANSFER_ERROR", False),  # a generation that does not fit; an arrival that nobody can read
+    "free": ("PASS", False),  # not understood: the lease ends by itself
+    "lease_renewal": ("PASS", False),  # not understood: the next one counts
+}
+"""Point -> (verdict without recovery, whether no policy changes it)."""
+
+OTHERS: dict[str, tuple[str, bool]] = {
+    "flip_bit": ("KV_MISMATCH", False),
+    "early_reuse": ("TRANSFER_ERROR", False),
+    "wrong_kv": ("KV_MISMATCH", True),  # wrong from the start: it arrives as it was sent
+}
+"""Faults that name no point of a transfer's life, as above."""
+
+REQUEST_POINTS = ("prefill", "transfer", "decode")
+"""Points of a request's life at which ranks can be killed, beside those of its transfer."""

@@ -1,0 +1,75 @@
+"""What producer and consumer ranks tell each other of a push, as notifications. Pure.
+
+All of them may come late, twice, in another order or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedMessage:
+    """Producer rank to consumer rank: everything of this attempt lies in your blocks, and nothing of this
+    reservation is in flight from here."""
+
+    kind: ClassVar[str] = "arrived"
+    reservation_id: str
+    attempt: int
+    producer_rank: int
+    num_writes: int
+
+    def encode(self) -> bytes:
+        """As a notification."""
+        return json.dumps([self.kind, *astuple(self)]).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedMessage:
+    """Producer rank to consumer rank: nothing of this reservation is in flight here, nor ever will be."""
+
+    kind: ClassVar[str] = "stopped"
+    reservation_id: str
+    producer_rank: int
+    reason: str = ""
+
+    def encode(self) -> bytes:
+        """As a notification."""
+        return json.dumps([self.kind, *astuple(self)]).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class StopMessage:
+    """Consumer rank to producer rank: write no more, and answer with StoppedMessage when nothing is in
+    flight. Answered however often it comes, also where the reservation was never heard of."""
+
+    kind: ClassVar[str] = "stop"
+    reservation_id: str
+    consumer_rank: int
+    consumer: str
+    """Agent name of the consumer rank."""
+
+    def encode(self) -> bytes:
+        """As a notification."""
+        return json.dumps([self.kind, *astuple(self)]).encode()
+
+
+PushMessage = ArrivedMessage | StoppedMessage | StopMessage
+
+
+def decode_push(message: bytes) -> PushMessage | None:
+    """None for a message that is none of these."""
+    try:
+        kind, *fields = json.loads(message)
+        match kind, fields:
+            case "arrived", [reservation, attempt, rank, num_writes]:
+                return ArrivedMessage(str(reservation), int(attempt), int(rank), int(num_writes))
+            case "stopped", [reservation, rank, reason]:
+                return StoppedMessage(str(reservation), int(rank), str(reason))
+            case "stop", [reservation, rank, consumer]:
+                return StopMessage(str(reservation), int(rank), str(consumer))
+    except (ValueError, TypeError):
+        pass
+    return None

@@ -1,0 +1,257 @@
+"""One request's push from one producer rank to one consumer rank, as a pure state machine.
+
+    WRITING --last chunk computed, all its writes done--> OVER (ok, NotifyArrived)
+       |--Preempted: next attempt; its writes wait until those of the attempt before have ended
+       `--Failed, a write failed, deadline--> OVER (failed), Drained when nothing is in flight
+
+Layers of a chunk are written k at a time while later ones compute. What only the end of the prompt decides
+(windows, the current chunk of chunked attention, recurrent states) goes with the last chunk. Writes are not
+ordered, so the consumer is told that all is there only after every one of them is done; and nothing is
+written after `NotifyArrived` or `Drained`: the consumer hands its blocks out again on the strength of these.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rayk.types.errors import RaykError, TransferError
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """The kernels that wrote rows [start, stop) of these layers are done.
+
+    Layers of a chunk come in ascending order, each once, over one or more events. The first chunk of an
+    attempt begins at 0 (rows that were cached go with it), each other where the one before ended.
+    """
+
+    layers: tuple[int, ...]
+    start: int
+    stop: int
+    is_last_chunk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """All bytes of a write are visible at the consumer rank."""
+
+    write: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """A write failed or was cancelled: it writes nothing any more."""
+
+    write: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The scheduler took the request's blocks: all that was written is void, and it will be computed anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something outside ends the push: an abort, a consumer that stops it, a lost peer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = LayersComputed | WriteDone | WriteEnded | Preempted | Failed | Tick
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    """Write rows [start, stop) of these layers, of what is live of them there when the prompt is computed up
+    to `stop`."""
+
+    write: int
+    """Numbered on over all attempts."""
+    attempt: int
+    layers: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyArrived:
+    """Tell the consumer rank (ArrivedMessage)."""
+
+    attempt: int
+    num_writes: int
+    """Of this attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Try to cancel these writes; report WriteEnded for those that could be."""
+
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The verdict of this end, exactly once. `is_draining`: writes are in flight, `Drained` will follow."""
+
+    error: RaykError | None
+    is_draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """It failed, and nothing is in flight any more: tell the consumer rank (StoppedMessage)."""
+
+
+Action = PostWrite | NotifyArrived | Cancel | Finish | Drained
+
+
+@enum.unique
+class Phase(enum.Enum):
+    """Where a push stands."""
+
+    WRITING = enum.auto()
+    OVER = enum.auto()
+
+
+class PushSession:
+    """See the module. Actions are carried out in order; events they cause at once are handled after them."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        num_layers: int,
+        late_layers: Collection[int] = (),
+        layers_per_write: int = 1,
+        deadline_ns: int,
+    ) -> None:
+        """`num_layers`: layers that are reported for each chunk, 0 and on; `late_layers`: those of which the
+        consumer keeps only what is live at the end, written with the last chunk."""
+        assert num_layers > 0
+        assert layers_per_write > 0
+        self.request_id = request_id
+        self.phase = Phase.WRITING
+        self.attempt = 0
+        self._last_layer = num_layers - 1
+        self._late = frozenset(late_layers)
+        self._layers_per_write = layers_per_write
+        self._deadline_ns = deadline_ns
+        self._next_write = 0
+        self._attempt_began_at = 0
+        """First write of this attempt."""
+        self._in_flight: set[int] = set()
+        self._held: list[PostWrite] = []
+        """Of this attempt, while writes of the one before are in flight."""
+        self._gathered: dict[tuple[int, int], list[int]] = {}
+        """Row range -> layers computed but not yet written."""
+        self._is_computed = False
+
+    @property
+    def is_drained(self) -> bool:
+        """Over, and nothing in flight."""
+        return self.phase is Phase.OVER and not self._in_flight
+
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        """What to do about an event at this time."""
+        if self.phase is Phase.OVER:
+            return self._drain(event)
+        if now_ns >= self._deadline_ns:
+            self._forget(event)
+            return self._fail("deadline passed while pushing")
+        match event:
+            case LayersComputed():
+                return self._on_layers(event)
+            case WriteDone(write) if write in self._in_flight:
+                self._in_flight.discard(write)
+                return self._go_on()
+            case WriteEnded(write, reason) if write in self._in_flight:
+                self._in_flight.discard(write)
+                # What an attempt before had in flight is void anyway.
+                return self._go_on() if write < self._attempt_began_at else self._fail(reason)
+            case Preempted():
+                return self._on_preempted()
+            case Failed(reason):
+                return self._fail(reason)
+        return []
+
+    def _on_layers(self, event: LayersComputed) -> list[Action]:
+        actions: list[Action] = []
+        for layer in event.layers:
+            if layer in self._late and not event.is_last_chunk:
+                continue
+            rows = (0 if layer in self._late else event.start, event.stop)
+            gathered = self._gathered.setdefault(rows, [])
+            gathered.append(layer)
+            if len(gathered) == self._layers_per_write:
+                actions += self._write(rows)
+        if self._last_layer in event.layers:
+            for rows in tuple(self._gathered):
+                actions += self._write(rows)
+            self._is_computed = event.is_last_chunk
+        return [*actions, *self._go_on()]
+
+    def _write(self, rows: tuple[int, int]) -> list[Action]:
+        post = PostWrite(self._next_write, self.attempt, tuple(self._gathered.pop(rows)), *rows)
+        self._next_write += 1
+        if self._waits_for_old_writes:
+            self._held.append(post)
+            return []
+        self._in_flight.add(post.write)
+        return [post]
+
+    @property
+    def _waits_for_old_writes(self) -> bool:
+        return any(write < self._attempt_began_at for write in self._in_flight)
+
+    def _go_on(self) -> list[Action]:
+        """After something in flight has ended, or there is more to write."""
+        if self._waits_for_old_writes:
+            return []
+        held, self._held = self._held, []
+        self._in_flight |= {post.write for post in held}
+        if not self._is_computed or self._in_flight:
+            return list(held)
+        self.phase = Phase.OVER
+        arrived = NotifyArrived(self.attempt, self._next_write - self._attempt_began_at)
+        return [arrived, Finish(None, is_draining=False)]
+
+    def _on_preempted(self) -> list[Action]:
+        self.attempt += 1
+        self._attempt_began_at = self._next_write
+        self._held.clear()
+        self._gathered.clear()
+        self._is_computed = False
+        return [Cancel(tuple(sorted(self._in_flight)))] if self._in_flight else []
+
+    def _fail(self, reason: str) -> list[Action]:
+        self.phase = Phase.OVER
+        self._held.clear()
+        self._gathered.clear()
+        error = TransferError(self.request_id, reason)
+        if not self._in_flight:
+            return [Finish(error, is_draining=False), Drained()]
+        return [Cancel(tuple(sorted(self._in_flight))), Finish(error, is_draining=True)]
+
+    def _drain(self, event: Event) -> list[Action]:
+        before = self.is_drained
+        self._forget(event)
+        return [Drained()] if self.is_drained and not before else []
+
+    def _forget(self, event: Event) -> None:
+        """Take note that something in flight has ended, whatever it brought."""
+        match event:
+            case WriteDone(write) | WriteEnded(write, _):
+                self._in_flight.discard(write)
