@@ -327,23 +327,23 @@ def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[
     source_tables = consecutive_tables(producer.ranks[0], num_tokens)
     for rank in consumer.ranks:
         plan = plan_transfer(producer.ranks, rank)
-        sums: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
+        sums: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
         tables = consecutive_tables(rank, num_tokens)
         for part in plan.lower(num_tokens, source_tables, tables):
-            total = sums[part.producer_rank, part.group, part.layers]
+            total = sums[part.producer_rank, part.source_group, part.group]
             total[0] += part.num_bytes
             total[1] += part.num_descriptors
             total[2] += part.num_coalesced
         for unit_reads in plan.reads:
             num_bytes, descriptors, merged = sums[
-                unit_reads.producer_rank, unit_reads.group, unit_reads.layers
+                unit_reads.producer_rank, unit_reads.source_group, unit_reads.group
             ]
             reads.append(
                 Read(
                     producer_rank=unit_reads.producer_rank,
                     consumer_rank=rank.tp_rank,
                     group=unit_reads.group,
-                    kind=unit_reads.seen.kind,
+                    kind=rank.groups[unit_reads.group].group.spec.kind,
                     layers=unit_reads.layers,
                     units=_units(rank.groups[unit_reads.group], unit_reads.units),
                     bytes=num_bytes,

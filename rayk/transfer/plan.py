@@ -26,8 +26,7 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
-from rayk.kv.specs import KVCacheSpec
-from rayk.transfer.segments import ending_in, live_parts, rows_of, segment_starts
+from rayk.transfer.segments import ending_in, live_parts, rows_of, segment_starts, shared_segments
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -52,8 +51,8 @@ class PatternKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitReads:
-    """The units of some layers that a consumer rank reads from one producer rank: layers that share a group
-    on either side, and see the same rows."""
+    """The units of some layers that a consumer rank reads from one producer rank: of those that share a group
+    on either side."""
 
     producer_rank: int
     source_group: int
@@ -61,8 +60,6 @@ class UnitReads:
     """The consumer's."""
     layers: tuple[int, ...]
     """In the order of the consumer's group."""
-    seen: KVCacheSpec
-    """By its live rows: those that a later token may still read."""
     units: Mapping[str, tuple[int, ...]]
     """By field name; a field of which nothing is read is absent."""
 
@@ -228,20 +225,38 @@ class TransferPlan:
         lowered: list[BlockReads] = []
         for read in self.reads:
             kept = read.layers if layers is None else tuple(n for n in read.layers if n in layers)
-            if kept:
-                part = read if kept == read.layers else replace(read, layers=kept)
-                tables = sources[read.source_group], destinations[read.group]
-                lowered += self._lower(part, num_tokens, rows, *tables)
+            if not kept:
+                continue
+            tables = sources[read.source_group], destinations[read.group]
+            for part, starts, live in self._segments(replace(read, layers=kept), num_tokens):
+                chosen = starts if rows is None else ending_in(rows, *self._sides(read), starts, live)
+                lowered += self._lower(part, chosen, live, *tables)
         return lowered
 
+    def _segments(self, read: UnitReads, num_tokens: int) -> Iterator[tuple[UnitReads, Ints, range]]:
+        """(layers that move together, where their segments start, their live rows): all layers of the read,
+        but where some see fewer rows than others."""
+        source, destination = self._sides(read)
+        layers_of: dict[range, list[int]] = {}
+        for layer in read.layers:
+            live = destination.group.seen_by(layer).live_rows(num_tokens)
+            layers_of.setdefault(live, []).append(layer)
+        sizes = source.block_size, destination.block_size
+        starts_of = {live: segment_starts(live, *sizes) for live in layers_of}
+        if len(starts_of) == 1:
+            ((live, starts),) = starts_of.items()
+            yield read, starts, live
+            return
+        for lives, starts in shared_segments(starts_of):
+            together = {layer for live in lives for layer in layers_of[live]}
+            layers = tuple(n for n in read.layers if n in together)
+            hull = range(min(n.start for n in lives), max(n.stop for n in lives))
+            yield replace(read, layers=layers), starts, hull
+
     def _lower(
-        self, read: UnitReads, num_tokens: int, among: range | None, source_table: Ints, table: Ints
+        self, read: UnitReads, starts: Ints, live: range, source_table: Ints, table: Ints
     ) -> Iterator[BlockReads]:
         source, destination = self._sides(read)
-        live = read.seen.live_rows(num_tokens)
-        starts = segment_starts(live, source.block_size, destination.block_size)
-        if among is not None:
-            starts, live = ending_in(among, starts, live)
         from_blocks = source_table[starts // source.block_size]
         to_blocks = table[starts // destination.block_size]
         assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
@@ -293,17 +308,16 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> 
     homes = {key: index for index, g in enumerate(producers[0].groups) for key in g.group.keys}
     reads: list[UnitReads] = []
     for index, group in enumerate(consumer.groups):
-        alike: dict[tuple[int, KVCacheSpec], list[int]] = {}
+        together: dict[int, list[int]] = {}
         for layer, part in group.group.keys:
             assert (layer, part) in homes, f"the producer keeps no {part} of layer {layer}"
-            alike.setdefault((homes[layer, part], group.group.seen_by(layer)), []).append(layer)
-        for (source_group, seen), layers in alike.items():
+            together.setdefault(homes[layer, part], []).append(layer)
+        for source_group, layers in together.items():
             elected = _elect([p.groups[source_group] for p in producers], group, consumer)
             reads += [
-                UnitReads(rank, source_group, index, tuple(layers), seen, units)
-                for rank, units in elected.items()
+                UnitReads(rank, source_group, index, tuple(layers), units) for rank, units in elected.items()
             ]
-    reads.sort(key=lambda r: (r.producer_rank, r.group, r.layers))
+    reads.sort(key=lambda r: (r.producer_rank, r.group, r.source_group))
     return TransferPlan(tuple(producers), consumer, tuple(reads))
 
 

@@ -6,6 +6,8 @@ and the last segment may hold few live rows; `live_parts` says which rows around
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -60,12 +62,27 @@ def live_parts(source: GroupGeometry, starts: Ints, rows: Ints, live: range) -> 
     return np.stack([first // quantum * quantum, stop], axis=1)
 
 
-def ending_in(among: range, starts: Ints, live: range) -> tuple[Ints, range]:
-    """The segments whose last live row is one of `among`, and their live rows. `starts`: of all segments that
-    hold a live row."""
-    last = np.append(starts[1:], live.stop) - 1
-    first, stop = np.searchsorted(last, (among.start, among.stop))
-    kept: Ints = starts[first:stop]
-    if not len(kept):
-        return kept, range(0)
-    return kept, range(max(live.start, int(kept[0])), int(last[stop - 1]) + 1)
+def ending_in(
+    among: range, source: GroupGeometry, destination: GroupGeometry, starts: Ints, live: range
+) -> Ints:
+    """Of the segments that start at these positions and hold live rows, those whose last live row is one of
+    `among`."""
+    here, there = starts % source.block_size, starts % destination.block_size
+    ends = starts + np.minimum(source.block_size - here, destination.block_size - there)
+    last = np.minimum(ends, live.stop) - 1
+    kept: Ints = starts[(last >= among.start) & (last < among.stop)]
+    return kept
+
+
+def shared_segments(starts_of: Mapping[range, Ints]) -> Iterator[tuple[tuple[range, ...], Ints]]:
+    """(live rows of some layers, starts of the segments that hold live rows of just these): each segment that
+    starts at one of `starts_of` once. Borders of blocks are the same, however many rows live."""
+    lives = tuple(starts_of)
+    assert len(lives) < 63, "a bit for each"
+    starts = np.unique(np.concatenate(list(starts_of.values())))
+    members = np.zeros(len(starts), dtype=np.int64)
+    for bit, live in enumerate(lives):
+        members |= np.isin(starts, starts_of[live]).astype(np.int64) << bit
+    for code in np.unique(members).tolist():
+        chosen = tuple(live for bit, live in enumerate(lives) if code >> bit & 1)
+        yield chosen, starts[members == code]

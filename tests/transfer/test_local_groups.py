@@ -106,13 +106,17 @@ def test_descriptors_by_hand():
     assert counts == {1: 1, 5: 2, 11: 3, 12: 0, 13: 1, 23: 3, 24: 0, 25: 1, 36: 0, 40: 1, 47: 3, 48: 0}
 
 
-def test_without_hybrid_kv_all_is_sent_but_what_is_shared():
-    """Chunked layers lie in the full group; its blocks are cut where chunks begin."""
-    made = planned(SHARED, 2, 16, None, False)
-    assert made.ranks[0].groups[0].kernel_block_size == 4
-    (found,) = sent(made, planned(LLAMA4, 2, 16, None, False), 40).items()
-    assert found[0] == "full"
-    assert found[1][0] == 48 * 4 * 2 * ROW_BYTES
+@pytest.mark.parametrize("hybrid_kv", itertools.product((True, False), repeat=2), ids=str)
+def test_only_what_layers_see_is_sent_whatever_their_groups_keep(hybrid_kv: tuple[bool, bool]):
+    """Without hybrid_kv chunked layers lie in the full group, whose kernel blocks are cut where chunks begin.
+
+    After 40 tokens they see four, of the third block of 16; the full layer's three blocks are sent whole."""
+    producer, consumer = (planned(SHARED, 2, 16, None, value) for value in hybrid_kv)
+    assert [len(side.groups) > 1 for side in (producer, consumer)] == list(hybrid_kv)
+    if not hybrid_kv[1]:
+        assert consumer.ranks[0].groups[0].kernel_block_size == 4
+    found = sent(producer, consumer, 40)
+    assert sum(num_bytes for num_bytes, _ in found.values()) == (48 + 3 * 16) * 2 * ROW_BYTES
 
 
 def moved(shape: Shape, num_tokens: int) -> tuple[Pair, dict[int, Any]]:
