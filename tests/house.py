@@ -25,7 +25,8 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "types": "",
         "parallel": "types",
         "kv": "types parallel",
-        "kernels": "types",
+        # Of kv only `formats`: what quantised bytes mean, which both sides must read alike.
+        "kernels": "types kv",
         "attention": "types kv kernels",
         "models": "types parallel kv kernels attention",
         "transfer": "types parallel kv kernels",

@@ -180,6 +180,8 @@ class Piece:
 
 def brute_bundles(spec: KVCacheSpec) -> list[list[Piece]]:
     """Stretches of a page, each with the fields that interleave in it."""
+    if isinstance(spec, FullAttentionSpec) and spec.dtype not in ITEMSIZES:
+        return _quantised_bundles(spec)
     size = ITEMSIZES[spec.dtype]
     match spec:
         case FullAttentionSpec():
@@ -225,6 +227,27 @@ def brute_bundles(spec: KVCacheSpec) -> list[list[Piece]]:
     raise AssertionError(spec)
 
 
+def _quantised_bundles(spec: FullAttentionSpec) -> list[list[Piece]]:
+    """A byte an element, or half of one; scales of 4 bytes per (head, token), or of one per 16 elements."""
+
+    def piece(name: str, row_bytes: int, itemsize: int = 1) -> Piece:
+        return Piece(name, row_bytes, itemsize, spec.num_query_heads, lambda query: query // per_head)
+
+    per_head = spec.num_query_heads // spec.num_kv_heads
+    k, v = spec.head_size_k, spec.head_size_v
+    match spec.dtype:
+        case "fp8_e4m3":
+            return [[piece("k", k), piece("v", v)]]
+        case "fp8_e4m3_token_head":
+            return [[piece("k", k), piece("v", v), piece("k_scale", 4, 4), piece("v_scale", 4, 4)]]
+        case "nvfp4":
+            return [
+                [piece("k", k // 2), piece("k_scale", k // 16)],
+                [piece("v", v // 2), piece("v_scale", v // 16)],
+            ]
+    raise AssertionError(spec)
+
+
 def brute_rows(spec: KVCacheSpec) -> int:
     """Rows of a block."""
     return spec.block_size if spec.part == "attention" else 1
@@ -254,7 +277,7 @@ class _Pen:
         self.sizes = {"L": layers, "B": num_blocks * self.ratio, "N": kernel}
         first = min(layout.index("H"), layout.index("N"))
         self.order = layout[:first] + "*" + layout[first:-1]
-        self.alignment = 16 if len(self.bundles) > 1 else self.bundles[0][0].itemsize
+        self.alignment = 16 if len(self.bundles) > 1 else max(p.itemsize for p in self.bundles[0])
         self.step: int | None = None
         """Bytes of a kernel block; None: as they come."""
         self.places: dict[str, Ints] = {}

@@ -47,6 +47,9 @@ SPECS = [
     *(mamba2(groups, 24) for groups in (1, 2, 8)),
     gdn(),
     gdn(value_heads=24),
+    full(dtype="fp8_e4m3"),
+    full(dtype="fp8_e4m3_token_head", head_k=5, head_v=3),
+    sliding(9, full(dtype="nvfp4", head_k=48, head_v=16)),
 ]
 
 

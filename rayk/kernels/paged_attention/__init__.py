@@ -10,6 +10,7 @@ from rayk.kernels.paged_attention.heads import HeadGroups, head_groups
 from rayk.kernels.paged_attention.native import paged_attention_native, why_no_native
 from rayk.kernels.paged_attention.reference import paged_attention_reference
 from rayk.kernels.paged_attention.torch_cpu import Workspace, paged_attention_torch
+from rayk.kernels.quantise import QuantisedKV
 
 __all__ = [
     "HeadGroups",
@@ -35,7 +36,7 @@ class _Constants(TypedDict):
 
 def paged_attention(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -56,7 +57,8 @@ def paged_attention(
     The tokens of request r are q[query_start_loc[r] : query_start_loc[r + 1]] ([R + 1] int32): the last
     ones of its seq_lens[r] ([R] int32) tokens. Query head i reads KV head slot kv_index[i] ([Q] int64).
     A token at position p sees keys 0 .. p, and with a `window` only keys > p - window; what it does not
-    see is never read, so it may hold anything (block 0, NaN).
+    see is never read, so it may hold anything (block 0, NaN). A quantised cache is dequantised where it is
+    read; every implementation does that itself.
 
     The score of a key is scale * q . k; `soft_cap` c > 0 turns it into c * tanh(score / c). `sinks` ([Q]
     float32) adds exp(sinks[i]) to the softmax denominator of query head i, neither scaled nor capped, as if
@@ -65,7 +67,10 @@ def paged_attention(
     `impl`: reference, torch, native or triton; None takes triton on CUDA, else torch. `groups` is
     head_groups(kv_index), and `workspace` memory of the torch form, where the caller keeps them.
     """
-    assert kv_cache.stride(-1) == 1, "the content axis must be dense"
+    if isinstance(kv_cache, QuantisedKV):
+        assert head_size_k == kv_cache.head_size_k, (head_size_k, kv_cache.head_size_k)
+    else:
+        assert kv_cache.stride(-1) == 1, "the content axis must be dense"
     if sinks is not None:
         assert sinks.shape == kv_index.shape, "not one of the sinks per query head"
         assert sinks.dtype == torch.float32, f"sinks are {sinks.dtype}, not float32"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from rayk.kernels.quantise import QuantisedKV, head_size_v
+
 
 def paged_attention_reference(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -21,16 +23,16 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`. Computes in q's dtype, float32 at least."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[1], kv_cache.shape[-1] - head_size_k)
+    out = q.new_empty(q.shape[0], q.shape[1], head_size_v(kv_cache, head_size_k))
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, seq_len in enumerate(lens):
         num_queries = starts[r + 1] - starts[r]
         for i in range(num_queries):
             position = seq_len - num_queries + i
             first = 0 if window is None else max(0, position - window + 1)
-            content = _gather(kv_cache, block_table[r], first, position + 1).to(compute_dtype)
-            content = content[kv_index]  # [Q, keys, C]
-            keys, values = content[..., :head_size_k], content[..., head_size_k:]
+            tokens = torch.arange(first, position + 1, device=q.device)
+            keys, values = _gather(kv_cache, block_table[r], tokens, head_size_k, compute_dtype)
+            keys, values = keys[kv_index], values[kv_index]  # [Q, keys, Dk], [Q, keys, Dv]
             query = q[starts[r] + i].to(compute_dtype).unsqueeze(1)  # [Q, 1, Dk]
             scores = scale * (query @ keys.mT)  # [Q, 1, keys]
             if soft_cap is not None:
@@ -42,9 +44,19 @@ def paged_attention_reference(
     return out
 
 
-def _gather(kv_cache: torch.Tensor, blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Content of tokens first .. last - 1 of one sequence: [H, last - first, C]."""
-    tokens = torch.arange(first, last, device=kv_cache.device)
+def _gather(
+    kv_cache: torch.Tensor | QuantisedKV,
+    blocks: torch.Tensor,
+    tokens: torch.Tensor,
+    head_size_k: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [H, tokens, Dk] and values [H, tokens, Dv] of one sequence."""
     num_slots = kv_cache.shape[2]
-    block_ids = blocks[tokens // num_slots].long()
-    return kv_cache[block_ids, :, tokens % num_slots].transpose(0, 1)
+    places = blocks[tokens // num_slots].long(), tokens % num_slots
+    if isinstance(kv_cache, QuantisedKV):
+        keys, values = kv_cache.gather(*places, dtype)
+    else:
+        content = kv_cache[places[0], :, places[1]].to(dtype)
+        keys, values = content[..., :head_size_k], content[..., head_size_k:]
+    return keys.transpose(0, 1), values.transpose(0, 1)

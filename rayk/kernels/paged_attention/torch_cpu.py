@@ -4,6 +4,8 @@ A fresh gather of tens of MiB is mapped and page-faulted at every call; a kept w
 fast. It is token-major ([tokens, H, C]) because then keys are a legal strided SDPA operand as they lie.
 Query heads that share a KV head become rows of one attention problem, so keys are never repeated.
 
+A quantised cache is gathered and dequantised token by token instead.
+
 SDPA knows neither sinks nor a soft cap: with either, the softmax is written out, in float32 at least.
 """
 
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from rayk.kernels.paged_attention.heads import HeadGroups, head_groups
+from rayk.kernels.quantise import QuantisedKV, head_size_v
 
 _SCORES_AT_ONCE = 1 << 22
 """Scores that the written-out softmax holds at a time: 16 MiB in float32."""
@@ -39,7 +42,7 @@ class Workspace(threading.local):
 
 def paged_attention_torch(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -56,11 +59,9 @@ def paged_attention_torch(
     """Arguments and result as `paged_attention`; `workspace` is kept by the caller between calls."""
     groups = groups or head_groups(kv_index)
     workspace = workspace or Workspace()
-    num_slots = kv_cache.shape[2]
     plain = sinks is None and soft_cap is None
     compute_dtype = q.dtype if plain else torch.promote_types(q.dtype, torch.float32)
-    by_token = kv_cache.transpose(1, 2)  # [B, N, H, C]
-    out = q.new_empty(q.shape[0], q.shape[1], kv_cache.shape[-1] - head_size_k)
+    out = q.new_empty(q.shape[0], q.shape[1], head_size_v(kv_cache, head_size_k))
     order = groups.query_heads_tensor.flatten().long() if groups.uniform else torch.arange(q.shape[1])
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, seq_len in enumerate(lens):
@@ -70,12 +71,7 @@ def paged_attention_torch(
             continue
         oldest = seq_len - num_queries
         first = 0 if window is None else max(0, oldest - window + 1)
-        first_block, end_block = first // num_slots, -(-seq_len // num_slots)
-        block_ids = block_table[r, first_block:end_block]
-        gathered = workspace.take((len(block_ids), *by_token.shape[1:]), kv_cache.dtype)
-        torch.index_select(by_token, 0, block_ids, out=gathered)
-        skipped = first_block * num_slots
-        content = gathered.flatten(0, 1)[first - skipped : seq_len - skipped].to(compute_dtype)
+        content = _gather(kv_cache, block_table[r], first, seq_len, workspace, compute_dtype)
         problem = _fold(q[rows].to(compute_dtype), content, order, kv_index, groups, head_size_k)
         mask = _mask(oldest - first, num_queries, len(content), window)
         if plain:
@@ -85,6 +81,28 @@ def paged_attention_torch(
             attended = _attend_written_out(problem, mask, scale, ordered, soft_cap)
         out[rows, order] = attended.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return out
+
+
+def _gather(
+    kv_cache: torch.Tensor | QuantisedKV,
+    blocks: torch.Tensor,
+    first: int,
+    end: int,
+    workspace: Workspace,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Keys and values [tokens, H, C] of tokens first .. end - 1 of one sequence; may be the workspace's."""
+    num_slots = kv_cache.shape[2]
+    if isinstance(kv_cache, QuantisedKV):
+        tokens = torch.arange(first, end)
+        places = blocks[tokens // num_slots].long(), tokens % num_slots
+        return torch.cat(kv_cache.gather(*places, dtype), dim=-1)
+    first_block, end_block = first // num_slots, -(-end // num_slots)
+    by_token = kv_cache.transpose(1, 2)  # [B, N, H, C]
+    gathered = workspace.take((end_block - first_block, *by_token.shape[1:]), kv_cache.dtype)
+    torch.index_select(by_token, 0, blocks[first_block:end_block], out=gathered)
+    skipped = first_block * num_slots
+    return gathered.flatten(0, 1)[first - skipped : end - skipped].to(dtype)
 
 
 def _mask(oldest: int, num_queries: int, num_keys: int, window: int | None) -> torch.Tensor | None:

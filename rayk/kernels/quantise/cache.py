@@ -1,0 +1,112 @@
+"""A paged cache of quantised keys and values, as kernels are given it.
+
+Legend: B kernel blocks, H head slots, N token slots of a block, D elements of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rayk.kernels.quantise.reference import Quantised, dequantise_reference
+from rayk.kv.formats import FORMATS, KVFormat
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedKV:
+    """One layer's cache: views of its pages, and what no page holds. Made by `quantised_kv`."""
+
+    kv_format: KVFormat
+    head_size_k: int
+    head_size_v: int
+    k: Quantised
+    """Views [B, H, N, ...] of any strides, the last axis dense."""
+    v: Quantised
+    k_scale: float
+    """The layer's own, where the format has one; else 1."""
+    v_scale: float
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(B, H, N)."""
+        b, h, n, _ = self.k.data.shape
+        return b, h, n
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self.k.data.device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the pages are on a GPU."""
+        return self.k.data.is_cuda
+
+    def fields(self) -> dict[str, torch.Tensor]:
+        """Every field that pages hold, by its name in FIELD_IDS: [B, H, N, elements], typed."""
+        found = {"k": self.k.data, "k_scale": self.k.scales, "v": self.v.data, "v_scale": self.v.scales}
+        return {name: view for name, view in found.items() if view is not None}
+
+    def gather(
+        self, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [n, H, Dk] and values [n, H, Dv] of n tokens, given by their blocks and slots [n] int64."""
+
+        def pick(view: torch.Tensor | None) -> torch.Tensor | None:
+            return None if view is None else view[blocks, :, slots]
+
+        k, v = (Quantised(side.data[blocks, :, slots], pick(side.scales)) for side in (self.k, self.v))
+        return (
+            dequantise_reference(k, self.kv_format, self.k_scale, dtype),
+            dequantise_reference(v, self.kv_format, self.v_scale, dtype),
+        )
+
+
+def quantised_kv(
+    view: torch.Tensor | Mapping[str, torch.Tensor],
+    head_size_k: int,
+    head_size_v: int,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> QuantisedKV | None:
+    """What a layer binds (kv.caches.CacheView) as kernels take it; None where elements are the values.
+
+    The format shows in the view: e4m3 elements; bytes, where scales lie behind them; two bundles of bytes,
+    k and v. `scales`: the layer's for k and v.
+    """
+    sizes = {"k": head_size_k, "v": head_size_v}
+    if isinstance(view, Mapping):
+        assert set(view) == {"k", "v"}, f"bundles {sorted(view)}, not k and v"
+        kv_format = FORMATS["nvfp4"]
+        bundles = dict(view)
+    elif view.dtype in (torch.float8_e4m3fn, torch.uint8):
+        kv_format = FORMATS["fp8_e4m3" if view.dtype == torch.float8_e4m3fn else "fp8_e4m3_token_head"]
+        bundles = {"kv": view}
+    else:
+        return None
+    typed = _split(kv_format, bundles, head_size_k, head_size_v)
+    k, v = (Quantised(typed[side], typed.get(f"{side}_scale")) for side in sizes)
+    layer = scales if kv_format.has_layer_scales else (1.0, 1.0)
+    return QuantisedKV(kv_format, head_size_k, head_size_v, k, v, *layer)
+
+
+def head_size_v(kv_cache: torch.Tensor | QuantisedKV, head_size_k: int) -> int:
+    """Elements of a value in a cache [B, H, N, K then V], or a quantised one."""
+    return kv_cache.head_size_v if isinstance(kv_cache, QuantisedKV) else kv_cache.shape[-1] - head_size_k
+
+
+def _split(
+    kv_format: KVFormat, bundles: Mapping[str, torch.Tensor], head_size_k: int, head_size_v: int
+) -> dict[str, torch.Tensor]:
+    """The fields of the bundles [B, H, N, bytes], each of its own dtype."""
+    typed: dict[str, torch.Tensor] = {}
+    ends = dict.fromkeys(bundles, 0)
+    for field in kv_format.fields(head_size_k, head_size_v):
+        bundle, start = bundles[field.bundle], ends[field.bundle]
+        ends[field.bundle] = start + field.row_bytes
+        dtype = getattr(torch, field.dtype)
+        typed[field.name] = bundle.view(torch.uint8)[..., start : start + field.row_bytes].view(dtype)
+    for name, bundle in bundles.items():
+        assert bundle.shape[-1] == ends[name], f"{bundle.shape[-1]} bytes of {name}, not {ends[name]}"
+    return typed

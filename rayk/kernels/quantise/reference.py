@@ -1,0 +1,96 @@
+"""Quantising and dequantising in plain torch, on any device: the definition.
+
+Legend: D elements of a head; `...` any axes before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rayk.kv.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, SMALLEST_SCALE, KVFormat
+
+E4M3 = torch.float8_e4m3fn
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""By the low three bits of a code; the fourth is the sign."""
+
+
+class Quantised(NamedTuple):
+    """What one side (k or v) of a format keeps of heads of D elements."""
+
+    data: torch.Tensor
+    """[..., D] of the format's dtype; nvfp4: [..., D / 2] uint8, two codes a byte, the first is low."""
+    scales: torch.Tensor | None
+    """[..., 1] float32 with one per (head, token); nvfp4: [..., D / 16] e4m3; else None."""
+
+
+def quantise_reference(values: torch.Tensor, kv_format: KVFormat, scale: float) -> Quantised:
+    """Arguments and result as `quantise`."""
+    if not kv_format.is_quantised:
+        return Quantised(values.to(getattr(torch, kv_format.storage)), None)
+    values = values.float()
+    if kv_format.scales == "block":
+        return _quantise_blocks(values, scale)
+    if kv_format.scales == "tensor":
+        return Quantised(to_e4m3(values / scale), None)
+    scales = (values.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(SMALLEST_SCALE)
+    return Quantised(to_e4m3(values / scales), scales)
+
+
+def dequantise_reference(
+    stored: Quantised, kv_format: KVFormat, scale: float, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Arguments and result as `dequantise`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if not kv_format.is_quantised:
+        return stored.data.to(dtype or wide)
+    if kv_format.scales == "block":
+        assert stored.scales is not None, "nvfp4 without its scales"
+        elements = from_e2m1(stored.data, wide)
+        blocks = elements.unflatten(-1, (-1, NVFP4_BLOCK)) * stored.scales.to(wide).unsqueeze(-1)
+        values = blocks.flatten(-2)
+    else:
+        values = stored.data.to(wide)
+        if stored.scales is not None:
+            return (values * stored.scales.to(wide)).to(dtype or wide)
+    return (values * scale).to(dtype or wide)
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e4m3 of float32 values; beyond the largest, the largest."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def from_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values [..., 2 n] of packed codes [..., n] uint8."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    table = torch.tensor((*E2M1_VALUES, *(-x for x in E2M1_VALUES)), dtype=dtype, device=packed.device)
+    return table[codes.int()]
+
+
+def to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """The nearest codes of values [..., 2 n], ties to the even one, beyond 6 that of 6: [..., n] uint8.
+
+    NaN becomes a code of some finite value.
+    """
+    size = values.abs()
+    # Each step up is taken at the middle, or only behind it where the lower code is the even one.
+    codes = sum(
+        ((size > middle) if lower % 2 == 0 else (size >= middle)).to(torch.uint8)
+        for lower, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    )
+    assert isinstance(codes, torch.Tensor)
+    codes |= torch.signbit(values).to(torch.uint8) << 3
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def _quantise_blocks(values: torch.Tensor, scale: float) -> Quantised:
+    blocks = values.unflatten(-1, (-1, NVFP4_BLOCK))
+    # Not by 6 * scale: two roundings less, and what every implementation does.
+    scales = to_e4m3(blocks.abs().amax(-1) / E2M1_MAX / scale)
+    divisors = scales.float() * scale
+    # A block of (nearly) zeros has a scale of zero, and all its codes are.
+    quotients = torch.where(divisors.unsqueeze(-1) == 0, 0.0, blocks / divisors.unsqueeze(-1))
+    return Quantised(to_e2m1(quotients.flatten(-2)), scales)
