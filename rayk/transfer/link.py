@@ -86,9 +86,7 @@ class PreparedReads:
         """The lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses them."""
         prepared = self._kept.get(pattern.key)
         if prepared is None:
-            producer = self._producers[pattern.producer_rank]
-            prepared = _Prepared(_prepare(self._agent, producer, self._me, pattern))
-            self._kept[pattern.key] = prepared
+            prepared = self._kept[pattern.key] = _Prepared(self._make(pattern))
         prepared.num_users += 1
         self._kept.move_to_end(pattern.key)
         self._shrink()
@@ -98,6 +96,9 @@ class PreparedReads:
         """A transfer made of these lists is over."""
         self._kept[key].num_users -= 1
         self._shrink()
+
+    def _make(self, pattern: Pattern) -> Handle:
+        return _prepare(self._agent, self._producers[pattern.producer_rank], self._me, pattern)
 
     def _shrink(self) -> None:
         unused = [key for key, prepared in self._kept.items() if not prepared.num_users]
@@ -151,22 +152,31 @@ def make_link(
     return ProducerLink(tuple(producers), plan, prepared, fences, num_releases)
 
 
+def pattern_lists(
+    producer: CacheDescription, consumer: CacheDescription, pattern: Pattern
+) -> tuple[DescriptorList, DescriptorList]:
+    """A pattern's runs over all blocks, at the producer and at the consumer."""
+    runs = pattern.runs
+    return (
+        DescriptorList(
+            producer.base_address + runs.source,
+            runs.lengths,
+            pattern.source_strides,
+            producer.geometry.num_blocks,
+        ),
+        DescriptorList(
+            consumer.base_address + runs.destination,
+            runs.lengths,
+            pattern.destination_strides,
+            consumer.geometry.num_blocks,
+        ),
+    )
+
+
 def _prepare(
     agent: TransferAgent, producer: CacheDescription, me: CacheDescription, pattern: Pattern
 ) -> Handle:
-    runs = pattern.runs
-    local = DescriptorList(
-        me.base_address + runs.destination,
-        runs.lengths,
-        pattern.destination_strides,
-        me.geometry.num_blocks,
-    )
-    remote = DescriptorList(
-        producer.base_address + runs.source,
-        runs.lengths,
-        pattern.source_strides,
-        producer.geometry.num_blocks,
-    )
+    remote, local = pattern_lists(producer, me, pattern)
     return agent.prepare(producer.agent_name, local, remote, producer.device)
 
 

@@ -7,7 +7,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple, dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+
+class Tally(NamedTuple):
+    """What an attempt wrote into one of the consumer's groups."""
+
+    group: int
+    num_bytes: int
+    num_descriptors: int
+    num_merged: int
+    """Left when consecutive blocks of dense runs go as one."""
+    num_writes: int
+    num_early_writes: int
+    """Of these, posted before the last layer of the prompt's last chunk was computed."""
+    layers_per_write: int
+    """What was asked for: the last write of a chunk may have fewer."""
+    post_ns: int
+    transfer_ns: int
+    """From the first post to the last end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +38,24 @@ class ArrivedMessage:
     attempt: int
     producer_rank: int
     num_writes: int
+    tally: tuple[Tally, ...] = ()
+    """For reports."""
+
+    def encode(self) -> bytes:
+        """As a notification."""
+        return json.dumps([self.kind, *astuple(self)]).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class WroteMessage:
+    """Producer rank to consumer rank, with a write: its bytes lie in your blocks."""
+
+    kind: ClassVar[str] = "wrote"
+    reservation_id: str
+    attempt: int
+    producer_rank: int
+    write: int
+    """0 and on, in each attempt."""
 
     def encode(self) -> bytes:
         """As a notification."""
@@ -56,7 +92,7 @@ class StopMessage:
         return json.dumps([self.kind, *astuple(self)]).encode()
 
 
-PushMessage = ArrivedMessage | StoppedMessage | StopMessage
+PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage
 
 
 def decode_push(message: bytes) -> PushMessage | None:
@@ -64,8 +100,11 @@ def decode_push(message: bytes) -> PushMessage | None:
     try:
         kind, *fields = json.loads(message)
         match kind, fields:
-            case "arrived", [reservation, attempt, rank, num_writes]:
-                return ArrivedMessage(str(reservation), int(attempt), int(rank), int(num_writes))
+            case "arrived", [reservation, attempt, rank, num_writes, tally]:
+                parts = tuple(Tally(*map(int, part)) for part in tally)
+                return ArrivedMessage(str(reservation), int(attempt), int(rank), int(num_writes), parts)
+            case "wrote", [reservation, attempt, rank, write]:
+                return WroteMessage(str(reservation), int(attempt), int(rank), int(write))
             case "stopped", [reservation, rank, reason]:
                 return StoppedMessage(str(reservation), int(rank), str(reason))
             case "stop", [reservation, rank, consumer]:

@@ -1,0 +1,132 @@
+"""What a producer rank keeps ready to push to one consumer engine: plans, descriptor lists, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayk.kv.geometry import RankGeometry
+from rayk.transfer.agent import Handle, TransferAgent
+from rayk.transfer.costs import choose_push_layers, transfer_costs
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.link import PREPARED_PER_READ, PreparedReads, pattern_lists
+from rayk.transfer.plan import Pattern, TransferPlan, consecutive_tables, plan_pushes
+
+
+class PreparedWrites(PreparedReads):
+    """The same lists from the producer's side: ours is the source."""
+
+    def __init__(
+        self, agent: TransferAgent, me: CacheDescription, consumer: CacheDescription, max_kept: int
+    ) -> None:
+        super().__init__(agent, (), me, max_kept)
+        self._consumer = consumer
+
+    def _make(self, pattern: Pattern) -> Handle:
+        local, remote = pattern_lists(self._me, self._consumer, pattern)
+        return self._agent.prepare(self._consumer.agent_name, local, remote, self._consumer.device)
+
+
+@dataclass(frozen=True, eq=False)
+class ConsumerLink:
+    """One consumer engine as one producer rank sees it."""
+
+    consumers: tuple[CacheDescription, ...]
+    plans: dict[int, TransferPlan]
+    """What goes to each consumer rank; ranks that get nothing are absent."""
+    prepared: dict[int, PreparedWrites]
+    """By consumer rank."""
+    layers: tuple[int, ...]
+    """Layers that keep something, ascending: those whose computing is told."""
+    late_layers: frozenset[int]
+    """Positions in `layers` of those of which only the end of the prompt decides what is kept."""
+    layers_per_write: int
+
+    @property
+    def engine(self) -> str:
+        """The consumer engine's name."""
+        return self.consumers[0].engine
+
+    @property
+    def epoch(self) -> int:
+        """Its life."""
+        return self.consumers[0].epoch
+
+
+def make_consumer_link(
+    agent: TransferAgent,
+    me: CacheDescription,
+    producers: Sequence[CacheDescription],
+    consumers: Sequence[CacheDescription],
+    *,
+    push_layers: int | None,
+    layer_ns: float = 0.0,
+) -> ConsumerLink:
+    """Add the consumer's ranks as peers: also those that get nothing may ask this rank to stop.
+
+    push_layers: layers per write; None: as the cost model says, for prompts that fill a few blocks.
+    layer_ns: what computing a layer takes.
+    """
+    for consumer in consumers:
+        agent.add_peer(consumer.agent_name, consumer.agent_metadata)
+    plans = plan_pushes(me.geometry, [p.geometry for p in producers], [c.geometry for c in consumers])
+    layers = tuple(sorted({layer for g in me.geometry.groups for layer in g.group.layers}))
+    late = {n for plan in plans.values() for r in plan.reads if r.seen.live_step for n in r.layers}
+    prepared = {
+        rank: PreparedWrites(agent, me, consumers[rank], PREPARED_PER_READ * _num_lists(plan))
+        for rank, plan in plans.items()
+    }
+    chosen = push_layers or _choose_layers(agent, me, plans, layers, layer_ns)
+    return ConsumerLink(
+        tuple(consumers),
+        plans,
+        prepared,
+        layers,
+        frozenset(i for i, layer in enumerate(layers) if layer in late),
+        chosen,
+    )
+
+
+CHOICE_TOKENS = 1024
+"""The prompt that the cost model chooses for."""
+
+
+def _choose_layers(
+    agent: TransferAgent,
+    me: CacheDescription,
+    plans: dict[int, TransferPlan],
+    layers: tuple[int, ...],
+    layer_ns: float,
+) -> int:
+    """What the cost model says, of the consumer rank that gets most."""
+    if not plans:
+        return len(layers)
+    tokens = min(CHOICE_TOKENS, _most_tokens(me.geometry))
+
+    def num_merged(plan: TransferPlan, count: int) -> int:
+        tables = consecutive_tables(me.geometry, tokens), consecutive_tables(plan.consumer, tokens)
+        return sum(w.num_coalesced for w in plan.lower(tokens, *tables, layers=layers[:count]))
+
+    def num_bytes(plan: TransferPlan) -> int:
+        tables = consecutive_tables(me.geometry, tokens), consecutive_tables(plan.consumer, tokens)
+        return sum(w.num_bytes for w in plan.lower(tokens, *tables))
+
+    most = max(plans.values(), key=num_bytes)
+    return choose_push_layers(
+        transfer_costs(agent.transport, me.device),
+        num_layers=len(layers),
+        num_bytes=num_bytes(most),
+        num_descriptors=lambda count: max(1, num_merged(most, count)),
+        layer_ns=layer_ns,
+    )
+
+
+def _most_tokens(geometry: RankGeometry) -> int:
+    """Tokens of a sequence alone in the engine, roughly: so many fit."""
+    per_group = max(1, (geometry.num_blocks - 1) // len(geometry.groups))
+    return per_group * min(g.block_size for g in geometry.groups)
+
+
+def _num_lists(plan: TransferPlan) -> int:
+    """Reads, layer by layer at worst."""
+    return sum(len(r.layers) for r in plan.reads)
