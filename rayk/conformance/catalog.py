@@ -1,0 +1,187 @@
+"""The checks: what each is called, what it proves, between which engines. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from rayk.conformance.engines import EnginePair
+from rayk.kv.layout import LAYOUTS
+from rayk.transfer.connector import ConnectorCase
+from rayk.types.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One row of the result."""
+
+    id: str
+    proves: str
+    pair: EnginePair
+    scenario: str
+    """A key of scenarios.SCENARIOS."""
+    fault: str = ""
+    """As in ConnectorCase."""
+
+    @property
+    def case(self) -> ConnectorCase:
+        """What the connector is asked whether it supports it."""
+        return self.pair.case(self.fault)
+
+
+def all_checks(*, every_layout: bool = False) -> tuple[Check, ...]:
+    """Every check, simple ones first. `every_layout`: all 36 pairs of layouts instead of 12."""
+    return (
+        *_requests(),
+        *_layouts(every_layout),
+        *_tp(),
+        *_blocks(),
+        *_groups(),
+        *_faults(),
+        *_leaks(),
+    )
+
+
+def choose(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
+    """Checks whose id is one of `only`, or begins with one and a dot; all where there are none.
+
+    Raises UserError for a name that fits nothing.
+    """
+    chosen: dict[str, Check] = {}
+    for name in only:
+        found = [c for c in checks if c.id == name or c.id.startswith(name.rstrip(".") + ".")]
+        if not found:
+            ids = [c.id for c in checks]
+            close = get_close_matches(name, [*ids, *{i.split(".")[0] for i in ids}], 3)
+            mend = f"did you mean {', '.join(close)}? " if close else ""
+            raise UserError(f"no check is called {name}", "--only", f"{mend}`--list` names all")
+        chosen.update((c.id, c) for c in found)
+    return tuple(c for c in checks if c.id in chosen) if only else tuple(checks)
+
+
+ALIKE = EnginePair(tp=(1, 1))
+SPLIT = EnginePair(tp=(1, 2))
+MERGE = EnginePair(tp=(2, 1), layouts=("BHLNC", "BLNHC"))
+
+
+def _requests() -> Iterator[Check]:
+    for scenario, proves in (
+        ("one_request", "a request whose last block is not full arrives"),
+        ("whole_blocks", "a request that fills its last block arrives"),
+        ("one_token", "a request of one token arrives"),
+        ("lengths", "requests of nine lengths around the borders of blocks arrive one after the other"),
+        ("many_at_once", "six requests in flight at once do not mix"),
+        ("second_halves_reversed", "requests may be followed up in another order than they were begun"),
+        ("blocks_reused", "blocks are used again for other requests, with nothing left of the first"),
+        ("request_id_reused", "a request id is free again once its request is over"),
+    ):
+        yield Check(id=f"requests.{scenario}", proves=proves, pair=ALIKE, scenario=scenario)
+
+
+def _layouts(every: bool) -> Iterator[Check]:
+    names = list(LAYOUTS)
+    for i, ours in enumerate(names):
+        for j, theirs in enumerate(names):
+            if not every and (j - i) % len(names) not in (0, 1):
+                continue
+            # Alike first at one TP size: what fails there is not for want of heads.
+            tp = (1, 1) if i == j else (2, 1)
+            yield Check(
+                id=f"layouts.{ours}-{theirs}",
+                proves=f"pages laid out {ours} arrive in pages laid out {theirs}, TP {tp[0]} to {tp[1]}",
+                pair=EnginePair(tp=tp, layouts=(ours, theirs)),
+                scenario="one_request",
+            )
+
+
+def _tp() -> Iterator[Check]:
+    for tp, kv_heads, query_heads, what in (
+        ((2, 2), 4, 8, "every rank reads from its like"),
+        ((1, 2), 4, 8, "a rank's heads are split between two"),
+        ((1, 4), 4, 8, "a rank's heads are split among four"),
+        ((2, 1), 4, 8, "the heads of two ranks are merged"),
+        ((4, 2), 4, 8, "the heads of two pairs of ranks are merged"),
+        ((4, 1), 2, 8, "heads that two producer ranks hold each arrive once, and every rank is told"),
+        ((2, 4), 2, 8, "heads arrive at both consumer ranks that hold them"),
+        ((4, 4), 2, 8, "heads that two ranks hold on either side arrive"),
+        ((3, 2), 6, 6, "three ranks' heads go to two"),
+        ((2, 3), 6, 6, "two ranks' heads go to three"),
+        ((3, 1), 2, 6, "ranks hold unlike numbers of heads: a middle rank holds both"),
+    ):
+        yield Check(
+            id=f"tp.{tp[0]}-{tp[1]}" + (f"-{kv_heads}-heads" if kv_heads != 4 else ""),
+            proves=f"{what} ({kv_heads} KV heads, TP {tp[0]} to {tp[1]})",
+            pair=EnginePair(tp=tp, num_kv_heads=kv_heads, num_query_heads=query_heads),
+            scenario="one_request",
+        )
+
+
+def _blocks() -> Iterator[Check]:
+    for sizes, what in (
+        ((32, 16), "a producer's block fills two of the consumer's"),
+        ((16, 32), "two of the producer's blocks fill one"),
+        ((16, 24), "blocks of neither side are parts of the other's"),
+        ((24, 16), "nor the other way round"),
+        ((1, 16), "blocks of one token are gathered"),
+    ):
+        for tp in ((1, 1), (2, 1)):
+            yield Check(
+                id=f"blocks.{sizes[0]}-{sizes[1]}" + ("-tp-2-1" if tp == (2, 1) else ""),
+                proves=f"{what} (block sizes {sizes[0]} to {sizes[1]}, TP {tp[0]} to {tp[1]})",
+                pair=EnginePair(tp=tp, block_sizes=sizes, num_blocks=(180, 180)),
+                scenario="lengths" if tp == (1, 1) else "one_request",
+            )
+
+
+def _groups() -> Iterator[Check]:
+    for model, what in (
+        ("sliding", "the tokens inside a window arrive; blocks before it are null"),
+        ("chunked", "the tokens of the current chunk arrive; blocks before it are null"),
+        ("mla", "latents, which every rank holds whole, arrive"),
+        ("mamba1", "states of Mamba1 arrive"),
+        ("mamba2", "states of Mamba2 arrive, with taps of x, B and C"),
+        ("gdn", "states of a gated delta net arrive, with taps of q, k and v"),
+        ("full+sliding", "two groups with a block table each arrive"),
+        ("full+mamba2", "attention and states in one pool of blocks arrive"),
+    ):
+        for tp in ((1, 1), (1, 2), (2, 1)):
+            yield Check(
+                id=f"groups.{model}" + (f"-tp-{tp[0]}-{tp[1]}" if tp != (1, 1) else ""),
+                proves=f"{what} (TP {tp[0]} to {tp[1]})",
+                pair=EnginePair(model=model, tp=tp, layouts=("BHLNC", "BLHNC" if tp != (1, 1) else "BHLNC")),
+                scenario="one_request",
+            )
+
+
+def _faults() -> Iterator[Check]:
+    for scenario, proves in (
+        (
+            "producer_dies",
+            "when a producer rank dies, consumers report an error by the deadline, never wrong KV",
+        ),
+        ("consumer_dies", "when a consumer rank dies, producers get their blocks back by the deadline"),
+        ("never_followed", "a request that nobody follows up is over at its deadline, for good"),
+        ("cancel_in_the_middle", "a request given up by its consumers writes nothing once it is reported"),
+        ("cancel_by_producer", "a request given up by its producers is never reported as done"),
+        ("release_twice", "releases of unknown, finished and released requests change nothing"),
+        (
+            "stale_answer",
+            "an answer used again, when its request is over, moves no byte that passes for right",
+        ),
+        ("same_request_twice", "a request id in flight is refused"),
+        ("second_registration", "a second cache is refused"),
+    ):
+        pair = MERGE if scenario in ("producer_dies", "consumer_dies") else SPLIT
+        if scenario in ("stale_answer", "same_request_twice", "second_registration", "release_twice"):
+            pair = ALIKE
+        yield Check(id=f"faults.{scenario}", proves=proves, pair=pair, scenario=scenario, fault=scenario)
+
+
+def _leaks() -> Iterator[Check]:
+    yield Check(
+        id="leaks.opened_again",
+        proves="threads and file descriptors do not add up when connectors are opened and closed",
+        pair=ALIKE,
+        scenario="opened_again",
+    )

@@ -1,0 +1,267 @@
+"""A process in which ranks of a connector live: called from afar, killed when it hangs.
+
+`pool` starts it. Answers are ("ok", value), ("raised", what the connector raised), ("user", a UserError) or
+("broken", what went wrong in here). The connector's class is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rayk.conformance.engines import EnginePair
+from rayk.transfer.connector import Connector, ConnectorCase, Finished, KVRequest
+from rayk.types.errors import UserError
+
+METHODS = ("register", "describe", "connect", "send", "receive", "poll", "release", "close")
+RankName = tuple[int, int]
+"""(side, tp_rank); side 0 is the producer."""
+
+
+class Raised(Exception):
+    """The connector raised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectorFacts:
+    """What a class says of itself."""
+
+    name: str
+    mode: str
+    is_cross_process: bool
+    summary: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One request that a rank has reported, and what the engine saw at that moment."""
+
+    rank: RankName
+    request_id: str
+    error: str
+    wrong: str
+    """What was wrong with memory; empty when nothing was."""
+
+
+@dataclass(eq=False)
+class _Rank:
+    connector: Connector
+    memory: Any
+    seeds: dict[str, int] = field(default_factory=dict)
+    """Of the requests that are in flight."""
+
+
+class Host:
+    """The methods that can be called from afar."""
+
+    def __init__(self) -> None:
+        self._make: Callable[[str], Connector] | None = None
+        self._ranks: dict[RankName, _Rank] = {}
+
+    def load(self, target: str, path: Sequence[str]) -> ConnectorFacts:
+        """Import MODULE:CLASS. Raises UserError."""
+        sys.path[:0] = [p for p in path if p not in sys.path]
+        made = load_class(target)
+        self._make = made
+        return ConnectorFacts(
+            name=getattr(made, "__name__", target),
+            mode=str(getattr(made, "mode", "pull")),
+            is_cross_process=bool(getattr(made, "is_cross_process", True)),
+            summary=(made.__doc__ or "").strip().partition("\n")[0],
+        )
+
+    def supports(self, case: ConnectorCase) -> str | None:
+        """What the class says of a case."""
+        ask = getattr(self._make, "supports", None)
+        return None if ask is None else _guarded(lambda: ask(case))
+
+    def open(self, rank: RankName, pair: EnginePair, name: str) -> None:
+        """A rank's memory and its connector, registered."""
+        import torch
+
+        from rayk.conformance.memory import RankMemory
+
+        torch.set_num_threads(1)
+        assert self._make is not None, "nothing is loaded"
+        make = self._make
+        memory = RankMemory(pair.geometry(*rank), rank[0])
+        connector = _guarded(lambda: make(name))
+        missing = [m for m in METHODS if not callable(getattr(connector, m, None))]
+        if missing:
+            raise Raised(f"the class has no {', '.join(missing)}: see rayk.transfer.connector")
+        self._ranks[rank] = _Rank(connector, memory)
+        _guarded(lambda: connector.register(memory.caches))
+
+    def register_again(self, rank: RankName, pair: EnginePair) -> str:
+        """Register a second cache; what was raised, or "" when nothing was."""
+        from rayk.conformance.memory import RankMemory
+
+        second = RankMemory(pair.geometry(*rank), rank[0])
+        try:
+            _guarded(lambda: self._ranks[rank].connector.register(second.caches))
+        except Raised as error:
+            return str(error)
+        return ""
+
+    def describe(self, rank: RankName) -> bytes:
+        """The rank's description."""
+        blob = _guarded(self._ranks[rank].connector.describe)
+        if not isinstance(blob, bytes):
+            raise Raised(f"describe() returned a {type(blob).__name__}, not bytes")
+        return blob
+
+    def connect(self, rank: RankName, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
+        """Show the rank everybody's descriptions."""
+        _guarded(lambda: self._ranks[rank].connector.connect(producers, consumers))
+
+    def call(self, rank: RankName, request: KVRequest, peers: Sequence[bytes], seed: int) -> bytes:
+        """Send (on a producer rank, whose blocks are filled first) or receive."""
+        found = self._ranks[rank]
+        memory, connector = found.memory, found.connector
+        if request.request_id not in found.seeds:
+            memory.lend(request)
+            if rank[0] == 0:
+                memory.fill(request, seed)
+            found.seeds[request.request_id] = seed
+            is_new = True
+        else:
+            is_new = False
+        method = connector.receive if rank[0] else connector.send
+        try:
+            answer = _guarded(lambda: method(request, tuple(peers)))
+        except Raised:
+            if is_new:
+                # It holds nothing of what it refused: the blocks are the engine's again.
+                del found.seeds[request.request_id]
+                memory.take_back(request.request_id)
+            raise
+        if not isinstance(answer, bytes):
+            raise Raised(f"{method.__name__}() returned a {type(answer).__name__}, not bytes")
+        return answer
+
+    def poll(self) -> list[Report]:
+        """Poll every rank; what each reported, looked into at once."""
+        reports = []
+        for rank, found in self._ranks.items():
+            for finished in _guarded(found.connector.poll):
+                reports.append(self._settle(rank, found, finished))
+        return reports
+
+    def release(self, rank: RankName, request_id: str) -> None:
+        """Give a request up."""
+        _guarded(lambda: self._ranks[rank].connector.release(request_id))
+
+    def wrong_elsewhere(self, rank: RankName) -> str:
+        """What was written where nobody may write."""
+        wrong: str = self._ranks[rank].memory.wrong_elsewhere()
+        return wrong
+
+    def held(self, rank: RankName) -> dict[str, int] | None:
+        """What the rank says it holds; None when it does not say."""
+        ask = getattr(self._ranks[rank].connector, "held", None)
+        return None if ask is None else dict(_guarded(ask))
+
+    def close(self, rank: RankName) -> None:
+        """Close the connector; its memory stays, to be looked at."""
+        _guarded(self._ranks[rank].connector.close)
+
+    def forget(self) -> None:
+        """Free all memory. The connectors were closed."""
+        self._ranks.clear()
+
+    def resources(self) -> dict[str, int]:
+        """What the process has: threads and file descriptors."""
+        import gc
+
+        gc.collect()
+        tasks = Path("/proc/self/task")
+        num_threads = len(list(tasks.iterdir())) if tasks.is_dir() else threading.active_count()
+        files = Path("/proc/self/fd")
+        return {
+            "threads": num_threads,
+            "file descriptors": len(list(files.iterdir())) if files.is_dir() else 0,
+        }
+
+    def _settle(self, rank: RankName, found: _Rank, finished: Finished) -> Report:
+        request_id, error = finished.request_id, finished.error
+        seed = found.seeds.pop(request_id, None)
+        if seed is None:
+            wrong = f"reported {request_id}, which is not in flight on this rank (twice, or never asked for)"
+            return Report(rank=rank, request_id=request_id, error=error, wrong=wrong)
+        memory = found.memory
+        if rank[0] == 0:
+            wrong = memory.changed_while_lent(request_id)
+        else:
+            wrong = "" if error else memory.wrong_content(request_id, seed)
+        memory.take_back(request_id)
+        return Report(rank=rank, request_id=request_id, error=error, wrong=wrong)
+
+
+def load_class(target: str) -> Any:
+    """The class that MODULE:CLASS names. Raises UserError with what would mend it."""
+    module_name, _, name = target.partition(":")
+    where = f"connector {target}"
+    if not module_name or not name:
+        raise UserError("not of the form MODULE:CLASS", where, "e.g. rayk.transfer:LocalConnector")
+    try:
+        module = importlib.import_module(module_name)
+        found: Any = module
+        for part in name.split("."):
+            # A module may import what it offers when it is asked for.
+            found = getattr(found, part, None)
+    except ImportError as error:
+        mend = "the module must be importable from here: install it, or set PYTHONPATH"
+        raise UserError(f"{module_name} cannot be imported: {error}", where, mend) from error
+    except Exception as error:  # whatever the module's own code raises
+        raise UserError(f"importing {target} raises {error!r}", where, "mend the module") from error
+    if found is None:
+        offered = [n for n, v in vars(module).items() if isinstance(v, type) and hasattr(v, "poll")]
+        mend = f"one of {', '.join(offered)}" if offered else "the name of a class in that module"
+        raise UserError(f"{module_name} has no {name}", where, mend)
+    if not callable(found):
+        raise UserError(f"{name} is a {type(found).__name__}, not a class", where, "the name of a class")
+    return found
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    """What the connector's own code returns. Raises Raised where it raises."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - whatever a connector raises
+        frames = traceback.extract_tb(error.__traceback__)
+        last = frames[-1]
+        place = f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+        raise Raised(f"{type(error).__name__}: {error} ({place})") from error
+
+
+def main() -> None:
+    """Answer calls until the other end closes."""
+    host = Host()
+    with Connection(int(sys.argv[1])) as connection:
+        while True:
+            try:
+                method, arguments = pickle.loads(connection.recv_bytes())  # noqa: S301 - our own parent's
+            except (EOFError, ConnectionError):
+                # Threads that a connector left behind must not keep the process.
+                os._exit(0)
+            connection.send_bytes(pickle.dumps(_answer(host, method, arguments)))
+
+
+def _answer(host: Host, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    try:
+        return "ok", getattr(host, method)(*arguments)
+    except Raised as error:
+        return "raised", str(error)
+    except UserError as error:
+        return "user", error
+    except Exception:  # noqa: BLE001 - told to the caller
+        return "broken", traceback.format_exc()

@@ -1,0 +1,162 @@
+"""One rank's cache under a connector, and a mirror of what must be in it.
+
+Everything that nobody wrote is POISON. The engine (this file) writes a request's KV through the views that
+kernels would use, and reads what arrived through them, too. The rest of the buffer is compared with the
+mirror: what a connector must not touch is looked at as closely as what it must bring.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rayk.conformance.oracle import content
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.caches import CanonicalKVCaches, allocate
+from rayk.kv.geometry import GENERATION_BYTES, RankGeometry
+from rayk.transfer.connector import KVRequest
+from rayk.transfer.connectors import layer_views
+from rayk.transfer.diagnose import first_difference
+from rayk.transfer.verify import LayerView, Rows, fetch_rows
+
+POISON = (0xA5, 0x5A)
+"""Producer, consumer: what fills a cache at first."""
+REUSED = (0xE7, 0x3C)
+"""What the engine writes into blocks that are its own again."""
+STAMPS = {
+    POISON[0]: "what rows of the producer hold that no token of the request fills",
+    REUSED[
+        0
+    ]: "what the engine wrote into the producer's blocks once the connector had reported that they may "
+    "be reused: reported too early",
+    POISON[1]: "what was there before: never written, or reported before the bytes were there",
+    REUSED[1]: "what was there before: never written, or reported before the bytes were there",
+}
+
+
+class RankMemory:
+    """See the module."""
+
+    def __init__(self, geometry: RankGeometry, side: int) -> None:
+        self._side = side
+        poison = np.array(POISON[side], dtype=np.uint8).view(np.int8)
+        self.caches: CanonicalKVCaches = allocate(geometry, torch.device("cpu"), fill=int(poison))
+        self._mirror = self.caches.buffer.clone()
+        self._views = list(layer_views(self.caches))
+        self._lent: dict[str, KVRequest] = {}
+        self._were_lent: set[int] = set()
+        """Blocks that some request has had."""
+
+    def lend(self, request: KVRequest) -> None:
+        """Hand the request's blocks out: their generations go up."""
+        blocks = sorted({b for table in request.block_ids for b in table} - {NULL_BLOCK})
+        self.caches.generations[blocks] += 1
+        start = self.caches.geometry.generations_offset
+        self._mirror[start:] = self.caches.buffer[start:]
+        self._lent[request.request_id] = request
+        self._were_lent |= set(blocks)
+
+    def fill(self, request: KVRequest, seed: int) -> None:
+        """Write the request's live rows, as its layers' kernels would."""
+        for view in self._views:
+            table = request.block_ids[view.group.index]
+            block_ids, rows, _ = view.places(table, request.num_tokens)
+            wanted = _expected(view, seed, request.num_tokens)
+            for field in view.fields:
+                for slot, unit in enumerate(field.units):
+                    raw = torch.from_numpy(wanted[field.name, unit].copy())
+                    field.view[block_ids, slot, rows] = raw.view(field.view.dtype)
+        for start, stop in self._extents(request):
+            self._mirror[start:stop] = self.caches.buffer[start:stop]
+
+    def wrong_content(self, request_id: str, seed: int) -> str:
+        """What is wrong with the request's live rows, in words; empty when every byte is right."""
+        request = self._lent[request_id]
+        for view in self._views:
+            expected = _expected(view, seed, request.num_tokens)
+            found = fetch_rows(view, request.block_ids[view.group.index], request.num_tokens)
+            mismatch = first_difference(request.request_id, view, request.num_tokens, expected, found)
+            if mismatch is not None:
+                reason = f"{mismatch} ({mismatch.num_bytes_mismatched} of {mismatch.num_bytes_checked} bytes)"
+                return reason + _stamps(expected, found)
+        return ""
+
+    def take_back(self, request_id: str) -> None:
+        """The request's blocks are the engine's again: write over them at once."""
+        request = self._lent.pop(request_id)
+        stamp = int(np.array(REUSED[self._side], dtype=np.uint8).view(np.int8))
+        for start, stop in self._extents(request):
+            self.caches.buffer[start:stop] = stamp
+            self._mirror[start:stop] = stamp
+
+    def wrong_elsewhere(self) -> str:
+        """What was written where nobody may write, in words; empty when nothing was. Blocks that are lent
+        are left out."""
+        changed = self.caches.buffer != self._mirror
+        for request in self._lent.values():
+            for start, stop in self._extents(request):
+                changed[start:stop] = False
+        places = changed.nonzero().reshape(-1)
+        if not len(places):
+            return ""
+        return f"{len(places)} bytes changed outside the blocks of any request; {self._name(int(places[0]))}"
+
+    def changed_while_lent(self, request_id: str) -> str:
+        """On a producer rank: what a connector changed in the blocks that it only reads."""
+        for start, stop in self._extents(self._lent[request_id]):
+            changed = (self.caches.buffer[start:stop] != self._mirror[start:stop]).nonzero().reshape(-1)
+            if len(changed):
+                return f"the connector wrote into blocks that it sends; {self._name(start + int(changed[0]))}"
+        return ""
+
+    def _name(self, byte: int) -> str:
+        geometry = self.caches.geometry
+        found = int(self.caches.buffer[byte]) & 0xFF
+        was = int(self._mirror[byte]) & 0xFF
+        what = f"first byte {byte} of the buffer, 0x{was:02x} became 0x{found:02x}"
+        if byte >= geometry.generations_offset:
+            return f"{what}: generation of block {(byte - geometry.generations_offset) // GENERATION_BYTES}"
+        coordinates = geometry.describe(byte)
+        if not coordinates:
+            return f"{what}: padding"
+        c = coordinates[0]
+        if c.block == NULL_BLOCK:
+            block = "the null block"
+        elif c.block in self._were_lent:
+            block = f"block {c.block}, after its request was reported"
+        else:
+            block = f"block {c.block}, which no request has had"
+        return f"{what}: {block} (layer {c.layer}, {c.field}, unit {c.unit}, row {c.row})"
+
+    def _extents(self, request: KVRequest) -> list[tuple[int, int]]:
+        """Byte ranges [start, stop) of the buffer that the request's blocks take, group by group."""
+        base = self.caches.buffer.data_ptr()
+        extents = []
+        for references, table in zip(self.caches.references, request.block_ids, strict=True):
+            for reference in references:
+                tensor = self.caches.tensors[reference.tensor]
+                first = tensor.data_ptr() - base + reference.offset
+                for block in set(table) - {NULL_BLOCK}:
+                    start = first + block * tensor.stride(0)
+                    extents.append((start, start + reference.num_bytes))
+        return extents
+
+
+def _expected(view: LayerView, seed: int, num_tokens: int) -> Rows:
+    """The live rows of every unit of a layer's cache."""
+    live = view.live_rows(num_tokens)
+    return {
+        (field.name, unit): content(seed, view.layer, field, unit, live)
+        for field in view.group.spec.fields()
+        for unit in range(field.units)
+    }
+
+
+def _stamps(expected: Rows, found: Rows) -> str:
+    """Where wrong bytes came from, if they are of those that the engine wrote itself."""
+    wrong = [found[key][found[key] != expected[key]] for key in found]
+    values, counts = np.unique(np.concatenate(wrong), return_counts=True)
+    by_value: dict[int, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    # A byte may hold a stamp by chance, most of them cannot.
+    told = [text for stamp, text in STAMPS.items() if by_value.get(stamp, 0) * 2 > counts.sum()]
+    return f"; they hold {told[0]}" if told else ""

@@ -1,0 +1,153 @@
+"""Host processes as their parent sees them: started when first needed, called with a deadline, killed when
+they do not answer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+from rayk.conformance.host import Raised
+
+STARTING_S = 120.0
+"""For a process to start and import the connector: torch alone may take long on a busy machine."""
+_MAIN = "from rayk.conformance.host import main; main()"
+
+
+class Hung(Exception):
+    """A call did not come back in time; its process was killed."""
+
+
+class Died(Exception):
+    """The process ended during a call, or before it."""
+
+
+class HostProcess:
+    """One host process."""
+
+    def __init__(self, folder: str) -> None:
+        ours, theirs = socket.socketpair()
+        self._log: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `end`
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | dict(os.environ),
+                # A session of its own: whatever the connector starts can be ended with it.
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._is_waiting = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be called."""
+        return self._process.poll() is None
+
+    def start(self, method: str, *arguments: Any) -> None:
+        """Begin a call; `finish` has its answer."""
+        assert not self._is_waiting, "one call at a time"
+        try:
+            self._connection.send_bytes(pickle.dumps((method, arguments)))
+        except OSError as error:
+            raise Died(self._epitaph(method)) from error
+        self._is_waiting = True
+
+    def finish(self, what: str, until: float) -> Any:
+        """The answer to the call begun last. `until`: monotonic seconds.
+
+        Raises Raised (what the connector raised), Hung, Died, UserError.
+        """
+        self._is_waiting = False
+        try:
+            if not self._connection.poll(max(0.0, until - time.monotonic())):
+                self.kill()
+                raise Hung(f"{what} did not return; its process was killed")
+            kind, answer = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own child's
+        except (EOFError, ConnectionError) as error:
+            raise Died(self._epitaph(what)) from error
+        if kind == "ok":
+            return answer
+        if kind == "raised":
+            raise Raised(answer)
+        if kind == "user":
+            raise answer
+        raise AssertionError(f"the kit itself failed in {what}:\n{answer}")
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """A whole call."""
+        self.start(method, *arguments)
+        return self.finish(method, time.monotonic() + timeout_s)
+
+    def kill(self) -> None:
+        """End it and what it started, at once."""
+        self._connection.close()
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Let it end by itself; kill it when it does not."""
+        self._connection.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._log.close()
+
+    def _epitaph(self, what: str) -> str:
+        """How it ended, with the last it printed."""
+        try:
+            code: int | None = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        self._log.seek(0)
+        last = self._log.read().decode(errors="replace").strip().splitlines()[-3:]
+        printed = f"; it printed: {' / '.join(last)}" if last else ""
+        return f"the process died in {what} ({how}){printed}"
+
+
+class HostPool:
+    """Processes that have imported the connector, kept from check to check."""
+
+    def __init__(self, target: str, path: Sequence[str] = ()) -> None:
+        self._target = target
+        self._path = tuple(path)
+        self._folder = tempfile.TemporaryDirectory(prefix="rayk-conformance-")
+        self._hosts: list[HostProcess] = []
+        self.facts: Any = None
+        """ConnectorFacts, once a process has been started."""
+
+    def take(self, count: int) -> list[HostProcess]:
+        """The first `count` processes, all alive. Raises UserError where the connector cannot be imported."""
+        for gone in [h for h in self._hosts if not h.is_alive]:
+            self._hosts.remove(gone)
+        new = [HostProcess(self._folder.name) for _ in range(count - len(self._hosts))]
+        until = time.monotonic() + STARTING_S
+        for host in new:
+            host.start("load", self._target, self._path)
+        for host in new:
+            self.facts = host.finish(f"importing {self._target}", until)
+            self._hosts.append(host)
+        return self._hosts[:count]
+
+    def close(self) -> None:
+        """End all."""
+        for host in self._hosts:
+            host.end()
+        self._hosts.clear()
+        self._folder.cleanup()

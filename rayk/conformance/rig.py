@@ -1,0 +1,359 @@
+"""A pair of engines around a connector: what a check drives.
+
+All calls go to the ranks' processes, with a deadline each. The engines' side of the protocol is kept to:
+block ids are handed out scattered, blocks are written over as soon as a rank has reported their request, both
+ends are polled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rayk.conformance.engines import EnginePair
+from rayk.conformance.host import Raised, RankName, Report
+from rayk.conformance.pool import Died, HostPool, HostProcess, Hung
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.transfer.connector import KVRequest
+from rayk.transfer.plan import consecutive_tables
+
+SIDES = ("producer", "consumer")
+PRODUCER, CONSUMER = 0, 1
+REST_S = 0.0005
+"""Between polls: others want this core, too."""
+LATE_POLLS = 5
+"""Polls at the end of a check, for what comes too late."""
+
+
+class CheckFailed(Exception):
+    """The connector does not do what it should; the text says what it did."""
+
+
+class Refused(CheckFailed):
+    """The connector raised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One request, as both sides see it."""
+
+    sides: tuple[KVRequest, KVRequest]
+    seed: int
+
+    @property
+    def request_id(self) -> str:
+        """Of both sides."""
+        return self.sides[0].request_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How patient a check is, in seconds."""
+
+    call_s: float = 20.0
+    """For one call of the connector to return."""
+    request_s: float = 20.0
+    """Deadline of requests that should succeed."""
+    fault_s: float = 1.5
+    """Deadline of requests that cannot."""
+    grace_s: float = 5.0
+    """How much later than its deadline a request may be reported."""
+
+
+@dataclass(eq=False)
+class Rig:
+    """See the module."""
+
+    pool: HostPool
+    pair: EnginePair
+    name: str
+    settings: Settings
+    _hosts: dict[RankName, HostProcess] = field(default_factory=dict)
+    _dead: set[RankName] = field(default_factory=set)
+    _closed: set[RankName] = field(default_factory=set)
+    _free: tuple[list[int], list[int]] = ([], [])
+    _lent: dict[str, Job] = field(default_factory=dict)
+    reports: dict[tuple[RankName, str], Report] = field(default_factory=dict)
+    """Of every request: what each rank reported."""
+    _ids: Any = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(0)
+        self._free = tuple(
+            (random.permutation(self.pair.num_blocks[side] - 1) + 1).tolist() for side in (0, 1)
+        )
+
+    @property
+    def ranks(self) -> list[RankName]:
+        """Ranks that live, producers first."""
+        return [rank for rank in self._hosts if rank not in self._dead]
+
+    def side(self, side: int) -> list[RankName]:
+        """Living ranks of one side."""
+        return [rank for rank in self.ranks if rank[0] == side]
+
+    @property
+    def is_pull(self) -> bool:
+        """Whether `send` comes first."""
+        return bool(self.pool.facts.mode == "pull")
+
+    @property
+    def first_side(self) -> int:
+        """The side whose half of a request comes first."""
+        return PRODUCER if self.is_pull else CONSUMER
+
+    # Life
+
+    def open(self) -> None:
+        """Make all ranks, in processes of their own if the connector can, and connect them."""
+        names = [(side, rank) for side in (PRODUCER, CONSUMER) for rank in range(self.pair.tp[side])]
+        self.pool.take(1)
+        if self.pool.facts.is_cross_process:
+            hosts = self.pool.take(len(names))
+        else:
+            hosts = self.pool.take(1) * len(names)
+        self._hosts = dict(zip(names, hosts, strict=True))
+        self._each("open", names, lambda r: (r, self.pair, f"{self.name}-{SIDES[r[0]]}-{r[1]}"))
+        blobs = self._each("describe", names, lambda r: (r,))
+        sides = [[blobs[r] for r in names if r[0] == side] for side in (PRODUCER, CONSUMER)]
+        self._each("connect", names, lambda r: (r, *sides))
+
+    def end(self) -> None:
+        """A check that went well so far: nothing may come late, nothing may be held."""
+        for _ in range(LATE_POLLS):
+            self.poll()
+        self._check_memory()
+        if not self._lent:
+            self.check_held({"requests"}, "although every request is over")
+        ranks = self.ranks
+        self._each("close", ranks, lambda r: (r,))
+        self._each("close", ranks, lambda r: (r,))
+        self.check_held(None, "after close()")
+        self._check_memory()
+
+    def abandon(self) -> None:
+        """Whatever happened: leave nothing of this check in the processes."""
+        for host in dict.fromkeys(self._hosts.values()):
+            if not host.is_alive:
+                continue
+            try:
+                for rank in [r for r, h in self._hosts.items() if h is host]:
+                    host.call("close", rank, timeout_s=self.settings.call_s)
+                host.call("forget", timeout_s=self.settings.call_s)
+            except (Raised, Hung, Died, AssertionError):
+                host.kill()
+
+    # Requests
+
+    def job(
+        self,
+        num_tokens: int,
+        *,
+        deadline_s: float | None = None,
+        request_id: str = "",
+        like: Job | None = None,
+    ) -> Job:
+        """A request in scattered blocks; `like`: in the blocks of another, which is over."""
+        number = next(self._ids)
+        request_id = request_id or f"{self.name}-request-{number}"
+        deadline_s = self.settings.request_s if deadline_s is None else deadline_s
+        sides = []
+        for side in (PRODUCER, CONSUMER):
+            tables = like.sides[side].block_ids if like else self._tables(side, num_tokens)
+            for block in {b for table in tables for b in table} & set(self._free[side]):
+                self._free[side].remove(block)
+            sides.append(
+                KVRequest(
+                    request_id=request_id, num_tokens=num_tokens, block_ids=tables, deadline_s=deadline_s
+                )
+            )
+        return Job(sides=(sides[0], sides[1]), seed=number)
+
+    def begin(self, jobs: Iterable[Job]) -> dict[str, list[bytes]]:
+        """The first half of each request, on every rank of its side; the answers by request id."""
+        return {job.request_id: self.half(job, self.first_side) for job in jobs}
+
+    def follow(self, jobs: Iterable[Job], answers: dict[str, list[bytes]]) -> None:
+        """The second half."""
+        for job in jobs:
+            self.half(job, 1 - self.first_side, answers[job.request_id])
+
+    def half(self, job: Job, side: int, answers: Sequence[bytes] = ()) -> list[bytes]:
+        """`send` or `receive` on every living rank of a side; their answers in rank order."""
+        self._lent[job.request_id] = job
+        method = "receive" if side else "send"
+        ranks = self.side(side)
+        for rank in ranks:
+            self.reports.pop((rank, job.request_id), None)
+        found = self._each(
+            "call", ranks, lambda _: (_, job.sides[side], tuple(answers), job.seed), told_as=method
+        )
+        return [found[rank] for rank in ranks]
+
+    def try_half(self, job: Job, side: int, answers: Sequence[bytes] = ()) -> str:
+        """The same where the connector may refuse: what it raised, or ""."""
+        try:
+            self.half(job, side, answers)
+        except Refused as error:
+            return str(error)
+        return ""
+
+    def transfer(self, *jobs: Job) -> None:
+        """Whole requests that must succeed, all in flight at once."""
+        self.follow(jobs, self.begin(jobs))
+        self.wait(jobs)
+        self.expect_done(jobs)
+
+    def poll(self) -> None:
+        """Poll both ends once, keep what they report. Raises CheckFailed for wrong memory."""
+        hosts = list(dict.fromkeys(self._hosts[rank] for rank in self.ranks))
+        for reports in self._call_hosts(hosts, "poll"):
+            for report in reports:
+                self._note(report)
+
+    def wait(self, jobs: Sequence[Job], ranks: Sequence[RankName] | None = None) -> None:
+        """Poll until these ranks (all living ones) have reported these requests. Raises CheckFailed naming
+        the first that has not by its deadline, and some grace."""
+        ranks = self.ranks if ranks is None else ranks
+        deadline_s = max(job.sides[0].deadline_s for job in jobs) + self.settings.grace_s
+        until = time.monotonic() + deadline_s
+        while missing := [
+            (r, j.request_id) for j in jobs for r in ranks if (r, j.request_id) not in self.reports
+        ]:
+            if time.monotonic() > until:
+                rank, request_id = missing[0]
+                others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                raise CheckFailed(
+                    f"{named(rank)} never reported {request_id}{others}: its deadline was "
+                    f"{deadline_s - self.settings.grace_s:g} s"
+                )
+            self.poll()
+            time.sleep(REST_S)
+        self._settle(jobs)
+
+    def expect_done(self, jobs: Iterable[Job], ranks: Sequence[RankName] | None = None) -> None:
+        """These ranks reported these requests without an error."""
+        for job in jobs:
+            for rank in self.ranks if ranks is None else ranks:
+                report = self.reports[rank, job.request_id]
+                if report.error:
+                    raise CheckFailed(f"{named(rank)} reported {job.request_id} as failed: {report.error}")
+
+    def release(self, side: int, request_id: str) -> None:
+        """Give a request up on all ranks of a side."""
+        self._each("release", self.side(side), lambda r: (r, request_id))
+
+    # Faults
+
+    def lose(self, rank: RankName) -> None:
+        """The rank is gone: its process is killed; of ranks in one process, it is closed without a word."""
+        self._dead.add(rank)
+        host = self._hosts[rank]
+        if self.pool.facts.is_cross_process:
+            host.kill()
+        else:
+            self._call_hosts([host], "close", rank)
+
+    def register_again(self, rank: RankName) -> str:
+        """A second registration on one rank: what it raised, or ""."""
+        (raised,) = self._call_hosts([self._hosts[rank]], "register_again", rank, self.pair)
+        return str(raised)
+
+    def resources(self) -> dict[str, int]:
+        """Threads and file descriptors of the first process."""
+        (found,) = self._call_hosts([self._hosts[PRODUCER, 0]], "resources")
+        return dict(found)
+
+    def check_held(self, names: set[str] | None, when: str) -> None:
+        """What ranks say they hold (of these names; None: of all) is nothing."""
+        for rank, held in self._each("held", self.ranks, lambda r: (r,)).items():
+            left = {k: v for k, v in (held or {}).items() if v and (names is None or k in names)}
+            if left:
+                told = ", ".join(f"{count} {name}" for name, count in left.items())
+                raise CheckFailed(f"{named(rank)} holds {told} {when}")
+
+    # Inside
+
+    def _tables(self, side: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        plain = consecutive_tables(self.pair.geometry(side, 0), num_tokens)
+        free = self._free[side]
+        return tuple(tuple(NULL_BLOCK if b == NULL_BLOCK else free.pop(0) for b in t) for t in plain)
+
+    def _settle(self, jobs: Sequence[Job]) -> None:
+        """Blocks of requests that every rank has reported are free again."""
+        for job in jobs:
+            if self._lent.pop(job.request_id, None) is not None:
+                for free, request in zip(self._free, job.sides, strict=True):
+                    # The ones freed last are used last, but used: pools are small.
+                    free += sorted({b for t in request.block_ids for b in t} - {NULL_BLOCK} - set(free))
+
+    def _note(self, report: Report) -> None:
+        key = (report.rank, report.request_id)
+        if report.wrong:
+            how = f"with the error {report.error!r}" if report.error else "as done"
+            raise CheckFailed(f"{named(report.rank)} reported {report.request_id} {how}: {report.wrong}")
+        self.reports[key] = report
+
+    def _check_memory(self) -> None:
+        for rank, wrong in self._each("wrong_elsewhere", self.ranks, lambda r: (r,)).items():
+            if wrong:
+                raise CheckFailed(f"memory of {named(rank)}: {wrong}")
+
+    def _each(
+        self, method: str, ranks: Sequence[RankName], arguments: Any, *, told_as: str = ""
+    ) -> dict[RankName, Any]:
+        """Call every rank's process, those of several processes side by side."""
+        answers: dict[RankName, Any] = {}
+        waiting = list(ranks)
+        while waiting:
+            # One call at a time in each process.
+            batch: dict[HostProcess, RankName] = {}
+            for rank in waiting:
+                batch.setdefault(self._hosts[rank], rank)
+            waiting = [rank for rank in waiting if rank not in batch.values()]
+            calls = [
+                (host, f"{told_as or method}() of {named(rank)}", arguments(rank))
+                for host, rank in batch.items()
+            ]
+            answers.update(zip(batch.values(), self._call(method, calls), strict=True))
+        return answers
+
+    def _call_hosts(self, hosts: Sequence[HostProcess], method: str, *arguments: Any) -> list[Any]:
+        return self._call(method, [(host, f"{method}()", arguments) for host in hosts])
+
+    def _call(self, method: str, calls: Sequence[tuple[HostProcess, str, tuple[Any, ...]]]) -> list[Any]:
+        """Call processes side by side; all have answered, or are dead, when this returns or raises.
+
+        Raises Refused where the connector raised, CheckFailed where it hung or took its process with it.
+        """
+        until = time.monotonic() + self.settings.call_s
+        answers: list[Any] = []
+        failures: list[CheckFailed] = []
+        begun = []
+        for host, what, arguments in calls:
+            try:
+                host.start(method, *arguments)
+                begun.append((host, what))
+            except Died as error:
+                failures.append(CheckFailed(str(error)))
+        for host, what in begun:
+            try:
+                answers.append(host.finish(what, until))
+            except Raised as error:
+                failures.append(Refused(f"{what} raised {error}"))
+            except (Hung, Died) as error:
+                failures.append(CheckFailed(str(error)))
+        if failures:
+            # Worse than a refusal comes first.
+            raise min(failures, key=lambda f: isinstance(f, Refused))
+        return answers
+
+
+def named(rank: RankName) -> str:
+    """A rank in words."""
+    return f"{SIDES[rank[0]]} rank {rank[1]}"

@@ -1,0 +1,118 @@
+"""Runs checks, one after the other, and says what came of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rayk.conformance.catalog import Check
+from rayk.conformance.host import ConnectorFacts, Raised
+from rayk.conformance.pool import Died, HostPool, Hung
+from rayk.conformance.rig import CheckFailed, Rig, Settings
+from rayk.conformance.scenarios import SCENARIOS
+from rayk.types.errors import UserError
+
+PASS, FAIL, UNSUPPORTED = "PASS", "FAIL", "UNSUPPORTED"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """What came of one check."""
+
+    id: str
+    verdict: str
+    """PASS, FAIL, or UNSUPPORTED: the connector says that it does not do this."""
+    reason: str
+    proves: str
+    prefill_tp: int
+    decode_tp: int
+    prefill_layout: str
+    decode_layout: str
+    prefill_block_size: int
+    decode_block_size: int
+    kinds: str
+    wall_s: float
+
+    def record(self) -> dict[str, Any]:
+        """As a row of a table."""
+        return asdict(self)
+
+
+class Kit:
+    """A connector's checks. A context manager: its processes end with it.
+
+    `target` is MODULE:CLASS, `path` folders to import it from. Raises UserError where it cannot be imported.
+    """
+
+    def __init__(self, target: str, *, path: Sequence[str] = (), settings: Settings | None = None) -> None:
+        self.target = target
+        self._settings = settings or Settings()
+        self._pool = HostPool(target, path)
+
+    def __enter__(self) -> Kit:
+        try:
+            self._pool.take(1)
+        except (Raised, Hung, Died) as error:
+            self._pool.close()
+            raise UserError(
+                str(error), f"connector {self.target}", "the module must be importable"
+            ) from error
+        except BaseException:
+            self._pool.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.close()
+
+    @property
+    def facts(self) -> ConnectorFacts:
+        """What the class says of itself."""
+        facts = self._pool.facts
+        assert isinstance(facts, ConnectorFacts), "the kit was not entered"
+        return facts
+
+    def run(self, check: Check) -> CheckResult:
+        """One check, whatever the connector does in it."""
+        began = time.monotonic()
+        verdict, reason = self._run(check)
+        pair = check.pair
+        return CheckResult(
+            id=check.id,
+            verdict=verdict,
+            reason=reason,
+            proves=check.proves,
+            prefill_tp=pair.tp[0],
+            decode_tp=pair.tp[1],
+            prefill_layout=pair.layouts[0],
+            decode_layout=pair.layouts[1],
+            prefill_block_size=pair.block_sizes[0],
+            decode_block_size=pair.block_sizes[1],
+            kinds=", ".join(check.case.kinds),
+            wall_s=time.monotonic() - began,
+        )
+
+    def run_all(self, checks: Sequence[Check]) -> Iterator[CheckResult]:
+        """One after the other."""
+        return (self.run(check) for check in checks)
+
+    def _run(self, check: Check) -> tuple[str, str]:
+        try:
+            (host,) = self._pool.take(1)
+            why_not = host.call("supports", check.case, timeout_s=self._settings.call_s)
+        except (Raised, Hung, Died) as error:
+            return FAIL, f"supports(): {error}"
+        if why_not is not None:
+            return UNSUPPORTED, str(why_not)
+        rig = Rig(self._pool, check.pair, check.id.replace(".", "-"), self._settings)
+        try:
+            rig.open()
+            SCENARIOS[check.scenario](rig)
+            rig.end()
+        except CheckFailed as failure:
+            return FAIL, str(failure)
+        finally:
+            rig.abandon()
+        return PASS, ""

@@ -1,0 +1,215 @@
+"""Two connectors over rayk's own agents: one within a process, one over NIXL. Both pull.
+
+Each wraps a TransferRank: a ticket carries the producer's digests, a lease keeps its blocks, and a consumer
+reports a request as done only after generations and digests have proven it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rayk.kv.caches import CanonicalKVCaches, FieldView
+from rayk.kv.fields import ITEMSIZE
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.connector import ConnectorCase, Finished, KVRequest, Mode
+from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.nixl_agent import NixlAgent
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import LayerView, make_layer_view
+
+NS_PER_S = 1_000_000_000
+_NETWORK = LocalNetwork()
+"""Where the local connectors of this process find each other."""
+
+
+def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
+    """Every cached layer as its kernels see it."""
+    for geometry in caches.geometry.groups:
+        group = geometry.group
+        for layer in group.layers:
+            bound = caches.view(layer, group.spec.part)
+            fields, start = [], 0
+            for f in geometry.fields:
+                stop = start + f.field.row_bytes // ITEMSIZE[f.field.dtype]
+                # Of several bundles each is a tensor of its own; fields of one lie side by side.
+                whole = not isinstance(bound, Mapping)
+                view = bound[..., start:stop] if whole else bound[f.field.bundle]  # type: ignore[index]
+                start = stop
+                fields.append(FieldView(f.field.name, view, f.units))
+            yield make_layer_view(layer, group, fields)
+
+
+class AgentConnector:
+    """See connector.Connector; subclasses say which agent."""
+
+    mode: Mode = "pull"
+    is_cross_process: bool = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rank: TransferRank | None = None
+        self._producer: str | None = None
+        """Name of the engine that is read from, where this is a consumer rank."""
+        self._ids = itertools.count()
+        self._sent: dict[str, str] = {}
+        """Lease id -> request id."""
+        self._received: set[str] = set()
+        self._draining: dict[str, Finished] = {}
+        """Lease id -> what will be reported when nothing writes any more."""
+        self._given_up: list[Finished] = []
+
+    @classmethod
+    def supports(cls, case: ConnectorCase) -> str | None:
+        """Everything."""
+        return None
+
+    def make_agent(self, name: str) -> TransferAgent:
+        """The agent that moves the bytes."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> TransferRank:
+        """What drives the transfers. AssertionError before `register` and after `close`."""
+        assert self._rank is not None, f"{self.name} has no cache"
+        return self._rank
+
+    def register(self, caches: CanonicalKVCaches) -> None:
+        """See Connector."""
+        if self._rank is not None:
+            raise ValueError(f"{self.name} has a cache already")
+        agent = self.make_agent(self.name)
+        # Ranks are one engine where they are connected as one: its name is settled there.
+        description = describe_cache(agent, caches, engine="", fingerprint={})
+        self._rank = TransferRank(agent, caches, list(layer_views(caches)), description)
+
+    def describe(self) -> bytes:
+        """See Connector."""
+        return pickle.dumps(self.rank.description)
+
+    def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
+        """See Connector. Raises HandshakeMismatch."""
+        sides = [_engine(producers), _engine(consumers)]
+        self.rank.connect(*sides)
+        if self.name in {d.agent_name for d in sides[1]}:
+            self._producer = sides[0][0].engine
+
+    def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
+        """See Connector."""
+        if request.request_id in self._sent.values():
+            raise ValueError(f"{request.request_id} is being sent")
+        rank = self.rank
+        lease_id = f"{request.request_id}#{next(self._ids)}"
+        self._sent[lease_id] = request.request_id
+        rank.lease(lease_id, time.monotonic_ns() + int(request.deadline_s * NS_PER_S))
+        ticket = TransferTicket(
+            request_id=request.request_id,
+            lease_id=lease_id,
+            engine="",
+            epoch=rank.description.epoch,
+            num_tokens=request.num_tokens,
+            block_tables=request.block_ids,
+            generations=rank.generations(request.block_ids),
+            digests=rank.digests(request.num_tokens, request.block_ids)[None],
+        )
+        return pickle.dumps(ticket)
+
+    def receive(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
+        """See Connector. Raises HandshakeMismatch where the producer is not connected."""
+        if request.request_id in self._received:
+            raise ValueError(f"{request.request_id} is being received")
+        tickets: list[TransferTicket] = [pickle.loads(peer) for peer in peers]  # noqa: S301 - our own
+        first = tickets[0]
+        ticket = TransferTicket(
+            request_id=request.request_id,
+            lease_id=first.lease_id,
+            engine=self._producer or "",
+            epoch=first.epoch,
+            num_tokens=first.num_tokens,
+            block_tables=first.block_tables,
+            generations=first.generations,
+            digests=np.concatenate([t.digests for t in tickets]),
+        )
+        deadline = time.monotonic_ns() + int(request.deadline_s * NS_PER_S)
+        self.rank.start(ticket, request.block_ids, deadline)
+        self._received.add(request.request_id)
+        return b""
+
+    def poll(self) -> Sequence[Finished]:
+        """See Connector."""
+        if self._rank is None:
+            return []
+        now = time.monotonic_ns()
+        finished, self._given_up = self._given_up, []
+        for outcome in self._rank.poll(now):
+            over = Finished(outcome.request_id, "" if outcome.error is None else str(outcome.error))
+            if outcome.is_draining:
+                self._draining[outcome.lease_id] = over
+            else:
+                self._rank.release_now(outcome.request_id)
+                finished.append(over)
+        drained = (self._draining.pop(i, None) for i in self._rank.drained())
+        finished += [over for over in drained if over is not None]
+        self._received -= {over.request_id for over in finished}
+        finished += [Finished(r) for r in self._end(self._rank.released())]
+        late = "nobody released its blocks within the deadline"
+        finished += [Finished(r, late) for r in self._end(self._rank.expired(now))]
+        return finished
+
+    def release(self, request_id: str) -> None:
+        """See Connector. Of a request that is being sent: whoever still reads finds its blocks reused."""
+        if self._rank is None:
+            return
+        self._rank.cancel(request_id)
+        leases = [lease for lease, of in self._sent.items() if of == request_id]
+        self._given_up += [Finished(r, "given up") for r in self._end(leases)]
+
+    def held(self) -> Mapping[str, int]:
+        """Registrations and requests."""
+        return {
+            "registrations": int(self._rank is not None),
+            "requests": len(self._sent) + len(self._received),
+        }
+
+    def close(self) -> None:
+        """See Connector."""
+        if self._rank is not None:
+            self._rank.close()
+        self._rank = None
+        for kept in (self._sent, self._received, self._draining, self._given_up):
+            kept.clear()
+
+    def _end(self, leases: Sequence[str]) -> list[str]:
+        """Request ids of leases that are over."""
+        return [self._sent.pop(lease) for lease in leases if lease in self._sent]
+
+
+class LocalConnector(AgentConnector):
+    """Between ranks of one process. Reads take a few polls, as they would between processes."""
+
+    is_cross_process: bool = False
+
+    def make_agent(self, name: str) -> TransferAgent:
+        """An agent that copies."""
+        return LocalAgent(name, _NETWORK, delay_polls=2)
+
+
+class NixlConnector(AgentConnector):
+    """Between processes of one host, over NIXL (UCX)."""
+
+    def make_agent(self, name: str) -> TransferAgent:
+        """A NIXL agent. Raises DeviceError where NIXL cannot be used."""
+        return NixlAgent(name)
+
+
+def _engine(blobs: Sequence[bytes]) -> list[CacheDescription]:
+    """The ranks of one engine, named after its first rank."""
+    ranks: list[CacheDescription] = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - our own
+    return [replace(rank, engine=ranks[0].agent_name) for rank in ranks]
