@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.actors.commands import Capture, Connect, Describe, Diagnose
+from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
 from rayk.actors.extension import TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.engine.build import Completion, ThreadEngine
@@ -199,6 +200,16 @@ class Pair:
         found = self.d.call(Diagnose(request_id, tuple(fetched)))  # type: ignore[arg-type]
         exact = [mismatch for per_rank in found for mismatch in per_rank]  # type: ignore[attr-defined]
         return sorted(exact, key=lambda m: (m.group, m.layer, m.field, m.head, m.token))
+
+    def explain(self, request_id: str, ticket: TransferTicket) -> KVMismatch:
+        """The first wrong byte and what it is, as the coordinator tells it: the producer was asked, too."""
+        first = first_of([self.diagnose(request_id, ticket)])
+        assert first is not None, "both sides are equal"
+        if first.found_rows:
+            places = self.p.call(locate_command(first))
+            holders = self.p.run(lambda: self.p.handover.holders(blocks_of(places)))  # type: ignore[arg-type]
+            name_holder(first, ticket, places, holders)  # type: ignore[arg-type]
+        return first
 
     def check_all_free(self) -> None:
         """Every block of both engines comes back, and nothing is left of any request."""

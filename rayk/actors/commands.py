@@ -56,6 +56,20 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldTicket:
+    """A ticket waits for blocks here: renew its lease until its read starts."""
+
+    ticket: TransferTicket
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """A ticket that waited will not be read: release its lease."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """Copy a request's live rows out of the bound views; the answer is CapturedRows."""
 
@@ -72,6 +86,17 @@ class Diagnose:
     request_id: str
     fetched: tuple[CapturedRows, ...]
     """By producer rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Where these rows of a layer's field and unit lie in the engine's cache; the answer is a list of
+    transfer.locate.Place."""
+
+    layer: int
+    field: str
+    unit: int
+    rows: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,5 +129,7 @@ class TicketPart:
 
     digests: Digests
     generations: tuple[tuple[int, ...], ...]
+    lease_ns: int | None = None
+    """How long the lease lasts after a renewal; None: it needs none."""
     digest_ns: int = 0
     """How long the digests took."""

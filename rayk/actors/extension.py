@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rayk.actors.commands import (
     Capture,
@@ -13,6 +13,9 @@ from rayk.actors.commands import (
     Describe,
     Diagnose,
     EndReads,
+    HoldTicket,
+    LetGo,
+    Locate,
     MakeTicket,
     Prove,
     ReleaseMismatch,
@@ -22,16 +25,13 @@ from rayk.actors.commands import (
 )
 from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.engine.rank import EngineRank
-from rayk.models.config import DecoderConfig
 from rayk.models.fingerprint import fingerprint
-from rayk.models.kv_specs import engine_specs
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.faults import FaultyAgent, reuse_early
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
-from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch, RaykError
 
 
@@ -43,13 +43,6 @@ class RankNews:
     drained: tuple[str, ...]
     released: tuple[str, ...]
     expired: tuple[str, ...]
-
-
-def group_settings(engine: EngineConfig, config: DecoderConfig) -> dict[str, str]:
-    """Settings by which engines of one model keep other things of a token, by name; those that make no
-    difference to it are left out."""
-    kept = [engine_specs(replace(engine, hybrid_kv=value), config) for value in (True, False)]
-    return {"hybrid_kv": str(engine.hybrid_kv).lower()} if kept[0] != kept[1] else {}
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -103,6 +96,7 @@ class TransferExtension:
         engine: str,
         epoch: int,
         lease_s: float,
+        renewed_lease_s: float | None = None,
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
     ) -> None:
@@ -114,6 +108,7 @@ class TransferExtension:
         self._fence = rank.fence
         self._on_point = on_point
         self._lease_ns = int(lease_s * 1e9)
+        self._renewed_ns = int(renewed_lease_s * 1e9) if renewed_lease_s is not None else None
         self._num_handovers = 0
         self._refused: list[TransferOutcome] = []
         self._mismatched: set[str] = set()
@@ -124,7 +119,7 @@ class TransferExtension:
             engine=engine,
             epoch=epoch,
             fingerprint=model,
-            settings=group_settings(rank.config, rank.model_config),
+            kv_scales=rank.decoder.kv_scales,
         )
         self.transfer = TransferRank(self._agent, rank.caches, self._views, description)
 
@@ -141,6 +136,10 @@ class TransferExtension:
                 self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
                 return self._make_ticket(command)
+            case HoldTicket(ticket):
+                self.transfer.hold(ticket)
+            case LetGo(request_id):
+                self.transfer.let_go(request_id)
             case StartRead():
                 self._start_read(command)
             case Capture():
@@ -157,6 +156,8 @@ class TransferExtension:
                 self.transfer.end_reads(engine, epoch)
             case Diagnose():
                 return self._diagnose(command)
+            case Locate(layer, field, unit, rows):
+                return self.transfer.locate(layer, field, unit, rows)
             case ReleaseMismatch(request_id):
                 self._mismatched.discard(request_id)
                 self.transfer.release_now(request_id)
@@ -189,12 +190,12 @@ class TransferExtension:
     def _make_ticket(self, command: MakeTicket) -> TicketPart:
         self._num_handovers += 1
         self._on_point("transfer", self._num_handovers)
-        self.transfer.lease(command.lease_id, time.monotonic_ns() + self._lease_ns)
         began = time.monotonic_ns()
+        self.transfer.lease(command.lease_id, began + self._lease_ns, self._renewed_ns)
         digests = self.transfer.digests(command.num_tokens, command.block_tables)
-        part = TicketPart(
-            digests, self.transfer.generations(command.block_tables), time.monotonic_ns() - began
-        )
+        digest_ns = time.monotonic_ns() - began
+        generations = self.transfer.generations(command.block_tables)
+        part = TicketPart(digests, generations, self._renewed_ns, digest_ns)
         if self._faults.take("early_reuse", command.request_id) is not None:
             reuse_early(self._caches, [b for table in command.block_tables for b in table if b])
         return part

@@ -7,6 +7,7 @@ ranks, and their results and news come back.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rayk.actors.commands import Capture, MakeTicket, Prove
@@ -168,6 +169,11 @@ class TransferHandover:
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request outlive its stream here."""
         return self.lending.holds(request_id) or self.receiving.holds(request_id)
+
+    def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
+        """Block -> the request that holds it now, here or by a lease; free ones are absent."""
+        held = self.leader.manager.holders(block_ids)
+        return {block: self.lending.request_of(holder) or holder for block, holder in held.items()}
 
     def fail_all(self, error: RaykError) -> None:
         """The engine is going down: nothing here outlives it."""

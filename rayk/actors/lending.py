@@ -46,6 +46,10 @@ class Lending:
         """Whether a request has a lease."""
         return request_id in self._lease_ids
 
+    def request_of(self, lease_id: str) -> str | None:
+        """The request of an open lease."""
+        return next((r for r, lease in self._lease_ids.items() if lease == lease_id), None)
+
     def lend(self, request_id: str, num_tokens: int, tables: BlockTables) -> MakeTicket:
         """Take a request and its blocks out of the scheduler; the command by which all ranks write its
         ticket."""
@@ -76,6 +80,7 @@ class Lending:
             block_tables=command.block_tables,
             generations=generations,
             digests=np.stack([a.digests for a in answers]),
+            lease_ns=answers[0].lease_ns,
             digest_ns=tuple(a.digest_ns for a in answers),
         )
         self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))

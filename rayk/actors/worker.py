@@ -16,7 +16,8 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ class RankSpec:
     """host:port the ranks meet at; also names their shared memory."""
     comm_timeout_s: float
     lease_s: float
+    """A lease lasts no longer than this."""
+    renewed_lease_s: float | None = None
+    """A lease that nobody has renewed for so long ends; None: it needs no renewal."""
     spans_nodes: bool = False
     """Whether the cell's engines are on several nodes."""
     faults: tuple[PlantedFault, ...] = ()
@@ -246,6 +250,14 @@ class Worker:
         if self._handover is not None:
             self._handover.settle(request_id)
 
+    def holders(self, block_ids: Sequence[int], timeout_s: float) -> dict[int, str]:
+        """Which request holds each of these blocks now, also by a lease (rank 0); free ones are absent."""
+        assert self._leader is not None, "only rank 0 knows"
+        assert self._handover is not None
+        handover, answer = self._handover, Future[dict[int, str]]()
+        self._leader.post(lambda: answer.set_result(handover.holders(block_ids)))
+        return answer.result(timeout_s)
+
     def status(self) -> dict[str, Any]:
         """Counters of the rank: turns, steps, times, blocks, leases."""
         report: dict[str, Any] = {"name": self.name, "pid": os.getpid()}
@@ -264,6 +276,7 @@ class Worker:
                 "num_free_blocks": self._leader.manager.pool.num_free_blocks,
                 "num_blocks": self._leader.manager.pool.num_blocks,
                 "leases": self._leader.manager.leases,
+                "ledger": self._leader.manager.ledger,
                 "num_running": self._leader.scheduler.num_running,
                 "num_waiting": self._leader.scheduler.num_waiting,
                 "num_preemptions": self._leader.scheduler.num_preemptions,
@@ -308,6 +321,7 @@ class Worker:
             engine=spec.engine,
             epoch=spec.epoch,
             lease_s=spec.lease_s,
+            renewed_lease_s=spec.renewed_lease_s,
             faults=spec.faults,
             on_point=self._on_point,
         )

@@ -20,6 +20,21 @@ class _Table:
     num_trimmed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Blocks that were put aside for a transfer: under a lease, or reserved for tokens that come."""
+
+    num_leased: int
+    """Ever since the engine was formed."""
+    num_freed: int
+    """Of these, given back."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are put aside now."""
+        return self.num_leased - self.num_freed
+
+
 class KVCacheManager:
     """Allocates blocks of all groups from one pool. Implements types.allocator.BlockAllocator."""
 
@@ -28,6 +43,15 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self._tables: dict[str, list[_Table]] = {}
         self._leases: dict[str, list[list[int]]] = {}
+        self._reserved: dict[str, int] = {}
+        """Requests whose tables were reserved -> blocks at that time."""
+        self._num_leased = self._num_freed = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        """What came of blocks that were put aside. A request's reservation counts until the request is over,
+        or its blocks are leased on."""
+        return Ledger(self._num_leased, self._num_freed)
 
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
         """Make the tables hold `num_tokens` tokens; see BlockAllocator.
@@ -68,6 +92,8 @@ class KVCacheManager:
         for g, t in zip(self.groups, tables, strict=True):
             t.blocks += self.pool.allocate(-(-num_tokens // g.spec.block_size) - len(t.blocks))
         self._tables[request_id] = tables
+        self._reserved[request_id] = needed
+        self._num_leased += needed
         return tuple((0, tuple(t.blocks)) for t in tables)
 
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
@@ -87,15 +113,20 @@ class KVCacheManager:
         """Give back what the request holds; unknown requests hold nothing."""
         for t in self._tables.pop(request_id, []):
             self.pool.free(t.blocks)
+        self._num_freed += self._reserved.pop(request_id, 0)
 
     def lease(self, request_id: str, lease_id: str) -> None:
         """The request is over but its blocks stay, held by the lease, until `release`."""
         assert lease_id not in self._leases, f"lease {lease_id} exists"
         self._leases[lease_id] = [t.blocks for t in self._tables.pop(request_id)]
+        self._num_leased += _num_real(self._leases[lease_id])
+        self._num_freed += self._reserved.pop(request_id, 0)
 
     def release(self, lease_id: str) -> None:
         """End a lease; its blocks may be reused from now on. Unknown leases are over already."""
-        for blocks in self._leases.pop(lease_id, []):
+        blocks_of = self._leases.pop(lease_id, [])
+        self._num_freed += _num_real(blocks_of)
+        for blocks in blocks_of:
             self.pool.free(blocks)
 
     @property
@@ -103,12 +134,25 @@ class KVCacheManager:
         """Leases that hold blocks now."""
         return tuple(self._leases)
 
+    def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
+        """Block -> the request, or else the lease, that holds it now; blocks that nobody holds are absent."""
+        wanted = set(block_ids)
+        named = [(name, [t.blocks for t in tables]) for name, tables in self._tables.items()]
+        return {
+            block: name
+            for name, tables in (*named, *self._leases.items())
+            for table in tables
+            for block in table
+            if block in wanted and block != NULL_BLOCK
+        }
+
     def max_request_blocks(self, num_tokens: int, max_batch_tokens: int) -> int:
         """Blocks one request of `num_tokens` needs at its peak, if chunks have at most `max_batch_tokens`."""
         return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in self.groups)
 
     def check_integrity(self) -> None:
-        """Tables and leases hold exactly the pool's references. AssertionError otherwise."""
+        """Tables and leases hold exactly the pool's references, and the ledger adds up. AssertionError
+        otherwise."""
         self.pool.check_integrity()
         held: Counter[int] = Counter()
         for tables in self._tables.values():
@@ -120,3 +164,9 @@ class KVCacheManager:
                 held.update(b for b in blocks if b != NULL_BLOCK)
         for block in range(1, self.pool.num_blocks):
             assert held[block] == self.pool.references(block), f"block {block}: references differ"
+        aside = sum(self._reserved.values()) + sum(map(_num_real, self._leases.values()))
+        assert aside == self.ledger.num_held, f"the ledger holds {self.ledger.num_held} blocks, not {aside}"
+
+
+def _num_real(tables: Sequence[Sequence[int]]) -> int:
+    return sum(b != NULL_BLOCK for blocks in tables for b in blocks)

@@ -18,6 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 MAX_ROW_SHIFT = 64
 """Token shifts that are looked for."""
 MAX_PARTS = 16
+MAX_FOREIGN_ROWS = 16
+_FOREIGN, _OTHER = "stale or foreign content", "other content"
 MIN_PART_BYTES = 8
 """A unit is looked at in up to so many equal parts, none so small that it equals another by chance."""
 
@@ -89,6 +91,7 @@ def first_difference(
     difference = _Difference(
         page_field, unit, theirs, ours, wrong_rows, live.start, view.group.spec.block_size, expected, found
     )
+    classification = classify(difference)
     return KVMismatch(
         request_id,
         view.layer,
@@ -96,10 +99,12 @@ def first_difference(
         page_field.name,
         unit,
         live.start + int(wrong_rows[0]),
-        classify(difference),
+        classification,
         num_bytes_checked=sum(v.size for v in found.values()),
         num_bytes_mismatched=num_wrong,
         unit_name=page_field.unit_name,
+        found_rows=_foreign_rows(difference) if _is_foreign(classification) else (),
+        is_tail=_is_tail(difference),
     )
 
 
@@ -110,7 +115,26 @@ def classify(difference: _Difference) -> str:
         if text is not None:
             return text
     wrong = int((difference.expected != difference.found).sum())
-    return f"other content in {wrong} bytes of {_tokens(difference)[0]}"
+    return f"{_OTHER} in {wrong} bytes of {_tokens(difference)[0]}"
+
+
+def _is_foreign(classification: str) -> bool:
+    """Whether wrong rows hold something that this side cannot explain."""
+    return classification.endswith(_FOREIGN) or classification.startswith(_OTHER)
+
+
+def _foreign_rows(d: _Difference) -> tuple[bytes, ...]:
+    """The first run of wrong rows, a few of them, no more than a block holds."""
+    first = int(d.wrong_rows[0])
+    run = int(np.argmin(np.append(np.diff(d.wrong_rows), 0) == 1)) + 1
+    left = d.block_size - (d.first_token + first) % d.block_size
+    return tuple(row.tobytes() for row in d.found[first : first + min(run, left, MAX_FOREIGN_ROWS)])
+
+
+def _is_tail(d: _Difference) -> bool:
+    """Rows are right up to some token, and wrong from there on."""
+    first = int(d.wrong_rows[0])
+    return first > 0 and len(d.wrong_rows) == len(d.expected) - first
 
 
 def _flipped_bit(d: _Difference) -> str | None:
@@ -125,7 +149,8 @@ def _never_written(d: _Difference) -> str | None:
     values = np.unique(d.wrong_found)
     if len(values) > 1:
         return None
-    return f"{_blocks(d)}never written: {_hold(d)} only 0x{int(values[0]):02x}"
+    what = "tail not written" if _is_tail(d) else f"{_blocks(d)}never written"
+    return f"{what}: {_hold(d)} only 0x{int(values[0]):02x}"
 
 
 def _swapped_fields(d: _Difference) -> str | None:
@@ -259,7 +284,7 @@ def _missing_block(d: _Difference) -> str | None:
     is_most = (d.wrong_expected != d.wrong_found).mean() > 0.5
     if not blocks or not is_most:
         return None
-    return f"{blocks}missing: {_hold(d)} stale or foreign content"
+    return f"{blocks}missing: {_hold(d)} {_FOREIGN}"
 
 
 def _blocks(d: _Difference) -> str:

@@ -20,9 +20,11 @@ from rayk.transfer.agent import Handle, TransferAgent, TransferState
 from rayk.transfer.consumer import Consumption, TransferOutcome
 from rayk.transfer.diagnose import first_difference, merge_rows
 from rayk.transfer.handshake import CacheDescription, check, check_engine
-from rayk.transfer.lease import LeaseTable, ReleaseMessage
+from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
+from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.plan import TransferPlan
+from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.valid_prefix import LayerProof, proven_rows
 from rayk.transfer.verify import (
@@ -34,6 +36,7 @@ from rayk.transfer.verify import (
     fetch_rows,
     sorted_views,
 )
+from rayk.transfer.waiting import WaitingTicket
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
 WIRE_POLL_S = 0.0003
@@ -49,6 +52,7 @@ class TransferRank:
         layer_views: Sequence[LayerView],
         description: CacheDescription,
         *,
+        staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.description = description
@@ -60,7 +64,10 @@ class TransferRank:
         # producers' blocks are smaller or shared. Fences that find no room wait for others to end.
         num_slots = max(1 << 12, 8 * caches.geometry.num_blocks)
         self._landing = Landing(agent, num_slots, caches.buffer.device)
+        self._staging = Staging(agent, staging or StagingSettings(), caches.buffer.device)
         self._links: dict[str, ProducerLink] = {}
+        self._waiting: dict[str, WaitingTicket] = {}
+        """Request id -> its ticket, whose blocks are not there yet."""
         self._active: dict[str, Consumption] = {}
         self._over: list[Consumption] = []
         """Finished, but draining or kept after a mismatch."""
@@ -130,6 +137,7 @@ class TransferRank:
         link = self._links.pop(engine, None)
         if link is None:
             return
+        self._waiting = {r: w for r, w in self._waiting.items() if w.link is not link}
         for consumption in self._active.values():
             if consumption.link is link:
                 consumption.fail(f"producer engine {engine} is gone")
@@ -148,6 +156,19 @@ class TransferRank:
 
     # Consumer
 
+    def hold(self, ticket: TransferTicket) -> None:
+        """A ticket waits for blocks here: its lease is renewed until `start` or `let_go`. Nothing for one of
+        an engine, or of a life of it, that is not connected: `start` refuses it."""
+        link = self._links.get(ticket.engine)
+        if link is not None and link.epoch == ticket.epoch:
+            self._waiting[ticket.request_id] = WaitingTicket(ticket, link, self._agent)
+
+    def let_go(self, request_id: str) -> None:
+        """A ticket that waits will not be read: its lease is released. Nothing for others."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.release()
+
     def start(
         self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]], deadline_ns: int
     ) -> None:
@@ -157,6 +178,7 @@ class TransferRank:
         `deadline_ns` is on the clock given to this object.
         """
         assert ticket.request_id not in self._active, f"{ticket.request_id} is being read"
+        waiting = self._waiting.pop(ticket.request_id, None)
         link = self._links.get(ticket.engine)
         connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
         if link is None or link.epoch != ticket.epoch:
@@ -167,10 +189,13 @@ class TransferRank:
             link=link,
             agent=self._agent,
             landing=self._landing,
+            staging=self._staging,
+            buffer=self._caches.buffer,
             views=self._views,
             rows_per_group=self.description.rows_per_group,
             name=self.description.agent_name,
             deadline_ns=deadline_ns,
+            renewals=waiting.renewals if waiting is not None else None,
             clock=self._clock,
         )
         self._active[ticket.request_id] = consumption
@@ -184,6 +209,8 @@ class TransferRank:
     def poll(self, now_ns: int) -> list[TransferOutcome]:
         """Make progress in every role; transfers that ended since the last call, each once."""
         self._take_notifications()
+        for waiting in self._waiting.values():
+            waiting.step(now_ns)
         outcomes = []
         for request_id, consumption in list(self._active.items()):
             consumption.step(now_ns)
@@ -301,9 +328,9 @@ class TransferRank:
             digests=np.stack(digests),
         )
 
-    def lease(self, lease_id: str, deadline_ns: int) -> None:
-        """Open a lease on this rank, before the ticket leaves the engine."""
-        self._leases.open(lease_id, deadline_ns)
+    def lease(self, lease_id: str, deadline_ns: int, lease_ns: int | None = None) -> None:
+        """Open a lease on this rank, before the ticket leaves the engine; `lease_ns`: see LeaseTable."""
+        self._leases.open(lease_id, deadline_ns, now_ns=self._clock(), lease_ns=lease_ns)
 
     def released(self) -> list[str]:
         """Leases that all consumer ranks have released at this rank since the last call. The engine may
@@ -322,9 +349,20 @@ class TransferRank:
         """
         return fetch_rows(self._view(layer, group), block_table, num_tokens)
 
+    def locate(self, layer: int, field: str, unit: int, rows: Sequence[bytes]) -> list[Place]:
+        """Where rows of a layer's field and unit lie in this rank's cache, whoever they are of."""
+        view = next((v for v in self._views if v.layer == layer and field in v.names), None)
+        if view is None:
+            return []
+        return find_rows(view, field, unit, rows, self.description.tp_rank, self._caches.generations)
+
     def _take_notifications(self) -> None:
         for peer, message in self._agent.notifications():
             release = ReleaseMessage.decode(message)
+            renewal = RenewMessage.decode(message) if release is None else None
+            if renewal is not None:
+                self._leases.on_renew(renewal, self._clock())
+                continue
             if release is None:
                 # Anybody who knows the agent can send one: it must not end the engine.
                 logging.getLogger(__name__).warning(

@@ -58,6 +58,11 @@ class LayerView:
         return int(self.fields[0].view.shape[2])
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the fields."""
+        return tuple(f.name for f in self.fields)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row of all fields and local units."""
         return sum(len(f.units) * f.view.shape[3] * f.view.element_size() for f in self.fields)

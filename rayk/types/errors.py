@@ -170,6 +170,11 @@ class KVMismatch(RaykError):
     num_bytes_mismatched: int = 0
     unit_name: str = "head"
     """What the field's unit `head` is, for the message."""
+    found_rows: tuple[bytes, ...] = ()
+    """Rows from `token` on as they were found, a few at most, where nothing on this side explains them: the
+    producer may know whose they are."""
+    is_tail: bool = False
+    """All rows of the sequence from `token` on are wrong, and none before."""
 
     def __str__(self) -> str:
         return (

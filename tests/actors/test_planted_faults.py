@@ -269,7 +269,7 @@ def map_drops_the_last_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 COPY_FAULTS = {
     "plan-head": (source_units_shifted, 0, "head 0 holds head 1"),
     "plan-swap": (plan_swaps_k_and_v, 0, "K and V swapped"),
-    "plan-block": (plan_drops_the_last_block, 32, "block 2 of the sequence never written: tokens 32 to 36"),
+    "plan-block": (plan_drops_the_last_block, 32, "tail not written: tokens 32 to 36"),
     "map-head": (map_shifts_heads, 0, "head 0 holds head 1"),
     "map-swap": (map_swaps_k_and_v, 0, "K and V swapped"),
     "map-block": (map_drops_the_last_rows, 8, "never written"),

@@ -199,7 +199,7 @@ def test_last_block_dropped_from_the_plan(monkeypatch):
         found = diagnose(pair, outcomes[rank], rank, tables)
         assert where(found) == (0, 0, "k", first_head, 28)
         assert found.classification == (
-            "block 7 of the sequence never written: tokens 28 to 29 hold only 0x5a"
+            "tail not written: tokens 28 to 29 hold only 0x5a"
         )
 
 
