@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import BlockTables, Prove, ReleaseMismatch, StartRead
+from rayk.actors.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.valid_prefix import longest_valid_prefix
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HOLD_S = 60.0
 """After a mismatch the blocks are kept this long for somebody to look into it."""
+IN_FLIGHT = "reads in flight of "
+"""How a lease is named that holds blocks for reads which do not end."""
 DRAIN_S = 2.0
 """A request to be recomputed waits this long for reads in flight; then it leaves its blocks to them."""
 
@@ -44,6 +46,8 @@ class Incoming:
     submitted_ns: int
     recompute: bool = False
     """Whether it goes on here when its transfer fails."""
+    is_held: bool = False
+    """Whether all ranks know that it waits."""
     started_ns: int | None = None
     block_tables: BlockTables = ()
     outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
@@ -99,6 +103,8 @@ class Receiving:
             if now - incoming.failed_ns > DRAIN_S * 1e9:
                 self._abandon(incoming)
         self._reserve(now)
+        for incoming in self._queued:
+            self._hold(incoming)
 
     def abort(self, request_id: str) -> bool:
         """A read in flight cannot be recalled: its blocks are freed when all ranks are done with it. False
@@ -110,7 +116,7 @@ class Receiving:
                 return True
         for queued in self._queued:
             if queued.request.request_id == request_id:
-                self._queued.remove(queued)
+                self._turn_away(queued)
                 return True
         return False
 
@@ -139,11 +145,23 @@ class Receiving:
         self._proving.clear()
         self._abandoned.clear()
 
+    def _hold(self, incoming: Incoming) -> None:
+        """While a request waits for blocks, all ranks renew its lease."""
+        if not incoming.is_held:
+            incoming.is_held = True
+            self._commands.append(HoldTicket(incoming.ticket))
+
+    def _turn_away(self, incoming: Incoming) -> None:
+        """It got no blocks: its lease is released, which only ranks that know of it can do."""
+        self._queued.remove(incoming)
+        self._hold(incoming)
+        self._commands.append(LetGo(incoming.request.request_id))
+
     def _give_up_late(self, now: int) -> None:
         assert self.leader is not None
         late = [q for q in self._queued if now - q.submitted_ns > q.reserve_s * 1e9]
         for incoming in late:
-            self._queued.remove(incoming)
+            self._turn_away(incoming)
             request_id = incoming.request.request_id
             error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.reserve_s)
             self.leader.emit(RequestEvent(request_id=request_id, error=error))
@@ -274,7 +292,7 @@ class Receiving:
 
 
 def _abandoned_lease(incoming: Incoming) -> str:
-    return f"reads in flight of {incoming.ticket.lease_id}"
+    return IN_FLIGHT + incoming.ticket.lease_id
 
 
 def _slowest(outcomes: list[TransferOutcome]) -> dict[str, int]:

@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer import session as s
 from rayk.transfer.agent import TransferAgent, TransferState
-from rayk.transfer.lease import ReleaseMessage
+from rayk.transfer.lease import Renewals
 from rayk.transfer.link import Landing, ProducerLink
 from rayk.transfer.plan import BlockReads
 from rayk.transfer.reads import DataReads, InFlight
+from rayk.transfer.staging import Staging
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     LayerView,
@@ -26,6 +28,7 @@ from rayk.transfer.verify import (
     digest_mismatch,
     num_bytes_checked,
 )
+from rayk.transfer.waiting import send_releases, send_renewals
 from rayk.types.errors import KVMismatch, RaykError, TransferError
 from rayk.types.rows import TransferRow
 
@@ -63,11 +66,16 @@ class Consumption:
     link: ProducerLink
     agent: TransferAgent
     landing: Landing
+    staging: Staging
+    buffer: torch.Tensor
+    """The registered memory that is read into: int8 [bytes]."""
     views: Sequence[LayerView]
     rows_per_group: int
     name: str
     """This rank's agent name, as releases carry it."""
     deadline_ns: int
+    renewals: Renewals | None = None
+    """Of the lease, if it was renewed before; the session goes on with them."""
     clock: Callable[[], int] = time.monotonic_ns
     outcome: TransferOutcome | None = None
     reads: list[BlockReads] = field(init=False)
@@ -86,7 +94,9 @@ class Consumption:
         self._stage_began_ns = self.clock()
         ticket = self.ticket
         self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
-        self._data = DataReads(ticket.request_id, self.reads, self.link, self.agent, self.clock)
+        self._data = DataReads(
+            ticket.request_id, self.reads, self.link, self.agent, self.staging, self.buffer, self.clock
+        )
         self._expected = self._expected_generations()
         self.session = s.Session(
             ticket.request_id,
@@ -94,6 +104,7 @@ class Consumption:
             fences=self._expected,
             notify=tuple(self.link.num_releases),
             deadline_ns=self.deadline_ns,
+            renewals=self.renewals or Renewals(ticket.lease_ns),
         )
 
     @property
@@ -103,6 +114,9 @@ class Consumption:
 
     def start(self) -> None:
         """Post the reads and go as far as that gets (over CMA a read is done when it is posted)."""
+        if self._data.refusal is not None:
+            self.fail(self._data.refusal)
+            return
         self._run(self.session.start())
         self.step(self.clock())
 
@@ -192,7 +206,9 @@ class Consumption:
             case s.Cancel(reads, fences):
                 return self._cancel(reads, fences)
             case s.Release(ranks):
-                self._release(ranks)
+                send_releases(self.agent, self.link, self.ticket.lease_id, ranks)
+            case s.Renew(ranks, number):
+                send_renewals(self.agent, self.link, self.ticket.lease_id, ranks, number)
             case s.Finish(error, is_draining):
                 self._finish(error, is_draining)
             case s.Drained():
@@ -268,15 +284,6 @@ class Consumption:
         theirs = self.ticket.digest_ns
         for row in self._data.rows:
             row.digest_ns += took_ns + (theirs[row.producer_rank] if theirs else 0)
-
-    def _release(self, ranks: tuple[int, ...]) -> None:
-        for rank in ranks:
-            message = ReleaseMessage(self.ticket.lease_id, self.name, self.link.num_releases[rank])
-            try:
-                self.agent.notify(self.link.producers[rank].agent_name, message.encode())
-            except TransferError:
-                # The producer rank is gone, and its lease with it.
-                continue
 
     def _finish(self, error: RaykError | None, is_draining: bool) -> None:
         verdict = "OK"

@@ -1,7 +1,9 @@
 """Leases on the producer's side: blocks stay until every consumer rank that must tell has told. Pure.
 
 A release names how many consumer ranks tell this producer rank, so that a lease can be opened before
-anybody knows who will read. Releases may come twice, or before the lease is opened here.
+anybody knows who will read. A lease may have to be renewed: it then ends when nobody has renewed it for its
+length, and at its deadline in any case. Messages may come late, twice, in another order, or before the lease
+is opened here; what is over stays over.
 """
 
 from __future__ import annotations
@@ -29,19 +31,70 @@ class ReleaseMessage:
         """None for a message that is no release."""
         try:
             kind, lease_id, consumer, num_expected = json.loads(message)
+            is_release = kind == "release"
+            return ReleaseMessage(str(lease_id), str(consumer), int(num_expected)) if is_release else None
         except (ValueError, TypeError):
             return None
-        if kind != "release":
+
+
+@dataclass(frozen=True, slots=True)
+class RenewMessage:
+    """One consumer rank still needs a lease."""
+
+    lease_id: str
+    consumer: str
+    """Agent name of the consumer rank."""
+    number: int
+    """Counts this rank's renewals of the lease."""
+
+    def encode(self) -> bytes:
+        """As a notification."""
+        return json.dumps(["renew", self.lease_id, self.consumer, self.number]).encode()
+
+    @staticmethod
+    def decode(message: bytes) -> RenewMessage | None:
+        """None for a message that is no renewal."""
+        try:
+            kind, lease_id, consumer, number = json.loads(message)
+            return RenewMessage(str(lease_id), str(consumer), int(number)) if kind == "renew" else None
+        except (ValueError, TypeError):
             return None
-        return ReleaseMessage(str(lease_id), str(consumer), int(num_expected))
+
+
+RENEWALS_PER_LEASE = 3
+"""Consumers renew so often within a lease's length: all but one may get lost."""
+
+
+class Renewals:
+    """When a consumer rank renews one lease: from the ticket's arrival on, until it releases it."""
+
+    def __init__(self, lease_ns: int | None) -> None:
+        """`lease_ns`: how long the lease lasts after a renewal; None: it needs none."""
+        self._every_ns = lease_ns // RENEWALS_PER_LEASE if lease_ns is not None else None
+        self._next_ns: int | None = None
+        self.num_sent = 0
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether to renew now; asking counts as doing so. The first time is at once."""
+        if self._every_ns is None or (self._next_ns is not None and now_ns < self._next_ns):
+            return False
+        self._next_ns = now_ns + self._every_ns
+        self.num_sent += 1
+        return True
 
 
 @dataclass(slots=True)
 class _Lease:
     deadline_ns: int | None = None
     """None until the lease is opened."""
+    lease_ns: int | None = None
+    """How long it lasts after a renewal; None: until the deadline."""
+    ends_ns: int | None = None
+    """As things stand; never after the deadline."""
     told_by: set[str] = field(default_factory=set)
     num_expected: int | None = None
+    renewed: dict[str, int] = field(default_factory=dict)
+    """Consumer -> number of its last renewal."""
 
     @property
     def is_over(self) -> bool:
@@ -63,11 +116,14 @@ class LeaseTable:
         self._early: dict[str, _Lease] = {}
         self._over: list[str] = []
 
-    def open(self, lease_id: str, deadline_ns: int) -> None:
-        """From now on the lease holds, until it is released everywhere or its deadline passes."""
+    def open(self, lease_id: str, deadline_ns: int, *, now_ns: int = 0, lease_ns: int | None = None) -> None:
+        """From now on the lease holds, until it is released everywhere or its deadline passes, or (where
+        `lease_ns` is given) nobody has renewed it for so long."""
         assert lease_id not in self._leases, f"lease {lease_id} exists"
         lease = self._early.pop(lease_id, _Lease())
         lease.deadline_ns = deadline_ns
+        lease.lease_ns = lease_ns
+        lease.ends_ns = deadline_ns if lease_ns is None else min(deadline_ns, now_ns + lease_ns)
         self._leases[lease_id] = lease
         self._settle(lease_id)
 
@@ -82,12 +138,26 @@ class LeaseTable:
         lease.num_expected = message.num_expected
         self._settle(message.lease_id)
 
+    def on_renew(self, message: RenewMessage, now_ns: int) -> None:
+        """Let a lease last on. Nothing changes for one that is over or that this consumer has released, nor
+        by a renewal older than one that came before it."""
+        lease = self._leases.get(message.lease_id)
+        if lease is None or lease.lease_ns is None or message.consumer in lease.told_by:
+            return
+        assert lease.deadline_ns is not None
+        assert lease.ends_ns is not None
+        is_late = now_ns >= lease.ends_ns
+        if is_late or message.number <= lease.renewed.get(message.consumer, -1):
+            return
+        lease.renewed[message.consumer] = message.number
+        lease.ends_ns = min(lease.deadline_ns, now_ns + lease.lease_ns)
+
     def expire(self, now_ns: int) -> list[str]:
-        """End the leases whose deadline has passed; their ids, each once."""
+        """End the leases that nobody has released or renewed in time; their ids, each once."""
         late = [
             lease_id
             for lease_id, lease in self._leases.items()
-            if lease.deadline_ns is not None and lease.deadline_ns <= now_ns
+            if lease.ends_ns is not None and lease.ends_ns <= now_ns
         ]
         for lease_id in late:
             del self._leases[lease_id]

@@ -7,6 +7,9 @@ generation then proves that no block was reused while it was read. Any failure, 
 cancellation leads to OVER (failed). Reads still in flight then keep writing into this side's blocks, so
 the session drains: only after `Drained` may the blocks be used for anything else. Events that come late,
 twice or for something unknown change nothing.
+
+Where the producer pushes, arrivals take the place of reads, one per producer rank, and there are no fences:
+the blocks are this side's own. Until the lease is released, it is renewed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rayk.transfer.lease import Renewals
 from rayk.types.errors import KVMismatch, RaykError, TransferError
 
 # Events
@@ -111,6 +115,15 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Renew:
+    """Tell these producer ranks that the lease is still needed."""
+
+    producer_ranks: tuple[int, ...]
+    number: int
+    """Counts the renewals of this session."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The verdict, exactly once. `is_draining`: reads are still in flight, `Drained` will follow."""
 
@@ -123,7 +136,7 @@ class Drained:
     """Nothing writes into this side's blocks any more."""
 
 
-Action = PostReads | PostFence | ComputeDigests | Cancel | Release | Finish | Drained
+Action = PostReads | PostFence | ComputeDigests | Cancel | Release | Renew | Finish | Drained
 
 
 @enum.unique
@@ -161,14 +174,17 @@ class Session:
         fences: Mapping[int, Fence],
         notify: Sequence[int],
         deadline_ns: int,
+        renewals: Renewals | None = None,
     ) -> None:
-        """Reads are numbered 0 .. num_reads - 1; `fences` by producer rank; `notify`: ranks to release."""
+        """Reads are numbered 0 .. num_reads - 1; `fences` by producer rank; `notify`: ranks to release.
+        `renewals`: of its lease, begun when the ticket came; None: it needs none."""
         self.request_id = request_id
         self.phase = Phase.READING
         self._num_reads = num_reads
         self._fences = dict(fences)
         self._notify = tuple(notify)
         self._deadline_ns = deadline_ns
+        self._renewals = renewals or Renewals(None)
         self._reads_left: set[int] = set(range(num_reads))
         self._fences_left: set[int] = set()
         self._is_released = False
@@ -186,6 +202,12 @@ class Session:
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         """What to do about an event at this time."""
+        actions = self._handle(event, now_ns)
+        if not self._is_released and self._renewals.is_due(now_ns):
+            actions.append(Renew(self._notify, self._renewals.num_sent))
+        return actions
+
+    def _handle(self, event: Event, now_ns: int) -> list[Action]:
         if self.phase is Phase.OVER:
             return self._drain(event)
         if now_ns >= self._deadline_ns and not isinstance(event, Verified):

@@ -1,4 +1,4 @@
-"""What a producer engine hands to a consumer engine for one request."""
+"""What engines hand each other for one request: where it may be pushed, and what to check and release."""
 
 from __future__ import annotations
 
@@ -28,5 +28,33 @@ class TransferTicket:
     """Per group, the generation of each of those blocks when the ticket was written."""
     digests: npt.NDArray[np.int64]
     """[producer rank, words], each row as TransferRank.digests gives it."""
+    lease_ns: int | None = None
+    """The lease ends when nobody has renewed it for so long; None: it needs no renewal."""
     digest_ns: tuple[int, ...] = ()
     """How long each producer rank took for them; empty where nobody says."""
+    reservation_id: str | None = None
+    """Where the KV is pushed to; None: the consumer reads it."""
+    attempt: int = 0
+    """Which attempt to push it is whole: one that was preempted began again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """Blocks of a consumer engine that a producer engine may write one request's KV into. Picklable.
+
+    Valid until the consumer asks the producer's ranks to stop: it does so when `hold_s` are over.
+    """
+
+    request_id: str
+    reservation_id: str
+    engine: str
+    """The consumer engine's name, and below which life of it."""
+    epoch: int
+    num_tokens: int
+    """Tokens of the prompt."""
+    block_tables: tuple[tuple[int, ...], ...]
+    """Per group, the consumer manager's block ids by position in the sequence; null where nothing is live."""
+    generations: tuple[tuple[int, ...], ...]
+    """Per group, the generation of each of those blocks since they were reserved."""
+    hold_s: float
+    """How long the consumer waits for the ticket."""
