@@ -8,24 +8,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayk.actors.commands import Capture, CapturedRows, Connect, Describe, Diagnose, Wire
-from rayk.actors.engines import EngineHandle
+from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
+from rayk.actors.commands import CapturedRows
+from rayk.actors.diagnosis import diagnose
+from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.sampled import note_sampling, with_seed
 from rayk.engine.leader import RequestEvent
+from rayk.kv.manager import Ledger
 from rayk.sched.policies import get_policy
 from rayk.specs import Cell
+from rayk.transfer.recovery import Recovery
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
 
-CONTROL_S = 30.0
-"""Deadline for a command."""
-WIRE_S = 15.0
-"""How long a producer may take to answer a first read. Idle engines look at the network every 50 ms."""
 MAX_STREAMS = 96
 """Requests of one cell in flight at once: each holds a thread of its worker's io group while it streams."""
 
@@ -38,10 +38,14 @@ class CellOutcome:
     transfers: list[TransferRow] = field(default_factory=list)
     errors: list[RaykError] = field(default_factory=list)
     """Of requests and engines, in order of appearance."""
+    survived: list[RaykError] = field(default_factory=list)
+    """Of engines that died or were lost while all their requests were saved."""
     captured: dict[int, list[CapturedRows]] = field(default_factory=dict)
     """Prompt index -> the prefill engine's rows, where kv_values is checked."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> backend, comm, layout, block sizes..."""
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+    """Engine name -> what came of its blocks; of those that lived to tell."""
     num_kv_bytes_checked: int = 0
     wall_ns: int = 0
 
@@ -50,14 +54,20 @@ class CellRun:
     """See the module."""
 
     def __init__(
-        self, cell: Cell, repeat: int, outcome: CellOutcome, engines: list[EngineHandle], capture: bool
+        self,
+        cell: Cell,
+        repeat: int,
+        outcome: CellOutcome,
+        engines: list[EngineHandle],
+        capture: bool,
+        form_again: FormAgain | None = None,
     ) -> None:
+        """`form_again`: makes a new engine in place of a lost one."""
         self._cell = cell
         self._repeat = repeat
         self._outcome = outcome
         self._capture = capture
-        self._prefill = [e for e in engines if e.role != "decode"]
-        self._decode = [e for e in engines if e.role == "decode"]
+        self._engines = Engines(cell, engines, form_again)
         self._policy = get_policy(cell.policy)
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._ticket_ns: dict[str, int] = {}
@@ -65,20 +75,11 @@ class CellRun:
         self._ready_ns: dict[str, int] = {}
         """When each request could decode: its KV was proven, or (aggregated) its first token was there."""
 
-    async def connect(self) -> None:
-        """Handshake every decode engine with every prefill engine, and have the network set up."""
-        engines = self._prefill + self._decode if self._decode else []
-        described = await asyncio.gather(*(e.call(Describe(), CONTROL_S) for e in engines))
-        for engine, descriptions in zip(engines, described, strict=True):
-            engine.descriptions = tuple(descriptions)
-        for d in self._decode:
-            for p in self._prefill:
-                await d.call(Connect(p.descriptions, d.descriptions), CONTROL_S)
-                await d.call(Wire(p.name, WIRE_S), CONTROL_S)
-
-    async def requests(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Run all prompts together. A failed request is a row with an error."""
-        await asyncio.gather(*(self._request(i, tuple(p)) for i, p in enumerate(prompts)))
+    async def run(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Connect the engines and run all prompts together. A failed request is a row with an error."""
+        async with self._engines.watched():
+            await self._engines.connect()
+            await asyncio.gather(*(self._request(i, tuple(p)) for i, p in enumerate(prompts)))
 
     async def _request(self, index: int, prompt: tuple[int, ...]) -> None:
         request = Request(
@@ -97,15 +98,16 @@ class CellRun:
             arrival_ns=time.monotonic_ns(),
         )
         self._outcome.requests.append(row)
-        place = self._policy.place(request, len(self._prefill), max(1, len(self._decode)))
+        engines = self._engines
+        place = self._policy.place(request, len(engines.prefill), max(1, len(engines.decode)))
+        attempt = Attempt(request, *place)
         try:
             async with self._streams:
                 row.stage_ns["queue"] = time.monotonic_ns() - row.arrival_ns
                 async with asyncio.timeout(self._cell.deadlines.request_s):
-                    await self._place(request, row, *place)
+                    await self._attempts(attempt, row)
         except TimeoutError:
-            for engine in (self._prefill[place[0]], *self._decode[place[1] : place[1] + 1]):
-                engine.leader.abort.options(concurrency_group="control").remote(request.request_id)
+            engines.abort(row.request_id, row.num_attempts)
             self._fail(row, DeadlineExceeded(f"request {request.request_id}", self._cell.deadlines.request_s))
         except RaykError as error:
             self._fail(row, error)
@@ -113,43 +115,87 @@ class CellRun:
             self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
             raise
 
-    async def _place(self, request: Request, row: RequestRow, p: int, d: int) -> None:
-        prefill = self._prefill[p]
-        row.prefill_engine = prefill.name
-        mode = "prefill" if self._decode else "whole"
-        ticket = await self._stream(prefill, row, request, mode=mode, capture=self._capture)
-        if ticket is None:
-            row.decode_engine = row.decode_engine or (None if self._decode else prefill.name)
-            row.kv_path = "none" if self._decode else "local"
+    async def _attempts(self, attempt: Attempt, row: RequestRow) -> None:
+        """Place a request, and again as the failure policy says. Raises the error it does not survive."""
+        recovery = Recovery(self._cell.spec.failure_policy, len(self._engines.prefill))
+        while True:
+            try:
+                await self._attempt(attempt, row)
+            except RaykError as error:
+                again = next_attempt(recovery, self._engines, attempt, error)
+                row.failure = row.failure or str(error)
+                if again is None:
+                    raise
+                attempt = again
+                row.num_attempts = recovery.num_attempts
+            else:
+                if row.failure is not None:
+                    row.recovered_by = recovery.policy
+                return
+
+    async def _attempt(self, attempt: Attempt, row: RequestRow) -> None:
+        """One way of a request through its engines. Raises what ends it."""
+        if attempt.computes_all:
+            await self._compute_all(attempt, row)
             return
-        self._ticket_ns[request.request_id] = time.monotonic_ns()
-        row.stage_ns["digest"] = self._ticket_ns[request.request_id] - row.token_times_ns[-1]
-        decode = self._decode[d]
+        request = attempt.request
+        prefill = await self._engines.live("prefill", attempt.p)
+        row.prefill_engine = prefill.name
+        has_decode = bool(self._engines.decode)
+        given: dict[str, Any] = {} if has_decode else {"output_token_ids": tuple(row.output_token_ids)}
+        mode = "prefill" if has_decode else "whole"
+        ticket = await self._stream(prefill, row, attempt, mode=mode, capture=self._capture, **given)
+        if ticket is None:
+            row.decode_engine = row.decode_engine or (None if has_decode else prefill.name)
+            row.kv_path = "none" if has_decode else "local"
+            return
+        self._ticket_ns[row.request_id] = time.monotonic_ns()
+        row.stage_ns["digest"] = max(0, self._ticket_ns[row.request_id] - row.token_times_ns[-1])
+        try:
+            await self._decode(attempt, row, prefill, ticket)
+        finally:
+            if row.finish_reason is None:  # nobody will release the lease of a request that failed
+                prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
+
+    async def _decode(
+        self, attempt: Attempt, row: RequestRow, prefill: EngineHandle, ticket: TransferTicket
+    ) -> None:
+        decode = await self._engines.live("decode", attempt.d)
         row.decode_engine, row.kv_path = decode.name, "remote"
         try:
             await self._stream(
                 decode,
                 row,
-                request,
+                attempt,
                 mode="decode",
                 ticket=ticket,
                 output_token_ids=tuple(row.output_token_ids),
                 transfer_s=self._cell.deadlines.transfer_s,
                 reserve_s=self._cell.deadlines.request_s,
+                recompute=self._cell.failure_policy == "recompute",
             )
         except KVMismatch as mismatch:
-            raise await self._diagnose(prefill, decode, ticket, mismatch) from None
-        finally:
-            if row.finish_reason is None:  # nobody will release the lease of a request that failed
-                prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
+            raise await diagnose(prefill, decode, ticket, mismatch, CONTROL_S) from None
+
+    async def _compute_all(self, attempt: Attempt, row: RequestRow) -> None:
+        """The decode engine does without any KV from elsewhere."""
+        decode = await self._engines.live("decode", attempt.d)
+        row.decode_engine, row.kv_path = decode.name, "recomputed"
+        row.num_valid_tokens = 0
+        tokens = tuple(row.output_token_ids)
+        await self._stream(decode, row, attempt, mode="whole", capture=self._capture, output_token_ids=tokens)
+        row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
 
     async def _stream(
-        self, engine: EngineHandle, row: RequestRow, request: Request, **arguments: Any
+        self, engine: EngineHandle, row: RequestRow, attempt: Attempt, **arguments: Any
     ) -> TransferTicket | None:
         """Follow a request on one engine; its ticket if it leaves with one. Raises its error."""
-        async for events in engine.stream(self._cell.deadlines.request_s, request, **arguments):
+        # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
+        index = len(arguments.get("output_token_ids", ()))
+        async for events in engine.stream(self._cell.deadlines.request_s, attempt.request, **arguments):
             for event in events:
-                self._take(engine, row, event)
+                self._take(engine, row, _undelivered(event, len(row.output_token_ids) - index), attempt)
+                index += len(event.token_ids)
                 if event.error is not None:
                     raise event.error
                 if event.payload is not None:
@@ -160,9 +206,9 @@ class CellRun:
                     if row.token_times_ns:
                         row.stage_ns["decode"] = row.token_times_ns[-1] - self._ready_ns[row.request_id]
                     return None
-        raise DeadlineExceeded(f"the end of {request.request_id} on {engine.name}", 0.0)
+        raise DeadlineExceeded(f"the end of {attempt.request.request_id} on {engine.name}", 0.0)
 
-    def _take(self, engine: EngineHandle, row: RequestRow, event: RequestEvent) -> None:
+    def _take(self, engine: EngineHandle, row: RequestRow, event: RequestEvent, attempt: Attempt) -> None:
         time_ns = event.time_ns + engine.clock_offset_ns
         row.output_token_ids += event.token_ids
         row.token_times_ns += [time_ns] * len(event.token_ids)
@@ -179,38 +225,28 @@ class CellRun:
         self._outcome.num_kv_bytes_checked += info.get("num_kv_bytes_checked", 0)
         for transfer in info.get("transfers", ()):
             transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
+            transfer.request_id, transfer.retries = row.request_id, attempt.number
             self._outcome.transfers.append(transfer)
+        if "failure" in info:  # the decode engine went on by itself
+            row.failure = row.failure or str(info["failure"])
+            row.num_valid_tokens = info["num_valid_tokens"]
+            row.num_attempts += 1
         if "captured" in info:
             self._outcome.captured[row.prompt_index] = info["captured"]
-        if engine.role != "prefill":
-            row.num_recomputed_tokens = info.get("num_recomputed_tokens", 0)
+        if engine.role != "prefill" and "num_recomputed_tokens" in info:
+            row.num_recomputed_tokens = info["num_recomputed_tokens"]
         if row.num_recomputed_tokens and row.kv_path == "remote":
             row.kv_path = "recomputed"
-
-    async def _diagnose(
-        self, prefill: EngineHandle, decode: EngineHandle, ticket: TransferTicket, mismatch: KVMismatch
-    ) -> KVMismatch:
-        """Fetch both sides' rows and name the first wrong byte; what the digests said if that fails."""
-        try:
-            capture = Capture(ticket.request_id, ticket.num_tokens, ticket.block_tables)
-            parts = await prefill.call(capture, CONTROL_S)
-            found = await decode.call(Diagnose(ticket.request_id, tuple(parts)), CONTROL_S)
-        except RaykError:
-            return mismatch
-        finally:
-            decode.leader.settle.options(concurrency_group="control").remote(ticket.request_id)
-        exact = [m for per_rank in found for m in per_rank]
-        if not exact:
-            mismatch.classification += (
-                "; by now both sides are equal: the producer's bytes changed after its digest"
-            )
-            return mismatch
-        exact.sort(key=lambda m: (m.group, m.layer, m.field, m.head, m.token))
-        first: KVMismatch = exact[0]
-        first.num_bytes_mismatched = sum(m.num_bytes_mismatched for m in exact)
-        return first
 
     def _fail(self, row: RequestRow, error: RaykError) -> None:
         row.error = str(error)
         row.finish_reason = "error"
         self._outcome.errors.append(error)
+
+
+def _undelivered(event: RequestEvent, num_known: int) -> RequestEvent:
+    """An event without the first `num_known` of its tokens: an earlier attempt delivered them."""
+    if num_known <= 0 or not event.token_ids:
+        return event
+    logprobs = None if event.logprobs is None else event.logprobs[num_known:]
+    return replace(event, token_ids=event.token_ids[num_known:], logprobs=logprobs)

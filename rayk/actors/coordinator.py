@@ -7,20 +7,23 @@ events, never a token loop: those run inside the engines.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from rayk.actors.cell_run import CONTROL_S, CellOutcome, CellRun
-from rayk.actors.engines import EngineHandle
+from rayk.actors.cell_run import CellOutcome, CellRun
+from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
 from rayk.actors.placement import this_node
 from rayk.actors.planted import PlantedFault
 from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
+from rayk.actors.receiving import IN_FLIGHT
 from rayk.actors.worker import RankSpec
 from rayk.specs import Cell
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
 STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
@@ -66,16 +69,16 @@ class Coordinator:
         try:
             async with asyncio.timeout(cell.deadlines.cell_s):
                 engines += await self._form(cell)
-                run = CellRun(cell, repeat, outcome, engines, capture)
-                await run.connect()
-                await run.requests(prompts)
+                form_again = functools.partial(self._form_again, cell, outcome)
+                run = CellRun(cell, repeat, outcome, engines, capture, form_again)
+                await run.run(prompts)
         except TimeoutError:
             outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))
         except RaykError as error:
             outcome.errors.append(error)
         except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
             outcome.errors.append(EngineDied("coordinator", f"{type(error).__name__}: {error}"))
-        await asyncio.gather(*(self._end(e, outcome) for e in self._in_use))
+        await asyncio.gather(*(self._end(e, cell, outcome) for e in self._in_use))
         name_lost_nodes(outcome.errors, self._nodes)
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
@@ -103,6 +106,27 @@ class Coordinator:
         await asyncio.gather(*(self._form_engine(cell, e) for e in self._in_use))
         return self._in_use
 
+    async def _form_again(
+        self, cell: Cell, outcome: CellOutcome, lost: EngineHandle, *, was_serving: bool
+    ) -> EngineHandle:
+        """A new life of a lost engine on new workers in its place; it commits no faults. Raises RaykError."""
+        try:
+            lost.raise_if_dead()
+        except RaykError as error:
+            survives = cell.failure_policy != "fail" or not was_serving
+            (outcome.survived if survives else outcome.errors).append(error)
+        self._epoch += 1
+        self._in_use.remove(lost)
+        self._pool.replace_workers(lost.name, len(lost.workers))
+        asks = cell_asks(cell, this_node())
+        await self._pool.prepare(asks, placement_of(cell), cell.prefill.model)
+        workers, self._nodes[lost.name] = self._pool.engine(lost.name, lost.config.tp)
+        node = str(self._nodes[lost.name])
+        engine = EngineHandle(lost.name, lost.role, self._epoch, lost.config, workers, node)
+        self._in_use.append(engine)
+        await self._form_engine(replace(cell, faults=()), engine)
+        return engine
+
     async def _form_engine(self, cell: Cell, engine: EngineHandle) -> None:
         address = await engine.guard(engine.leader.reserve_address.remote(), "an address", CONTROL_S)
         replies = [
@@ -117,6 +141,7 @@ class Coordinator:
                     comm_timeout_s=COMM_S,
                     # A ticket may wait for the consumer's blocks as long as its request may last.
                     lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
+                    renewed_lease_s=cell.spec.transfer.lease_s,
                     spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
                     faults=_faults_of(cell, engine, rank),
                 )
@@ -133,42 +158,58 @@ class Coordinator:
         engine.clock_offset_ns = 0 if before <= theirs <= after else offset
         engine.start()
 
-    async def _end(self, engine: EngineHandle, outcome: CellOutcome) -> None:
+    async def _end(self, engine: EngineHandle, cell: Cell, outcome: CellOutcome) -> None:
         """Free an engine's workers for the next one: by its leave if it lives, else by replacing them."""
+        survives = cell.failure_policy != "fail"
         try:
             if engine.is_running:
-                async with asyncio.timeout(END_S):
-                    await self._stop(engine)
-                return
+                async with asyncio.timeout(END_S + (cell.spec.transfer.lease_s or 0.0)):
+                    if await self._stop(engine, cell, outcome):
+                        return
         except TimeoutError:
             outcome.errors.append(DeadlineExceeded(f"the end of {engine.name}", END_S))
-        except RaykError as error:
+        except DeadlineExceeded as error:
+            # Where nothing else went wrong, an engine that does not answer any more is what went wrong.
+            hangs = EngineDied(engine.name, f"it hangs: {error}")
+            (outcome.survived if survives else outcome.errors).append(error if outcome.errors else hangs)
+        except EngineDied as error:
             if str(error) not in {str(e) for e in outcome.errors}:
-                outcome.errors.append(error)
+                (outcome.survived if survives else outcome.errors).append(error)
+        except RaykError as error:
+            outcome.errors.append(error)
         self._pool.replace_workers(engine.name, len(engine.workers))
 
-    async def _stop(self, engine: EngineHandle) -> None:
-        """Let the loops end, then let the workers forget the engine. Raises what the engine died of."""
+    async def _stop(self, engine: EngineHandle, cell: Cell, outcome: CellOutcome) -> bool:
+        """Let the loops end, then let the workers forget the engine; False where they must be replaced.
+        Raises what the engine died of, and EngineDied where blocks leaked."""
         engine.raise_if_dead()
-        await self._await_releases(engine)
+        leaked = await self._await_releases(engine, STOP_S + (cell.spec.transfer.lease_s or 0.0))
         engine.leader.stop.options(concurrency_group="control").remote()
         await engine.guard(engine.stopped(), "stopping", STOP_S)
         await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
         status = await engine.guard(engine.leader.status.remote(), "what it computed", STOP_S)
         engine.facts["num_token_layers"] = status["num_token_layers"]
-        await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
+        outcome.ledgers[engine.name] = status["ledger"]
+        if leaked:
+            raise EngineDied(engine.name, f"blocks leaked: {', '.join(leaked)} never ended")
+        try:
+            await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
+        except RaykError:
+            # All there is to tell was told: a transport that breaks down over reads behind a dead link, while
+            # it is taken apart, changes no verdict.
+            return False
+        return not status["leases"]
 
-    async def _await_releases(self, engine: EngineHandle) -> None:
-        """Every lease ends by its readers' notifications. Raises TransferError when some do not."""
-        until = time.monotonic() + STOP_S
+    async def _await_releases(self, engine: EngineHandle, timeout_s: float) -> tuple[str, ...]:
+        """Every lease ends by its readers' notifications, or by its own deadline; those that do not. Blocks
+        left to reads that never end are no leak: they go with their worker."""
+        until = time.monotonic() + timeout_s
         while True:
             status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
-            if not status.get("leases"):
-                return
-            if time.monotonic() > until:
-                break
+            leases = tuple(i for i in status.get("leases", ()) if not i.startswith(IN_FLIGHT))
+            if not leases or time.monotonic() > until:
+                return leases
             await asyncio.sleep(RELEASE_POLL_S)
-        raise TransferError(", ".join(status["leases"]), "leases that were never released", engine.name)
 
 
 def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:

@@ -15,6 +15,9 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, LayoutVetoed, RaykEr
 
 T = TypeVar("T")
 
+CONTROL_S = 30.0
+"""Deadline for a command."""
+
 
 @dataclass(eq=False)
 class EngineHandle:
@@ -53,6 +56,12 @@ class EngineHandle:
     def is_running(self) -> bool:
         """Whether its loops were started (they may have died since)."""
         return bool(self._watchers)
+
+    def declare_dead(self, cause: str) -> None:
+        """Nobody waits for this engine any more, though its processes may be there still."""
+        if not self.died.done():
+            self.died.set_exception(EngineDied(self.name, cause))
+            self.died.exception()  # nobody may be waiting
 
     def raise_if_dead(self) -> None:
         """Raises what the engine died of."""
