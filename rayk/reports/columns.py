@@ -166,6 +166,8 @@ TRANSFER_FIELDS: dict[str, Any] = {
     "convert_ms": _FLOAT,
     "digest_ms": _FLOAT,
     "num_layers_per_write": _INT,
+    "num_writes": _INT,
+    "num_early_writes": _INT,
     "retries": _INT,
     "verdict": _TEXT,
 }

@@ -27,6 +27,11 @@ class PreparedWrites(PreparedReads):
         return self._agent.prepare(self._consumer.agent_name, local, remote, self._consumer.device)
 
 
+def kept_layers(geometry: RankGeometry) -> tuple[int, ...]:
+    """Layers that keep something, ascending."""
+    return tuple(sorted({layer for g in geometry.groups for layer in g.group.layers}))
+
+
 @dataclass(frozen=True, eq=False)
 class ConsumerLink:
     """One consumer engine as one producer rank sees it."""
@@ -37,7 +42,7 @@ class ConsumerLink:
     prepared: dict[int, PreparedWrites]
     """By consumer rank."""
     layers: tuple[int, ...]
-    """Layers that keep something, ascending: those whose computing is told."""
+    """See `kept_layers`: those whose computing is told."""
     late_layers: frozenset[int]
     """Positions in `layers` of those of which only the end of the prompt decides what is kept."""
     layers_per_write: int
@@ -70,8 +75,8 @@ def make_consumer_link(
     for consumer in consumers:
         agent.add_peer(consumer.agent_name, consumer.agent_metadata)
     plans = plan_pushes(me.geometry, [p.geometry for p in producers], [c.geometry for c in consumers])
-    layers = tuple(sorted({layer for g in me.geometry.groups for layer in g.group.layers}))
-    late = {n for plan in plans.values() for r in plan.reads if r.seen.live_step for n in r.layers}
+    layers = kept_layers(me.geometry)
+    late = {n for plan in plans.values() for n in plan.late_layers}
     prepared = {
         rank: PreparedWrites(agent, me, consumers[rank], PREPARED_PER_READ * _num_lists(plan))
         for rank, plan in plans.items()

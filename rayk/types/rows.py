@@ -95,7 +95,11 @@ class TransferRow:
     """Digests of the request on the row's two ranks: of the producer's before the ticket, and of the consumer's
     when all was here."""
     num_layers_per_write: int | None = None
-    """Layers that one write of a push brings."""
+    """Layers that one write of a push brings; the last of a chunk of the prompt may bring fewer."""
+    num_writes: int | None = None
+    """Of a push."""
+    num_early_writes: int | None = None
+    """Of these, posted before the prompt's last layer was computed."""
     retries: int = 0
     verdict: str = "OK"
 

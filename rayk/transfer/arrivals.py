@@ -1,0 +1,211 @@
+"""What is pushed into one consumer rank's blocks: who may write, what has arrived, who must stop.
+
+The session of a pushed request is that of one which is read; its reads are arrivals, one per producer rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rayk.transfer import session as s
+from rayk.transfer.link import ProducerLink
+from rayk.transfer.push_messages import (
+    ArrivedMessage,
+    PushMessage,
+    StoppedMessage,
+    Tally,
+    WroteMessage,
+)
+from rayk.transfer.reservation import Ask, ReservationTable
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.rows import TransferRow
+
+ASK_EVERY_NS = 200_000_000
+"""Producer ranks that must stop are asked again after so long: messages get lost."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What one producer rank told of its last attempt to push one request."""
+
+    number: int
+    writes: set[int] = field(default_factory=set)
+    end: ArrivedMessage | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Every write was told of, and that there are no more."""
+        return self.end is not None and len(self.writes) >= self.end.num_writes
+
+
+class Arrivals:
+    """The pushes into one consumer rank's blocks."""
+
+    def __init__(self) -> None:
+        self._table = ReservationTable(ASK_EVERY_NS)
+        self._attempts: dict[tuple[str, int], _Attempt] = {}
+        """(reservation, producer rank) -> its last attempt."""
+        self._links: dict[str, ProducerLink] = {}
+        """Reservation -> who may write."""
+
+    def open(self, reservation_id: str, link: ProducerLink) -> None:
+        """From now on the producer's ranks that send this rank anything may write."""
+        self._links[reservation_id] = link
+        self._table.open(reservation_id, link.engine, link.epoch, len(link.producers))
+        for rank in range(len(link.producers)):
+            if rank not in link.plan.producer_ranks:
+                self._table.on_stopped(StoppedMessage(reservation_id, rank, "it sends nothing here"))
+
+    def is_open(self, reservation_id: str) -> bool:
+        """Whether it was opened, and blocks may still be written."""
+        return reservation_id in self._links
+
+    def take(self, message: PushMessage) -> None:
+        """Note what a producer rank says. What comes late, twice, or of nobody changes nothing."""
+        match message:
+            case WroteMessage() | ArrivedMessage() if message.reservation_id in self._links:
+                self._on_progress(message)
+            case StoppedMessage():
+                self._table.on_stopped(message)
+
+    def stop(self, reservation_id: str, now_ns: int, attempt: int | None = None) -> None:
+        """The blocks are wanted back; `attempt`: the ticket's, where there is one."""
+        self._table.stop(reservation_id, now_ns, attempt)
+
+    def on_engine_gone(self, engine: str, epoch: int) -> None:
+        """A life of a producer engine is certainly over."""
+        self._table.on_engine_gone(engine, epoch)
+
+    def asks(self, now_ns: int) -> list[tuple[ProducerLink, Ask]]:
+        """Whom to ask to stop, now."""
+        return [(self._links[ask.reservation_id], ask) for ask in self._table.tick(now_ns)]
+
+    def take_clear(self) -> list[str]:
+        """Reservations that were stopped and into whose blocks nobody writes any more, each once."""
+        clear = self._table.take_clear()
+        for reservation_id in clear:
+            del self._links[reservation_id]
+        if clear:
+            self._attempts = {k: a for k, a in self._attempts.items() if k[0] in self._links}
+        return clear
+
+    def has_arrived(self, reservation_id: str, producer_rank: int, attempt: int) -> bool:
+        """Whether all that a producer rank sends is here."""
+        return producer_rank in self._table.arrived(reservation_id, attempt)
+
+    def why_stopped(self, reservation_id: str, producer_rank: int) -> str | None:
+        """Why a producer rank sends no more; None: it may."""
+        if reservation_id not in self._links:
+            return "its blocks were given up"
+        return self._table.stopped(reservation_id).get(producer_rank)
+
+    def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
+        """What a producer rank wrote, if it said so."""
+        attempt = self._attempts.get((reservation_id, producer_rank))
+        return attempt.end.tally if attempt is not None and attempt.end is not None else ()
+
+    def _on_progress(self, message: WroteMessage | ArrivedMessage) -> None:
+        key = message.reservation_id, message.producer_rank
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.number < message.attempt:
+            attempt = self._attempts[key] = _Attempt(message.attempt)
+        if attempt.number != message.attempt:
+            return
+        if isinstance(message, ArrivedMessage):
+            attempt.end = message
+        else:
+            attempt.writes.add(message.write)
+        if attempt.is_whole and attempt.end is not None:
+            self._table.on_arrived(attempt.end)
+
+
+@dataclass(eq=False)
+class ArrivalReads:
+    """The arrivals of one request, as its session's reads: read i is what `producer_ranks[i]` sends."""
+
+    ticket: TransferTicket
+    arrivals: Arrivals
+    link: ProducerLink
+    transport: str
+    lost_block: Callable[[], int | None]
+    """A block of ours that was handed out again since it was reserved, if there is one."""
+    clock: Callable[[], int]
+    _left: list[int] = field(default_factory=list)
+    _rows: list[TransferRow] = field(default_factory=list)
+    _is_stopped: bool = False
+
+    @property
+    def producer_ranks(self) -> Sequence[int]:
+        """Those that send this rank anything."""
+        return self.link.plan.producer_ranks
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Arrivals that are waited for."""
+        return tuple(self._left)
+
+    @property
+    def rows(self) -> tuple[TransferRow, ...]:
+        """One per producer rank that arrived, and group."""
+        return tuple(self._rows)
+
+    def post(self, index: int) -> list[s.Event]:
+        """Wait for an arrival."""
+        self._left.append(index)
+        return []
+
+    def poll(self, index: int) -> list[s.Event]:
+        """An arrival, or why none will come."""
+        if index not in self._left:
+            return []
+        rank, reservation_id = self.producer_ranks[index], self._reservation_id
+        if self.arrivals.has_arrived(reservation_id, rank, self.ticket.attempt):
+            self._left.remove(index)
+            tallies = self.arrivals.tally(reservation_id, rank)
+            self._rows += [self._row(rank, tally) for tally in tallies]
+            lost = self.lost_block()
+            if lost is None:
+                return [s.ReadDone(index)]
+            return [s.ReadEnded(index, f"block {lost} was handed out again while it was being written to")]
+        why = self.arrivals.why_stopped(reservation_id, rank)
+        if why is None:
+            return []
+        self._left.remove(index)
+        return [s.ReadEnded(index, f"producer rank {rank} stopped: {why or 'no reason was given'}")]
+
+    def cancel(self, index: int) -> bool:
+        """Ask for an end of it; whether nothing of it is under way."""
+        self.stop()
+        return index not in self._left
+
+    def stop(self) -> None:
+        """The transfer is over: nobody may write any more."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self.arrivals.stop(self._reservation_id, self.clock(), self.ticket.attempt)
+
+    @property
+    def _reservation_id(self) -> str:
+        assert self.ticket.reservation_id is not None
+        return self.ticket.reservation_id
+
+    def _row(self, rank: int, tally: Tally) -> TransferRow:
+        return TransferRow(
+            cell_id="",
+            repeat=0,
+            request_id=self.ticket.request_id,
+            producer_rank=rank,
+            consumer_rank=self.link.plan.consumer.tp_rank,
+            group=tally.group,
+            bytes=tally.num_bytes,
+            num_descriptors=tally.num_descriptors,
+            num_descriptors_merged=tally.num_merged,
+            mode="push",
+            post_ns=tally.post_ns,
+            transfer_ns=tally.transfer_ns,
+            transport=self.transport,
+            num_layers_per_write=tally.layers_per_write,
+            num_writes=tally.num_writes,
+            num_early_writes=tally.num_early_writes,
+        )

@@ -1,0 +1,296 @@
+"""Carries out one request's push from a producer rank: a session per consumer rank, and its writes.
+
+Belongs to the pusher's thread. `Push` is driven by what the engine has computed; `poll` sees writes to their
+ends and tells the consumer ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rayk.transfer import push_session as p
+from rayk.transfer.agent import Transfer, TransferAgent, TransferState
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.plan import BlockReads, TransferPlan
+from rayk.transfer.push_link import ConsumerLink, PreparedWrites
+from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage, Tally, WroteMessage
+from rayk.transfer.ticket import Reservation
+from rayk.types.errors import TransferError
+
+BlockTables = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Tokens of a prompt that one step computes."""
+
+    reservation: Reservation
+    attempt: int
+    """Counts how often the request began anew."""
+    start: int
+    stop: int
+    block_tables: BlockTables
+    """Per group, the producer manager's ids, as far as the chunk's end."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends with it."""
+        return self.stop == self.reservation.num_tokens
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A session's write, as long as any of it is in flight."""
+
+    transfers: dict[Transfer, tuple[BlockReads, int]] = field(default_factory=dict)
+    """-> what it moves, and when it was posted."""
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class _Sums:
+    """One group's share of an attempt."""
+
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    num_merged: int = 0
+    num_writes: int = 0
+    num_early_writes: int = 0
+    post_ns: int = 0
+    began_ns: int = 0
+    ended_ns: int = 0
+
+
+@dataclass(eq=False)
+class Push:
+    """See the module. `is_computed` tells, at once, whether the prompt's last layer was computed."""
+
+    reservation: Reservation
+    link: ConsumerLink
+    agent: TransferAgent
+    me: CacheDescription
+    clock: Callable[[], int]
+    deadline_ns: int
+    is_computed: Callable[[], bool]
+    attempt: int = 0
+    is_void: bool = False
+    """The attempt's blocks were taken: the request begins anew, if at all."""
+    sides: dict[int, _Side] = field(init=False)
+    """By consumer rank."""
+
+    def __post_init__(self) -> None:
+        self.sides = {rank: _Side(self, rank, plan) for rank, plan in self.link.plans.items()}
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is in flight nor will be."""
+        return all(side.session.is_drained for side in self.sides.values())
+
+    def begin(self, chunk: Chunk) -> None:
+        """A chunk is about to be computed; of another attempt, if the request was preempted meanwhile."""
+        if chunk.attempt != self.attempt:
+            self.void()
+            self.attempt, self.is_void = chunk.attempt, False
+
+    def computed(self, layer: int, chunk: Chunk) -> None:
+        """The kernels of a layer (its position in the link's) are done for a chunk."""
+        if self.is_void or chunk.attempt != self.attempt:
+            return
+        event = p.LayersComputed((layer,), chunk.start, chunk.stop, chunk.is_last)
+        for side in self.sides.values():
+            side.chunk = chunk
+            side.handle(event)
+
+    def void(self) -> None:
+        """What was written so far is worth nothing: its blocks go to others once nothing is in flight."""
+        if not self.is_void:
+            self.is_void = True
+            for side in self.sides.values():
+                side.begin_again()
+
+    def fail(self, reason: str, rank: int | None = None) -> None:
+        """Write no more: to one consumer rank, or to any."""
+        for side in self.sides.values():
+            if rank is None or rank == side.rank:
+                side.handle(p.Failed(reason))
+
+    def poll(self) -> None:
+        """Make progress."""
+        for side in self.sides.values():
+            side.poll()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Writes that have not ended."""
+        return sum(len(side.flights) for side in self.sides.values())
+
+
+class _Side:
+    """A push to one consumer rank."""
+
+    def __init__(self, push: Push, rank: int, plan: TransferPlan) -> None:
+        self.rank = rank
+        self.flights: dict[int, _Flight] = {}
+        self.chunk: Chunk | None = None
+        """The one that events are about."""
+        self.session = p.PushSession(
+            push.reservation.request_id,
+            num_layers=len(push.link.layers),
+            late_layers=push.link.late_layers,
+            layers_per_write=push.link.layers_per_write,
+            deadline_ns=push.deadline_ns,
+        )
+        self._push = push
+        self._plan = plan
+        self._consumer = push.link.consumers[rank]
+        self._prepared: PreparedWrites = push.link.prepared[rank]
+        self._num_writes = 0
+        """Posted in this attempt."""
+        self._sums: dict[int, _Sums] = {}
+        """By the consumer's group, of this attempt."""
+        self._why = ""
+        """It failed."""
+
+    def handle(self, event: p.Event) -> None:
+        """Carry out what an event leads to, and whatever follows from that."""
+        todo = deque(self.session.handle(event, self._push.clock()))
+        while todo:
+            for caused in self._carry_out(todo.popleft()):
+                todo.extend(self.session.handle(caused, self._push.clock()))
+
+    def begin_again(self) -> None:
+        """The attempt is void."""
+        self.handle(p.Preempted())
+        self._num_writes = 0
+        self._sums.clear()
+
+    def poll(self) -> None:
+        """See writes to their ends."""
+        for write in tuple(self.flights):
+            for event in self._poll(write):
+                self.handle(event)
+        self.handle(p.Tick())
+
+    def _carry_out(self, action: p.Action) -> list[p.Event]:
+        match action:
+            case p.PostWrite():
+                return self._post(action)
+            case p.NotifyArrived():
+                tally = tuple(self._tally(group, sums) for group, sums in sorted(self._sums.items()))
+                mine = self._push.me.tp_rank
+                reservation_id, attempt = self._push.reservation.reservation_id, self._push.attempt
+                self.notify(ArrivedMessage(reservation_id, attempt, mine, self._num_writes, tally).encode())
+            case p.Cancel(writes):
+                return [event for write in writes for event in self._cancel(write)]
+            case p.Finish(error):
+                self._why = error.reason if isinstance(error, TransferError) else ""
+            case p.Drained():
+                self.tell_stopped(self._why)
+        return []
+
+    def tell_stopped(self, reason: str = "") -> None:
+        """Tell the consumer rank that nothing is in flight nor will be."""
+        reservation_id, mine = self._push.reservation.reservation_id, self._push.me.tp_rank
+        self.notify(StoppedMessage(reservation_id, mine, reason).encode())
+
+    def notify(self, message: bytes) -> None:
+        """Send a message; a peer that is gone needs none."""
+        try:
+            self._push.agent.notify(self._consumer.agent_name, message)
+        except TransferError:
+            return
+
+    def _post(self, action: p.PostWrite) -> list[p.Event]:
+        """Start a session's write: as many of the agent's as there are patterns."""
+        chunk, reservation = self.chunk, self._push.reservation
+        assert chunk is not None
+        flight = self.flights[action.write] = _Flight()
+        writes = self._plan.lower(
+            reservation.num_tokens,
+            chunk.block_tables,
+            reservation.block_tables,
+            layers={self._push.link.layers[i] for i in action.layers},
+            rows=range(action.start, action.stop),
+        )
+        for write in writes:
+            flight.failure = self._post_part(flight, write)
+            if flight.failure is not None:
+                break
+        # Nothing of it may be left to write: where no block ends in the chunk, say.
+        return [] if flight.transfers else self._end(action.write)
+
+    def _post_part(self, flight: _Flight, write: BlockReads) -> str | None:
+        """Start one write of the agent; why it could not be."""
+        push = self._push
+        ours, theirs = write.indices(push.me.geometry.num_blocks, self._consumer.geometry.num_blocks)
+        number = self._num_writes
+        ids = push.reservation.reservation_id, push.attempt, push.me.tp_rank
+        early = not push.is_computed()
+        began = push.clock()
+        try:
+            handle = self._prepared.take(write.pattern)
+        except TransferError as error:
+            return error.reason
+        try:
+            transfer = push.agent.write(handle, ours, theirs, WroteMessage(*ids, number).encode())
+        except TransferError as error:
+            self._prepared.give_back(write.pattern.key)
+            return error.reason
+        self._num_writes += 1
+        flight.transfers[transfer] = (write, began)
+        sums = self._sums.setdefault(write.group, _Sums(began_ns=began))
+        sums.num_bytes += write.num_bytes
+        sums.num_descriptors += write.num_descriptors
+        sums.num_merged += write.num_coalesced
+        sums.num_writes += 1
+        sums.num_early_writes += early
+        sums.post_ns += push.clock() - began
+        return None
+
+    def _poll(self, number: int) -> list[p.Event]:
+        flight = self.flights.get(number)
+        if flight is None:
+            return []
+        for transfer in tuple(flight.transfers):
+            state = self._push.agent.poll(transfer)
+            if state is not TransferState.PENDING:
+                self._push.agent.release(transfer)
+                self._forget(flight, transfer)
+                if state is TransferState.FAILED:
+                    flight.failure = flight.failure or f"a write to {self._consumer.agent_name} failed"
+        return [] if flight.transfers else self._end(number)
+
+    def _cancel(self, number: int) -> list[p.Event]:
+        flight = self.flights.get(number)
+        if flight is None:
+            return []
+        for transfer in tuple(flight.transfers):
+            if self._push.agent.release(transfer):
+                self._forget(flight, transfer)
+                flight.failure = flight.failure or "cancelled"
+        return [] if flight.transfers else self._end(number)
+
+    def _forget(self, flight: _Flight, transfer: Transfer) -> None:
+        write, _ = flight.transfers.pop(transfer)
+        self._prepared.give_back(write.pattern.key)
+        if write.group in self._sums:
+            self._sums[write.group].ended_ns = self._push.clock()
+
+    def _end(self, number: int) -> list[p.Event]:
+        flight = self.flights.pop(number)
+        return [p.WriteDone(number) if flight.failure is None else p.WriteEnded(number, flight.failure)]
+
+    def _tally(self, group: int, sums: _Sums) -> Tally:
+        return Tally(
+            group,
+            sums.num_bytes,
+            sums.num_descriptors,
+            sums.num_merged,
+            sums.num_writes,
+            sums.num_early_writes,
+            self._push.link.layers_per_write,
+            sums.post_ns,
+            sums.ended_ns - sums.began_ns,
+        )

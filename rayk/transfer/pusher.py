@@ -1,0 +1,325 @@
+"""One producer rank's pushes: a thread with an agent of its own writes while the engine's thread computes.
+
+The engine's thread says what it computes (`begin`), what is computed (`computed`), what is over (`end`,
+`stop`), and asks before blocks are handed out again (`wait_for`); all of that is handed to the thread, in
+order. Two rules keep bytes whole: no page is read before its kernels are done, and no block that is being read
+is overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from rayk.transfer.push import Chunk, Push
+from rayk.transfer.push_link import ConsumerLink, kept_layers, make_consumer_link
+from rayk.transfer.push_messages import StopMessage, StoppedMessage
+from rayk.transfer.reservation import StoppedTable
+from rayk.types.errors import RaykError, TransferError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rayk.transfer.agent import TransferAgent
+    from rayk.transfer.handshake import CacheDescription
+
+POLL_S = 0.0003
+"""How often writes in flight, and messages on their way out, are looked at."""
+QUIET_S = 0.05
+"""How often the agent makes progress when there is nothing to do."""
+BUSY_S = 0.02
+"""So long after the last news it is polled often: what was sent may need it."""
+CONNECT_S = 60.0
+DRAIN_S = 30.0
+"""Blocks that do not come free within this end the engine: nothing says when they will."""
+
+_log = logging.getLogger(__name__)
+
+
+class Pusher:
+    """See the module. Every method belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        buffer: torch.Tensor,
+        me: CacheDescription,
+        *,
+        push_layers: int | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`agent` is the thread's from now on. `push_layers`: layers per write; None: by what it costs."""
+        agent.register(buffer)
+        self._worker = _Worker(agent, me, push_layers, clock)
+        self._guarded: dict[str, set[int]] = {}
+        """Reservation -> blocks of ours that may be read for it."""
+        self._thread = threading.Thread(target=self._worker.run, name=f"push {me.agent_name}", daemon=True)
+        self._thread.start()
+
+    def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
+        """Get ready to push to an engine; a new life of it replaces the old one. Raises RaykError."""
+        self._ask(lambda: self._worker.connect(producers, consumers), CONNECT_S)
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """These are computed in one step, in blocks that were asked for by `wait_for` when they were given."""
+        self._check()
+        for chunk in chunks:
+            held = {b for table in chunk.block_tables for b in table if b}
+            self._guarded.setdefault(chunk.reservation.reservation_id, set()).update(held)
+            self._post(lambda chunk=chunk: self._worker.begin(chunk))
+
+    def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
+        """The kernels of a layer (its position in `kept_layers`) are queued for chunks that were begun; `wait`
+        returns when they are done."""
+        self._worker.note_computed(layer, chunks)
+        self._post(lambda: self._worker.computed(layer, chunks, wait))
+
+    def end(self, reservation_id: str, reason: str) -> None:
+        """The request is over here: what is not written will not be."""
+        self._post(lambda: self._worker.end(reservation_id, reason))
+
+    def stop(self, message: StopMessage) -> None:
+        """A consumer rank wants its blocks back."""
+        self._post(lambda: self._worker.stop(message))
+
+    def wait_for(self, block_ids: Collection[int]) -> None:
+        """Return when nothing reads these blocks nor will: pushes from them are void. Raises TransferError
+        when a write does not end."""
+        self._check()
+        for reservation_id in self._worker.take_over():
+            self._guarded.pop(reservation_id, None)
+        wanted = set(block_ids)
+        hit = [r for r, blocks in self._guarded.items() if not blocks.isdisjoint(wanted)]
+        if not hit:
+            return
+        is_free = threading.Event()
+        self._post(lambda: self._worker.void(hit, is_free))
+        until = time.monotonic() + DRAIN_S
+        while not is_free.wait(0.05):
+            self._check()
+            if time.monotonic() > until:
+                raise TransferError("", f"writes from blocks that are needed did not end in {DRAIN_S:g} s")
+        for reservation_id in hit:
+            self._guarded.pop(reservation_id)
+
+    @property
+    def num_pushing(self) -> int:
+        """Requests that are being pushed, for tests."""
+        return len(self._worker.pushes)
+
+    def close(self) -> None:
+        """Stop, whatever is in flight, and give the agent back."""
+        self._worker.is_closing = True
+        self._post(lambda: None)
+        self._thread.join()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._worker.inbox.put(action)
+
+    def _ask(self, action: Callable[[], None], timeout_s: float) -> None:
+        """Have the thread do something, and wait for it; its errors are raised here."""
+        answers: queue.SimpleQueue[RaykError | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                action()
+            except RaykError as error:
+                answers.put(error)
+            else:
+                answers.put(None)
+
+        self._post(ask)
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):
+                error = answers.get(timeout=0.05)
+                if error is not None:
+                    raise error
+                return
+            self._check()
+        raise TransferError("", f"the pusher does not answer within {timeout_s:g} s")
+
+    def _check(self) -> None:
+        """Whatever ended the thread ends the rank."""
+        if self._worker.error is not None:
+            raise self._worker.error
+
+
+class _Worker:
+    """The thread's side. Attributes without a note belong to the thread."""
+
+    def __init__(
+        self, agent: TransferAgent, me: CacheDescription, push_layers: int | None, clock: Callable[[], int]
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Of any thread."""
+        self.is_closing = False
+        """Set by the engine's thread."""
+        self.error: Exception | None = None
+        """Read by the engine's thread."""
+        self.links: dict[str, ConsumerLink] = {}
+        """By engine."""
+        self.pushes: dict[str, Push] = {}
+        self._agent = agent
+        self._me = me
+        self._last_layer = len(kept_layers(me.geometry)) - 1
+        self._push_layers = push_layers
+        self._clock = clock
+        self._stopped = StoppedTable()
+        self._voiding: list[tuple[list[str], threading.Event]] = []
+        self._over: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._computed: set[tuple[str, int]] = set()
+        """(reservation, attempt) whose last layer was computed; of the engine's thread, which adds, and of
+        this one, which looks and removes."""
+        self._news_s = 0.0
+
+    # The engine's thread.
+
+    def note_computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
+        """At once, before anything is written that hears of it."""
+        for chunk in chunks:
+            if chunk.is_last and layer == self._last_layer:
+                self._computed.add((chunk.reservation.reservation_id, chunk.attempt))
+
+    def take_over(self) -> list[str]:
+        """Reservations that nothing of ours is read for any more, since the last call."""
+        over = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                over.append(self._over.get_nowait())
+        return over
+
+    # The thread.
+
+    def run(self) -> None:
+        """Until closed."""
+        try:
+            while not self.is_closing:
+                self._turn()
+        except Exception as error:  # noqa: BLE001 - the engine's thread must learn of it
+            self.error = error
+        finally:
+            self._agent.close()
+
+    def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
+        """See Pusher."""
+        engine = consumers[0].engine
+        old = self.links.get(engine)
+        if old is not None:
+            for push in [q for q in self.pushes.values() if q.link is old]:
+                push.fail(f"consumer engine {engine} is gone")
+            for consumer in old.consumers:
+                self._agent.remove_peer(consumer.agent_name)
+        link = make_consumer_link(self._agent, self._me, producers, consumers, push_layers=self._push_layers)
+        self.links[engine] = link
+
+    def begin(self, chunk: Chunk) -> None:
+        """See Pusher."""
+        reservation_id = chunk.reservation.reservation_id
+        push = self.pushes.get(reservation_id)
+        if push is None:
+            push = self._open(chunk)
+            if push is None:
+                return
+        push.begin(chunk)
+
+    def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
+        """See Pusher."""
+        here = [(chunk, self.pushes.get(chunk.reservation.reservation_id)) for chunk in chunks]
+        if any(push is not None for _, push in here):
+            wait()
+        for chunk, push in here:
+            if push is not None:
+                push.computed(layer, chunk)
+
+    def end(self, reservation_id: str, reason: str) -> None:
+        """See Pusher."""
+        push = self.pushes.get(reservation_id)
+        self._stopped.stop(reservation_id)
+        if push is not None:
+            push.fail(reason)
+
+    def stop(self, message: StopMessage) -> None:
+        """See Pusher."""
+        self._stopped.stop(message.reservation_id)
+        push = self.pushes.get(message.reservation_id)
+        side = push.sides.get(message.consumer_rank) if push is not None else None
+        if push is not None and side is not None:
+            was_drained = side.session.is_drained
+            push.fail("stopped by the consumer", message.consumer_rank)
+            if not was_drained:
+                return  # it is told when it is drained
+        answer = StoppedMessage(message.reservation_id, self._me.tp_rank)
+        try:
+            self._agent.notify(message.consumer, answer.encode())
+        except TransferError as error:
+            _log.warning("%s cannot be told that nothing is written: %s", message.consumer, error.reason)
+
+    def void(self, reservation_ids: list[str], is_free: threading.Event) -> None:
+        """Blocks of these pushes are needed."""
+        for reservation_id in reservation_ids:
+            push = self.pushes.get(reservation_id)
+            if push is not None:
+                push.void()
+        self._voiding.append((reservation_ids, is_free))
+
+    def _open(self, chunk: Chunk) -> Push | None:
+        reservation = chunk.reservation
+        link = self.links.get(reservation.engine)
+        is_connected = link is not None and link.epoch == reservation.epoch
+        if reservation.reservation_id in self._stopped or not is_connected:
+            return None
+        assert link is not None
+        # The first chunk may be of a later attempt: preempted before anything was pushed.
+        push = Push(
+            reservation,
+            link,
+            self._agent,
+            self._me,
+            self._clock,
+            self._clock() + int(reservation.hold_s * 1e9),
+            is_computed=lambda: (reservation.reservation_id, push.attempt) in self._computed,
+            attempt=chunk.attempt,
+        )
+        self.pushes[reservation.reservation_id] = push
+        return push
+
+    def _turn(self) -> None:
+        self._take()
+        for push in tuple(self.pushes.values()):
+            push.poll()
+        self._settle()
+        for peer, message in self._agent.notifications():  # also makes progress
+            _log.warning("notification of no meaning from %s: %r", peer, message[:80])
+
+    def _take(self) -> None:
+        """Do what was asked; where nothing was, wait for it a little."""
+        in_flight = any(push.num_in_flight for push in self.pushes.values())
+        is_busy = in_flight or self._voiding or time.monotonic() - self._news_s < BUSY_S
+        try:
+            action = self.inbox.get(timeout=POLL_S if is_busy else QUIET_S)
+        except queue.Empty:
+            return
+        self._news_s = time.monotonic()
+        action()
+
+    def _settle(self) -> None:
+        """Forget pushes that are over, and hand back what nothing reads any more."""
+        for reservation_id in [r for r, push in self.pushes.items() if push.is_over]:
+            push = self.pushes.pop(reservation_id)
+            self._computed.discard((reservation_id, push.attempt))
+            self._over.put(reservation_id)
+            self._news_s = time.monotonic()
+        waiting = []
+        for reservation_ids, is_free in self._voiding:
+            pushes = [self.pushes[r] for r in reservation_ids if r in self.pushes]
+            if any(push.num_in_flight for push in pushes):
+                waiting.append((reservation_ids, is_free))
+            else:
+                is_free.set()
+        self._voiding = waiting
