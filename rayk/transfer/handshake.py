@@ -1,12 +1,12 @@
 """What each rank tells about its cache, and the field-by-field check before the first byte moves.
 
-TP size, layout, block size and number of blocks may differ between the sides: the plan bridges them.
-Everything that gives bytes their meaning must agree.
+TP size, layout, block size, number of blocks and which layers share a group may differ between the sides: the
+plan bridges them. Everything that gives a layer's bytes their meaning must agree, or be convertible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +14,16 @@ import torch
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.fields import PageField
 from rayk.kv.geometry import RankGeometry
+from rayk.kv.specs import KVCacheSpec
 from rayk.transfer.agent import TransferAgent
 from rayk.types.errors import HandshakeMismatch
 
-PROTOCOL_VERSION = 2
-DIGEST_VERSION = 2
+PROTOCOL_VERSION = 3
+DIGEST_VERSION = 3
 ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
+Facts = dict[str, str]
+"""Name -> value of what must agree."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,8 +42,8 @@ class CacheDescription:
     agent_metadata: bytes
     base_address: int
     """Address of the buffer's first byte in its own process."""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the engine that decide what its groups keep, where the model heeds them."""
+    kv_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Layer -> (k, v), what its quantised keys and values are multiplied by, beside the scales in pages."""
     protocol_version: int = PROTOCOL_VERSION
     digest_version: int = DIGEST_VERSION
     rows_per_group: int = ROWS_PER_GROUP
@@ -63,7 +66,7 @@ def describe_cache(
     engine: str,
     epoch: int = 0,
     fingerprint: Mapping[str, str],
-    settings: Mapping[str, str] | None = None,
+    kv_scales: Mapping[int, tuple[float, float]] | None = None,
 ) -> CacheDescription:
     """Register a rank's buffer with its agent (one region) and describe it. Call once per buffer."""
     address = agent.register(caches.buffer)
@@ -72,7 +75,7 @@ def describe_cache(
         epoch=epoch,
         geometry=caches.geometry,
         fingerprint=dict(fingerprint),
-        settings=dict(settings or {}),
+        kv_scales=dict(kv_scales or {}),
         device=_device_name(caches.buffer.device),
         transport=agent.transport,
         agent_name=agent.name,
@@ -81,17 +84,23 @@ def describe_cache(
     )
 
 
-def check(producer: CacheDescription, consumer: CacheDescription) -> None:
-    """Raises HandshakeMismatch listing every field that differs."""
-    ours, theirs = dict(_facts(producer)), dict(_facts(consumer))
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    differing = tuple(
-        (name, ours.get(name, "absent"), theirs.get(name, "absent"))
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    )
+def check(
+    producer: CacheDescription,
+    consumer: CacheDescription,
+    can_convert: Callable[[KVCacheSpec, KVCacheSpec], bool] = lambda ours, theirs: False,
+) -> None:
+    """Raises HandshakeMismatch listing every field that differs.
+
+    `can_convert(ours, theirs)`: whether rows as the producer keeps them can be made rows of the consumer's;
+    asked only of layers whose formats differ.
+    """
+    differing = _differences(_facts(producer), _facts(consumer))
+    differing += _layer_differences(producer.geometry, consumer.geometry, can_convert)
+    differing += _scale_differences(producer, consumer)
+    # After the layers that come of them.
+    differing += _differences(_digest_facts(producer), _digest_facts(consumer))
     if differing:
-        raise HandshakeMismatch(differing)
+        raise HandshakeMismatch(tuple(differing))
 
 
 def check_engine(descriptions: Sequence[CacheDescription]) -> None:
@@ -115,29 +124,95 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
             raise HandshakeMismatch(tuple(named))
 
 
-def _facts(description: CacheDescription) -> Iterator[tuple[str, str]]:
-    """(name, value) of everything that must agree, most telling first."""
-    yield "protocol_version", str(description.protocol_version)
-    yield "transport", description.transport
-    for name, value in description.fingerprint.items():
-        yield f"model.{name}", value
-    # Before the groups that come of them: whoever reads of those must know what to set.
-    for name, value in description.settings.items():
-        yield f"engine.{name}", value
-    yield "num_groups", str(len(description.geometry.groups))
-    for geometry in description.geometry.groups:
-        group = geometry.group
-        name = f"group {group.index}"
-        yield f"{name}.layers", ",".join(map(str, group.layers))
-        yield f"{name}.kind", group.spec.kind
-        yield f"{name}.kv_dtype", group.spec.dtype
-        # Which rows are live names a window or chunk without asking for the kind of spec: not at the very
-        # end of so many tokens, where chunks of many sizes have none.
-        yield f"{name}.live_rows(1000000)", str(group.spec.live_rows(group.spec.fullest_at(1_000_000)))
-        for f in group.spec.fields():
-            yield f"{name}.{f.name}", _describe_field(f)
-    yield "digest_version", str(description.digest_version)
-    yield "rows_per_group", str(description.rows_per_group)
+def _differences(ours: Facts, theirs: Facts) -> list[tuple[str, str, str]]:
+    """(name, ours, theirs) of what differs, most telling first."""
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    pairs = ((name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in names)
+    return [(name, a, b) for name, a, b in pairs if a != b]
+
+
+def _facts(description: CacheDescription) -> Facts:
+    model = {f"model.{name}": value for name, value in description.fingerprint.items()}
+    versions = {"protocol_version": str(description.protocol_version), "transport": description.transport}
+    return versions | model
+
+
+def _digest_facts(description: CacheDescription) -> Facts:
+    return {
+        "digest_version": str(description.digest_version),
+        "rows_per_group": str(description.rows_per_group),
+    }
+
+
+def _layer_differences(
+    producer: RankGeometry,
+    consumer: RankGeometry,
+    can_convert: Callable[[KVCacheSpec, KVCacheSpec], bool],
+) -> list[tuple[str, str, str]]:
+    """What differs between the caches of a layer, once for all layers where it is the same."""
+    kept = [
+        {(part, layer): g.group for g in side.groups for layer, part in g.group.keys}
+        for side in (producer, consumer)
+    ]
+    found: dict[tuple[str, str, str, str], list[int]] = {}
+    for part, layer in sorted({*kept[0], *kept[1]}):
+        ours, theirs = (side.get((part, layer)) for side in kept)
+        if ours is None or theirs is None:
+            here, there = ("absent" if group is None else "kept" for group in (ours, theirs))
+            found.setdefault((part, "cache", here, there), []).append(layer)
+            continue
+        differing = _differences(_meaning(ours.seen_by(layer)), _meaning(theirs.seen_by(layer)))
+        formats = _differences(_format(ours.spec), _format(theirs.spec))
+        if formats and not can_convert(ours.spec, theirs.spec):
+            differing += formats
+        for name, here, there in differing:
+            found.setdefault((part, name, here, there), []).append(layer)
+    return [(f"{_layers(n)}.{part}.{name}", a, b) for (part, name, a, b), n in found.items()]
+
+
+def _scale_differences(producer: CacheDescription, consumer: CacheDescription) -> list[tuple[str, str, str]]:
+    """Scales that no page holds, of layers of one format: where formats differ, rows are made with both."""
+    formats = [
+        {
+            layer: g.group.spec.dtype
+            for g in side.geometry.groups
+            for layer in g.group.layers
+            if g.group.spec.has_token_rows
+        }
+        for side in (producer, consumer)
+    ]
+    facts = [
+        {
+            f"layer {layer}.attention.kv_scales": f"k {k!r}, v {v!r}"
+            for layer, (k, v) in sorted(side.kv_scales.items())
+            if formats[0].get(layer) == formats[1].get(layer)
+        }
+        for side in (producer, consumer)
+    ]
+    return _differences(*facts)
+
+
+def _meaning(spec: KVCacheSpec) -> Facts:
+    """What of a layer is live. That names a window or chunk without asking for the kind of spec: not at the
+    very end of so many tokens, where chunks of many sizes have none."""
+    live = spec.live_rows(spec.fullest_at(1_000_000))
+    return {"kind": spec.kind, "live_rows(1000000)": str(live)}
+
+
+def _format(spec: KVCacheSpec) -> Facts:
+    """How a layer keeps it: what its bytes mean, whatever the layout."""
+    return {"kv_dtype": spec.dtype} | {f.name: _describe_field(f) for f in spec.fields()}
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 0-2, 5`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    return f"layer{'s' if len(layers) > 1 else ''} " + ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _describe_field(field: PageField) -> str:

@@ -191,6 +191,13 @@ class TransferPlan:
         return tuple(sorted({r.producer_rank for r in self.reads}))
 
     @cached_property
+    def late_layers(self) -> frozenset[int]:
+        """Layers of which rows that live when they are computed may not live to the end of a prompt: states,
+        and what has a window or chunks."""
+        seen = ((n, self.consumer.groups[r.group].group.seen_by(n)) for r in self.reads for n in r.layers)
+        return frozenset(layer for layer, spec in seen if spec.live_step)
+
+    @cached_property
     def sources(self) -> dict[tuple[int, str, int], int]:
         """(group, field, unit) -> the producer rank it is read from."""
         return {

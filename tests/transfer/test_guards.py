@@ -148,7 +148,6 @@ def describe(
         epoch=0,
         geometry=geometry,
         fingerprint={"weights": "w", "rope": "r"},
-        settings={"hybrid_kv": "true"},
         device="cpu",
         transport="local",
         agent_name=f"p.{tp_size}",
@@ -175,8 +174,6 @@ def test_what_the_plan_bridges_may_differ():
         ({"fingerprint": {"weights": "w", "rope": "other"}}, "model.rope"),
         ({"fingerprint": {"weights": "w"}}, "model.rope"),
         ({"fingerprint": {"weights": "w", "rope": "r", "norm": "n"}}, "model.norm"),
-        ({"settings": {"hybrid_kv": "false"}}, "engine.hybrid_kv"),
-        ({"settings": {}}, "engine.hybrid_kv"),
         ({"digest_version": 1}, "digest_version"),
         ({"rows_per_group": 128}, "rows_per_group"),
     ],
@@ -192,22 +189,56 @@ def test_every_field_that_must_agree_is_compared(changes: dict[str, Any], differ
 @pytest.mark.parametrize(
     ("specs", "differing"),
     [
-        ({0: FULL, 1: replace(SLIDING, window=7)}, ["group 1.live_rows(1000000)"]),
-        ({0: FULL, 2: SLIDING}, ["group 1.layers"]),
-        ({0: FULL, 1: FULL}, ["num_groups", "group 0.layers"]),
-        ({0: replace(FULL, dtype="float16"), 1: SLIDING}, ["group 0.kv_dtype", "group 0.k", "group 0.v"]),
-        ({0: replace(FULL, num_kv_heads=4), 1: SLIDING}, ["group 0.k", "group 0.v"]),
-        ({0: replace(FULL, head_size_k=2, head_size_v=4), 1: SLIDING}, ["group 0.k", "group 0.v"]),
-        ({0: SLIDING, 1: FULL}, ["group 0.kind", "group 0.live_rows(1000000)", "group 1.kind"]),
+        ({0: FULL, 1: replace(SLIDING, window=7)}, ["layer 1.attention.live_rows(1000000)"]),
+        ({0: FULL, 2: SLIDING}, ["layer 1.attention.cache", "layer 2.attention.cache"]),
+        ({0: FULL, 1: FULL}, ["layer 1.attention.kind", "layer 1.attention.live_rows(1000000)"]),
+        (
+            {0: replace(FULL, dtype="float16"), 1: SLIDING},
+            ["layer 0.attention.kv_dtype", "layer 0.attention.k", "layer 0.attention.v"],
+        ),
+        ({0: replace(FULL, num_kv_heads=4), 1: SLIDING}, ["layer 0.attention.k", "layer 0.attention.v"]),
+        (
+            {layer: replace(s, head_size_k=2, head_size_v=4) for layer, s in ((0, FULL), (1, SLIDING))},
+            ["layers 0-1.attention.k", "layers 0-1.attention.v"],
+        ),
+        (
+            {0: SLIDING, 1: FULL},
+            [
+                f"layer {layer}.attention.{name}"
+                for layer in (0, 1)
+                for name in ("kind", "live_rows(1000000)")
+            ],
+        ),
     ],
     ids=["window", "layers", "groups", "dtype", "heads", "head sizes", "kinds"],
 )
-def test_every_group_is_compared_field_by_field(specs: dict[int, KVCacheSpec], differing: list[str]):
+def test_every_layer_is_compared_field_by_field(specs: dict[int, KVCacheSpec], differing: list[str]):
     with pytest.raises(HandshakeMismatch) as caught:
         check(describe(), describe(specs))
-    names = [name for name, _, _ in caught.value.fields]
-    assert names[: len(differing)] == differing
+    assert [name for name, _, _ in caught.value.fields] == differing
     assert all(a != b for _, a, b in caught.value.fields)
+
+
+def test_layers_that_differ_alike_are_named_together():
+    ours = dict.fromkeys(range(7), FULL)
+    with pytest.raises(HandshakeMismatch) as caught:
+        check(describe(ours), describe(ours | {n: replace(FULL, dtype="float16") for n in (0, 1, 2, 4, 6)}))
+    assert caught.value.fields[0] == ("layers 0-2, 4, 6.attention.kv_dtype", "int8", "float16")
+
+
+def test_formats_may_differ_where_they_can_be_converted():
+    """What is live may not: the conversion is asked about formats alone."""
+    other = {0: replace(FULL, dtype="float16"), 1: SLIDING}
+    asked: list[tuple[str, str]] = []
+
+    def can_convert(ours: KVCacheSpec, theirs: KVCacheSpec) -> bool:
+        asked.append((ours.dtype, theirs.dtype))
+        return True
+
+    check(describe(), describe(other), can_convert)
+    assert asked == [("int8", "float16")]
+    with pytest.raises(HandshakeMismatch, match="live_rows"):
+        check(describe(), describe(other | {1: replace(SLIDING, window=7)}), can_convert)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +257,7 @@ def test_states_are_compared_field_by_field(change: dict[str, Any], differing: l
     other = {0: FULL, 1: replace(STATE, **change)}
     with pytest.raises(HandshakeMismatch) as caught:
         check(describe(HYBRID), describe(other))
-    assert [name for name, _, _ in caught.value.fields] == [f"group 1.{name}" for name in differing]
+    assert [name for name, _, _ in caught.value.fields] == [f"layer 1.state.{name}" for name in differing]
 
 
 def test_an_engine_is_described_by_all_its_ranks_in_order():

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.extension import group_settings
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.models.config import DecoderConfig
 from rayk.models.fingerprint import fingerprint
@@ -229,8 +228,7 @@ def differing(
     sides = []
     for config, engine in (ours, theirs):
         geometry = plan_engine(engine, config).ranks[0]
-        known = {"fingerprint": fingerprint(folder, config), "settings": group_settings(engine, config)}
-        sides.append(replace(describe(), geometry=geometry, **known))
+        sides.append(replace(describe(), geometry=geometry, fingerprint=fingerprint(folder, config)))
     with pytest.raises(HandshakeMismatch) as caught:
         check(*sides)
     assert all(a != b for _, a, b in caught.value.fields)
@@ -246,7 +244,7 @@ def test_engines_that_share_otherwise_are_refused_by_name(tmp_path: Path):
     assert differing((one, ENGINE), (other, ENGINE), tmp_path) == ["model.kv_sources"]
     named = differing((one, ENGINE), (own, ENGINE), tmp_path)
     assert named[0] == "model.kv_sources"
-    assert {"num_groups", "group 3.kind"} <= set(named)
+    assert "layer 4.attention.cache" in named
     check(*(replace(describe(), fingerprint=fingerprint(tmp_path, one)) for _ in range(2)))
 
 
@@ -257,13 +255,17 @@ def test_engines_of_other_chunks_are_refused_by_name(chunks: tuple[int, int], tm
     ours, theirs = (decoder("chunked", "full", chunk=chunk) for chunk in chunks)
     assert differing((ours, ENGINE), (theirs, ENGINE), tmp_path) == [
         "model.chunks",
-        "group 0.live_rows(1000000)",
+        "layer 0.attention.live_rows(1000000)",
     ]
 
 
-def test_an_engine_that_keeps_everything_is_refused_by_name(tmp_path: Path):
-    whole = replace(ENGINE, hybrid_kv=False)
-    for local in ("chunked", "sliding"):
-        config = decoder(local, "full", chunk=32)
-        named = differing((config, ENGINE), (config, whole), tmp_path)
-        assert named[:3] == ["engine.hybrid_kv", "num_groups", "group 0.layers"]
+def test_an_engine_that_keeps_everything_meets_one_that_does_not(tmp_path: Path):
+    """Their layers see the same, and of what they do not see nothing is moved. A layer of another window or
+    chunk is refused all the same."""
+    whole, config = replace(ENGINE, hybrid_kv=False), decoder("chunked", "sliding", "full", chunk=32)
+    for engines in ((ENGINE, whole), (whole, ENGINE), (whole, whole)):
+        sides = [replace(describe(), geometry=plan_engine(e, config).ranks[0]) for e in engines]
+        check(*sides)
+        other = (decoder("chunked", "sliding", "full", chunk=48), engines[1])
+        named = differing((config, engines[0]), other, tmp_path)
+        assert "layer 0.attention.live_rows(1000000)" in named
