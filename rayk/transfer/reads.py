@@ -1,14 +1,22 @@
-"""The data reads of one request on one consumer rank: posted, polled, cancelled, and counted in rows."""
+"""The data reads of one request on one consumer rank: posted, polled, cancelled, and counted in rows.
+
+A read goes run by run into the pages, or through the staging buffer, as the cost model says or the spec
+demands; it is chosen for all reads of a request before the first is posted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from rayk.transfer import session as s
 from rayk.transfer.agent import Transfer, TransferAgent, TransferState
+from rayk.transfer.costs import Option, choose_staged
 from rayk.transfer.link import ProducerLink
 from rayk.transfer.plan import BlockReads
+from rayk.transfer.staging import StagedRead, Staging
 from rayk.types.errors import TransferError
 from rayk.types.rows import TransferRow
 
@@ -30,14 +38,30 @@ class DataReads:
     reads: Sequence[BlockReads]
     link: ProducerLink
     agent: TransferAgent
+    staging: Staging
+    destination: torch.Tensor
+    """The buffer that is read into: int8 [bytes]."""
     clock: Callable[[], int]
+    refusal: str | None = None
+    """Why nothing may be posted: the spec forbids the only way."""
+    _options: list[Option] = field(init=False)
+    _is_staged: list[bool] = field(init=False)
     _flights: dict[int, InFlight] = field(default_factory=dict)
+    _staged: dict[int, tuple[StagedRead, int]] = field(default_factory=dict)
+    """With when it began."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._options = [self.staging.option(read) for read in self.reads]
+        try:
+            self._is_staged = choose_staged(self.staging.settings.mode, self._options)
+        except TransferError as error:
+            self.refusal = error.reason
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Reads that were posted and have not ended."""
-        return tuple(self._flights)
+        return (*self._flights, *self._staged)
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
@@ -45,11 +69,59 @@ class DataReads:
         return tuple(self._rows.values())
 
     def post(self, index: int) -> list[s.Event]:
-        """Start a read; its end, if it could not be started."""
-        read = self.reads[index]
+        """Start a read; its end, if it has ended already."""
+        read, option = self.reads[index], self._options[index]
         row = self._row(read)
         row.bytes += read.num_bytes
+        row.direct_cost_us = (row.direct_cost_us or 0.0) + option.direct_ns / 1e3
+        if option.staged_ns is not None:
+            row.staged_cost_us = (row.staged_cost_us or 0.0) + option.staged_ns / 1e3
+        if self._is_staged[index]:
+            producer = self.link.producers[read.producer_rank]
+            staged = StagedRead(read, self.staging, producer, self.destination, self.clock)
+            row.staged = True
+            self._staged[index] = staged, self.clock()
+            return self._advance(index, staged)
         row.num_descriptors += read.num_descriptors
+        row.num_descriptors_merged = (row.num_descriptors_merged or 0) + read.num_coalesced
+        return self._post_direct(index, read)
+
+    def poll(self, index: int) -> list[s.Event]:
+        """The end of a read, if it has come; nothing of a read that is not in flight (any more)."""
+        if index in self._staged:
+            return self._advance(index, self._staged[index][0])
+        flight = self._flights.get(index)
+        if flight is None:
+            return []
+        state = self.agent.poll(flight.transfer)
+        if state is TransferState.PENDING:
+            return []
+        del self._flights[index]
+        self.agent.release(flight.transfer)
+        read = self.reads[index]
+        self.link.prepared.give_back(read.pattern.key)
+        self._count(read, flight.post_ns, flight.posted_ns)
+        if state is TransferState.DONE:
+            return [s.ReadDone(index)]
+        return [s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed")]
+
+    def cancel(self, index: int) -> bool:
+        """Try to cancel a read; whether nothing of it is in flight: also of one that could not be posted."""
+        if index in self._staged:
+            is_over = self._staged[index][0].cancel()
+            if is_over:
+                self._end_staged(index)
+            return is_over
+        flight = self._flights.get(index)
+        if flight is None:
+            return True
+        if not self.agent.release(flight.transfer):
+            return False
+        del self._flights[index]
+        self.link.prepared.give_back(self.reads[index].pattern.key)
+        return True
+
+    def _post_direct(self, index: int, read: BlockReads) -> list[s.Event]:
         source = self.link.producers[read.producer_rank].geometry
         remote, local = read.indices(source.num_blocks, self.link.plan.consumer.num_blocks)
         began = self.clock()
@@ -65,35 +137,24 @@ class DataReads:
         self._flights[index] = InFlight(transfer, began, self.clock() - began)
         return []
 
-    def poll(self, index: int) -> list[s.Event]:
-        """The end of a read, if it has come; nothing of a read that is not in flight (any more)."""
-        flight = self._flights.get(index)
-        if flight is None:
+    def _advance(self, index: int, staged: StagedRead) -> list[s.Event]:
+        if not staged.advance():
             return []
-        state = self.agent.poll(flight.transfer)
-        if state is TransferState.PENDING:
-            return []
-        del self._flights[index]
-        self.agent.release(flight.transfer)
-        read = self.reads[index]
-        self.link.prepared.give_back(read.pattern.key)
-        row = self._row(read)
-        row.post_ns += flight.post_ns
-        row.transfer_ns = max(row.transfer_ns, self.clock() - flight.posted_ns)
-        if state is TransferState.DONE:
-            return [s.ReadDone(index)]
-        return [s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed")]
+        self._end_staged(index)
+        return [s.ReadDone(index) if staged.failure is None else s.ReadEnded(index, staged.failure)]
 
-    def cancel(self, index: int) -> bool:
-        """Try to cancel a read; whether nothing of it is in flight: also of one that could not be posted."""
-        flight = self._flights.get(index)
-        if flight is None:
-            return True
-        if not self.agent.release(flight.transfer):
-            return False
-        del self._flights[index]
-        self.link.prepared.give_back(self.reads[index].pattern.key)
-        return True
+    def _end_staged(self, index: int) -> None:
+        staged, began_ns = self._staged.pop(index)
+        row = self._row(staged.read)
+        row.num_descriptors += staged.num_descriptors
+        row.num_descriptors_merged = (row.num_descriptors_merged or 0) + staged.num_merged
+        row.repack_ns += staged.repack_ns
+        self._count(staged.read, staged.post_ns, began_ns)
+
+    def _count(self, read: BlockReads, post_ns: int, began_ns: int) -> None:
+        row = self._row(read)
+        row.post_ns += post_ns
+        row.transfer_ns = max(row.transfer_ns, self.clock() - began_ns)
 
     def _row(self, read: BlockReads) -> TransferRow:
         return self._rows.setdefault(

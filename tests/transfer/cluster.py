@@ -22,6 +22,7 @@ from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import consecutive_tables
 from rayk.transfer.rank import TransferRank
+from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import make_layer_view
 from tests.transfer.brute import brute_shard
@@ -210,7 +211,15 @@ def make_caches(shape: Shape, side: int, poison: int = POISON) -> Engine:
     return engine
 
 
-def make_engine(shape: Shape, side: int, make_agent: MakeAgent, *, epoch: int = 0, **changes) -> Engine:
+def make_engine(
+    shape: Shape,
+    side: int,
+    make_agent: MakeAgent,
+    *,
+    epoch: int = 0,
+    staging: StagingSettings | None = None,
+    **changes,
+) -> Engine:
     """An engine named p or d; `changes` go to the descriptions."""
     engine = make_caches(shape, side)
     name = "pd"[side]
@@ -224,7 +233,7 @@ def make_engine(shape: Shape, side: int, make_agent: MakeAgent, *, epoch: int = 
             for layer in group.layers
         ]
         engine.agents.append(agent)
-        engine.ranks.append(TransferRank(agent, caches, views, description))
+        engine.ranks.append(TransferRank(agent, caches, views, description, staging=staging))
     return engine
 
 
@@ -280,13 +289,21 @@ class Pair:
         return found
 
 
-def local_pair(shape: Shape, delay_polls: int = 0) -> Pair:
+def local_pair(
+    shape: Shape,
+    delay_polls: int = 0,
+    *,
+    staging: StagingSettings | None = None,
+    kind: type[LocalAgent] = LocalAgent,
+) -> Pair:
     """Two connected engines on local agents."""
     network = LocalNetwork()
 
     def make_agent(name: str) -> TransferAgent:
-        return LocalAgent(name, network, delay_polls)
+        return kind(name, network, delay_polls)
 
-    pair = Pair(make_engine(shape, 0, make_agent), make_engine(shape, 1, make_agent))
+    pair = Pair(
+        make_engine(shape, 0, make_agent, staging=staging), make_engine(shape, 1, make_agent, staging=staging)
+    )
     pair.connect()
     return pair

@@ -1,0 +1,317 @@
+"""Reads that go through a registered buffer: whole stretches arrive there and are copied into pages.
+
+A staged read takes its blocks in chunks that fit. A chunk holds its place in the buffer until its bytes are
+in the pages, or until nothing writes there any more; it waits for room in turn and holds nothing meanwhile,
+so that somebody always gets on. On a GPU the place is given back only when the copy has run there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rayk.kernels.copy_runs import copy_runs, make_run_table
+from rayk.transfer.agent import DescriptorList, Handle, Transfer, TransferAgent, TransferState
+from rayk.transfer.costs import MAX_DESCRIPTORS, Option, TransferCosts, transfer_costs
+from rayk.transfer.extents import AREA_ALIGNMENT, Extents, Ints, make_extents
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.plan import BlockReads, Pattern
+from rayk.types.errors import TransferError
+
+Place = tuple[int, int]
+"""[first byte, one behind the last) of the staging buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingSettings:
+    """What a spec says of staging."""
+
+    mode: str = "auto"
+    """auto, never or always."""
+    num_bytes: int = 64 << 20
+    """Of a rank's buffer."""
+
+
+class StagingBuffer:
+    """Registered memory that is lent in stretches, first come first served."""
+
+    def __init__(self, agent: TransferAgent, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.empty(num_bytes + AREA_ALIGNMENT, dtype=torch.int8, device=device)
+        self._skipped = -self.memory.data_ptr() % AREA_ALIGNMENT
+        self.num_bytes = num_bytes
+        agent.register(self.memory)
+        self._lent: list[Place] = []
+        """Ascending."""
+        self._waiting: dict[object, None] = {}
+        """In order of arrival."""
+
+    def take(self, num_bytes: int, who: object) -> Place | None:
+        """A stretch, or None where there is no room or others came first: ask again, or `withdraw`."""
+        self._waiting.setdefault(who)
+        if next(iter(self._waiting)) is not who:
+            return None
+        place = self._find(num_bytes)
+        if place is not None:
+            del self._waiting[who]
+            self._lent.append(place)
+            self._lent.sort()
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """Nothing writes there or reads from there any more."""
+        self._lent.remove(place)
+
+    def withdraw(self, who: object) -> None:
+        """Wait no longer."""
+        self._waiting.pop(who, None)
+
+    @property
+    def num_lent(self) -> int:
+        """Stretches in use."""
+        return len(self._lent)
+
+    @property
+    def num_waiting(self) -> int:
+        """Reads that wait for room."""
+        return len(self._waiting)
+
+    def _find(self, num_bytes: int) -> Place | None:
+        start = self._skipped
+        for first, stop in [*self._lent, (self._skipped + self.num_bytes,) * 2]:
+            if start + num_bytes <= first:
+                return start, start + num_bytes
+            start = -(-(stop - self._skipped) // AREA_ALIGNMENT) * AREA_ALIGNMENT + self._skipped
+        return None
+
+
+@dataclass(eq=False)
+class Staging:
+    """One rank's staging: the buffer, and how its reads would be staged."""
+
+    agent: TransferAgent
+    settings: StagingSettings
+    device: torch.device
+    buffer: StagingBuffer | None = field(init=False)
+    """None where nothing is ever staged."""
+    costs: TransferCosts = field(init=False)
+    _extents: weakref.WeakKeyDictionary[Pattern, tuple[Extents, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_used = self.settings.mode != "never"
+        self.buffer = StagingBuffer(self.agent, self.settings.num_bytes, self.device) if is_used else None
+        self.costs = transfer_costs(self.agent.transport, str(self.device))
+        self._extents = weakref.WeakKeyDictionary()
+
+    def extents(self, pattern: Pattern) -> tuple[Extents, ...]:
+        """How a pattern is staged; nothing where it cannot be."""
+        found = self._extents.get(pattern)
+        if found is None:
+            found = make_extents(pattern, self.costs.gap_bytes, self.settings.num_bytes) or ()
+            self._extents[pattern] = found
+        return found
+
+    def option(self, read: BlockReads) -> Option:
+        """What a read costs in either way."""
+        costs, num_blocks = self.costs, len(read.source_blocks)
+        direct_ns = costs.move_ns(read.num_descriptors, read.num_coalesced, read.num_bytes)
+        staged_ns, num_staged = 0.0, 0
+        parts = self.extents(read.pattern)
+        for part in parts:
+            num_chunks = -(-num_blocks // self.chunk_blocks(part))
+            num_staged += len(part) * num_blocks
+            staged_ns += costs.move_ns(
+                len(part) * num_blocks,
+                num_merged(part, read.source_blocks),
+                part.block_bytes * num_blocks,
+                num_chunks,
+            )
+            num_bytes = int(part.run_lengths.sum()) * num_blocks
+            staged_ns += costs.repack_ns(part.num_runs * num_blocks, num_bytes, num_chunks)
+        return Option(direct_ns, read.num_descriptors, staged_ns if parts else None, num_staged)
+
+    def chunk_blocks(self, part: Extents) -> int:
+        """Blocks of a chunk: so many that a second one can arrive while the first is copied out."""
+        blocks = part.max_blocks(self.settings.num_bytes // 2) or part.max_blocks(self.settings.num_bytes)
+        return max(1, min(blocks, MAX_DESCRIPTORS // len(part)))
+
+
+def num_merged(part: Extents, source_blocks: Ints) -> int:
+    """Descriptors left when consecutive blocks of dense extents are read as one."""
+    steps = int((np.diff(source_blocks) == 1).sum())
+    return len(part) * len(source_blocks) - int(part.is_dense.sum()) * steps
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Blocks [first, stop) of a read's, one part of each, on their way."""
+
+    part: Extents
+    first: int
+    stop: int
+    place: Place
+    transfer: Transfer
+    handle: Handle
+    copied: torch.cuda.Event | None = None
+    """Of a GPU's copy that was queued."""
+
+
+@dataclass(eq=False)
+class StagedRead:
+    """One read through the staging buffer, from its first chunk to its last copy."""
+
+    read: BlockReads
+    staging: Staging
+    producer: CacheDescription
+    destination: torch.Tensor
+    """The buffer whose pages it fills: int8 [bytes]."""
+    clock: Callable[[], int]
+    failure: str | None = None
+    """Why it ended before its end."""
+    post_ns: int = 0
+    repack_ns: int = 0
+    num_descriptors: int = 0
+    num_merged: int = 0
+    _todo: deque[tuple[Extents, int, int]] = field(default_factory=deque)
+    _chunks: list[_Chunk] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        num_blocks = len(self.read.source_blocks)
+        for part in self.staging.extents(self.read.pattern):
+            step = self.staging.chunk_blocks(part)
+            self._todo.extend((part, i, min(i + step, num_blocks)) for i in range(0, num_blocks, step))
+
+    def advance(self) -> bool:
+        """Copy what arrived, ask for more; whether it is over: all is in the pages, or nothing writes any
+        more after a `failure`."""
+        while True:
+            before = len(self._chunks), len(self._todo)
+            self._chunks = [chunk for chunk in self._chunks if not self._settle(chunk)]
+            if self.failure is not None:
+                self._stop_waiting()
+            while self._todo and self._post():
+                pass
+            # What is done when it is posted need not wait for another round of the engine's loop.
+            if not self._chunks or before == (len(self._chunks), len(self._todo)):
+                return not self._chunks and not self._todo
+
+    def cancel(self) -> bool:
+        """Read no more; whether nothing is in flight."""
+        self.failure = self.failure or "cancelled"
+        self._stop_waiting()
+        self._chunks = [chunk for chunk in self._chunks if not self._give_up(chunk)]
+        return not self._chunks
+
+    def _stop_waiting(self) -> None:
+        self._todo.clear()
+        assert self._buffer is not None
+        self._buffer.withdraw(self)
+
+    @property
+    def _buffer(self) -> StagingBuffer:
+        assert self.staging.buffer is not None, "a rank that never stages"
+        return self.staging.buffer
+
+    def _post(self) -> bool:
+        """Start the next chunk, if there is room."""
+        part, first, stop = self._todo[0]
+        areas, num_bytes = part.areas(stop - first)
+        place = self._buffer.take(num_bytes, self)
+        if place is None:
+            return False
+        began = self.clock()
+        self._todo.popleft()
+        agent, blocks = self.staging.agent, self.read.source_blocks[first:stop]
+        try:
+            handle = self._prepare(part, areas + place[0], stop - first)
+        except TransferError as error:
+            return self._refuse(error, place)
+        index = np.arange(len(part), dtype=np.int64)[:, None]
+        here = index * (stop - first) + np.arange(stop - first)[None, :]
+        there = index * self.producer.geometry.num_blocks + blocks[None, :]
+        try:
+            transfer = agent.read(
+                handle, here.astype(np.int32).reshape(-1), there.astype(np.int32).reshape(-1)
+            )
+        except TransferError as error:
+            agent.forget(handle)
+            return self._refuse(error, place)
+        self._chunks.append(_Chunk(part, first, stop, place, transfer, handle))
+        self.num_descriptors += here.size
+        self.num_merged += num_merged(part, blocks)
+        self.post_ns += self.clock() - began
+        return True
+
+    def _refuse(self, error: TransferError, place: Place) -> bool:
+        self.failure = error.reason
+        self._buffer.give_back(place)
+        self._stop_waiting()
+        return False
+
+    def _prepare(self, part: Extents, areas: Ints, num_blocks: int) -> Handle:
+        """Lists of one chunk: its areas, and all blocks of the producer. Raises TransferError."""
+        base = self._buffer.memory.data_ptr()
+        local = DescriptorList(base + areas + part.shifts, part.lengths, part.staged_strides, num_blocks)
+        remote = DescriptorList(
+            self.producer.base_address + part.starts,
+            part.lengths,
+            part.strides,
+            self.producer.geometry.num_blocks,
+        )
+        agent, producer = self.staging.agent, self.producer
+        return agent.prepare(producer.agent_name, local, remote, producer.device)
+
+    def _settle(self, chunk: _Chunk) -> bool:
+        """Take note of what has happened to a chunk; whether it is over."""
+        if chunk.copied is None:
+            state = self.staging.agent.poll(chunk.transfer)
+            if state is TransferState.PENDING:
+                return False
+            self._forget(chunk)
+            if state is TransferState.FAILED and self.failure is None:
+                self.failure = f"read from producer rank {self.read.producer_rank} failed"
+            if self.failure is None:
+                self._repack(chunk)
+        if chunk.copied is not None and not chunk.copied.query():  # type: ignore[no-untyped-call]
+            return False
+        self._buffer.give_back(chunk.place)
+        return True
+
+    def _give_up(self, chunk: _Chunk) -> bool:
+        """Whether a chunk is cancelled, or over anyway."""
+        if chunk.copied is not None:
+            return self._settle(chunk)
+        if not self.staging.agent.release(chunk.transfer):
+            return False
+        self.staging.agent.forget(chunk.handle)
+        self._buffer.give_back(chunk.place)
+        return True
+
+    def _forget(self, chunk: _Chunk) -> None:
+        self.staging.agent.release(chunk.transfer)
+        self.staging.agent.forget(chunk.handle)
+
+    def _repack(self, chunk: _Chunk) -> None:
+        """Copy a chunk into the pages."""
+        began = self.clock()
+        part, num_blocks = chunk.part, chunk.stop - chunk.first
+        areas, _ = part.areas(num_blocks)
+        first = chunk.place[0] + areas + part.shifts
+        table = make_run_table(
+            first[part.run_extents] + part.run_offsets,
+            part.destinations,
+            part.run_lengths,
+            part.staged_strides[part.run_extents],
+            part.destination_strides,
+            self.destination.device,
+        )
+        to_blocks = self.read.destination_blocks[chunk.first : chunk.stop]
+        copy_runs(self._buffer.memory, self.destination, table, np.arange(num_blocks), to_blocks)
+        if self.destination.is_cuda:
+            chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            chunk.copied.record(torch.cuda.current_stream(self.destination.device))
+        self.repack_ns += self.clock() - began
