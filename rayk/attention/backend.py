@@ -12,6 +12,7 @@ from rayk.kernels.paged_attention import HeadGroups, head_groups
 if TYPE_CHECKING:
     import torch
 
+    from rayk.kernels.quantise import QuantisedKV
     from rayk.kv.specs import KVCacheSpec
 
 
@@ -96,7 +97,7 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor | QuantisedKV,
         metadata: PagedAttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:

@@ -113,6 +113,10 @@ class KVFormat:
             )
         return (*data, *(StoredField(f"{side}_scale", "float32", width, "kv") for side in sizes))
 
+    def elements(self, row_bytes: int) -> int:
+        """Elements of a head whose k, or v, takes so many bytes."""
+        return row_bytes * 2 if self.scales == "block" else row_bytes // ITEMSIZE[self.storage]
+
     def row_bytes(self, head_size_k: int, head_size_v: int) -> int:
         """Bytes of one (head, token), scales in the page included."""
         return sum(f.row_bytes for f in self.fields(head_size_k, head_size_v))

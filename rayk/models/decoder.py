@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from rayk.kernels.quantise import QuantisedKV
 from rayk.models.layers.attention import Attention
 
 if TYPE_CHECKING:
@@ -127,6 +128,16 @@ class Decoder:
         self._placing = placing
         self._dtype = dtype
         self._residual_dtype = torch.float32 if config.residual_wide else dtype
+
+    @property
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """Layer -> the scales (k, v) of its bound cache; empty where pages hold all that is needed."""
+        caches = {layer: owner.kv_cache for layer, owner in self.attention_layers.items()}
+        return {
+            layer: (cache.k_scale, cache.v_scale)
+            for layer, cache in caches.items()
+            if isinstance(cache, QuantisedKV) and cache.kv_format.has_layer_scales
+        }
 
     def forward(
         self,

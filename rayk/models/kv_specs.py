@@ -9,6 +9,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from rayk.kv.formats import FORMATS, engine_format
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.specs import (
     ChunkedLocalSpec,
@@ -20,6 +21,7 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
+from rayk.types.errors import Unsupported
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, LayerConfig
@@ -76,7 +78,7 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
     return kv_cache_specs(
         config,
         block_size=engine.block_size,
-        dtype=engine.dtype if engine.kv_dtype == "auto" else engine.kv_dtype,
+        dtype=engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales),
         hybrid_kv=engine.hybrid_kv,
         state_block_size=engine.state_block_size,
         conv_dtype=engine.dtype,
@@ -115,6 +117,8 @@ def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -
 
 def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
     assert config.mla is not None
+    if settings.dtype in FORMATS and FORMATS[settings.dtype].is_quantised:
+        raise Unsupported(f"a latent cache (MLA) of {settings.dtype} (mend: kv_dtype auto)")
     return MlaSpec(
         block_size=settings.block_size,
         latent_size=config.mla.latent_size,

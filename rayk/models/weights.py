@@ -57,7 +57,7 @@ class WeightReader:
         """`plain`: a tensor's name on disk -> the name it is asked for by."""
         files = weight_files(Path(folder))
         self._files = {plain(name): (file, name) for name, file in files.items()}
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._open = contextlib.ExitStack()
         self._handles: dict[Path, Any] = {}
         self._unread = set(self._files)
@@ -97,7 +97,7 @@ class WeightReader:
         if name not in self._files:
             raise CheckpointError(
                 f"tensor {name} is missing",
-                where=str(self._folder),
+                where=str(self.folder),
                 mend="the weights do not belong to this config.json, or files are missing",
             )
         file, stored_name = self._files[name]
@@ -128,6 +128,20 @@ class WeightReader:
         self.max_read_bytes = max(self.max_read_bytes, num_bytes)
         self.total_read_bytes += num_bytes
         return piece
+
+    def scalar(self, name: str) -> float | None:
+        """The only element of the tensor `name`; None where the checkpoint has no such tensor.
+
+        Raises CheckpointError naming tensor and file for a tensor of several.
+        """
+        if name not in self._files:
+            return None
+        file, stored_name = self._files[name]
+        found = self._handle(file).get_tensor(stored_name)
+        if found.numel() != 1:
+            raise CheckpointError(f"tensor {name} has shape {list(found.shape)}, not one", where=str(file))
+        self._unread.discard(name)
+        return float(found)
 
     def _handle(self, file: Path) -> Any:
         if file not in self._handles:

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import Workspace, paged_attention
+from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
-from rayk.kv.fields import ITEMSIZE
+from rayk.kv.formats import FORMATS
 
 if TYPE_CHECKING:
     import torch
 
     from rayk.attention.metadata import CommonAttentionMetadata
     from rayk.kv.specs import KVCacheSpec
-
-DTYPES = ("float32", "bfloat16", "float16")
-"""Cache dtypes that every implementation reads and writes."""
 
 MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
 """Implementation -> the largest key or value it has room for, where there is a limit."""
@@ -41,12 +39,13 @@ class PagedBackend:
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
         """Layouts are read by their strides; pages must be K | V, or latent | rotated key, of a dtype and
         size the kernels know."""
-        names = tuple(field.name for field in spec.fields())
+        rows = {field.name: field.row_bytes for field in spec.fields()}
+        names = tuple(name for name in rows if not name.endswith("_scale"))
         if names not in (("k", "v"), ("latent", "rope")):
             return f"pages hold {names}, not keys and values"
-        if spec.dtype not in DTYPES:
-            return f"KV dtype {spec.dtype} is not one of {', '.join(DTYPES)}"
-        sizes = tuple(field.row_bytes // ITEMSIZE[spec.dtype] for field in spec.fields())
+        if spec.dtype not in FORMATS:
+            return f"KV dtype {spec.dtype} is not one of {', '.join(FORMATS)}"
+        sizes = tuple(FORMATS[spec.dtype].elements(rows[name]) for name in names)
         if names == ("latent", "rope"):
             most = MAX_LATENT_SIZES.get(self._attend_latent, sizes)
             if sizes[0] > most[0] or sizes[1] > most[1]:
@@ -68,7 +67,7 @@ class PagedBackend:
         q: torch.Tensor,
         k: torch.Tensor | None,
         v: torch.Tensor | None,
-        kv_cache: torch.Tensor,
+        kv_cache: torch.Tensor | QuantisedKV,
         metadata: PagedAttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
@@ -82,6 +81,8 @@ class PagedBackend:
         if k is not None:
             assert v is not None
             store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
+        # TEMP
+        attend = "torch" if self._attend == "native" and isinstance(kv_cache, QuantisedKV) else self._attend
         return paged_attention(
             q,
             kv_cache,
@@ -92,7 +93,7 @@ class PagedBackend:
             scale=params.scale,
             window=params.window,
             head_size_k=params.head_size_k,
-            impl=self._attend,
+            impl=attend,
             groups=params.groups,
             sinks=params.sinks,
             soft_cap=params.soft_cap,

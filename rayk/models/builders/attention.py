@@ -57,6 +57,7 @@ def build_attention(build: Build, index: int) -> Attention:
         kv_head_ids=kv_heads,
         params=params,
         backend=build.backend_for(index),
+        kv_scales=build.kv_scales(index),
         shares=shares,
         gated=config.attention_gate,
         multipliers=AttentionMultipliers(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rayk.kv.caches import OwnsCache
 from rayk.models.decoder import Mixer
+from rayk.models.kv_scales import read_kv_scales
 from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.norm import Norm
 
@@ -74,6 +75,11 @@ class Build:
         )
         whole = self.pieces.whole(self.name(index, f"{part.parameter}.bias"), num_outputs) if bias else None
         return RowParallelLinear(weight, whole, self.comm, reduce=self.reduce if reduce is None else reduce)
+
+    def kv_scales(self, index: int) -> tuple[float, float]:
+        """Scales of a quantised cache (k, v) that the layer writes, or reads if it shares another's."""
+        source = self.config.layers[index].kv_source
+        return read_kv_scales(self.pieces.reader, self.pieces.names, index if source is None else source)
 
     def layer_norm(self, index: int, parameter: str) -> Norm:
         """A norm of hidden states that belongs to a layer."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayk.kv.caches import FieldView
+from rayk.kernels.quantise import QuantisedKV, quantised_kv
+from rayk.kv.caches import CacheView, FieldView
 from rayk.models.layers.rope import rotate
 
 if TYPE_CHECKING:
@@ -55,11 +57,13 @@ class Attention:
         kv_head_ids: tuple[int, ...],
         params: AttentionParams,
         backend: AttentionBackend,
+        kv_scales: tuple[float, float] = (1.0, 1.0),
         shares: bool = False,
         gated: bool = False,
         multipliers: AttentionMultipliers | None = None,
     ) -> None:
-        """`shares`: it binds another layer's cache, and makes no keys and values. `gated`: a head's output is
+        """`kv_scales`: of keys and of values, in a quantised cache of a format that has them. `shares`: it
+        binds another layer's cache, and makes no keys and values. `gated`: a head's output is
         multiplied by the sigmoid of its gate."""
         self.layer = layer
         self.kv_head_ids = kv_head_ids
@@ -69,7 +73,8 @@ class Attention:
         self.params = params
         self.backend = backend
         self.shares = shares
-        self.kv_cache: torch.Tensor | None = None
+        self.kv_scales = kv_scales
+        self.kv_cache: torch.Tensor | QuantisedKV | None = None
         self._weights = weights
         self._gated = gated
         self._multipliers = multipliers or AttentionMultipliers()
@@ -82,9 +87,17 @@ class Attention:
             return None
         return norm.weight[self.num_query_heads :]
 
-    def bind_kv_cache(self, view: torch.Tensor) -> None:
-        """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token."""
-        content = self.params.head_size_k + self.params.head_size_v
+    def bind_kv_cache(self, view: CacheView) -> None:
+        """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token, or what a quantised
+        format makes of them (in several bundles, maybe)."""
+        sizes = self.params.head_size_k, self.params.head_size_v
+        quantised = quantised_kv(view, *sizes, self.kv_scales)
+        if quantised is not None:
+            assert quantised.shape[1] == len(self.kv_head_ids), (quantised.shape, self.kv_head_ids)
+            self.kv_cache = quantised
+            return
+        assert not isinstance(view, Mapping), "keys and values lie side by side"
+        content = sum(sizes)
         assert view.dim() == 4, view.shape
         assert view.shape[1] == len(self.kv_head_ids), (view.shape, self.kv_head_ids)
         assert view.shape[3] == content, (view.shape, content)
@@ -96,8 +109,11 @@ class Attention:
         self.kv_cache = None
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """k and v [B, H, N, D] of the bound cache."""
+        """k and v [B, H, N, D] of the bound cache; of a quantised one all that it stores."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        if isinstance(self.kv_cache, QuantisedKV):
+            fields = self.kv_cache.fields().items()
+            return tuple(FieldView(name, view, self.kv_head_ids) for name, view in fields)
         size_k = self.params.head_size_k
         return (
             FieldView("k", self.kv_cache[..., :size_k], self.kv_head_ids),
