@@ -4,7 +4,8 @@ A kernel launch returns before the kernel has run, and NIXL does not know CUDA s
 an event on the stream that its kernels were queued on, and whoever lets another process read this rank's
 pages, or lets pages be overwritten, waits for that event first:
 
-- P before a ticket leaves (its readers would else copy pages that are still being written);
+- P before a ticket leaves (its readers would else copy pages that are still being written), and before it
+  pushes a layer: that waits for a mark behind the layer's kernels only, while later ones run;
 - D before it posts reads into blocks (queued kernels may still read what their last owner kept there).
 
 Nothing more is needed before D's first step: a read is reported done only when its bytes are in memory, and
@@ -14,6 +15,7 @@ a kernel launched after that sees them, on any stream.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -32,6 +34,10 @@ class StepFence(Protocol):
 
     def wait(self) -> None:
         """Return when every step so far has run. At once where nothing was queued since the last wait."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """What returns, on any thread, when all that is queued by now has run."""
         ...
 
     def step_ns(self) -> int:
@@ -56,6 +62,10 @@ class HostFence:
 
     def wait(self) -> None:
         """Nothing is ever queued."""
+
+    def mark(self) -> Callable[[], None]:
+        """See StepFence."""
+        return self.wait
 
     def step_ns(self) -> int:
         """See StepFence."""
@@ -88,6 +98,16 @@ class CudaFence:
             # Steps share a stream, so the last one's event covers all before it.
             self._ended.synchronize()
             self._pending = False
+
+    def mark(self) -> Callable[[], None]:
+        """See StepFence."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+
+        def wait() -> None:
+            event.synchronize()
+
+        return wait
 
     def step_ns(self) -> int:
         """See StepFence."""

@@ -84,6 +84,10 @@ class Handover(Protocol):
         """Commands for the next turn; their results come to `absorb` in the same order."""
         ...
 
+    def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
+        """More of them, now that the turn's step is known: what ranks must know before they compute it."""
+        ...
+
     def needs_gather(self) -> bool:
         """Whether polls of all ranks matter now."""
         ...
@@ -219,10 +223,12 @@ class Leader:
     def plan(self) -> Turn:
         """The next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
         own = self._handover.commands() if self._handover is not None else ()
+        batch = self.scheduler.schedule()
+        if self._handover is not None and batch is not None:
+            own = (*own, *self._handover.step_commands(batch))
         self._num_handover_commands = len(own)
         self._asked, self._calls = self._calls, []
         commands = (*own, *(command for command, _ in self._asked))
-        batch = self.scheduler.schedule()
         self._stalled = batch is None and self.scheduler.has_work
         return Turn(
             batch=batch,

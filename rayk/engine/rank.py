@@ -96,6 +96,9 @@ class EngineRank:
         self._prompt_hidden: torch.Tensor | None = None
         self.fence = make_fence(self.device)
         """To be waited for before this rank's pages are shown to others or overwritten by them."""
+        self.on_layer: Callable[[int], None] | None = None
+        """Told of each layer of a step whose kernels are all queued, in order; of all of them at once where a
+        step is replayed. Layers that compute nothing may be left out."""
         self.why_no_graphs = None if recorder is not None else self._why_no_graphs()
         """Why decode steps are launched kernel by kernel, or None where they are replayed."""
         self._graphs = self._record_graphs(recorder) if self.why_no_graphs is None else None
@@ -172,7 +175,7 @@ class EngineRank:
         """The step's logits, kernel by kernel; `fast`: the last layers compute the sampled tokens only."""
         wanted = inputs.logits_index if fast else None
         metadata = self._by_cache(seen)
-        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted, self.on_layer)
         self.num_token_layers += self.decoder.num_token_layers
         if inputs.prompt_index is not None:
             assert not fast, "prompt logits need every token in every layer"
@@ -182,6 +185,9 @@ class EngineRank:
     def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
         """The same of a decode step that was recorded."""
         logits = graphs.replay(inputs, seen)
+        if self.on_layer is not None:
+            for layer in range(len(self.decoder.layers)):
+                self.on_layer(layer)
         self.num_token_layers += len(inputs.token_ids) * self._recorded_layers
         return logits
 

@@ -11,7 +11,7 @@ from rayk.kernels.quantise import QuantisedKV
 from rayk.models.layers.attention import Attention
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rayk.kv.caches import OwnsCache
     from rayk.kv.groups import CacheKey
@@ -145,6 +145,7 @@ class Decoder:
         positions: torch.Tensor,
         metadata: Mapping[CacheKey, Any],
         wanted: torch.Tensor | None = None,
+        on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, the same on every rank.
 
@@ -154,6 +155,8 @@ class Decoder:
         wanted: int64 [M], ascending: the tokens whose hidden states are returned, [M, hidden]. The layers of
         `config.fast_prefill_layers` compute only these (their metadata is of these), none of them if M = 0.
         None: all tokens everywhere.
+        on_layer: told of each layer when all that it does for these tokens is queued on the device; not of
+        layers that compute none of them.
         """
         places = self._placing.at(positions)
         x = self._embedding.forward(token_ids).to(self._residual_dtype)
@@ -174,6 +177,8 @@ class Decoder:
                 places = self._placing.at(positions[wanted])
             self.num_token_layers += x.shape[-2]
             x = layer.forward(x, places[index], self._metadata_of(index, metadata))
+            if on_layer is not None:
+                on_layer(index)
             if streams is not None and per_layer_inputs is not None:
                 x = streams.after_layer(index, x, per_layer_inputs)
         if streams is not None:
