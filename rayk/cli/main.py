@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from rayk.cli.checkpoint import checkpoint
+from rayk.cli.conformance import conformance
 from rayk.cli.doctor import doctor
 from rayk.cli.explain import explain
 from rayk.cli.report import report
@@ -51,6 +52,10 @@ app.command(
     epilog="Example: rayk explain --model checkpoints/qwen3-tiny --prefill-tp 1 --decode-tp 2 "
     "--prefill-layout LBHNC --format json"
 )(explain)
+
+app.command(
+    epilog="Example: rayk conformance rayk.transfer:LocalConnector --only layouts --only faults.producer_dies"
+)(conformance)
 
 
 def main() -> None:

@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -23,6 +26,7 @@ from rayk.transfer.connector import Connector, ConnectorCase, Finished, KVReques
 from rayk.types.errors import UserError
 
 METHODS = ("register", "describe", "connect", "send", "receive", "poll", "release", "close")
+_PR_SET_PDEATHSIG = 1
 RankName = tuple[int, int]
 """(side, tp_rank); side 0 is the producer."""
 
@@ -245,6 +249,7 @@ def _guarded(call: Callable[[], Any]) -> Any:
 
 def main() -> None:
     """Answer calls until the other end closes."""
+    _die_with_parent()
     host = Host()
     with Connection(int(sys.argv[1])) as connection:
         while True:
@@ -254,6 +259,12 @@ def main() -> None:
                 # Threads that a connector left behind must not keep the process.
                 os._exit(0)
             connection.send_bytes(pickle.dumps(_answer(host, method, arguments)))
+
+
+def _die_with_parent() -> None:
+    """A parent that is killed closes no connection to a child that hangs."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(host: Host, method: str, arguments: tuple[Any, ...]) -> tuple[str, Any]:

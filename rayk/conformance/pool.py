@@ -73,7 +73,7 @@ class HostProcess:
         try:
             if not self._connection.poll(max(0.0, until - time.monotonic())):
                 self.kill()
-                raise Hung(f"{what} did not return; its process was killed")
+                raise Hung(f"{what} did not return in time; its process was killed")
             kind, answer = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - our own child's
         except (EOFError, ConnectionError) as error:
             raise Died(self._epitaph(what)) from error

@@ -8,6 +8,7 @@ ends are polled.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,20 @@ class CheckFailed(Exception):
     """The connector does not do what it should; the text says what it did."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one rank reported of one request, for people."""
+
+    request_id: str
+    side: str
+    tp_rank: int
+    outcome: str
+    """done, failed or wrong."""
+    reason: str
+    reported_ms: float | None
+    """From the call of `send` or `receive`."""
+
+
 class Refused(CheckFailed):
     """The connector raised."""
 
@@ -55,7 +70,9 @@ class Job:
 class Settings:
     """How patient a check is, in seconds."""
 
-    call_s: float = 20.0
+    check_s: float = 60.0
+    """For a whole check."""
+    call_s: float = 30.0
     """For one call of the connector to return."""
     request_s: float = 20.0
     """Deadline of requests that should succeed."""
@@ -80,7 +97,12 @@ class Rig:
     _lent: dict[str, Job] = field(default_factory=dict)
     reports: dict[tuple[RankName, str], Report] = field(default_factory=dict)
     """Of every request: what each rank reported."""
+    history: list[Outcome] = field(default_factory=list)
+    """All of that, in order."""
+    _began: dict[tuple[RankName, str], float] = field(default_factory=dict)
     _ids: Any = field(default_factory=itertools.count)
+    _until: float = math.inf
+    """The whole check's end, monotonic seconds."""
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(0)
@@ -118,6 +140,8 @@ class Rig:
         else:
             hosts = self.pool.take(1) * len(names)
         self._hosts = dict(zip(names, hosts, strict=True))
+        # Processes take their time to start, which is not the connector's.
+        self._until = min(self._until, time.monotonic() + self.settings.check_s)
         self._each("open", names, lambda r: (r, self.pair, f"{self.name}-{SIDES[r[0]]}-{r[1]}"))
         blobs = self._each("describe", names, lambda r: (r,))
         sides = [[blobs[r] for r in names if r[0] == side] for side in (PRODUCER, CONSUMER)]
@@ -190,6 +214,7 @@ class Rig:
         ranks = self.side(side)
         for rank in ranks:
             self.reports.pop((rank, job.request_id), None)
+            self._began[rank, job.request_id] = time.monotonic()
         found = self._each(
             "call", ranks, lambda _: (_, job.sides[side], tuple(answers), job.seed), told_as=method
         )
@@ -294,6 +319,17 @@ class Rig:
 
     def _note(self, report: Report) -> None:
         key = (report.rank, report.request_id)
+        began = self._began.pop(key, None)
+        self.history.append(
+            Outcome(
+                request_id=report.request_id,
+                side=SIDES[report.rank[0]],
+                tp_rank=report.rank[1],
+                outcome="wrong" if report.wrong else "failed" if report.error else "done",
+                reason=report.wrong or report.error,
+                reported_ms=None if began is None else (time.monotonic() - began) * 1e3,
+            )
+        )
         if report.wrong:
             how = f"with the error {report.error!r}" if report.error else "as done"
             raise CheckFailed(f"{named(report.rank)} reported {report.request_id} {how}: {report.wrong}")
@@ -331,7 +367,10 @@ class Rig:
 
         Raises Refused where the connector raised, CheckFailed where it hung or took its process with it.
         """
-        until = time.monotonic() + self.settings.call_s
+        now = time.monotonic()
+        if now >= self._until:
+            raise CheckFailed(f"the check was not over after {self.settings.check_s:g} s")
+        until = min(now + self.settings.call_s, self._until)
         answers: list[Any] = []
         failures: list[CheckFailed] = []
         begun = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from rayk.conformance.catalog import Check
 from rayk.conformance.host import ConnectorFacts, Raised
 from rayk.conformance.pool import Died, HostPool, Hung
-from rayk.conformance.rig import CheckFailed, Rig, Settings
+from rayk.conformance.rig import CheckFailed, Outcome, Rig, Settings
 from rayk.conformance.scenarios import SCENARIOS
 from rayk.types.errors import UserError
 
@@ -34,10 +35,30 @@ class CheckResult:
     decode_block_size: int
     kinds: str
     wall_s: float
+    outcomes: tuple[Outcome, ...] = ()
+    """What each rank reported, in order."""
 
     def record(self) -> dict[str, Any]:
         """As a row of a table."""
-        return asdict(self)
+        row = asdict(self)
+        del row["outcomes"]
+        return row
+
+    def outcome_records(self) -> list[dict[str, Any]]:
+        """Rows of the table of requests."""
+        return [{"check": self.id, **asdict(outcome)} for outcome in self.outcomes]
+
+
+def failed(results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Those that failed."""
+    return [result for result in results if result.verdict == FAIL]
+
+
+def headline(results: Sequence[CheckResult]) -> str:
+    """E.g. `80 of 82 PASS, 2 UNSUPPORTED`."""
+    counts = Counter(result.verdict for result in results)
+    parts = [f"{counts.pop(PASS, 0)} of {len(results)} PASS"]
+    return ", ".join([*parts, *(f"{count} {verdict}" for verdict, count in sorted(counts.items()))])
 
 
 class Kit:
@@ -77,7 +98,8 @@ class Kit:
     def run(self, check: Check) -> CheckResult:
         """One check, whatever the connector does in it."""
         began = time.monotonic()
-        verdict, reason = self._run(check)
+        outcomes: list[Outcome] = []
+        verdict, reason = self._run(check, outcomes)
         pair = check.pair
         return CheckResult(
             id=check.id,
@@ -92,13 +114,14 @@ class Kit:
             decode_block_size=pair.block_sizes[1],
             kinds=", ".join(check.case.kinds),
             wall_s=time.monotonic() - began,
+            outcomes=tuple(outcomes),
         )
 
     def run_all(self, checks: Sequence[Check]) -> Iterator[CheckResult]:
         """One after the other."""
         return (self.run(check) for check in checks)
 
-    def _run(self, check: Check) -> tuple[str, str]:
+    def _run(self, check: Check, outcomes: list[Outcome]) -> tuple[str, str]:
         try:
             (host,) = self._pool.take(1)
             why_not = host.call("supports", check.case, timeout_s=self._settings.call_s)
@@ -115,4 +138,5 @@ class Kit:
             return FAIL, str(failure)
         finally:
             rig.abandon()
+            outcomes += rig.history
         return PASS, ""

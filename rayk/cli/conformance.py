@@ -1,0 +1,250 @@
+"""`rayk conformance`: try a KV connector without an engine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rayk.cli.guard import guarded, stderr, stdout
+from rayk.types.errors import UserError
+
+if TYPE_CHECKING:
+    from rayk.conformance.catalog import Check
+    from rayk.conformance.runner import CheckResult, ConnectorFacts
+    from rayk.reports.page import Page
+
+TABLES = ("checks", "requests")
+STYLES = {"PASS": "green", "UNSUPPORTED": "dim"}
+MIN_TIMEOUT_S = 5.0
+CALL_SHARE = 0.5
+"""Of a check's time that one call of the connector may take."""
+
+
+@guarded
+def conformance(
+    connector: Annotated[
+        str, typer.Argument(metavar="MODULE:CLASS", help="The connector.", show_default=False)
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results [default: runs/conformance-<class>-<time>].")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID", help="Only this check, or all whose ids begin with ID.; repeatable."),
+    ] = None,
+    list_checks: Annotated[bool, typer.Option("--list", help="Print the checks and run none.")] = False,
+    every_layout: Annotated[
+        bool, typer.Option("--every-layout", help="All 36 pairs of layouts instead of 12.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one check.")] = 60.0,
+) -> None:
+    """Try a KV connector between two engines, without an engine, a model or a GPU.
+
+    Any class with the protocol of `rayk.transfer.Connector` is put through layouts, TP pairs, block sizes, KV
+    groups, many requests, reused blocks and faults. Its ranks live in processes of their own (of one process
+    if the class says so); pages are filled from an oracle that knows every byte, what must not be written is
+    watched, and a connector that hangs is killed. A failure says why: the wrong byte by layer, head, token, K
+    or V, or who reported what too early, twice or never.
+
+    What the class's own `supports(case)` refuses is listed as UNSUPPORTED and fails nothing. Modules are
+    imported from the current folder and PYTHONPATH. Exit 0: no check failed; 1: some did; 2: the connector
+    cannot be imported, or no check could be run.
+    """
+    from rayk.conformance.catalog import all_checks, choose
+
+    checks = choose(all_checks(every_layout=every_layout), only or [])
+    if list_checks:
+        stdout().print(_list(checks))
+        return
+    if not connector:
+        raise UserError("no connector was named", "rayk conformance", "e.g. rayk.transfer:LocalConnector")
+    if timeout < MIN_TIMEOUT_S:
+        raise UserError(f"{timeout:g} s is too short for a check", "--timeout", f"{MIN_TIMEOUT_S:g} or more")
+    raise typer.Exit(_run(connector, checks, out, timeout))
+
+
+def _run(connector: str, checks: Sequence[Check], out: Path | None, timeout: float) -> int:
+    from rayk.cli.interrupts import interrupts
+    from rayk.conformance.rig import Settings
+    from rayk.conformance.runner import UNSUPPORTED, Kit, failed
+    from rayk.reports.environment import collect_environment
+    from rayk.reports.page import claim_folder
+
+    settings = Settings(check_s=timeout, call_s=timeout * CALL_SHARE)
+    console = stderr()
+    with interrupts(lambda: None), Kit(connector, path=[str(Path.cwd())], settings=settings) as kit:
+        facts = kit.facts
+        now = datetime.datetime.now().astimezone()
+        folder = out or Path("runs") / f"conformance-{facts.name}-{now:%Y%m%d-%H%M%S}"
+        claim_folder(folder, TABLES)
+        environment = collect_environment(command=sys.argv, connector=connector)
+        where = "ranks in processes of their own" if facts.is_cross_process else "ranks in one process"
+        console.print(f"{connector} ({facts.mode}, {where}): {len(checks)} checks", markup=False)
+        results = []
+        for number, result in enumerate(kit.run_all(checks), 1):
+            results.append(result)
+            console.print(_line(number, len(checks), result))
+    _write(folder, connector, facts, results, environment)
+    printer = stdout()
+    printer.print(_table(results, printer))
+    console.print(f"report: {folder / 'report.html'}", markup=False)
+    if all(result.verdict == UNSUPPORTED for result in results):
+        raise UserError("it supports none of these checks", f"connector {connector}", "see its `supports`")
+    return int(bool(failed(results)))
+
+
+def _list(checks: Sequence[Check]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("proves that")
+    for check in checks:
+        table.add_row(check.id, check.proves)
+    return table
+
+
+def _line(number: int, total: int, result: CheckResult) -> Text:
+    style = STYLES.get(result.verdict, "bold red")
+    return Text.assemble(
+        f"{number:>{len(str(total))}}/{total} ",
+        (f"{result.verdict:<12}", style),
+        f" {result.id}  {result.wall_s:.1f} s",
+    )
+
+
+def _table(results: Sequence[CheckResult], console: Console) -> Table:
+    """All checks, reasons whole."""
+    table = Table(box=None, pad_edge=False, width=console.width)
+    for title in ("check", "verdict"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("reason", ratio=1)
+    for result in results:
+        style = STYLES.get(result.verdict, "bold red")
+        reason = result.reason or f"[dim]{result.proves}[/]"
+        table.add_row(result.id, Text(result.verdict, style), reason if not result.reason else Text(reason))
+    return table
+
+
+def _write(
+    folder: Path,
+    connector: str,
+    facts: ConnectorFacts,
+    results: Sequence[CheckResult],
+    environment: dict[str, Any],
+) -> None:
+    from rayk.reports.files import write_text
+    from rayk.reports.page import write_page, write_tables
+
+    rows = {
+        "checks": [result.record() for result in results],
+        "requests": [row for result in results for row in result.outcome_records()],
+    }
+    write_tables(rows, folder)
+    write_text(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+    page = _page(connector, facts, results, rows, environment)
+    write_page(page, folder / "report.html")
+    write_text(folder / "report.md", _markdown(page))
+
+
+def _page(
+    connector: str,
+    facts: ConnectorFacts,
+    results: Sequence[CheckResult],
+    rows: dict[str, list[dict[str, Any]]],
+    environment: dict[str, Any],
+) -> Page:
+    from rayk.conformance.runner import FAIL, failed, headline
+    from rayk.reports.page import Column, Page, Section
+
+    bad = failed(results)
+    checks = [
+        Column(title="check", key="id"),
+        Column(title="verdict", key="verdict"),
+        Column(title="reason", key="reason"),
+        Column(title="proves that", key="proves"),
+        Column(title="wall s", key="wall_s", spec=".2f"),
+    ]
+    pair = [
+        Column(title=title, key=key, spec="d" if "size" in key or key.endswith("_tp") else "")
+        for title, key in (
+            ("prefill TP", "prefill_tp"),
+            ("decode TP", "decode_tp"),
+            ("prefill layout", "prefill_layout"),
+            ("decode layout", "decode_layout"),
+            ("prefill block", "prefill_block_size"),
+            ("decode block", "decode_block_size"),
+            ("kinds of KV", "kinds"),
+        )
+    ]
+    requests = [
+        Column(title=title, key=key, spec=spec)
+        for title, key, spec in (
+            ("check", "check", ""),
+            ("request", "request_id", ""),
+            ("side", "side", ""),
+            ("rank", "tp_rank", "d"),
+            ("outcome", "outcome", ""),
+            ("ms", "reported_ms", ".2f"),
+            ("reason", "reason", ""),
+        )
+    ]
+    sections = [
+        Section(
+            title="Failures", columns=checks[:4], rows=[r for r in rows["checks"] if r["verdict"] == FAIL]
+        )
+        if bad
+        else None,
+        Section(
+            title="Checks",
+            note="UNSUPPORTED is what the connector itself says it cannot do; it fails nothing.",
+            columns=[*checks, *pair],
+            rows=rows["checks"],
+        ),
+        Section(
+            title="Requests",
+            note="What each rank reported, and how long after its send() or receive(). Times are of a busy "
+            "process that is polled in turn: they compare, and measure nothing.",
+            columns=requests,
+            rows=rows["requests"],
+        ),
+        Section(title="Reproduce", text=f"rayk conformance {connector}"),
+    ]
+    return Page(
+        eyebrow=f"rayk · conformance · {str(environment['started']).replace('T', ' ')[:16]}",
+        title=f"{facts.name}: {headline(results)}",
+        chips=[("unmet" if bad else "met", f"{len(bad)} failed" if bad else "conforms")],
+        stats=[
+            (facts.mode, "which half of a request comes first decides"),
+            ("many" if facts.is_cross_process else "one", "processes for its ranks"),
+            (str(len(rows["requests"])), "reports of requests"),
+            (f"{sum(result.wall_s for result in results):.0f} s", "in all"),
+        ],
+        sections=[section for section in sections if section is not None],
+        environment=environment,
+        footer="Tables: checks and requests (parquet, csv), report.md beside this file.",
+    )
+
+
+def _markdown(page: Page) -> str:
+    from rayk.reports.page import text_rows
+    from rayk.reports.text import markdown_table
+
+    lines = [f"# {page.title}", ""]
+    for section in page.sections:
+        if section.columns and section.title != "Requests":
+            titles = [column.title for column in section.columns]
+            lines += [
+                f"## {section.title}",
+                "",
+                *markdown_table(titles, text_rows(section.columns, section.rows)),
+                "",
+            ]
+    return "\n".join(lines)
