@@ -22,6 +22,7 @@ from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
 from rayk.actors.receiving import IN_FLIGHT
 from rayk.actors.worker import RankSpec
 from rayk.specs import Cell
+from rayk.transfer.staging import StagingSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
@@ -142,6 +143,7 @@ class Coordinator:
                     # A ticket may wait for the consumer's blocks as long as its request may last.
                     lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
                     renewed_lease_s=cell.spec.transfer.lease_s,
+                    staging=_staging_of(cell, engine),
                     spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
                     faults=_faults_of(cell, engine, rank),
                 )
@@ -210,6 +212,13 @@ class Coordinator:
             if not leases or time.monotonic() > until:
                 return leases
             await asyncio.sleep(RELEASE_POLL_S)
+
+
+def _staging_of(cell: Cell, engine: EngineHandle) -> StagingSettings:
+    """Who reads stages."""
+    transfer = cell.spec.transfer
+    mode = transfer.staging if engine.role == "decode" else "never"
+    return StagingSettings(mode, transfer.staging_mib << 20)
 
 
 def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:

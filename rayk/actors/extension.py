@@ -31,6 +31,7 @@ from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.faults import FaultyAgent, reuse_early
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.rank import TransferRank
+from rayk.transfer.staging import StagingSettings
 from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
 from rayk.types.errors import KVMismatch, RaykError
 
@@ -97,6 +98,7 @@ class TransferExtension:
         epoch: int,
         lease_s: float,
         renewed_lease_s: float | None = None,
+        staging: StagingSettings | None = None,
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
     ) -> None:
@@ -121,7 +123,7 @@ class TransferExtension:
             fingerprint=model,
             kv_scales=rank.decoder.kv_scales,
         )
-        self.transfer = TransferRank(self._agent, rank.caches, self._views, description)
+        self.transfer = TransferRank(self._agent, rank.caches, self._views, description, staging=staging)
 
     def execute(self, command: object) -> object:
         """Run one command; see actors.commands."""

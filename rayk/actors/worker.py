@@ -35,6 +35,7 @@ from rayk.engine.rank import EngineRank
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
+from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, RaykError
@@ -61,6 +62,7 @@ class RankSpec:
     """A lease lasts no longer than this."""
     renewed_lease_s: float | None = None
     """A lease that nobody has renewed for so long ends; None: it needs no renewal."""
+    staging: StagingSettings = StagingSettings()
     spans_nodes: bool = False
     """Whether the cell's engines are on several nodes."""
     faults: tuple[PlantedFault, ...] = ()
@@ -322,6 +324,7 @@ class Worker:
             epoch=spec.epoch,
             lease_s=spec.lease_s,
             renewed_lease_s=spec.renewed_lease_s,
+            staging=spec.staging,
             faults=spec.faults,
             on_point=self._on_point,
         )

@@ -119,11 +119,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
         transfer = spec.transfer
         found += [
             ("transfer.mode", "transfer.mode: push (only pull)", transfer.mode == "push"),
-            (
-                "transfer.staging",
-                "transfer.staging: always (only auto, never)",
-                transfer.staging == "always",
-            ),
         ]
     return [(key, what) for key, what, wrong in found if wrong]
 

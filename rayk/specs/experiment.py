@@ -168,6 +168,7 @@ class SideSpec(StrictModel):
     max_batch_tokens: PositiveInt | None = None
     max_seqs: PositiveInt | None = None
     fast_prefill: bool | None = None
+    hybrid_kv: bool | None = None
     attention_backend: Backend | None = None
     kernel_block_size: PositiveInt | None = None
     kernel_block_sizes: KernelBlockSizes | None = None
@@ -183,6 +184,8 @@ class TransferSpec(StrictModel):
     mode: Literal["pull", "push"] = "pull"
     staging: Literal["auto", "never", "always"] = "auto"
     """Whether whole stretches are moved into a buffer and repacked there; auto: where that costs less."""
+    staging_mib: PositiveInt = 64
+    """Of each decode rank's staging buffer; reads that do not fit go through it in chunks."""
     push_layers: PositiveInt | Literal["auto"] = "auto"
     """Layers that one write of a push brings; auto: as the cost model says."""
     lease_s: Seconds | None = None

@@ -28,7 +28,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
     ("changes", "problem"),
     [
         ({"transfer": {"mode": "push"}}, "transfer.mode: push"),
-        ({"transfer": {"staging": "always"}}, "transfer.staging: always"),
         ({"kv_dtype": "fp8_e4m3"}, "kv_dtype: fp8_e4m3"),
         ({"decode": {"kv_dtype": "nvfp4"}}, "kv_dtype: nvfp4"),
         ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
