@@ -170,7 +170,7 @@ def compare_values(
     mismatch: KVMismatch | None = None
     owners = sorted((layer, g.index, g) for g in groups for layer in g.layers)
     for layer, _, group in owners:
-        live = group.spec.live_rows(num_tokens)
+        live = group.seen_by(layer).live_rows(num_tokens)
         if not live:
             continue  # the next token begins a chunk: it sees nothing that the layer holds
         fields = {field.name: field for field in group.spec.fields()}

@@ -242,7 +242,7 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         layer_backends=tuple((int(layer), name) for layer, name in own("layer_backends").items()),
         prefix_caching=shared.prefix_caching,
         fast_prefill=own("fast_prefill"),
-        hybrid_kv=shared.hybrid_kv,
+        hybrid_kv=own("hybrid_kv"),
         comm=shared.comm,
         cuda_graphs=shared.cuda_graphs,
     )

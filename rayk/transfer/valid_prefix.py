@@ -46,14 +46,17 @@ def longest_valid_prefix(
 
     `groups`: the consumer's. `proofs`: of every rank; a cache that a rank does not speak of is not proven.
     """
-    caches = [(group.index, layer) for group in groups for layer in group.layers]
+    caches = [(group, layer) for group in groups for layer in group.layers]
     by_rank = [{(p.group, p.layer): p.rows for p in rank} for rank in proofs]
-    live_rows = {group.index: group.spec.live_rows for group in groups}
     # Layers of a group mostly stand alike: each way of standing is looked at once.
-    wanted = dict.fromkeys((g, rank.get((g, layer), ())) for rank in by_rank for g, layer in caches)
+    wanted = dict.fromkeys(
+        (group.seen_by(layer), rank.get((group.index, layer), ()))
+        for rank in by_rank
+        for group, layer in caches
+    )
     n = num_tokens
     while n > 0:
-        missing = [_last_missing(live_rows[g](n), rows) for g, rows in wanted]
+        missing = [_last_missing(seen.live_rows(n), rows) for seen, rows in wanted]
         found = [position for position in missing if position is not None]
         if not found:
             return n
