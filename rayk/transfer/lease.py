@@ -8,8 +8,9 @@ is opened here; what is over stays over.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+
+from rayk.transfer.sealed import seal, unseal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,13 @@ class ReleaseMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return json.dumps(["release", self.lease_id, self.consumer, self.num_expected]).encode()
+        return seal(["release", self.lease_id, self.consumer, self.num_expected])
 
     @staticmethod
     def decode(message: bytes) -> ReleaseMessage | None:
         """None for a message that is no release."""
         try:
-            kind, lease_id, consumer, num_expected = json.loads(message)
+            kind, lease_id, consumer, num_expected = unseal(message) or [None] * 4
             is_release = kind == "release"
             return ReleaseMessage(str(lease_id), str(consumer), int(num_expected)) if is_release else None
         except (ValueError, TypeError):
@@ -49,13 +50,13 @@ class RenewMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return json.dumps(["renew", self.lease_id, self.consumer, self.number]).encode()
+        return seal(["renew", self.lease_id, self.consumer, self.number])
 
     @staticmethod
     def decode(message: bytes) -> RenewMessage | None:
         """None for a message that is no renewal."""
         try:
-            kind, lease_id, consumer, number = json.loads(message)
+            kind, lease_id, consumer, number = unseal(message) or [None] * 4
             return RenewMessage(str(lease_id), str(consumer), int(number)) if kind == "renew" else None
         except (ValueError, TypeError):
             return None

@@ -5,9 +5,10 @@ All of them may come late, twice, in another order or not at all.
 
 from __future__ import annotations
 
-import json
 from dataclasses import astuple, dataclass
 from typing import ClassVar, NamedTuple
+
+from rayk.transfer.sealed import seal, unseal
 
 
 class Tally(NamedTuple):
@@ -43,7 +44,7 @@ class ArrivedMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return json.dumps([self.kind, *astuple(self)]).encode()
+        return seal([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class WroteMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return json.dumps([self.kind, *astuple(self)]).encode()
+        return seal([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class StoppedMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return json.dumps([self.kind, *astuple(self)]).encode()
+        return seal([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class StopMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return json.dumps([self.kind, *astuple(self)]).encode()
+        return seal([self.kind, *astuple(self)])
 
 
 PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage
@@ -98,7 +99,7 @@ PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage
 def decode_push(message: bytes) -> PushMessage | None:
     """None for a message that is none of these."""
     try:
-        kind, *fields = json.loads(message)
+        kind, *fields = unseal(message) or (None,)
         match kind, fields:
             case "arrived", [reservation, attempt, rank, num_writes, tally]:
                 parts = tuple(Tally(*map(int, part)) for part in tally)
