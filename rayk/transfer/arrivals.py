@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer import session as s
 from rayk.transfer.link import ProducerLink
 from rayk.transfer.push_messages import (
@@ -21,6 +22,7 @@ from rayk.transfer.reservation import Ask, ReservationTable
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.rows import TransferRow
 
+Tables = Sequence[Sequence[int]]
 ASK_EVERY_NS = 200_000_000
 """Producer ranks that must stop are asked again after so long: messages get lost."""
 
@@ -48,18 +50,19 @@ class Arrivals:
         """(reservation, producer rank) -> its last attempt."""
         self._links: dict[str, ProducerLink] = {}
         """Reservation -> who may write."""
+        self._blocks: dict[str, tuple[Tables, Tables]] = {}
+        """Reservation -> its blocks, and their generations since it was made."""
 
-    def open(self, reservation_id: str, link: ProducerLink) -> None:
-        """From now on the producer's ranks that send this rank anything may write."""
+    def open(
+        self, reservation_id: str, link: ProducerLink, block_tables: Tables, generations: Tables
+    ) -> None:
+        """From now on the producer's ranks that send this rank anything may write into these blocks."""
         self._links[reservation_id] = link
+        self._blocks[reservation_id] = block_tables, generations
         self._table.open(reservation_id, link.engine, link.epoch, len(link.producers))
         for rank in range(len(link.producers)):
             if rank not in link.plan.producer_ranks:
                 self._table.on_stopped(StoppedMessage(reservation_id, rank, "it sends nothing here"))
-
-    def is_open(self, reservation_id: str) -> bool:
-        """Whether it was opened, and blocks may still be written."""
-        return reservation_id in self._links
 
     def take(self, message: PushMessage) -> None:
         """Note what a producer rank says. What comes late, twice, or of nobody changes nothing."""
@@ -85,7 +88,7 @@ class Arrivals:
         """Reservations that were stopped and into whose blocks nobody writes any more, each once."""
         clear = self._table.take_clear()
         for reservation_id in clear:
-            del self._links[reservation_id]
+            del self._links[reservation_id], self._blocks[reservation_id]
         if clear:
             self._attempts = {k: a for k, a in self._attempts.items() if k[0] in self._links}
         return clear
@@ -99,6 +102,15 @@ class Arrivals:
         if reservation_id not in self._links:
             return "its blocks were given up"
         return self._table.stopped(reservation_id).get(producer_rank)
+
+    def lost_block(self, reservation_id: str, generations: Callable[[Tables], Tables]) -> int | None:
+        """A block that was handed out again since it was reserved. `generations`: what they are now."""
+        block_tables, expected = self._blocks[reservation_id]
+        for blocks, before, now in zip(block_tables, expected, generations(block_tables), strict=True):
+            for block, was, is_now in zip(blocks, before, now, strict=True):
+                if block != NULL_BLOCK and was != is_now:
+                    return block
+        return None
 
     def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
         """What a producer rank wrote, if it said so."""
@@ -131,6 +143,8 @@ class ArrivalReads:
     lost_block: Callable[[], int | None]
     """A block of ours that was handed out again since it was reserved, if there is one."""
     clock: Callable[[], int]
+    refusal: str | None = None
+    """Nothing may be waited for; never."""
     _left: list[int] = field(default_factory=list)
     _rows: list[TransferRow] = field(default_factory=list)
     _is_stopped: bool = False

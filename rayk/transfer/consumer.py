@@ -14,6 +14,8 @@ import torch
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer import session as s
 from rayk.transfer.agent import TransferAgent, TransferState
+from rayk.transfer.arrivals import ArrivalReads
+from rayk.transfer.convert import Converting
 from rayk.transfer.lease import Renewals
 from rayk.transfer.link import Landing, ProducerLink
 from rayk.transfer.plan import BlockReads
@@ -77,11 +79,16 @@ class Consumption:
     renewals: Renewals | None = None
     """Of the lease, if it was renewed before; the session goes on with them."""
     clock: Callable[[], int] = time.monotonic_ns
+    pushed: ArrivalReads | None = None
+    """What is waited for where the KV is pushed; None: it is read."""
+    converting: Converting | None = None
+    """What makes the rank's own rows of those that arrive, where formats differ: views, block tables and
+    buffer are then those of the wire cache."""
     outcome: TransferOutcome | None = None
     reads: list[BlockReads] = field(init=False)
     session: s.Session = field(init=False)
     _expected: dict[int, s.Fence] = field(init=False)
-    _data: DataReads = field(init=False)
+    _data: DataReads | ArrivalReads = field(init=False)
     _fences: dict[int, tuple[InFlight, list[int]]] = field(default_factory=dict)
     _waiting: set[int] = field(default_factory=set)
     """Producer ranks whose fence found no room yet."""
@@ -92,15 +99,17 @@ class Consumption:
     def __post_init__(self) -> None:
         # Lowering the plan is part of the read's cost.
         self._stage_began_ns = self.clock()
-        ticket = self.ticket
-        self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
-        self._data = DataReads(
+        ticket, pushed = self.ticket, self.pushed
+        self.reads = []
+        if pushed is None:
+            self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
+        self._data = pushed or DataReads(
             ticket.request_id, self.reads, self.link, self.agent, self.staging, self.buffer, self.clock
         )
         self._expected = self._expected_generations()
         self.session = s.Session(
             ticket.request_id,
-            num_reads=len(self.reads),
+            num_reads=len(self.reads) if pushed is None else len(pushed.producer_ranks),
             fences=self._expected,
             notify=tuple(self.link.num_releases),
             deadline_ns=self.deadline_ns,
@@ -273,9 +282,12 @@ class Consumption:
             ticket.num_tokens,
             self.rows_per_group,
         )
+        mismatch = None
+        if not self._wrong and self.converting is not None:
+            mismatch = self.converting.finish(ticket, self.rows_per_group, self._data.rows, self.clock)
         self._stage("verify")
         if not self._wrong:
-            return None
+            return mismatch
         return digest_mismatch(
             ticket.request_id, self.views, self._wrong, ticket.num_tokens, self.rows_per_group
         )
@@ -295,6 +307,8 @@ class Consumption:
             verdict = "KV_MISMATCH"
         for row in self._data.rows:
             row.verdict = verdict
+        if self.pushed is not None:
+            self.pushed.stop()
         self.outcome = TransferOutcome(
             request_id=self.ticket.request_id,
             lease_id=self.ticket.lease_id,

@@ -2,8 +2,8 @@
 
 The engine's thread says what it computes (`begin`), what is computed (`computed`), what is over (`end`,
 `stop`), and asks before blocks are handed out again (`wait_for`); all of that is handed to the thread, in
-order. Two rules keep bytes whole: no page is read before its kernels are done, and no block that is being read
-is overwritten.
+order. Two rules keep bytes whole: no page is read before its kernels are done, and no block that is being
+read is overwritten.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Pusher:
         self._ask(lambda: self._worker.connect(producers, consumers), CONNECT_S)
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """These are computed in one step, in blocks that were asked for by `wait_for` when they were given."""
+        """These are computed in one step, in blocks that were asked for (`wait_for`) when they were given."""
         self._check()
         for chunk in chunks:
             held = {b for table in chunk.block_tables for b in table if b}
@@ -74,8 +74,8 @@ class Pusher:
             self._post(lambda chunk=chunk: self._worker.begin(chunk))
 
     def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
-        """The kernels of a layer (its position in `kept_layers`) are queued for chunks that were begun; `wait`
-        returns when they are done."""
+        """The kernels of a layer (its position in `kept_layers`) are queued for chunks that were begun;
+        `wait` returns when they are done."""
         self._worker.note_computed(layer, chunks)
         self._post(lambda: self._worker.computed(layer, chunks, wait))
 

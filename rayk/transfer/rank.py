@@ -7,6 +7,7 @@ blocks that are handed out, `lease` before a ticket leaves, `poll` (so that noti
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import Handle, TransferAgent, TransferState
+from rayk.transfer.arrivals import ArrivalReads, Arrivals
 from rayk.transfer.consumer import Consumption, TransferOutcome
 from rayk.transfer.diagnose import first_difference, merge_rows
 from rayk.transfer.handshake import CacheDescription, check, check_engine
@@ -24,6 +26,7 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.plan import TransferPlan
+from rayk.transfer.push_messages import StopMessage, decode_push
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.valid_prefix import LayerProof, proven_rows
@@ -73,6 +76,9 @@ class TransferRank:
         """Finished, but draining or kept after a mismatch."""
         self._drained: list[str] = []
         self._leases = LeaseTable()
+        self._arrivals = Arrivals()
+        self._stops: list[StopMessage] = []
+        """Of consumer ranks that this rank may push to."""
 
     # Wiring
 
@@ -141,6 +147,7 @@ class TransferRank:
         for consumption in self._active.values():
             if consumption.link is link:
                 consumption.fail(f"producer engine {engine} is gone")
+        self._arrivals.on_engine_gone(engine, link.epoch)
         for rank in sorted({*link.plan.producer_ranks, *link.num_releases}):
             self._agent.remove_peer(link.producers[rank].agent_name)
 
@@ -195,11 +202,55 @@ class TransferRank:
             rows_per_group=self.description.rows_per_group,
             name=self.description.agent_name,
             deadline_ns=deadline_ns,
+            pushed=self._pushed(ticket, link),
             renewals=waiting.renewals if waiting is not None else None,
             clock=self._clock,
         )
         self._active[ticket.request_id] = consumption
         consumption.start()
+
+    def _pushed(self, ticket: TransferTicket, link: ProducerLink) -> ArrivalReads | None:
+        """What is waited for, where the KV is pushed."""
+        if ticket.reservation_id is None:
+            return None
+        reservation_id = ticket.reservation_id
+        return ArrivalReads(
+            ticket,
+            self._arrivals,
+            link,
+            self._agent.transport,
+            lambda: self._arrivals.lost_block(reservation_id, self.generations),
+            self._clock,
+        )
+
+    def reserve(
+        self, reservation_id: str, engine: str, block_tables: Sequence[Sequence[int]]
+    ) -> tuple[tuple[int, ...], ...]:
+        """From now on the ranks of a connected producer engine may write into these blocks, until
+        `cleared` names the reservation; the blocks' generations.
+
+        Raises HandshakeMismatch when the engine is not connected.
+        """
+        link = self._links.get(engine)
+        if link is None:
+            raise HandshakeMismatch((("engine", engine, "not connected"),))
+        self.bump_generations([b for table in block_tables for b in table if b])
+        generations = self.generations(block_tables)
+        self._arrivals.open(reservation_id, link, block_tables, generations)
+        return generations
+
+    def end_reservation(self, reservation_id: str) -> None:
+        """No ticket will come: have the producer's ranks stop. Nothing where it is over."""
+        self._arrivals.stop(reservation_id, self._clock())
+
+    def cleared(self) -> list[str]:
+        """Reservations that are over, and into whose blocks nobody writes any more, each once."""
+        return self._arrivals.take_clear()
+
+    def stops(self) -> list[StopMessage]:
+        """Whom this rank must not push to any more, since the last call."""
+        stops, self._stops = self._stops, []
+        return stops
 
     def cancel(self, request_id: str) -> None:
         """Give up a transfer; its outcome comes from the next `poll`. Unknown requests are over already."""
@@ -222,6 +273,13 @@ class TransferRank:
                 if draining or isinstance(consumption.outcome.error, KVMismatch):
                     self._over.append(consumption)
         self._step_over(now_ns)
+        for link, ask in self._arrivals.asks(now_ns):
+            me = self.description
+            message = StopMessage(ask.reservation_id, me.tp_rank, me.agent_name)
+            for rank in ask.producer_ranks:
+                # One that is gone stops nothing: that its engine is over will be told.
+                with contextlib.suppress(TransferError):
+                    self._agent.notify(link.producers[rank].agent_name, message.encode())
         return outcomes
 
     def drained(self) -> list[str]:
@@ -279,6 +337,7 @@ class TransferRank:
         for consumption in self._active.values():
             if (consumption.link.engine, consumption.link.epoch) == (engine, epoch):
                 consumption.fail(f"producer engine {engine} is gone")
+        self._arrivals.on_engine_gone(engine, epoch)
 
     def release_now(self, request_id: str) -> None:
         """After a KVMismatch: the producer's bytes are needed no longer."""
@@ -362,6 +421,13 @@ class TransferRank:
             renewal = RenewMessage.decode(message) if release is None else None
             if renewal is not None:
                 self._leases.on_renew(renewal, self._clock())
+                continue
+            pushed = decode_push(message) if release is None else None
+            if isinstance(pushed, StopMessage):
+                self._stops.append(pushed)
+                continue
+            if pushed is not None:
+                self._arrivals.take(pushed)
                 continue
             if release is None:
                 # Anybody who knows the agent can send one: it must not end the engine.
