@@ -10,9 +10,9 @@ Plain formats hold elements as they are. Quantised ones hold `element * scale`, 
 Rounding is to nearest, ties to even, and saturates: nothing finite becomes infinite or NaN.
 
 How far off (`error_bound`): an element with p bits of significand is off by half a unit in its last place at
-most: by 2^-p of it where it is normal, by half the smallest step below. e4m3 has p = 4 (largest 448, normal
-from 2^-6, smallest step 2^-9), e2m1 p = 2 (largest 6, normal from 1, smallest step 1/2). In nvfp4 a block's
-scale is the e4m3 nearest to amax / 6, and so itself off by 1/16 of it. Free of torch.
+most: by less than 2^-p of it where it is normal, by half the smallest step below. e4m3 has p = 4 (largest
+448, normal from 2^-6, smallest step 2^-9), e2m1 p = 2 (largest 6, normal from 1, smallest step 1/2). In nvfp4
+a block's scale is the e4m3 nearest to amax / 6, and so itself off by up to 1/17 of it. Free of torch.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class KVFormat:
     scales: Granularity
     """What shares a scale that is in the page or told beside it; none: elements are the values."""
     worst_relative_error: float
-    """The most that a value is off, divided by the largest value that shares its scale, for values (and block
-    scales) in the normal range that do not saturate; of the formats without scales, by the value itself."""
+    """The most that a value is off, where it and its block's scale are in the normal range and do not
+    saturate: divided by the value, or where scales are computed (token_head, block) by the largest that shares
+    its own."""
 
     @property
     def is_quantised(self) -> bool:
@@ -117,19 +118,29 @@ class KVFormat:
         """Elements of a head whose k, or v, takes so many bytes."""
         return row_bytes * 2 if self.scales == "block" else row_bytes // ITEMSIZE[self.storage]
 
+    def data_bytes(self, elements: int) -> int:
+        """Bytes of a k, or a v, of so many elements, without scales."""
+        return elements // 2 if self.scales == "block" else elements * ITEMSIZE[self.storage]
+
     def row_bytes(self, head_size_k: int, head_size_v: int) -> int:
         """Bytes of one (head, token), scales in the page included."""
         return sum(f.row_bytes for f in self.fields(head_size_k, head_size_v))
 
 
+def _worst(significand_bits: int) -> float:
+    """Half a unit in the last place, just above a power of two: 2^-p of 1 + 2^-p."""
+    return 1 / (2**significand_bits + 1)
+
+
 _FORMATS = (
-    KVFormat("float32", "float32", 24, float(np.finfo(np.float32).max), "none", 2.0**-24),
-    KVFormat("bfloat16", "bfloat16", 8, (2 - 2.0**-7) * 2.0**127, "none", 2.0**-8),
-    KVFormat("float16", "float16", 11, 65504.0, "none", 2.0**-11),
-    KVFormat("fp8_e4m3", "float8_e4m3fn", 4, E4M3_MAX, "tensor", 2.0**-4),
-    KVFormat("fp8_e4m3_token_head", "float8_e4m3fn", 4, E4M3_MAX, "token_head", 2.0**-4),
-    # Between 4 and 6 steps are 2: off by 1, of a scale that is amax / 6 and 1/16 of it at most.
-    KVFormat("nvfp4", "uint8", 2, E2M1_MAX, "block", 1.0 / E2M1_MAX * (1 + 2.0**-4)),
+    KVFormat("float32", "float32", 24, float(np.finfo(np.float32).max), "none", _worst(24)),
+    KVFormat("bfloat16", "bfloat16", 8, (2 - 2.0**-7) * 2.0**127, "none", _worst(8)),
+    KVFormat("float16", "float16", 11, 65504.0, "none", _worst(11)),
+    KVFormat("fp8_e4m3", "float8_e4m3fn", 4, E4M3_MAX, "tensor", _worst(4)),
+    # The largest becomes 448, and steps above 256 are 32.
+    KVFormat("fp8_e4m3_token_head", "float8_e4m3fn", 4, E4M3_MAX, "token_head", 16 / E4M3_MAX),
+    # Between 4 and 6 steps are 2: off by 1, times a scale that is amax / 6 and itself off.
+    KVFormat("nvfp4", "uint8", 2, E2M1_MAX, "block", (1 + _worst(4)) / E2M1_MAX),
 )
 
 FORMATS: Mapping[str, KVFormat] = MappingProxyType({f.name: f for f in _FORMATS})

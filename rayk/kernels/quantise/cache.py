@@ -49,6 +49,14 @@ class QuantisedKV:
         found = {"k": self.k.data, "k_scale": self.k.scales, "v": self.v.data, "v_scale": self.v.scales}
         return {name: view for name, view in found.items() if view is not None}
 
+    @staticmethod
+    def raw(side: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Data, and scales, as kernels read them that decode by hand: bytes, but for float32 scales."""
+        scales = side.scales
+        if scales is not None and scales.dtype != torch.float32:
+            scales = scales.view(torch.uint8)
+        return side.data.view(torch.uint8), scales
+
     def gather(
         self, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.quantise.cache import QuantisedKV
+from rayk.kernels.quantise.triton import quantise_tile
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +59,52 @@ def store_kv_kernel(
     tl.store(p_row + HEAD_K + o_v, b_v.to(kv_cache.dtype.element_ty), mask=m_v)
 
 
+@triton.jit(do_not_specialize=("num_blocks",))
+def store_quantised_kernel(
+    values,
+    data,
+    scales,
+    slot_mapping,
+    num_blocks,
+    num_heads,
+    scale,
+    stride_t,
+    stride_h,
+    data_stride_b,
+    data_stride_h,
+    data_stride_n,
+    scales_stride_b,
+    scales_stride_h,
+    scales_stride_n,
+    NUM_SLOTS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_H: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """One side, k or v. Grid: (tokens, head tiles). A slot outside the cache, as -1 is, stores nothing."""
+    i_t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + i_t)
+    i_block = slot // NUM_SLOTS
+    if (slot < 0) | (i_block >= num_blocks):
+        return
+    i_slot = slot % NUM_SLOTS
+    o_h = (tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)).to(tl.int64)
+    p_data = data + i_block * data_stride_b + i_slot * data_stride_n + o_h * data_stride_h
+    p_scales = p_data
+    if SCALES != "tensor":
+        p_scales = scales + i_block * scales_stride_b + i_slot * scales_stride_n + o_h * scales_stride_h
+    p_values = values + i_t * stride_t + o_h * stride_h
+    quantise_tile(p_values, p_data, p_scales, o_h < num_heads, scale, HEAD, PADDED, SCALES)
+
+
 def store_kv_triton(
-    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | QuantisedKV, slot_mapping: torch.Tensor
 ) -> None:
     """Arguments as `store_kv`. Any strides, the last axis of each tensor dense."""
+    if isinstance(kv_cache, QuantisedKV):
+        _store_quantised(k, v, kv_cache, slot_mapping)
+        return
     num_tokens, num_heads, head_size_k = k.shape
     head_size_v = v.shape[-1]
     assert kv_cache.shape[-1] == head_size_k + head_size_v, "content is keys then values"
@@ -94,3 +138,39 @@ def store_kv_triton(
             TILE_H=tile_h,
             num_warps=4 if tile_h * padded_k >= 1024 else 1,
         )
+
+
+def _store_quantised(
+    k: torch.Tensor, v: torch.Tensor, cache: QuantisedKV, slot_mapping: torch.Tensor
+) -> None:
+    assert k.shape[1] == v.shape[1] == cache.shape[1], "one head slot per local KV head"
+    assert k.stride(-1) == v.stride(-1) == slot_mapping.stride(0) == 1
+    if len(k) == 0:
+        return
+    for values, side, scale in ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale)):
+        num_tokens, num_heads, size = values.shape
+        data, scales = cache.raw(side)
+        assert data.shape[-1] == cache.kv_format.data_bytes(size), (values.shape, data.shape)
+        padded = max(16, triton.next_power_of_2(size))
+        tile_h = min(triton.next_power_of_2(num_heads), max(1, TILE_ELEMENTS // padded))
+        if INTERPRETED:
+            values = values.float()  # it has no bfloat16 arithmetic
+        with launching():
+            store_quantised_kernel[(num_tokens, triton.cdiv(num_heads, tile_h))](
+                values,
+                data,
+                scales,
+                slot_mapping,
+                cache.shape[0],
+                num_heads,
+                float(scale),
+                *values.stride()[:2],
+                *data.stride()[:3],
+                *((0, 0, 0) if scales is None else scales.stride()[:3]),
+                NUM_SLOTS=cache.shape[2],
+                HEAD=size,
+                PADDED=padded,
+                TILE_H=tile_h,
+                SCALES=cache.kv_format.scales,
+                num_warps=4 if tile_h * padded >= 1024 else 1,
+            )
