@@ -18,7 +18,7 @@ from rayk.experiments.compare import (
 )
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.references import LayerKV, References
-from rayk.experiments.verdict import Findings, untraced
+from rayk.experiments.verdict import Findings, recovered, untraced
 from rayk.kv.groups import measure_waste, waste_tokens
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
@@ -91,7 +91,13 @@ class CellJudge:
         mismatches = [e for o in outcomes for e in o.errors if isinstance(e, KVMismatch)]
         verdict, reason = findings.judge()
         if verdict in ("PASS", "NEAR_TIE"):
-            remarks = untraced(cell), reason, self._unseen(cell, prompts, counts, bool(checked))
+            requests = [row for o in outcomes for row in o.requests]
+            remarks = (
+                untraced(cell, requests),
+                recovered(requests, [e for o in outcomes for e in o.survived]),
+                reason,
+                self._unseen(cell, prompts, counts, bool(checked)),
+            )
             reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
         return CellRow(
@@ -119,6 +125,7 @@ class CellJudge:
             ),
             num_kv_values_checked=counts.num_values,
             max_kv_value_error=counts.max_value_error,
+            **_ledger(outcomes),
             measured=counts.measured,
             wall_ns=sum(o.wall_ns for o in outcomes),
         )
@@ -277,6 +284,18 @@ def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) 
     ]
     known = [count for count in told if count is not None]
     return sum(known) if known and len(known) == len(told) else None
+
+
+def _ledger(outcomes: Sequence[CellOutcome]) -> dict[str, int]:
+    """What came of blocks put aside, over all engines that lived to tell; empty where none did."""
+    ledgers = [ledger for o in outcomes for ledger in o.ledgers.values()]
+    if not ledgers:
+        return {}
+    return {
+        "num_blocks_leased": sum(ledger.num_leased for ledger in ledgers),
+        "num_blocks_freed": sum(ledger.num_freed for ledger in ledgers),
+        "num_blocks_held": sum(ledger.num_held for ledger in ledgers),
+    }
 
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:

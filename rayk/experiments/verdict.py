@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rayk.specs import Cell
-from rayk.specs.cells import EXPECTED_VERDICT
+from rayk.specs.cells import expected_of, is_known, verdict_of_fault
 from rayk.specs.experiment import VERDICTS, FaultSpec
 from rayk.types.errors import (
     DeadlineExceeded,
@@ -18,6 +18,7 @@ from rayk.types.errors import (
     TransferError,
     Unsupported,
 )
+from rayk.types.rows import RequestRow
 
 
 @dataclass(slots=True)
@@ -65,11 +66,14 @@ def verdict_of(error: RaykError) -> str:
             return "ENGINE_ERROR"
 
 
-def untraced(cell: Cell) -> str:
-    """Which planted faults were to be found in a cell that passes all the same; empty if none."""
-    if cell.expected_verdict in ("PASS", "NEAR_TIE"):
+def untraced(cell: Cell, requests: Sequence[RequestRow] = ()) -> str:
+    """Which planted faults were to be found in a cell that passes all the same, or were to be recovered from
+    and were not; empty if none."""
+    faults = [f for f in cell.faults if verdict_of_fault(f, cell.spec) not in ("PASS", "NEAR_TIE")]
+    if not any(row.recovered_by for row in requests):
+        faults += [f for f in cell.faults if is_known(f) and expected_of(f, cell.spec).is_recovered]
+    if not faults:
         return ""
-    faults = [f for f in cell.faults if (f.expect or EXPECTED_VERDICT.get(f.kind, "PASS")) != "PASS"]
     text = ", ".join(_described(fault) for fault in faults)
     remark = f"{text} left no trace"
     if any(fault.point == "stale_state" for fault in faults):
@@ -77,9 +81,19 @@ def untraced(cell: Cell) -> str:
     return remark
 
 
+def recovered(requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> str:
+    """How many requests of a cell that passes the failure policy saved, and from what; empty if none."""
+    saved = [row for row in requests if row.recovered_by is not None]
+    texts = [f"survived: {error}" for error in survived]
+    if saved:
+        how = " and ".join(dict.fromkeys(str(row.recovered_by) for row in saved))
+        texts.insert(0, f"{len(saved)} of {len(requests)} requests saved by {how}: {saved[0].failure}")
+    return "; ".join(dict.fromkeys(texts))
+
+
 def _described(fault: FaultSpec) -> str:
     """A fault as a reader of the spec knows it."""
     where = f" at {fault.point}" if fault.point is not None else ""
-    named = ("layer", "request", "step", "rank")
+    named = ("layer", "request", "step", "engine", "rank")
     given = [f"{name} {getattr(fault, name)}" for name in named if getattr(fault, name) is not None]
     return f"fault {fault.kind}{where}" + (f" ({', '.join(given)})" if given else "")

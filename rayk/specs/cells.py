@@ -20,9 +20,13 @@ from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
+from rayk.transfer.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.config import EngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError
 from rayk.types.request import SamplingParams
+
+TABLED = (*KINDS, "kill_node")
+"""Kinds of faults with points of a request's life."""
 
 Models = DecoderConfig | Mapping[str, DecoderConfig]
 """The decoder of all cells, or each model's by its name in the spec."""
@@ -48,16 +52,6 @@ STANDARD_AXES = (
     "device",
 )
 """Axes every row of cells.parquet has, whether or not the matrix names them."""
-
-EXPECTED_VERDICT = {
-    "kill": "ENGINE_ERROR",
-    "kill_node": "ENGINE_ERROR",
-    "flip_bit": "KV_MISMATCH",
-    "early_reuse": "TRANSFER_ERROR",
-    "wrong_kv": "KV_MISMATCH",
-}
-"""What a planted fault must end in when it does not say so itself. Early reuse is refused by the block
-generations before any digest is compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +183,9 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
         unsupported=_why_unsupported(config, prefill, decode),
         checks=checks,
         faults=tuple(spec.faults),
-        expected_verdict=_expected_verdict(spec.faults),
+        expected_verdict=min(
+            (verdict_of_fault(f, spec) for f in spec.faults), key=VERDICTS.index, default="PASS"
+        ),
         sampling=_sampling(spec.sampling, checks, fast_prefill=prefill.fast_prefill),
         deadlines=spec.deadlines,
         repeat=spec.repeat,
@@ -278,10 +274,30 @@ def _checks(spec: ExperimentSpec, config: DecoderConfig) -> tuple[str, ...]:
     return ("tokens" if exact else "logprobs", "kv_bytes")
 
 
-def _expected_verdict(faults: list[FaultSpec]) -> str:
-    """The gravest verdict the faults ask for; PASS without faults."""
-    wanted = [f.expect or EXPECTED_VERDICT.get(f.kind, "PASS") for f in faults]  # unknown kinds: see checks
-    return min(wanted, key=VERDICTS.index, default="PASS")
+def verdict_of_fault(fault: FaultSpec, spec: ExperimentSpec) -> str:
+    """The verdict that this fault must end a cell of this spec in; PASS of kinds that checks refuse."""
+    if fault.expect is not None:
+        return fault.expect
+    return expected_of(fault, spec).verdict if is_known(fault) else "PASS"
+
+
+def is_known(fault: FaultSpec) -> bool:
+    """Whether the table of faults speaks of it."""
+    return fault.kind in OTHERS or (fault.kind in TABLED and fault.point in (*POINTS, *REQUEST_POINTS))
+
+
+def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> Expected:
+    """What must come of a fault that the table knows, whatever the spec expects."""
+    policy, num_producers = spec.failure_policy, spec.prefill.num_engines
+    if spec.mode == "aggregated":
+        # Nobody else computes a lost prompt: but another engine.
+        policy = policy if policy == "migrate" and num_producers > 1 else "fail"
+    named = Fault(fault.kind, fault.point, fault.engine_role)
+    found = expected(named, spec.transfer.mode, policy, num_producers)
+    is_lost = fault.kind in ("kill", "kill_node", "stop") and fault.engine_role == "decode"
+    if is_lost and fault.point != "handshake" and policy != "fail" and spec.decode.num_engines > 1:
+        return Expected("PASS", is_recovered=True)  # another decode engine takes its requests
+    return found
 
 
 # --- names ----------------------------------------------------------------------------------------

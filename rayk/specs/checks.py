@@ -103,11 +103,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
     spec, engine = cell.spec, cell.spec.engine
     found = [
         ("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching),
-        (
-            "failure_policy",
-            f"failure_policy: {spec.failure_policy} (only fail)",
-            spec.failure_policy != "fail",
-        ),
         ("arrival.rate", "arrival.rate (all requests arrive at once)", spec.arrival.rate is not None),
     ]
     engines = (("prefill", cell.prefill), ("decode", cell.decode))

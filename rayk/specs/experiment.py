@@ -218,6 +218,10 @@ class FaultSpec(StrictModel):
     """Index of the prompt whose request is hit."""
     layer: Count | None = None
     step: Count | None = None
+    """The how-manieth time that its point is passed there, from 1."""
+    engine: Count | None = None
+    """Index of the engine among those of its role; None: each of them commits the fault."""
+    delay_s: Seconds | None = None
     seed: Count = 0
     expect: Verdict | None = None
 

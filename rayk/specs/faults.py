@@ -11,33 +11,43 @@ from rayk.models.kv_specs import engine_groups, group_chunks, kv_cache_specs
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
+from rayk.transfer.fault_table import MESSAGE_KINDS, POINTS, RANK_KINDS, REQUEST_POINTS
 from rayk.types.errors import SpecError
 
 STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
 """Points of wrong_kv in a recurrent layer."""
 
+TRANSFER_POINTS = tuple(POINTS)
+RANK_POINTS = (*REQUEST_POINTS, *TRANSFER_POINTS)
+
 FAULT_POINTS: dict[str, tuple[str, ...]] = {
-    "kill": ("prefill", "transfer", "decode"),
-    "kill_node": ("prefill", "transfer", "decode"),
+    **dict.fromkeys(MESSAGE_KINDS, TRANSFER_POINTS),
+    **dict.fromkeys(RANK_KINDS, RANK_POINTS),
+    "kill_node": REQUEST_POINTS,
     "flip_bit": ("transfer",),
     "early_reuse": ("transfer",),
     "wrong_kv": ("k_norm", "rope", "store_kv", *STATE_POINTS),
 }
-"""Fault kinds and where each can strike: at points of a request's life, or in a layer's computation.
+"""Fault kinds and where each can strike: at points of a request's life, of its transfer's, or in a layer's
+computation.
 
-kill ends the worker process of a rank, kill_node its whole Ray node: the raylet, and with it every worker
-there, of any job. wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes
+kill ends the worker process of a rank, stop leaves it there without a sign of life, restart ends it and has
+its engine formed again; kill_node ends its whole Ray node: the raylet, and with it every worker there, of any
+job. drop, delay, reorder, duplicate and corrupt strike one message, read or write; see transfer.fault_table.
+wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes
 tokens to stand one position later, or stores them one slot later in their block; in a recurrent layer it
 exchanges the taps of B and C (of q and k), moves all taps one place on, writes the state as bfloat16 where
 float32 is read, or starts a request from what its page held before.
 """
 
 FAULT_FIELDS: dict[str, tuple[str, ...]] = {
-    "kill": ("step",),
-    "kill_node": ("step",),
-    "flip_bit": ("request", "seed"),
-    "early_reuse": ("request",),
-    "wrong_kv": ("layer",),
+    **dict.fromkeys((*RANK_KINDS, "kill_node"), ("step", "engine")),
+    **dict.fromkeys(("drop", "reorder", "duplicate"), ("step", "engine")),
+    "delay": ("step", "engine", "delay_s"),
+    "corrupt": ("step", "engine", "seed"),
+    "flip_bit": ("request", "seed", "engine"),
+    "early_reuse": ("request", "engine"),
+    "wrong_kv": ("layer", "engine"),
 }
 """What each kind heeds beside kind, point, role, rank and expect; anything else would be ignored."""
 
@@ -62,36 +72,52 @@ def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
             mend=f"point: {', '.join(points)}",
         )
     _check_fault_fields(fault, where)
-    kills = fault.kind in ("kill", "kill_node")
-    if (kills or fault.kind == "wrong_kv") and fault.point is None:
+    kills = fault.kind in (*RANK_KINDS, "kill_node")
+    if fault.point is None and fault.kind not in ("flip_bit", "early_reuse"):
         raise SpecError(
             problem=f"fault {fault.kind} needs a point", where=where, mend=f"point: {', '.join(points)}"
         )
     if fault.kind == "wrong_kv":
         _check_wrong_kv(fault, cell, where)
-    elif cell.decode is None and (not kills or fault.point == "transfer"):
+    elif cell.decode is None and (not kills or fault.point not in ("prefill", "decode")):
         raise SpecError(
             problem=f"fault {fault.kind} strikes a transfer, and aggregated cells have none",
             where=where,
             mend="mode: disaggregated",
         )
+    _check_lease(fault, cell, loaded)
     _check_fault_rank(fault, cell, where)
+
+
+def _check_lease(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
+    needs_renewal = fault.point == "lease_renewal"
+    needs_end = fault.point == "free" and fault.kind in ("drop", "corrupt")
+    if (needs_renewal or needs_end) and cell.spec.transfer.lease_s is None:
+        raise SpecError(
+            problem=f"fault {fault.kind} at {fault.point}: without transfer.lease_s leases are not renewed, "
+            "and last as long as a request may",
+            where=loaded.where("faults"),
+            mend="transfer: {lease_s: 2}",
+        )
 
 
 def _check_fault_fields(fault: FaultSpec, where: str) -> None:
     heeded = FAULT_FIELDS[fault.kind]
     given = fault.model_dump(exclude_defaults=True)
-    for name in ("request", "layer", "step", "seed"):
+    heeds = ("point", "rank" if fault.kind in MESSAGE_KINDS else "role, rank", *heeded)
+    for name in ("request", "layer", "step", "seed", "engine", "delay_s", "role"):
+        if name == "role" and fault.kind not in MESSAGE_KINDS:
+            continue
         if name in given and name not in heeded:
             raise SpecError(
                 problem=f"fault {fault.kind} does not heed `{name}`",
                 where=where,
-                mend=f"it heeds {', '.join(('point', 'role', 'rank', *heeded))}",
+                mend=f"it heeds {', '.join(heeds)}",
             )
 
 
 def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
-    role = fault.engine_role
+    role = committing_role(fault, cell.spec.transfer.mode)
     engine = cell.decode if role == "decode" and cell.decode else cell.prefill
     if fault.rank is not None and fault.rank >= engine.tp:
         raise SpecError(
@@ -100,6 +126,23 @@ def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
             where=where,
             mend=f"rank: 0 to {engine.tp - 1}",
         )
+
+
+def committing_role(fault: FaultSpec, mode: str) -> str:
+    """The side that a fault strikes at: of one that strikes a rank its own; else where its point happens."""
+    if fault.kind not in MESSAGE_KINDS:
+        return fault.engine_role
+    return side_of(fault.point or "", mode) if (fault.kind, fault.point) != CORRUPT_HANDSHAKE else "prefill"
+
+
+CORRUPT_HANDSHAKE = ("corrupt", "handshake")
+"""What the prefill engine says of itself is changed; everything else of a handshake is done by the other."""
+
+
+def side_of(point: str, mode: str) -> str:
+    """The side at whose ranks a point of a transfer's life is passed."""
+    pushes = mode == "push" and point in ("post", "mid_transfer", "notify")
+    return "prefill" if pushes else "decode"
 
 
 def _check_wrong_kv(fault: FaultSpec, cell: Cell, where: str) -> None:

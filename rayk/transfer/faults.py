@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rayk.kv.caches import CanonicalKVCaches
+from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferAgent, TransferState
+from rayk.transfer.strikes import Held, Strike, StrikeMessage, Strikes
+from rayk.types.errors import TransferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +41,83 @@ class StallReads:
 Fault = FlipBit | StallReads
 
 
-class FaultyAgent:
-    """Any agent, with faults in the data reads. Reads into memory registered later than the first buffer
-    (generations) pass untouched."""
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """What a read or write moves here."""
 
-    def __init__(self, agent: TransferAgent) -> None:
+    number: int
+    """Among the agent's."""
+    local: DescriptorList
+    indices: Ints32
+    is_read: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Mail:
+    """A message that leaves later."""
+
+    peer: str
+    message: bytes
+    due_s: float
+    is_reordered: bool
+
+
+class FaultyAgent:
+    """Any agent, with faults planted in what it reads, writes and tells.
+
+    Reads of generations are told from data by their descriptors' length. `on_strike`: what a rank does that
+    is to die or to stop, given the kind.
+    """
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        on_strike: Callable[[str], None] = lambda kind: None,
+        engine: str = "",
+    ) -> None:
+        """`engine`: whose rank it is."""
         self._agent = agent
-        self._pages: torch.Tensor | None = None
-        self._lists: dict[Handle, DescriptorList] = {}
+        self._on_strike = on_strike
+        self._engine = engine
+        self._regions: list[torch.Tensor] = []
+        self._lists: dict[Handle, tuple[str, DescriptorList]] = {}
         self._faults: list[Fault] = []
         self._num_reads = 0
-        self._data_reads: dict[Transfer, tuple[int, DescriptorList, Ints32]] = {}
+        self._data: dict[Transfer, _Data] = {}
+        self._strikes = Strikes()
+        self._own: list[Strike] = []
+        """Strikes at this rank that a peer's message sets off."""
+        self._held: dict[Transfer, Held] = {}
+        self._held_ids = itertools.count(-2, -1)
+        self._corrupt: dict[Transfer, Strike] = {}
+        """Reads that bring something else."""
+        self._mail: list[_Mail] = []
+        self._peers: list[str] = []
+        self._is_wiring = False
 
-    def plant(self, fault: Fault) -> None:
-        """The fault strikes from now on; a bit flips once. Reads are counted from here."""
+    def plant(self, fault: Fault | Strike) -> None:
+        """The fault strikes from now on, once. What it counts is counted from here."""
+        if isinstance(fault, Strike):
+            if fault.is_of_rank and fault.remote == self._engine:
+                self._own.append(fault)
+            else:
+                self._strikes.plant(fault)
+            return
         self._num_reads = 0
         self._faults.append(fault)
 
     def heal(self) -> None:
         """Forget all faults; stalled reads go on."""
         self._faults.clear()
+
+    @contextlib.contextmanager
+    def wiring(self) -> Iterator[None]:
+        """Meanwhile, reads belong to the handshake."""
+        self._is_wiring = True
+        try:
+            yield
+        finally:
+            self._is_wiring = False
 
     @property
     def name(self) -> str:
@@ -66,8 +131,7 @@ class FaultyAgent:
 
     def register(self, tensor: torch.Tensor) -> int:
         """See TransferAgent."""
-        if self._pages is None:
-            self._pages = tensor
+        self._regions.append(tensor)
         return self._agent.register(tensor)
 
     def metadata(self) -> bytes:
@@ -77,9 +141,11 @@ class FaultyAgent:
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See TransferAgent."""
         self._agent.add_peer(name, metadata)
+        self._peers = [*(p for p in self._peers if p != name), name]
 
     def remove_peer(self, name: str) -> None:
         """See TransferAgent."""
+        self._peers = [p for p in self._peers if p != name]
         self._agent.remove_peer(name)
 
     def prepare(
@@ -87,7 +153,7 @@ class FaultyAgent:
     ) -> Handle:
         """See TransferAgent."""
         handle = self._agent.prepare(peer, local, remote, remote_device)
-        self._lists[handle] = local
+        self._lists[handle] = (peer, local)
         return handle
 
     def forget(self, handle: Handle) -> None:
@@ -97,11 +163,15 @@ class FaultyAgent:
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
-        transfer = self._agent.read(handle, local_indices, remote_indices)
-        local = self._lists[handle]
-        if self._offset(int(local.addresses[0])) is not None:
-            self._data_reads[transfer] = (self._num_reads, local, local_indices)
-            self._num_reads += 1
+        _, local = self._lists[handle]
+        is_data = local.lengths.tolist() != [GENERATION_BYTES]
+        strike = self._struck(*self._points(is_data))
+        if strike is not None and strike.kind == "corrupt" and strike.point == "post":
+            remote_indices = _of_next_block(remote_indices, local.num_blocks)
+        transfer = self._start(strike, lambda: self._agent.read(handle, local_indices, remote_indices))
+        if is_data or transfer in self._corrupt:
+            self._data[transfer] = _Data(self._num_reads, local, local_indices, is_read=True)
+            self._num_reads += is_data
         return transfer
 
     def write(
@@ -112,53 +182,130 @@ class FaultyAgent:
         notification: bytes | None = None,
     ) -> Transfer:
         """See TransferAgent."""
-        return self._agent.write(handle, local_indices, remote_indices, notification)
+        _, local = self._lists[handle]
+        strike = self._struck("post", "mid_transfer")
+        if strike is not None and strike.kind == "corrupt":
+            # A write's bytes are out of reach once they are under way: other pages' are sent.
+            local_indices = _of_next_block(local_indices, local.num_blocks)
+        write = functools.partial(self._agent.write, handle, local_indices, remote_indices, notification)
+        return self._start(strike, write)
 
     def poll(self, transfer: Transfer) -> TransferState:
         """See TransferAgent."""
-        number = self._data_reads[transfer][0] if transfer in self._data_reads else None
-        if number is not None and any(isinstance(f, StallReads) and f.read <= number for f in self._faults):
+        data = self._data.get(transfer)
+        if data is not None and any(
+            isinstance(f, StallReads) and f.read <= data.number for f in self._faults
+        ):
             return TransferState.PENDING
-        state = self._agent.poll(transfer)
-        if state is TransferState.DONE and number is not None:
-            for fault in [f for f in self._faults if isinstance(f, FlipBit) and f.read == number]:
-                self._flip(fault, *self._data_reads[transfer][1:])
+        held = self._held.get(transfer)
+        state = held.poll() if held is not None else self._agent.poll(transfer)
+        if state is TransferState.DONE and data is not None:
+            for fault in [f for f in self._faults if isinstance(f, FlipBit) and f.read == data.number]:
+                self._flip(fault, data)
                 self._faults.remove(fault)
+            strike = self._corrupt.pop(transfer, None)
+            if strike is not None:
+                self._flip(FlipBit(byte=strike.seed // 8 % 8, bit=strike.seed % 8), data)
         return state
 
     def release(self, transfer: Transfer) -> bool:
         """See TransferAgent."""
-        stalled = transfer in self._data_reads and self.poll(transfer) is TransferState.PENDING
+        stalled = transfer in self._data and self.poll(transfer) is TransferState.PENDING
         if stalled and any(isinstance(f, StallReads) for f in self._faults):
             return False
-        self._data_reads.pop(transfer, None)
-        return self._agent.release(transfer)
+        held = self._held.get(transfer)
+        is_over = self._agent.release(transfer) if held is None else held.release()
+        if is_over or held is None:
+            self._held.pop(transfer, None)
+            self._data.pop(transfer, None)
+            self._corrupt.pop(transfer, None)
+        return is_over
 
     def notify(self, peer: str, message: bytes) -> None:
         """See TransferAgent."""
-        self._agent.notify(peer, message)
+        strike = self._struck(_point_of(message)) if _point_of(message) else None
+        if strike is None:
+            self._agent.notify(peer, message)
+            for mail in [m for m in self._mail if m.is_reordered]:
+                self._mail.remove(mail)
+                self._agent.notify(mail.peer, mail.message)
+        elif strike.kind in ("delay", "reorder") or strike.is_of_rank:
+            due_s = time.monotonic() + strike.hold_s
+            self._mail.append(_Mail(peer, message, due_s, strike.kind == "reorder"))
+        elif strike.kind == "duplicate":
+            for _ in range(2):
+                self._agent.notify(peer, message)
+        elif strike.kind == "corrupt":
+            self._agent.notify(peer, b"#" + message[1:])
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """See TransferAgent."""
-        return self._agent.notifications()
+        for mail in [m for m in self._mail if m.due_s <= time.monotonic()]:
+            self._mail.remove(mail)
+            with contextlib.suppress(TransferError):  # it may be gone by now
+                self._agent.notify(mail.peer, mail.message)
+        found = []
+        for peer, message in self._agent.notifications():
+            if StrikeMessage.decode(message) is None:
+                found.append((peer, message))
+            elif self._own:
+                self._on_strike(self._own.pop().kind)
+        return found
 
     def close(self) -> None:
         """See TransferAgent."""
         self._agent.close()
 
-    def _flip(self, fault: FlipBit, local: DescriptorList, indices: Ints32) -> None:
-        run, block = divmod(int(indices[fault.descriptor]), local.num_blocks)
-        offset = self._offset(int(local.addresses[run]) + block * int(local.strides[run]) + fault.byte)
-        assert offset is not None
-        assert self._pages is not None
-        assert fault.byte < int(local.lengths[run]), "the byte lies in the descriptor"
-        self._pages.view(torch.uint8)[offset] ^= 1 << fault.bit
+    def _points(self, is_data: bool) -> tuple[str, ...]:
+        if self._is_wiring:
+            return ("handshake",)
+        return ("post", "mid_transfer") if is_data else ("notify",)
 
-    def _offset(self, address: int) -> int | None:
-        """Where an address lies in the pages, or None."""
-        assert self._pages is not None, "register the cache first"
-        offset = address - self._pages.data_ptr()
-        return offset if 0 <= offset < self._pages.numel() else None
+    def _struck(self, *points: str) -> Strike | None:
+        """The strike at what passes now; a rank that is to die does so here, or is told to."""
+        strike = self._strikes.take(*points)
+        if strike is not None and strike.is_of_rank:
+            if strike.remote is None:
+                self._on_strike(strike.kind)
+            for peer in self._peers:
+                with contextlib.suppress(TransferError):
+                    self._agent.notify(peer, StrikeMessage(strike.remote or "").encode())
+        return strike
+
+    def _start(self, strike: Strike | None, post: Callable[[], Transfer]) -> Transfer:
+        for held in self._held.values():
+            held.overtaken |= held.strike.kind == "reorder"
+        if strike is None or (strike.kind == "corrupt" and strike.point == "post"):
+            return post()
+        if strike.kind == "corrupt":
+            transfer = post()
+            self._corrupt[transfer] = strike
+            return transfer
+        transfer = Transfer(next(self._held_ids))
+        self._held[transfer] = Held(strike, post, self._agent.poll, self._agent.release)
+        return transfer
+
+    def _flip(self, fault: FlipBit, data: _Data) -> None:
+        run, block = divmod(int(data.indices[fault.descriptor]), data.local.num_blocks)
+        assert fault.byte < int(data.local.lengths[run]), "the byte lies in the descriptor"
+        address = int(data.local.addresses[run]) + block * int(data.local.strides[run]) + fault.byte
+        region = next(r for r in self._regions if 0 <= address - r.data_ptr() < r.numel())
+        region.view(torch.uint8)[address - region.data_ptr()] ^= 1 << fault.bit
+
+
+def _of_next_block(indices: Ints32, num_blocks: int) -> Ints32:
+    """The same runs of other blocks."""
+    run, block = np.divmod(indices, num_blocks)
+    moved: Ints32 = (run * num_blocks + (block + 1) % num_blocks).astype(np.int32)
+    return moved
+
+
+def _point_of(message: bytes) -> str:
+    """The point that a message belongs to; empty for any other."""
+    for kind, point in ((b'["release"', "free"), (b'["renew"', "lease_renewal"), (b'["arrived"', "notify")):
+        if message.startswith(kind):
+            return point
+    return ""
 
 
 def reuse_early(caches: CanonicalKVCaches, block_ids: Sequence[int], fill: int = 0x11) -> None:

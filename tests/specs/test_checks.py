@@ -31,8 +31,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
         ({"kv_dtype": "fp8_e4m3"}, "kv_dtype: fp8_e4m3"),
         ({"decode": {"kv_dtype": "nvfp4"}}, "kv_dtype: nvfp4"),
         ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
-        ({"failure_policy": "migrate"}, "failure_policy: migrate"),
-        ({"matrix": {"failure_policy": ["fail", "recompute"]}}, "failure_policy: recompute"),
         ({"arrival": {"rate": 2.0}}, "arrival.rate"),
         ({"faults": [{"kind": "lose_notification"}]}, "fault kind 'lose_notification'"),
     ],
