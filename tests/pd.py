@@ -25,7 +25,7 @@ from rayk.engine.rank import EngineRank
 from rayk.engine.stopping import Decode
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
-from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch
 from rayk.types.request import Request, SamplingParams
@@ -104,6 +104,7 @@ class Pair:
 
     p: Side
     d: Side
+    is_push: bool = False
     _ids: Iterator[int] = field(default_factory=itertools.count)
 
     @classmethod
@@ -119,10 +120,13 @@ class Pair:
         connect: bool = True,
         poison: int = NAN_POISON,
         load_decoder: Callable[[], Decode] | None = None,
+        push: bool = False,
+        push_layers: int | None = None,
         changes: tuple[dict[str, object], dict[str, object]] = ({}, {}),
         **common: object,
     ) -> Iterator[Pair]:
-        """`common` and, per side, `changes` go to the EngineConfigs."""
+        """`common` and, per side, `changes` go to the EngineConfigs. `push`: P writes, `push_layers` layers
+        at a time."""
         make_agent = make_agent or local_agents()
         models = model if isinstance(model, tuple) else (model, model)
         number = next(_PAIRS)
@@ -132,8 +136,9 @@ class Pair:
                 settings = {"num_blocks": 64, **common, **changes[i]}
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
                 options = {"poison": poison, "load_decoder": load_decoder}
+                options |= {"push": push, "push_layers": push_layers}
                 sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))
-            pair = cls(*sides)
+            pair = cls(*sides, push)
             if connect:
                 pair.connect()
             yield pair
@@ -141,16 +146,35 @@ class Pair:
     def connect(self) -> None:
         """The handshake, as the coordinator does it."""
         producers, consumers = self.p.call(Describe()), self.d.call(Describe())
-        self.d.call(Connect(tuple(producers), tuple(consumers)))  # type: ignore[arg-type]
+        for side in (self.d, self.p) if self.is_push else (self.d,):
+            side.call(Connect(tuple(producers), tuple(consumers)))  # type: ignore[arg-type]
+
+    def start_reserve(
+        self, request: Request, reserve_s: float = 20.0, hold_s: float = 60.0
+    ) -> queue.SimpleQueue[RequestEvent]:
+        """Ask D for blocks that P may write into (`payload`: a Reservation)."""
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        times = {"reserve_s": reserve_s, "hold_s": hold_s}
+        self.d.handover.submit_reserve(request, events.put, producer=self.p.engine.name, **times)
+        return events
+
+    def reserve(self, request: Request) -> Reservation:
+        """The same, to its end."""
+        done = self.d.engine.collect(self.start_reserve(request))
+        assert isinstance(done.payload, Reservation), done
+        return done.payload
 
     def prefill(self, request: Request, *, capture: bool = False) -> Completion:
         """Run a request at P, to its ticket (`payload`)."""
         return self.p.engine.collect(self.start_prefill(request, capture=capture))
 
-    def start_prefill(self, request: Request, *, capture: bool = False) -> queue.SimpleQueue[RequestEvent]:
+    def start_prefill(
+        self, request: Request, *, capture: bool = False, reservation: Reservation | None = None
+    ) -> queue.SimpleQueue[RequestEvent]:
         """The same, without waiting."""
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self.p.handover.submit(request, events.put, hand_over=True, capture=capture)
+        more = {"capture": capture, "reservation": reservation}
+        self.p.handover.submit(request, events.put, hand_over=True, **more)  # type: ignore[arg-type]
         return events
 
     def start_decode(
@@ -182,8 +206,12 @@ class Pair:
 
         All are prefilled before the first decodes: P's pool must hold them.
         """
-        streams = [self.start_prefill(r) for r in requests]
+        reserved = [self.reserve(r) if self.is_push else None for r in requests]
+        streams = [self.start_prefill(r, reservation=w) for r, w in zip(requests, reserved, strict=True)]
         found = [self.p.engine.collect(s) for s in streams]
+        for request, completion in zip(requests, found, strict=True):
+            if completion.payload is None:
+                self.d.handover.settle(request.request_id)  # its blocks there are for nobody
         handed = [(r, c) for r, c in zip(requests, found, strict=True) if c.payload is not None]
         decoding = [(self.start_decode(r, c), c) for r, c in handed]
         for stream, completion in decoding:
@@ -233,10 +261,14 @@ def _make_side(
     options: dict[str, Any],
 ) -> Side:
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
+    push, push_layers = options.pop("push"), options.pop("push_layers")
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")
-        made = TransferExtension(rank, agent, engine=name, epoch=1, lease_s=lease_s)
+        more = {"make_push_agent": lambda: make_agent(f"{name}.{rank.comm.rank}-push")} if push else {}
+        made = TransferExtension(
+            rank, agent, engine=name, epoch=1, lease_s=lease_s, push_layers=push_layers, **more
+        )
         stack.callback(made.close)
         return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.push import Chunk
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import Digests, Rows
 
@@ -21,7 +22,8 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Handshake with a producer engine: check every field, then wire up."""
+    """Handshake between two engines: check every field, then wire up. Each of them is told, the producer only
+    where it is to push."""
 
     producers: tuple[CacheDescription, ...]
     consumers: tuple[CacheDescription, ...]
@@ -44,11 +46,14 @@ class MakeTicket:
     lease_id: str
     num_tokens: int
     block_tables: BlockTables
+    reservation_id: str | None = None
+    """Where it was pushed to."""
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read a request's KV from its producer."""
+    """Read a request's KV from its producer, or wait for it to be pushed."""
 
     ticket: TransferTicket
     block_tables: BlockTables
@@ -133,3 +138,35 @@ class TicketPart:
     """How long the lease lasts after a renewal; None: it needs none."""
     digest_ns: int = 0
     """How long the digests took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """A producer engine may write into these blocks; the answer is their generations."""
+
+    request_id: str
+    reservation_id: str
+    producer: str
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class EndReservation:
+    """Nobody will claim these blocks: have the producer's ranks stop writing."""
+
+    reservation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushStep:
+    """The next step computes these chunks of requests that are pushed."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndPush:
+    """A request that is pushed is over at its producer: write no more of it."""
+
+    reservation_id: str
+    reason: str

@@ -12,18 +12,23 @@ from rayk.actors.commands import (
     Connect,
     Describe,
     Diagnose,
+    EndPush,
     EndReads,
+    EndReservation,
     HoldTicket,
     LetGo,
     Locate,
     MakeTicket,
     Prove,
+    PushStep,
     ReleaseMismatch,
+    Reserve,
     StartRead,
     TicketPart,
     Wire,
 )
 from rayk.actors.planted import FaultBox, PlantedFault
+from rayk.actors.pushing import PushSide
 from rayk.engine.rank import EngineRank
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
@@ -44,6 +49,8 @@ class RankNews:
     drained: tuple[str, ...]
     released: tuple[str, ...]
     expired: tuple[str, ...]
+    cleared: tuple[str, ...] = ()
+    """Reservations into whose blocks nobody writes any more."""
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -99,10 +106,13 @@ class TransferExtension:
         lease_s: float,
         renewed_lease_s: float | None = None,
         staging: StagingSettings | None = None,
+        make_push_agent: Callable[[], TransferAgent] | None = None,
+        push_layers: int | None = None,
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
     ) -> None:
-        """`on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
+        """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
+        Pusher. `on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
         self._views = layer_views(rank)
         self._faults = FaultBox(faults)
         self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
@@ -124,16 +134,19 @@ class TransferExtension:
             kv_scales=rank.decoder.kv_scales,
         )
         self.transfer = TransferRank(self._agent, rank.caches, self._views, description, staging=staging)
+        self._push = PushSide(rank, make_push_agent, description, push_layers)
 
     def execute(self, command: object) -> object:
         """Run one command; see actors.commands."""
+        if isinstance(command, PushStep | Reserve | EndReservation | EndPush):
+            return self._for_pushes(command)
         # Others are about to read or overwrite pages: no kernel of an earlier step may still use them.
         self._fence.wait()
         match command:
             case Describe():
                 return self.transfer.description
             case Connect():
-                self.transfer.connect(command.producers, command.consumers)
+                self._connect(command)
             case Wire():
                 self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
@@ -148,6 +161,20 @@ class TransferExtension:
                 return capture(self._views, command)
             case _:
                 return self._after_failure(command)
+        return None
+
+    def _for_pushes(self, command: PushStep | Reserve | EndReservation | EndPush) -> object:
+        match command:
+            case PushStep():
+                self._push.begin(command)  # of kernels that are to come: it waits for them
+            case Reserve(_, reservation_id, producer, block_tables):
+                self._fence.wait()  # kernels of the blocks' last owner may be queued
+                self._push.blocks_assigned([b for table in block_tables for b in table if b])
+                return self.transfer.reserve(reservation_id, producer, block_tables)
+            case EndReservation(reservation_id):
+                self.transfer.end_reservation(reservation_id)
+            case EndPush(reservation_id, reason):
+                self._push.end(reservation_id, reason)
         return None
 
     def _after_failure(self, command: object) -> object:
@@ -169,6 +196,7 @@ class TransferExtension:
 
     def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
         """Count the generations of blocks that change hands."""
+        self._push.blocks_assigned(block_ids)
         self.transfer.bump_generations(block_ids)
 
     def poll(self) -> RankNews | None:
@@ -182,12 +210,20 @@ class TransferExtension:
             tuple(self.transfer.drained()),
             tuple(self.transfer.released()),
             tuple(self.transfer.expired(now)),
+            tuple(self.transfer.cleared()),
         )
+        self._push.turn(self.transfer.stops())
         return news if news != _NO_NEWS else None
 
     def close(self) -> None:
-        """Give the agent and its registration back."""
+        """Give the agents and their registrations back."""
+        self._push.close()
         self.transfer.close()
+
+    def _connect(self, command: Connect) -> None:
+        self.transfer.connect(command.producers, command.consumers)
+        if self.transfer.description.agent_name in {p.agent_name for p in command.producers}:
+            self._push.connect(command.producers, command.consumers)
 
     def _make_ticket(self, command: MakeTicket) -> TicketPart:
         self._num_handovers += 1
@@ -204,7 +240,8 @@ class TransferExtension:
 
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1
-        self.transfer.bump_generations([b for table in command.block_tables for b in table if b])
+        if command.ticket.reservation_id is None:  # else they were handed out when they were reserved
+            self.blocks_assigned(tuple(b for table in command.block_tables for b in table if b))
         deadline = time.monotonic_ns() + int(command.deadline_s * 1e9)
         flip = self._faults.take("flip_bit", command.ticket.request_id)
         if flip is not None and isinstance(self._agent, FaultyAgent):
@@ -213,28 +250,20 @@ class TransferExtension:
             self.transfer.start(command.ticket, command.block_tables, deadline)
         except RaykError as error:
             # The other ranks may have started: the leader waits for an outcome of each.
-            self._refused.append(_refusal(command, error))
+            self._refused.append(refusal(command, error))
         self._on_point("transfer", self._num_handovers)
 
     def _diagnose(self, command: Diagnose) -> list[KVMismatch]:
         if command.request_id not in self._mismatched:
             return []
-        found = (
-            self.transfer.diagnose(
-                command.request_id,
-                view.layer,
-                view.group.index,
-                {r: rows[view.layer] for r, rows in enumerate(command.fetched)},
-            )
-            for view in self._views
-        )
-        return [mismatch for mismatch in found if mismatch is not None]
+        return self.transfer.diagnose_all(command.request_id, command.fetched)
 
 
 _NO_NEWS = RankNews((), (), (), ())
 
 
-def _refusal(command: StartRead, error: RaykError) -> TransferOutcome:
+def refusal(command: StartRead, error: RaykError) -> TransferOutcome:
+    """The outcome of a read that did not begin."""
     ticket = command.ticket
     return TransferOutcome(
         request_id=ticket.request_id,

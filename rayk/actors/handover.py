@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import Capture, MakeTicket, Prove
+from rayk.actors.commands import Capture, MakeTicket, Prove, Reserve
 from rayk.actors.lending import Lending
+from rayk.actors.pushing import Pushing
 from rayk.actors.receiving import Incoming, Receiving
+from rayk.actors.reservations import Reservations, Wish
 from rayk.engine.leader import RequestEvent
-from rayk.types.errors import RaykError
+from rayk.types.errors import RaykError, TransferError
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader, Sink
     from rayk.sched.batching import RequestState
-    from rayk.transfer.ticket import TransferTicket
+    from rayk.transfer.ticket import Reservation, TransferTicket
+    from rayk.types.batch import ScheduledBatch
     from rayk.types.request import Request
 
 
@@ -34,6 +38,8 @@ class TransferHandover:
         self._sent: list[object] = []
         self.lending = Lending(engine=engine, epoch=epoch, tp=tp)
         self.receiving = Receiving(tp=tp, commands=self._commands)
+        self.pushing = Pushing(self._commands)
+        self.reservations = Reservations(engine=engine, epoch=epoch, tp=tp, commands=self._commands)
 
     # Any thread.
 
@@ -45,14 +51,17 @@ class TransferHandover:
         hand_over: bool,
         capture: bool = False,
         output_token_ids: tuple[int, ...] = (),
+        reservation: Reservation | None = None,
     ) -> None:
         """Run a request here; `hand_over`: only its prefill, ending in a ticket. `capture`: also emit a
         copy of its KV rows as info["captured"] when prefill is done. `output_token_ids`: delivered so far,
-        by an engine that is lost."""
+        by an engine that is lost. `reservation`: where its KV is pushed to while it is prefilled."""
 
         def start() -> None:
             if not self.leader.open(request, sink, max_tokens=1 if hand_over else None):
                 return
+            if reservation is not None:
+                self.pushing.begin(request.request_id, reservation)
             if hand_over:
                 self._hand_over.add(request.request_id)
             if capture:
@@ -63,6 +72,33 @@ class TransferHandover:
                 self.leader.start(request)
 
         self.leader.prepare(request)
+        self.leader.post(start)
+
+    def submit_reserve(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        producer: str,
+        reserve_s: float,
+        hold_s: float,
+    ) -> None:
+        """Reserve blocks here for the KV of a request's prompt, which engine `producer` will push: the sink
+        gets a Reservation. It may wait `reserve_s` for blocks; they wait `hold_s` for its ticket."""
+        now = time.monotonic_ns()
+
+        def start() -> None:
+            if self.leader.open(request, sink, prefilled=True):
+                wish = Wish(
+                    request_id=request.request_id,
+                    num_tokens=len(request.prompt_token_ids),
+                    producer=producer,
+                    reserve_s=reserve_s,
+                    hold_s=hold_s,
+                    asked_ns=now,
+                )
+                self.reservations.ask(wish)
+
         self.leader.post(start)
 
     def submit_decode(
@@ -90,7 +126,7 @@ class TransferHandover:
             if self.leader.open(request, sink, prefilled=True):
                 wait_s = transfer_s if reserve_s is None else reserve_s
                 incoming = Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now, recompute)
-                self.receiving.queue(incoming)
+                self._take_in(incoming)
 
         self.leader.prepare(request)
         self.leader.post(start)
@@ -100,6 +136,7 @@ class TransferHandover:
 
         def free() -> None:
             self.receiving.let_go(request_id)
+            self.reservations.give_up(request_id)
             self.lending.give_up(request_id)
 
         self.leader.post(free)
@@ -110,6 +147,7 @@ class TransferHandover:
         """Called once by the leader."""
         assert self._leader is None, "attached twice"
         self._leader = self.lending.leader = self.receiving.leader = leader
+        self.pushing.leader = self.reservations.leader = leader
 
     @property
     def leader(self) -> Leader:
@@ -131,24 +169,38 @@ class TransferHandover:
         self._hand_over.discard(request_id)
         self._capture.discard(request_id)
         if state.finish_reason is not None:
+            self.pushing.end(request_id, "it ended where it was prefilled")
             return False
         tables = self.leader.manager.block_tables(request_id)
         if capture:
             self._commands.append(Capture(request_id, state.num_computed, tables))
         if hand_over:
-            self._commands.append(self.lending.lend(request_id, state.num_computed, tables))
+            ticket = self.lending.lend(request_id, state.num_computed, tables)
+            reservation = self.pushing.take(request_id)
+            if reservation is not None:
+                place = {"reservation_id": reservation.reservation_id, "attempt": state.num_preemptions}
+                ticket = replace(ticket, **place)
+            self._commands.append(ticket)
         return hand_over
 
     def commands(self) -> tuple[object, ...]:
         """Tickets to write, reads to start, rows to copy."""
         self.receiving.turn()
+        self.reservations.turn()
         self._sent = self._commands[:]
         self._commands.clear()  # the list itself is shared
         return tuple(self._sent)
 
+    def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
+        """What of the step is pushed."""
+        more = self.pushing.step_commands(batch)
+        self._sent += more
+        return more
+
     def needs_gather(self) -> bool:
-        """While a lease or a read is open, every rank's news counts."""
-        return bool(self.lending.is_open or self.receiving.is_busy or self._commands)
+        """While a lease, a reservation or a read is open, every rank's news counts."""
+        halves = self.lending.is_open, self.receiving.is_busy, self.reservations.is_busy
+        return any(halves) or bool(self._commands)
 
     def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[Any, ...]) -> None:
         """Command results in the order sent, then each rank's news."""
@@ -159,12 +211,15 @@ class TransferHandover:
             if news is not None:
                 self.lending.on_news(rank, news)
                 self.receiving.on_news(rank, news)
+                self.reservations.on_news(rank, news)
 
     def abort(self, request_id: str) -> bool:
         """Stop what there is of a request; False if there is nothing."""
         self._hand_over.discard(request_id)
         self._capture.discard(request_id)
-        return self.receiving.abort(request_id) or self.lending.give_up(request_id)
+        self.pushing.end(request_id, "it was aborted where it was prefilled")
+        halves = self.receiving.abort, self.reservations.give_up, self.lending.give_up
+        return any(abort(request_id) for abort in halves)
 
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request outlive its stream here."""
@@ -180,10 +235,28 @@ class TransferHandover:
         del error
         self.lending.clear()
         self.receiving.clear()
+        self.pushing.clear()
+        self.reservations.clear()
+
+    def _take_in(self, incoming: Incoming) -> None:
+        """A request's ticket is here: it is pushed into blocks that it has, or waits for some."""
+        request_id, ticket = incoming.request.request_id, incoming.ticket
+        if ticket.reservation_id is None:
+            self.receiving.queue(incoming)
+            return
+        tables = self.reservations.claim(request_id, ticket.reservation_id)
+        if tables is not None:
+            self.receiving.begin(incoming, tables)
+            return
+        self.reservations.give_up(request_id)
+        error = TransferError(request_id, "the blocks that it was pushed into were given up")
+        self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
     def _on_result(self, command: object, answers: list[Any]) -> None:
         error = next((a for a in answers if isinstance(a, RaykError)), None)
         match command:
+            case Reserve():
+                self.reservations.on_reserved(command, answers)
             case MakeTicket():
                 self.lending.on_ticket(command, answers, error)
             case Prove():

@@ -14,6 +14,7 @@ import numpy as np
 
 from rayk.actors.commands import BlockTables, MakeTicket, TicketPart
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import TransferTicket
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ class Lending:
             digests=np.stack([a.digests for a in answers]),
             lease_ns=answers[0].lease_ns,
             digest_ns=tuple(a.digest_ns for a in answers),
+            reservation_id=command.reservation_id,
+            attempt=command.attempt,
         )
-        self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))
+        self.leader.emit(RequestEvent(request_id=command.request_id, payload=sealed(ticket)))
 
     def on_news(self, rank: int, news: RankNews) -> None:
         """Count releases of a rank, and leases whose deadline passed there."""

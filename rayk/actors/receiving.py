@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rayk.actors.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
+from rayk.actors.reservations import reserve_blocks
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.valid_prefix import longest_valid_prefix
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
@@ -93,6 +94,13 @@ class Receiving:
         """A request waits for blocks."""
         self._queued.append(incoming)
 
+    def begin(self, incoming: Incoming, block_tables: BlockTables) -> None:
+        """A request's KV comes into these blocks, which are its own."""
+        incoming.started_ns = time.monotonic_ns()
+        incoming.block_tables = block_tables
+        self._reading[incoming.request.request_id] = incoming
+        self._commands.append(StartRead(incoming.ticket, block_tables, incoming.transfer_s))
+
     def turn(self) -> None:
         """Before each turn: forget what is kept too long, give up who waited too long, start reads."""
         now = time.monotonic_ns()
@@ -102,7 +110,7 @@ class Receiving:
         for incoming in [i for i in self._draining.values() if i.recompute and not i.aborted]:
             if now - incoming.failed_ns > DRAIN_S * 1e9:
                 self._abandon(incoming)
-        self._reserve(now)
+        self._reserve()
         for incoming in self._queued:
             self._hold(incoming)
 
@@ -166,29 +174,18 @@ class Receiving:
             error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.reserve_s)
             self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
-    def _reserve(self, now: int) -> None:
-        """Start the reads that blocks allow, first come first served.
-
-        Requests that are here already have come first: not while one of them lacks blocks, and each keeps
-        a block per group to go on with.
-        """
+    def _reserve(self) -> None:
+        """Start the reads that blocks allow, first come first served: not while a request that is here
+        lacks blocks."""
         assert self.leader is not None
-        scheduler, manager = self.leader.scheduler, self.leader.manager
-        while self._queued and not scheduler.is_short_of_blocks:
+        while self._queued and not self.leader.scheduler.is_short_of_blocks:
             incoming = self._queued[0]
             request_id = incoming.request.request_id
-            updates = manager.reserve_live(request_id, incoming.ticket.num_tokens)
-            if updates is None:
-                return
-            num_here = scheduler.num_running + scheduler.num_waiting
-            if manager.pool.num_free_blocks < num_here * len(manager.groups):
-                manager.free(request_id)
+            tables = reserve_blocks(self.leader, request_id, incoming.ticket.num_tokens)
+            if tables is None:
                 return
             self._queued.popleft()
-            incoming.started_ns = now
-            self._reading[request_id] = incoming
-            incoming.block_tables = tuple(ids for _, ids in updates)
-            self._commands.append(StartRead(incoming.ticket, incoming.block_tables, incoming.transfer_s))
+            self.begin(incoming, tables)
 
     def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
         incoming = self._reading.get(outcome.request_id)

@@ -96,6 +96,12 @@ class KVCacheManager:
         self._num_leased += needed
         return tuple((0, tuple(t.blocks)) for t in tables)
 
+    def rename(self, old_id: str, new_id: str) -> None:
+        """Tables that were reserved under one name belong to a request from now on."""
+        assert new_id not in self._tables, f"{new_id} has blocks already"
+        self._tables[new_id] = self._tables.pop(old_id)
+        self._reserved[new_id] = self._reserved.pop(old_id)
+
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
         """Free blocks wholly before the live rows of their group."""
         for g, t in zip(self.groups, self._tables[request_id], strict=True):

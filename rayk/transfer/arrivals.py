@@ -50,6 +50,8 @@ class Arrivals:
         """(reservation, producer rank) -> its last attempt."""
         self._links: dict[str, ProducerLink] = {}
         """Reservation -> who may write."""
+        self._never_open: list[str] = []
+        """Reservations that were given up without having been opened here."""
         self._blocks: dict[str, tuple[Tables, Tables]] = {}
         """Reservation -> its blocks, and their generations since it was made."""
 
@@ -74,7 +76,10 @@ class Arrivals:
 
     def stop(self, reservation_id: str, now_ns: int, attempt: int | None = None) -> None:
         """The blocks are wanted back; `attempt`: the ticket's, where there is one."""
-        self._table.stop(reservation_id, now_ns, attempt)
+        if reservation_id in self._links:
+            self._table.stop(reservation_id, now_ns, attempt)
+        else:
+            self._never_open.append(reservation_id)
 
     def on_engine_gone(self, engine: str, epoch: int) -> None:
         """A life of a producer engine is certainly over."""
@@ -86,12 +91,13 @@ class Arrivals:
 
     def take_clear(self) -> list[str]:
         """Reservations that were stopped and into whose blocks nobody writes any more, each once."""
+        never_open, self._never_open = self._never_open, []
         clear = self._table.take_clear()
         for reservation_id in clear:
             del self._links[reservation_id], self._blocks[reservation_id]
         if clear:
             self._attempts = {k: a for k, a in self._attempts.items() if k[0] in self._links}
-        return clear
+        return clear + never_open
 
     def has_arrived(self, reservation_id: str, producer_rank: int, attempt: int) -> bool:
         """Whether all that a producer rank sends is here."""

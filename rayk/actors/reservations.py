@@ -1,0 +1,187 @@
+"""Consumer's half of a push, on rank 0: blocks reserved before anything is computed, until the ticket comes.
+
+All on the loop's thread. A reservation is given out when there are blocks, and claimed by the request's
+ticket; one that nobody claims is given up, which every producer rank that may write has to confirm first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rayk.actors.commands import BlockTables, EndReservation, Reserve
+from rayk.engine.leader import RequestEvent
+from rayk.transfer.ticket import Reservation
+from rayk.types.errors import DeadlineExceeded, RaykError
+
+if TYPE_CHECKING:
+    from rayk.actors.extension import RankNews
+    from rayk.engine.leader import Leader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """A request that wants blocks."""
+
+    request_id: str
+    num_tokens: int
+    producer: str
+    """The engine that will write."""
+    reserve_s: float
+    """How long it waits for blocks."""
+    hold_s: float
+    """How long they wait for its ticket."""
+    asked_ns: int
+
+
+@dataclass(slots=True)
+class _Held:
+    """Blocks that may be written."""
+
+    wish: Wish
+    reservation_id: str
+    block_tables: BlockTables
+    reserved_ns: int
+    is_given: bool = False
+    """Whether the reservation has left."""
+
+    @property
+    def until_ns(self) -> int:
+        """When it is given up."""
+        return self.reserved_ns + int(self.wish.hold_s * 1e9)
+
+
+class Reservations:
+    """Reservations of one engine. `leader` is set when the hand-over is attached."""
+
+    def __init__(self, *, engine: str, epoch: int, tp: int, commands: list[object]) -> None:
+        """`commands`: what all ranks are to do at the next turn; appended to."""
+        self._engine = engine
+        self._epoch = epoch
+        self._tp = tp
+        self._commands = commands
+        self.leader: Leader | None = None
+        self._numbers = itertools.count()
+        self._queued: deque[Wish] = deque()
+        self._held: dict[str, _Held] = {}
+        """Request id -> its blocks."""
+        self._ending: dict[str, set[int]] = {}
+        """Reservation that was given up -> ranks where nobody writes any more."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody waits for blocks, or may write into some."""
+        return bool(self._queued or self._held or self._ending)
+
+    def ask(self, wish: Wish) -> None:
+        """A request waits for blocks."""
+        self._queued.append(wish)
+
+    def turn(self) -> None:
+        """Before each turn: give up what waited too long, reserve what blocks allow."""
+        now = time.monotonic_ns()
+        for held in [h for h in self._held.values() if h.until_ns <= now]:
+            self.give_up(held.wish.request_id)
+        assert self.leader is not None
+        for wish in [w for w in self._queued if now - w.asked_ns > w.reserve_s * 1e9]:
+            self._queued.remove(wish)
+            error = DeadlineExceeded(f"waiting for KV blocks for {wish.request_id}", wish.reserve_s)
+            self.leader.emit(RequestEvent(request_id=wish.request_id, error=error))
+        while self._queued and not self.leader.scheduler.is_short_of_blocks:
+            wish = self._queued[0]
+            reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wish.request_id}"
+            tables = reserve_blocks(self.leader, reservation_id, wish.num_tokens)
+            if tables is None:
+                return
+            self._queued.popleft()
+            self._held[wish.request_id] = _Held(wish, reservation_id, tables, now)
+            self._commands.append(Reserve(wish.request_id, reservation_id, wish.producer, tables))
+
+    def on_reserved(self, command: Reserve, answers: list[object]) -> None:
+        """Every rank answered: send the reservation, or the first error."""
+        assert self.leader is not None
+        held = self._held.get(command.request_id)
+        if held is None or held.reservation_id != command.reservation_id:
+            return  # given up meanwhile
+        error = next((a for a in answers if isinstance(a, RaykError)), None)
+        if error is not None:
+            self.give_up(command.request_id)
+            self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
+            return
+        assert all(a == answers[0] for a in answers), "ranks disagree on generations"
+        reservation = Reservation(
+            request_id=command.request_id,
+            reservation_id=command.reservation_id,
+            engine=self._engine,
+            epoch=self._epoch,
+            num_tokens=held.wish.num_tokens,
+            block_tables=command.block_tables,
+            generations=answers[0],  # type: ignore[arg-type]
+            hold_s=held.wish.hold_s,
+        )
+        held.is_given = True
+        info = {"stage_ns": {"reserve": held.reserved_ns - held.wish.asked_ns}}
+        self.leader.emit(RequestEvent(request_id=command.request_id, payload=reservation, info=info))
+
+    def claim(self, request_id: str, reservation_id: str) -> BlockTables | None:
+        """The request's ticket is here: its blocks are the request's from now on. None where they were given
+        up."""
+        assert self.leader is not None
+        held = self._held.get(request_id)
+        if held is None or held.reservation_id != reservation_id:
+            return None
+        del self._held[request_id]
+        self.leader.manager.rename(reservation_id, request_id)
+        return held.block_tables
+
+    def give_up(self, request_id: str) -> bool:
+        """Nobody will claim a request's blocks: they are freed when nobody writes into them any more. False
+        where it has none."""
+        for wish in self._queued:
+            if wish.request_id == request_id:
+                self._queued.remove(wish)
+                return True
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return False
+        self._ending[held.reservation_id] = set()
+        self._commands.append(EndReservation(held.reservation_id))
+        return True
+
+    def on_news(self, rank: int, news: RankNews) -> None:
+        """Count the ranks where a reservation that was given up is clear."""
+        assert self.leader is not None
+        for reservation_id in news.cleared:
+            clear = self._ending.get(reservation_id)
+            if clear is None:
+                continue  # it was claimed, and its request is over
+            clear.add(rank)
+            if len(clear) == self._tp:
+                del self._ending[reservation_id]
+                self.leader.manager.free(reservation_id)
+
+    def clear(self) -> None:
+        """The engine is going down."""
+        self._queued.clear()
+        self._held.clear()
+        self._ending.clear()
+
+
+def reserve_blocks(leader: Leader, key: str, num_tokens: int) -> BlockTables | None:
+    """Blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere; None while they are
+    short.
+
+    Requests that are here already have come first: each keeps a block per group to go on with.
+    """
+    scheduler, manager = leader.scheduler, leader.manager
+    updates = manager.reserve_live(key, num_tokens)
+    if updates is None:
+        return None
+    num_here = scheduler.num_running + scheduler.num_waiting
+    if manager.pool.num_free_blocks < num_here * len(manager.groups):
+        manager.free(key)
+        return None
+    return tuple(ids for _, ids in updates)
