@@ -70,7 +70,7 @@ class KVFormat:
     """What shares a scale that is in the page or told beside it; none: elements are the values."""
     worst_relative_error: float
     """The most that a value is off, where it and its block's scale are in the normal range and do not
-    saturate: divided by the value, or where scales are computed (token_head, block) by the largest that shares
+    saturate: divided by the value; where scales are computed (token_head, block), by the largest that shares
     its own."""
 
     @property

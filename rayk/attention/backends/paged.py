@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import Workspace, paged_attention
-from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
 from rayk.kv.formats import FORMATS
 
 if TYPE_CHECKING:
     import torch
 
+    from rayk.kernels.quantise import QuantisedKV
     from rayk.attention.metadata import CommonAttentionMetadata
     from rayk.kv.specs import KVCacheSpec
 
@@ -81,8 +81,6 @@ class PagedBackend:
         if k is not None:
             assert v is not None
             store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
-        # TEMP
-        attend = "torch" if self._attend == "native" and isinstance(kv_cache, QuantisedKV) else self._attend
         return paged_attention(
             q,
             kv_cache,
@@ -93,7 +91,7 @@ class PagedBackend:
             scale=params.scale,
             window=params.window,
             head_size_k=params.head_size_k,
-            impl=attend,
+            impl=self._attend,
             groups=params.groups,
             sinks=params.sinks,
             soft_cap=params.soft_cap,

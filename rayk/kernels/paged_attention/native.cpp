@@ -7,12 +7,15 @@
 // Few rows (decode): scores by dot products straight from the cache. Many rows (prefill): a tile of keys is
 // widened and transposed into a small buffer, then both products are register-blocked matrix products.
 //
+// Of a quantised cache a tile of rows is decoded into float32 first, and then attended to as any other.
+//
 // Built without -ffast-math: linking with it makes older compilers flush denormals in the whole process.
 
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -118,6 +121,52 @@ inline Floats tanh(Floats x) {
     return size < 0.625f ? p * s * x + x : (x < 0.0f ? -far : far);
 }
 
+// A byte of a quantised cache.
+struct Coded {
+    uint8_t bits;
+};
+
+// How a quantised cache's values lie, and what its codes mean. Strides and offsets are in bytes.
+struct Coding {
+    const uint8_t* values;
+    int64_t stride_b, stride_h, stride_n;
+    int64_t k_scales, v_scales;  // from a key's, or a value's, first byte to its scales
+    int32_t scales;              // 1: none in the page; 2: a float32; 3: e4m3, one per 16 elements of 4 bits
+    float k_scale, v_scale;      // the layer's
+};
+
+constexpr int kBlock = 16;
+
+// Every e4m3 code's value, and every e2m1 code's.
+struct Tables {
+    float e4m3[256], e2m1[16];
+    Tables() {
+        for (int code = 0; code < 256; ++code) {
+            const int exponent = code >> 3 & 15, mantissa = code & 7;
+            const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+            e4m3[code] = (code & 127) == 127 ? NAN : code & 128 ? -size : size;
+        }
+        const float sizes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+        for (int code = 0; code < 16; ++code) e2m1[code] = code & 8 ? -sizes[code & 7] : sizes[code & 7];
+    }
+};
+const Tables kTables;
+
+// A row of n elements: `in` and `scales` of the cache, `scale` the layer's.
+inline void decode(float* out, const uint8_t* in, const uint8_t* scales, int n, int kind, float scale) {
+    if (kind == 3) {
+        for (int d = 0; d < n; d += kBlock) {
+            const float factor = kTables.e4m3[scales[d / kBlock]] * scale;
+            for (int i = 0; i < kBlock; ++i)
+                out[d + i] = kTables.e2m1[in[(d + i) / 2] >> (i & 1) * 4 & 15] * factor;
+        }
+        return;
+    }
+    float factor = scale;
+    if (kind == 2) memcpy(&factor, scales, sizeof factor);
+    for (int d = 0; d < n; ++d) out[d] = kTables.e4m3[in[d]] * factor;
+}
+
 struct Batch {
     const float* q;
     int64_t q_stride_t, q_stride_h;
@@ -136,6 +185,7 @@ struct Batch {
     int32_t window;      // 0: none
     const float* sinks;  // by query head; null: none
     float soft_cap;      // 0: none
+    Coding coding;
 };
 
 struct Item {
@@ -144,7 +194,7 @@ struct Item {
 
 // Buffers of one thread; sizes are padded to whole vectors.
 struct Scratch {
-    std::vector<float> q, acc, scores, keys, values;
+    std::vector<float> q, acc, scores, keys, values, decoded;
     float row_max[kTileRows], row_sum[kTileRows];
 };
 
@@ -336,6 +386,25 @@ bool point_at(const T** rows, const Batch& b, const Item& item, int first_key, i
     return true;
 }
 
+// Decode the rows that point_at found, keys then values, and point at those instead.
+inline void decode_rows(const float** decoded, Scratch& s, const Coded* const* rows, const Batch& b,
+                        const Item& item, int first_key, int num_rows) {
+    const Coding& c = b.coding;
+    const int content = b.head_k + b.head_v;
+    s.decoded.resize(kTileKeys * content);
+    const int32_t* table = b.block_table + item.request * b.table_stride;
+    const uint8_t* head = c.values + b.group_kv_heads[item.group] * c.stride_h;
+    for (int j = 0; j < num_rows; ++j) {
+        float* out = s.decoded.data() + j * content;
+        const int key = first_key + j;
+        const uint8_t* k = &rows[j]->bits;
+        const uint8_t* v = head + table[key / b.num_slots] * c.stride_b + key % b.num_slots * c.stride_n;
+        decode(out, k, k + c.k_scales, b.head_k, c.scales, c.k_scale);
+        decode(out + b.head_k, v, v + c.v_scales, b.head_v, c.scales, c.v_scale);
+        decoded[j] = out;
+    }
+}
+
 // Cut a batch into items of at most kTileRows rows. Groups are padded with -1.
 std::vector<Item> cut(const Batch& b, int num_requests, int num_groups) {
     const int piece = b.group_size < kTileRows ? b.group_size : kTileRows;
@@ -380,7 +449,9 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
         s.row_max[i] = b.sinks ? b.sinks[heads[i % num_heads]] : kNegInf;
         s.row_sum[i] = b.sinks ? 1.0f : 0.0f;
     }
+    using Element = std::conditional_t<std::is_same_v<T, Coded>, float, T>;
     const T* pointers[2][kTileKeys];
+    const Element* decoded[kTileKeys];
     const float *key_rows[kMaxHeadK], *value_rows[kTileKeys];
     for (int d = 0; d < b.head_k; ++d) key_rows[d] = s.keys.data() + d * kTileKeys;
     for (int j = 0; j < kTileKeys; ++j) value_rows[j] = s.values.data() + j * ldv;
@@ -393,13 +464,19 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
     for (int turn = 0; start < end_key; ++turn) {
         const int num_rows = stop - start;
         const int next_stop = stop + kTileKeys < end_key ? stop + kTileKeys : end_key;
-        const T** rows = pointers[turn % 2];
         const T** next = pointers[(turn + 1) % 2];
         if (!point_at(next, b, item, stop, next_stop)) return false;
-        // Only a whole next tile is fetched ahead.
-        const T** ahead = next_stop - stop == kTileKeys ? next : nullptr;
+        const Element** rows = decoded;
+        const Element** ahead = nullptr;
+        if constexpr (std::is_same_v<T, Coded>) {
+            decode_rows(decoded, s, pointers[turn % 2], b, item, start, num_rows);
+        } else {
+            rows = pointers[turn % 2];
+            // Only a whole next tile is fetched ahead.
+            if (next_stop - stop == kTileKeys) ahead = next;
+        }
         if (direct) {
-            scores_direct<T>(s, ldq, b.head_k, m, rows, num_rows, ahead);
+            scores_direct<Element>(s, ldq, b.head_k, m, rows, num_rows, ahead);
         } else {
             pack(s, rows, num_rows, b.head_k, b.head_v, ldv);
             std::memset(s.scores.data(), 0, m * kTileKeys * sizeof(float));
@@ -418,7 +495,7 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
             shrink[i] = soften(row, num_rows, s.row_max[i], s.row_sum[i]);
         }
         if (direct)
-            multiply<T>(s.acc.data(), ldv, ldv / kLanes, s.scores.data(), kTileKeys, shrink, m, rows,
+            multiply<Element>(s.acc.data(), ldv, ldv / kLanes, s.scores.data(), kTileKeys, shrink, m, rows,
                         b.head_k, num_rows, ahead);
         else
             multiply<float>(s.acc.data(), ldv, ldv / kLanes, s.scores.data(), kTileKeys, shrink, m,
@@ -449,7 +526,8 @@ bool attend_all(const Batch& b, const std::vector<Item>& items, int num_threads)
 
 }  // namespace
 
-// kv_type: 0 float32, 1 bfloat16, 2 float16. Strides are in elements. Returns 0, or 1 when a block table
+// kv_type: 0 float32, 1 bfloat16, 2 float16, 3 quantised (kv: keys; coding: the rest; else null). Strides
+// are in elements. Returns 0, or 1 when a block table
 // entry that is needed is out of range, or 2 when a key is too large. sinks may be null, soft_cap 0.
 extern "C" int rayk_paged_attention(
     const float* q, int64_t q_stride_t, int64_t q_stride_h, const void* kv, int32_t kv_type,
@@ -458,7 +536,8 @@ extern "C" int rayk_paged_attention(
     const int32_t* query_start_loc, const int32_t* seq_lens, int32_t num_requests,
     const int32_t* group_kv_heads, const int32_t* group_query_heads, int32_t num_groups,
     int32_t group_size, int32_t num_blocks, int32_t num_slots, int32_t head_k, int32_t head_v,
-    float scale, int32_t window, const float* sinks, float soft_cap, int32_t num_threads) {
+    float scale, int32_t window, const float* sinks, float soft_cap, const Coding* coding,
+    int32_t num_threads) {
     if (head_k > kMaxHeadK) return 2;
     const Batch batch{q,           q_stride_t,      q_stride_h, kv,
                       stride_b,    stride_h,        stride_n,   out,
@@ -466,12 +545,13 @@ extern "C" int rayk_paged_attention(
                       query_start_loc, seq_lens,    group_kv_heads, group_query_heads,
                       group_size,  num_blocks,      num_slots,  head_k,
                       head_v,      scale,       window,     sinks,
-                      soft_cap};
+                      soft_cap,    coding ? *coding : Coding{}};
     const std::vector<Item> items = cut(batch, num_requests, num_groups);
     bool good;
     switch (kv_type) {
         case 0: good = attend_all<float>(batch, items, num_threads); break;
         case 1: good = attend_all<BFloat16>(batch, items, num_threads); break;
+        case 3: good = attend_all<Coded>(batch, items, num_threads); break;
         default: good = attend_all<_Float16>(batch, items, num_threads);
     }
     return good ? 0 : 1;
