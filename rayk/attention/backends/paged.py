@@ -13,8 +13,8 @@ from rayk.kv.formats import FORMATS
 if TYPE_CHECKING:
     import torch
 
-    from rayk.kernels.quantise import QuantisedKV
     from rayk.attention.metadata import CommonAttentionMetadata
+    from rayk.kernels.quantise import QuantisedKV
     from rayk.kv.specs import KVCacheSpec
 
 MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
