@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rayk.kernels.copy_runs import copy_runs, make_run_table
+from rayk.kernels.copy_runs import RunTable, copy_runs, make_run_table
 from rayk.transfer.agent import DescriptorList, Handle, Transfer, TransferAgent, TransferState
 from rayk.transfer.costs import MAX_DESCRIPTORS, Option, TransferCosts, transfer_costs
 from rayk.transfer.extents import AREA_ALIGNMENT, Extents, Ints, make_extents
@@ -25,6 +25,9 @@ from rayk.types.errors import TransferError
 
 Place = tuple[int, int]
 """[first byte, one behind the last) of the staging buffer."""
+
+TABLES_KEPT = 4
+"""Of each pattern: chunks are of one size but for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +103,15 @@ class Staging:
     """None where nothing is ever staged."""
     costs: TransferCosts = field(init=False)
     _extents: weakref.WeakKeyDictionary[Pattern, tuple[Extents, ...]] = field(init=False)
+    _tables: weakref.WeakKeyDictionary[Extents, dict[int, RunTable]] = field(init=False)
+    """By number of blocks."""
 
     def __post_init__(self) -> None:
         is_used = self.settings.mode != "never"
         self.buffer = StagingBuffer(self.agent, self.settings.num_bytes, self.device) if is_used else None
         self.costs = transfer_costs(self.agent.transport, str(self.device))
         self._extents = weakref.WeakKeyDictionary()
+        self._tables = weakref.WeakKeyDictionary()
 
     def extents(self, pattern: Pattern) -> tuple[Extents, ...]:
         """How a pattern is staged; nothing where it cannot be."""
@@ -114,6 +120,23 @@ class Staging:
             found = make_extents(pattern, self.costs.gap_bytes, self.settings.num_bytes) or ()
             self._extents[pattern] = found
         return found
+
+    def table(self, part: Extents, num_blocks: int) -> RunTable:
+        """The copies of a chunk, from its place in the buffer to block 0 of the pages."""
+        tables = self._tables.setdefault(part, {})
+        if num_blocks not in tables:
+            if len(tables) == TABLES_KEPT:
+                del tables[next(iter(tables))]
+            areas, _ = part.areas(num_blocks)
+            tables[num_blocks] = make_run_table(
+                (areas + part.shifts)[part.run_extents] + part.run_offsets,
+                part.destinations,
+                part.run_lengths,
+                part.staged_strides[part.run_extents],
+                part.destination_strides,
+                self.device,
+            )
+        return tables[num_blocks]
 
     def option(self, read: BlockReads) -> Option:
         """What a read costs in either way."""
@@ -298,19 +321,11 @@ class StagedRead:
     def _repack(self, chunk: _Chunk) -> None:
         """Copy a chunk into the pages."""
         began = self.clock()
-        part, num_blocks = chunk.part, chunk.stop - chunk.first
-        areas, _ = part.areas(num_blocks)
-        first = chunk.place[0] + areas + part.shifts
-        table = make_run_table(
-            first[part.run_extents] + part.run_offsets,
-            part.destinations,
-            part.run_lengths,
-            part.staged_strides[part.run_extents],
-            part.destination_strides,
-            self.destination.device,
-        )
+        num_blocks = chunk.stop - chunk.first
+        arrived = self._buffer.memory[slice(*chunk.place)]
         to_blocks = self.read.destination_blocks[chunk.first : chunk.stop]
-        copy_runs(self._buffer.memory, self.destination, table, np.arange(num_blocks), to_blocks)
+        table = self.staging.table(chunk.part, num_blocks)
+        copy_runs(arrived, self.destination, table, np.arange(num_blocks), to_blocks)
         if self.destination.is_cuda:
             chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             chunk.copied.record(torch.cuda.current_stream(self.destination.device))

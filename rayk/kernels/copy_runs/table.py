@@ -60,7 +60,8 @@ def make_run_table(
     host = np.stack([source, destination, lengths, source_strides, destination_strides]).astype(np.int64)
     assert np.all(host[2] > 0), "a run of no bytes"
     assert np.all(host[3:] >= 0), "strides of runs go forward"
-    common = int(np.gcd.reduce(host, axis=None)) if host.size else MAX_WORD_BYTES
-    alignment = next(word for word in (16, 8, 4, 2, 1) if common % word == 0)
+    # A power of two divides all of them if it divides the bits that any of them has.
+    bits = int(np.bitwise_or.reduce(host, axis=None))
+    alignment = next(word for word in (MAX_WORD_BYTES, 8, 4, 2, 1) if bits % word == 0)
     longest = int(host[2].max()) if host.size else 0
     return RunTable(torch.from_numpy(host).to(device), host, alignment, longest)
