@@ -15,6 +15,7 @@ from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
 from rayk.actors.commands import CapturedRows
 from rayk.actors.diagnosis import diagnose
 from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.push_flow import reserved
 from rayk.actors.sampled import note_sampling, with_seed
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
@@ -138,11 +139,22 @@ class CellRun:
         if attempt.computes_all:
             await self._compute_all(attempt, row)
             return
+        if self._engines.decode and self._cell.spec.transfer.mode == "push":
+            prefill = await self._engines.live("prefill", attempt.p)
+            decode = await self._engines.live("decode", attempt.d)
+            async with reserved(self._cell, prefill, decode, attempt.request, row) as reservation:
+                await self._prefill(attempt, row, reservation=reservation)
+        else:
+            await self._prefill(attempt, row)
+
+    async def _prefill(self, attempt: Attempt, row: RequestRow, **given: Any) -> None:
+        """From the prompt on. `given`: more for the prefill engine."""
         request = attempt.request
         prefill = await self._engines.live("prefill", attempt.p)
         row.prefill_engine = prefill.name
         has_decode = bool(self._engines.decode)
-        given: dict[str, Any] = {} if has_decode else {"output_token_ids": tuple(row.output_token_ids)}
+        if not has_decode:
+            given["output_token_ids"] = tuple(row.output_token_ids)
         mode = "prefill" if has_decode else "whole"
         ticket = await self._stream(prefill, row, attempt, mode=mode, capture=self._capture, **given)
         if ticket is None:
@@ -214,13 +226,17 @@ class CellRun:
         row.token_times_ns += [time_ns] * len(event.token_ids)
         note_sampling(row, event)
         if event.token_ids and "prefill" not in row.stage_ns:
-            row.stage_ns["prefill"] = time_ns - row.arrival_ns - row.stage_ns["queue"]
+            before = row.stage_ns["queue"] + row.stage_ns.get("reserve", 0)
+            row.stage_ns["prefill"] = time_ns - row.arrival_ns - before
             self._ready_ns[row.request_id] = time_ns
         info = event.info
         if "stage_ns" in info:
             stages: dict[str, int] = info["stage_ns"]
             waited = time_ns - self._ticket_ns[row.request_id] - sum(stages.values())
+            # Blocks to push into were reserved before the prompt was computed.
+            stages["reserve"] += row.stage_ns.get("reserve", 0)
             row.stage_ns |= {**stages, "handover": max(0, waited)}
+            row.exposed_ns = time_ns - row.token_times_ns[0]
             self._ready_ns[row.request_id] = time_ns
         self._outcome.num_kv_bytes_checked += info.get("num_kv_bytes_checked", 0)
         for transfer in info.get("transfers", ()):
@@ -231,6 +247,9 @@ class CellRun:
             row.failure = row.failure or str(info["failure"])
             row.num_valid_tokens = info["num_valid_tokens"]
             row.num_attempts += 1
+            # Where its read never began, nobody releases its lease.
+            lender = next(e for e in self._engines.prefill if e.name == row.prefill_engine)
+            lender.leader.settle.options(concurrency_group="control").remote(attempt.request.request_id)
         if "captured" in info:
             self._outcome.captured[row.prompt_index] = info["captured"]
         if engine.role != "prefill" and "num_recomputed_tokens" in info:

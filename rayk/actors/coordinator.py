@@ -19,7 +19,9 @@ from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
 from rayk.actors.placement import this_node
 from rayk.actors.planted import PlantedFault
 from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
+from rayk.actors.push_flow import push_settings
 from rayk.actors.receiving import IN_FLIGHT
+from rayk.actors.struck import faults_of
 from rayk.actors.worker import RankSpec
 from rayk.specs import Cell
 from rayk.transfer.staging import StagingSettings
@@ -144,8 +146,9 @@ class Coordinator:
                     lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
                     renewed_lease_s=cell.spec.transfer.lease_s,
                     staging=_staging_of(cell, engine),
+                    push=push_settings(cell, engine.role),
                     spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
-                    faults=_faults_of(cell, engine, rank),
+                    faults=_planted(cell, engine, rank),
                 )
             )
             for rank, worker in enumerate(engine.workers)
@@ -221,14 +224,10 @@ def _staging_of(cell: Cell, engine: EngineHandle) -> StagingSettings:
     return StagingSettings(mode, transfer.staging_mib << 20)
 
 
-def _faults_of(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:
-    """The faults this rank commits: those of its role that name it (by default the last rank)."""
+def _planted(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:
     role = "decode" if engine.role == "decode" else "prefill"
-    return tuple(
-        PlantedFault(kind=f.kind, point=f.point, layer=f.layer, step=f.step, request=f.request, seed=f.seed)
-        for f in cell.faults
-        if f.engine_role == role and rank == (engine.config.tp - 1 if f.rank is None else f.rank)
-    )
+    index = int(engine.name.removeprefix(role))
+    return faults_of(cell, role, index, rank, engine.config.tp)
 
 
 async def _all(refs: Sequence[Any]) -> list[Any]:

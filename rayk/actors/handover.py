@@ -178,8 +178,8 @@ class TransferHandover:
             ticket = self.lending.lend(request_id, state.num_computed, tables)
             reservation = self.pushing.take(request_id)
             if reservation is not None:
-                place = {"reservation_id": reservation.reservation_id, "attempt": state.num_preemptions}
-                ticket = replace(ticket, **place)
+                reservation_id, attempt = reservation.reservation_id, state.num_preemptions
+                ticket = replace(ticket, reservation_id=reservation_id, attempt=attempt)
             self._commands.append(ticket)
         return hand_over
 

@@ -15,6 +15,7 @@ from rayk.actors.planted_state import wrong_state
 from rayk.models.layers.rope import Rotary, Rotation
 from rayk.specs.faults import STATE_POINTS
 from rayk.transfer.faults import FlipBit
+from rayk.transfer.strikes import Strike
 
 if TYPE_CHECKING:
     from rayk.models.decoder import Decoder, Mixer
@@ -31,10 +32,13 @@ class PlantedFault:
     step: int | None = None
     request: int | None = None
     seed: int = 0
+    strike: Strike | None = None
+    """Of a fault at a point of a transfer's life."""
 
     def hits(self, request_id: str) -> bool:
         """Whether this request is meant: the one of prompt `request`, or any."""
-        return self.request is None or request_id.rpartition("/")[2] == str(self.request)
+        index = request_id.rpartition("/")[2].partition("~")[0]
+        return self.request is None or index == str(self.request)
 
     def flipped_bit(self) -> FlipBit:
         """One bit of the first token's first bytes, chosen by the seed."""

@@ -11,7 +11,6 @@ import gc
 import os
 import platform
 import queue
-import signal
 import socket
 import threading
 import time
@@ -27,6 +26,8 @@ import torch
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
+from rayk.actors.push_flow import PushSettings
+from rayk.actors.struck import StruckExtension, strike_process
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
@@ -35,8 +36,9 @@ from rayk.engine.rank import EngineRank
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
+from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.staging import StagingSettings
-from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.request import Request
@@ -63,6 +65,8 @@ class RankSpec:
     renewed_lease_s: float | None = None
     """A lease that nobody has renewed for so long ends; None: it needs no renewal."""
     staging: StagingSettings = StagingSettings()
+    push: PushSettings | None = None
+    """None: it pushes nothing."""
     spans_nodes: bool = False
     """Whether the cell's engines are on several nodes."""
     faults: tuple[PlantedFault, ...] = ()
@@ -199,10 +203,14 @@ class Worker:
         reserve_s: float | None = None,
         capture: bool = False,
         recompute: bool = False,
+        producer: str = "",
+        hold_s: float = 30.0,
+        reservation: Reservation | None = None,
     ) -> Iterator[list[RequestEvent]]:
         """Run a request and yield its events as they come, the first at once and later ones gathered.
 
-        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one).
+        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one), reserve
+        (ends with a Reservation of blocks that engine `producer` may push into; its prefill is given it).
         """
         assert self._leader is not None, "requests go to rank 0"
         assert self._handover is not None
@@ -218,6 +226,11 @@ class Worker:
                 reserve_s=reserve_s,
                 recompute=recompute,
             )
+        elif mode == "reserve":
+            wait_s = transfer_s if reserve_s is None else reserve_s
+            self._handover.submit_reserve(
+                request, events.put, producer=producer, reserve_s=wait_s, hold_s=hold_s
+            )
         else:
             self._handover.submit(
                 request,
@@ -225,6 +238,7 @@ class Worker:
                 hand_over=mode == "prefill",
                 capture=capture,
                 output_token_ids=output_token_ids,
+                reservation=reservation,
             )
         if request.request_id in self._aborted:
             # The abort ran on another thread and overtook this call.
@@ -317,17 +331,25 @@ class Worker:
         from rayk.transfer.nixl_agent import NixlAgent
 
         handling = "peer" if spec.spans_nodes else "none"
-        return TransferExtension(
-            rank,
-            NixlAgent(f"{self.name}-{os.getpid()}-{spec.epoch}", error_handling=handling),
-            engine=spec.engine,
-            epoch=spec.epoch,
-            lease_s=spec.lease_s,
-            renewed_lease_s=spec.renewed_lease_s,
-            staging=spec.staging,
-            faults=spec.faults,
-            on_point=self._on_point,
-        )
+        name = f"{self.name}-{os.getpid()}-{spec.epoch}"
+        agent = NixlAgent(name, error_handling=handling)
+        settings: dict[str, Any] = {
+            "engine": spec.engine,
+            "epoch": spec.epoch,
+            "lease_s": spec.lease_s,
+            "renewed_lease_s": spec.renewed_lease_s,
+            "staging": spec.staging,
+            "faults": spec.faults,
+            "on_point": self._on_point,
+        }
+        if spec.push is not None:
+            settings["make_push_agent"] = lambda: NixlAgent(f"{name}-push", error_handling=handling)
+            settings["push_layers"] = spec.push.layers
+        strikes = [f.strike for f in spec.faults if f.strike is not None]
+        if not strikes:
+            return TransferExtension(rank, agent, **settings)
+        faulty = FaultyAgent(agent, strike_process, spec.role)
+        return StruckExtension(rank, faulty, strikes=strikes, **settings)
 
     def _on_step(self, step: int) -> None:
         assert self._spec is not None
@@ -335,11 +357,11 @@ class Worker:
         self._on_point(point, step)
 
     def _on_point(self, point: str, step: int) -> None:
-        """Planted kills: this process ends here, as hard as it can; kill_node: its node with it."""
+        """Planted kills: this process ends or stops here; kill_node: its node ends with it."""
         assert self._spec is not None
         for fault in self._spec.faults:
             if fault.point == point and (fault.step or 1) == step:
                 if fault.kind == "kill_node":
                     kill_raylet()
-                if fault.kind in ("kill", "kill_node"):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault.kind in ("kill", "kill_node", "restart", "stop"):
+                    strike_process(fault.kind)

@@ -17,32 +17,34 @@ import numpy as np
 import torch
 
 from rayk.kv.caches import CanonicalKVCaches
-from rayk.transfer.agent import Handle, TransferAgent, TransferState
+from rayk.transfer.agent import TransferAgent
 from rayk.transfer.arrivals import ArrivalReads, Arrivals
-from rayk.transfer.consumer import Consumption, TransferOutcome
-from rayk.transfer.diagnose import first_difference, merge_rows
+from rayk.transfer.consumer import Consumption, TransferOutcome, refusal
+from rayk.transfer.convert import Conversion, Converting
 from rayk.transfer.handshake import CacheDescription, check, check_engine
+from rayk.transfer.inspection import all_wrong, first_wrong, layer_proofs
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage, decode_push
+from rayk.transfer.rooms import Queued, WireQueue
+from rayk.transfer.seal import is_whole
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.valid_prefix import LayerProof, proven_rows
+from rayk.transfer.try_read import try_read
+from rayk.transfer.valid_prefix import LayerProof
 from rayk.transfer.verify import (
     Digests,
     LayerView,
     Rows,
-    compare_digests,
     compute_digests,
     fetch_rows,
     sorted_views,
 )
 from rayk.transfer.waiting import WaitingTicket
+from rayk.transfer.wire import can_convert, wire_cache_for
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
-
-WIRE_POLL_S = 0.0003
 
 
 class TransferRank:
@@ -74,6 +76,8 @@ class TransferRank:
         self._active: dict[str, Consumption] = {}
         self._over: list[Consumption] = []
         """Finished, but draining or kept after a mismatch."""
+        self._queue = WireQueue()
+        self._refused: list[TransferOutcome] = []
         self._drained: list[str] = []
         self._leases = LeaseTable()
         self._arrivals = Arrivals()
@@ -95,13 +99,16 @@ class TransferRank:
         for producer in producers:
             for consumer in consumers:
                 if me.agent_name in (producer.agent_name, consumer.agent_name):
-                    check(producer, consumer)
+                    check(producer, consumer, can_convert)
         if me.agent_name not in {c.agent_name for c in consumers}:
             return
         engine = producers[0].engine
         if engine in self._links:
             self.disconnect(engine)
-        self._links[engine] = make_link(self._agent, self._landing, producers, consumers, me)
+        wire = wire_cache_for(
+            self._agent, producers[0], consumers, me, self._views, self._caches.buffer.device
+        )
+        self._links[engine] = make_link(self._agent, self._landing, producers, consumers, me, wire)
 
     def wire(self, engine: str, timeout_s: float) -> None:
         """Read 8 bytes from every rank of a connected producer engine, so that the first request need not
@@ -112,37 +119,19 @@ class TransferRank:
         until = time.monotonic() + timeout_s
         for rank, handle in self._links[engine].fences.items():
             try:
-                why = self._try_read(handle, until)
+                why = try_read(self._agent, self._landing, handle, until, self._take_notifications)
             except TransferError as error:
                 why = error.reason
             if why is not None:
                 reason = f"rank {rank} cannot be read from: {why}"
                 raise TransferError("", reason, producer=engine, consumer=self.description.agent_name)
 
-    def _try_read(self, handle: Handle, until: float) -> str | None:
-        """Read one generation; what went wrong, if anything did. Raises TransferError."""
-        slots = self._landing.take(1)
-        assert slots is not None, "nothing else is in flight"
-        null_block = np.zeros(1, dtype=np.int32)
-        try:
-            transfer = self._agent.read(handle, np.array(slots, dtype=np.int32), null_block)
-        except TransferError:
-            self._landing.give_back(slots)
-            raise
-        while (state := self._agent.poll(transfer)) is TransferState.PENDING:
-            self._take_notifications()
-            if time.monotonic() > until:
-                return "it does not answer"  # the slot stays taken: the bytes may still come
-            time.sleep(WIRE_POLL_S)  # the producer may want this core to answer
-        self._agent.release(transfer)
-        self._landing.give_back(slots)
-        return None if state is TransferState.DONE else "the read failed"
-
     def disconnect(self, engine: str) -> None:
         """A producer engine is gone: its transfers fail (see the next `poll`), its ranks are forgotten."""
         link = self._links.pop(engine, None)
         if link is None:
             return
+        self._queue.fail(f"producer engine {engine} is gone", link=link)
         self._waiting = {r: w for r, w in self._waiting.items() if w.link is not link}
         for consumption in self._active.values():
             if consumption.link is link:
@@ -184,21 +173,56 @@ class TransferRank:
         Raises HandshakeMismatch when the ticket is of an engine, or of a life of it, that is not connected.
         `deadline_ns` is on the clock given to this object.
         """
-        assert ticket.request_id not in self._active, f"{ticket.request_id} is being read"
-        waiting = self._waiting.pop(ticket.request_id, None)
+        if ticket.request_id in self._active:
+            return  # it came twice
+        if not is_whole(ticket):
+            raise TransferError(ticket.request_id, "its ticket was changed on the way: the seal does not fit")
         link = self._links.get(ticket.engine)
         connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
         if link is None or link.epoch != ticket.epoch:
             raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
+        if link.wire is None:
+            self._begin(ticket, link, consumer_block_tables, deadline_ns)
+            return
+        if ticket.request_id not in self._waiting:
+            self.hold(ticket)
+        self._queue.add(Queued(ticket, consumer_block_tables, deadline_ns, link))
+        self._admit(self._clock())
+
+    def _admit(self, now_ns: int) -> None:
+        """Begin transfers that waited for room in a wire cache; end those that wait no longer."""
+        for queued in self._queue.ready(now_ns):
+            ticket, wire = queued.ticket, queued.link.wire
+            if queued.failure is not None or wire is None:
+                self.let_go(ticket.request_id)
+                self._refused.append(refusal(ticket, TransferError(ticket.request_id, queued.failure or "")))
+                continue
+            conversion = Conversion(
+                wire.views, self._views, queued.link.producers[0].kv_scales, self.description.kv_scales
+            )
+            converting = Converting(conversion, wire, queued.wire_tables, queued.block_tables)
+            self._begin(ticket, queued.link, queued.wire_tables, queued.deadline_ns, converting)
+
+    def _begin(
+        self,
+        ticket: TransferTicket,
+        link: ProducerLink,
+        block_tables: Sequence[Sequence[int]],
+        deadline_ns: int,
+        converting: Converting | None = None,
+    ) -> None:
+        waiting = self._waiting.pop(ticket.request_id, None)
+        wire = converting.wire if converting is not None else None
         consumption = Consumption(
             ticket=ticket,
-            block_tables=consumer_block_tables,
+            block_tables=block_tables,
             link=link,
             agent=self._agent,
             landing=self._landing,
             staging=self._staging,
-            buffer=self._caches.buffer,
-            views=self._views,
+            buffer=wire.caches.buffer if wire is not None else self._caches.buffer,
+            views=wire.views if wire is not None else self._views,
+            converting=converting,
             rows_per_group=self.description.rows_per_group,
             name=self.description.agent_name,
             deadline_ns=deadline_ns,
@@ -254,6 +278,7 @@ class TransferRank:
 
     def cancel(self, request_id: str) -> None:
         """Give up a transfer; its outcome comes from the next `poll`. Unknown requests are over already."""
+        self._queue.fail("cancelled", request_id=request_id)
         if request_id in self._active:
             self._active[request_id].fail("cancelled")
 
@@ -262,7 +287,8 @@ class TransferRank:
         self._take_notifications()
         for waiting in self._waiting.values():
             waiting.step(now_ns)
-        outcomes = []
+        self._admit(now_ns)
+        outcomes, self._refused = self._refused, []
         for request_id, consumption in list(self._active.items()):
             consumption.step(now_ns)
             if consumption.outcome is not None:
@@ -272,6 +298,8 @@ class TransferRank:
                 del self._active[request_id]
                 if draining or isinstance(consumption.outcome.error, KVMismatch):
                     self._over.append(consumption)
+                else:
+                    consumption.close()
         self._step_over(now_ns)
         for link, ask in self._arrivals.asks(now_ns):
             me = self.description
@@ -295,18 +323,17 @@ class TransferRank:
         `fetched`: every producer rank's rows of the layer, by rank (`fetch_rows`; more fields do no harm).
         None when the bytes are equal. Raises TransferError when nothing is kept of the request (any more).
         """
-        consumption = next((c for c in self._over if c.ticket.request_id == request_id), None)
-        if consumption is None:
+        return first_wrong(self._kept(request_id), layer, group, fetched)
+
+    def diagnose_all(self, request_id: str, fetched: Sequence[Mapping[int, Rows]]) -> list[KVMismatch]:
+        """The same of every cache of the rank that is wrong. `fetched`: by producer rank, rows by layer."""
+        return all_wrong(self._kept(request_id), fetched)
+
+    def _kept(self, request_id: str) -> Consumption:
+        kept = next((c for c in self._over if c.ticket.request_id == request_id), None)
+        if kept is None:
             raise TransferError(request_id, "nothing is kept of this transfer to look into")
-        view = self._view(layer, group)
-        sources = {
-            (field, unit): rank
-            for (of, field, unit), rank in consumption.link.plan.sources.items()
-            if of == group
-        }
-        tokens = consumption.ticket.num_tokens
-        found = fetch_rows(view, consumption.block_tables[group], tokens)
-        return first_difference(request_id, view, tokens, merge_rows(fetched, sources), found)
+        return kept
 
     def proofs(
         self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]]
@@ -316,24 +343,18 @@ class TransferRank:
         Nothing where the producer is not connected (any more).
         """
         link = self._links.get(ticket.engine)
-        if link is None:
+        # What was converted cannot be told from the producer's digests.
+        if link is None or link.wire is not None:
             return []
-        rows_per_group = self.description.rows_per_group
-        found = compute_digests(self._views, consumer_block_tables, ticket.num_tokens, rows_per_group)
-        wrong: dict[tuple[int, int], list[int]] = {}
-        for word in compare_digests(
-            self._views, ticket.digests, found, link.plan.sources, ticket.num_tokens, rows_per_group
-        ):
-            wrong.setdefault((word.group, word.layer), []).append(word.row_group)
-        proofs = []
-        for view in self._views:
-            key = view.group.index, view.layer
-            live = view.live_rows(ticket.num_tokens)
-            proofs.append(LayerProof(*key, proven_rows(live, rows_per_group, wrong.get(key, ()))))
-        return proofs
+        return layer_proofs(
+            self._views, ticket, consumer_block_tables, link.plan.sources, self.description.rows_per_group
+        )
 
     def end_reads(self, engine: str, epoch: int) -> None:
         """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""
+        link = self._links.get(engine)
+        if link is not None and link.epoch == epoch:
+            self._queue.fail(f"producer engine {engine} is gone", link=link)
         for consumption in self._active.values():
             if (consumption.link.engine, consumption.link.epoch) == (engine, epoch):
                 consumption.fail(f"producer engine {engine} is gone")
@@ -344,7 +365,9 @@ class TransferRank:
         for consumption in self._over:
             if consumption.ticket.request_id == request_id:
                 consumption.release()
-        self._over = [c for c in self._over if c.ticket.request_id != request_id or not c.is_drained]
+                if consumption.is_drained:
+                    consumption.close()
+        self._over = [c for c in self._over if not c.is_closed]
 
     # Producer
 
@@ -456,4 +479,6 @@ class TransferRank:
                 is_mismatch = False
             if is_mismatch or not consumption.is_drained:
                 kept.append(consumption)
+            else:
+                consumption.close()
         self._over = kept

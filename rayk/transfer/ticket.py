@@ -36,6 +36,8 @@ class TransferTicket:
     """Where the KV is pushed to; None: the consumer reads it."""
     attempt: int = 0
     """Which attempt to push it is whole: one that was preempted began again."""
+    seal: str = ""
+    """Says that all of it is as it was written, see transfer.seal; empty: nobody sealed it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,3 +60,5 @@ class Reservation:
     """Per group, the generation of each of those blocks since they were reserved."""
     hold_s: float
     """How long the consumer waits for the ticket."""
+    seal: str = ""
+    """Says that all of it is as it was written, see transfer.seal; empty: nobody sealed it."""
