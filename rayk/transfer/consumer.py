@@ -59,6 +59,18 @@ class TransferOutcome:
         return self.error is None
 
 
+def refusal(ticket: TransferTicket, error: RaykError) -> TransferOutcome:
+    """The outcome of a transfer that never began."""
+    return TransferOutcome(
+        request_id=ticket.request_id,
+        lease_id=ticket.lease_id,
+        error=error,
+        rows=(),
+        stage_ns={},
+        is_draining=False,
+    )
+
+
 @dataclass(eq=False)
 class Consumption:
     """One request's transfer on this rank, from ticket to verdict."""
@@ -85,6 +97,7 @@ class Consumption:
     """What makes the rank's own rows of those that arrive, where formats differ: views, block tables and
     buffer are then those of the wire cache."""
     outcome: TransferOutcome | None = None
+    is_closed: bool = False
     reads: list[BlockReads] = field(init=False)
     session: s.Session = field(init=False)
     _expected: dict[int, s.Fence] = field(init=False)
@@ -120,6 +133,12 @@ class Consumption:
     def is_drained(self) -> bool:
         """Over, and nothing in flight."""
         return self.session.is_drained
+
+    def close(self) -> None:
+        """Nobody needs what was kept of it. Once is enough."""
+        if self.converting is not None and not self.is_closed:
+            self.converting.give_back()
+        self.is_closed = True
 
     def start(self) -> None:
         """Post the reads and go as far as that gets (over CMA a read is done when it is posted)."""

@@ -14,6 +14,7 @@ from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.plan import Pattern, PatternKey, TransferPlan, plan_transfer, release_senders
+from rayk.transfer.wire import WireCache
 from rayk.types.errors import OutOfBlocks
 
 PREPARED_PER_READ = 32
@@ -117,6 +118,8 @@ class ProducerLink:
     """Producer rank -> its generation table, one descriptor per block; ours is the landing memory."""
     num_releases: dict[int, int]
     """Producer rank this rank must release -> how many consumer ranks do."""
+    wire: WireCache | None = None
+    """Where rows arrive that are converted; None where both engines keep the same format."""
 
     @property
     def engine(self) -> str:
@@ -135,11 +138,14 @@ def make_link(
     producers: Sequence[CacheDescription],
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
+    wire: WireCache | None = None,
 ) -> ProducerLink:
     """Add the producer's ranks as peers and prepare the first pattern of each read: all there is where the
-    blocks of both engines are alike."""
+    blocks of both engines are alike. Reads go into `wire` where there is one."""
     geometries = [p.geometry for p in producers]
-    senders = release_senders(geometries, [c.geometry for c in consumers])
+    if wire is not None:
+        me = wire.description
+    senders = release_senders(geometries, wire.consumers if wire else [c.geometry for c in consumers])
     plan = plan_transfer(geometries, me.geometry)
     num_releases = {rank: len(s) for rank, s in enumerate(senders) if me.tp_rank in s}
     for rank in sorted({*plan.producer_ranks, *num_releases}):
@@ -149,7 +155,7 @@ def make_link(
         prepared.take(plan.pattern(key))
         prepared.give_back(key)
     fences = {rank: _prepare_fence(agent, landing, producers[rank]) for rank in plan.producer_ranks}
-    return ProducerLink(tuple(producers), plan, prepared, fences, num_releases)
+    return ProducerLink(tuple(producers), plan, prepared, fences, num_releases, wire)
 
 
 def pattern_lists(

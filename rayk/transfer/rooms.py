@@ -1,0 +1,67 @@
+"""Requests that wait for room in a wire cache: first come first served, by producer engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rayk.transfer.link import ProducerLink
+from rayk.transfer.ticket import TransferTicket
+
+BlockTables = Sequence[Sequence[int]]
+
+
+@dataclass(eq=False)
+class Queued:
+    """A request whose transfer has not begun."""
+
+    ticket: TransferTicket
+    block_tables: BlockTables
+    """Of the rank's own blocks."""
+    deadline_ns: int
+    link: ProducerLink
+    failure: str | None = None
+    """Why it never will."""
+    wire_tables: BlockTables = ()
+    """Its blocks of the wire cache, when it has room."""
+
+
+@dataclass(eq=False)
+class WireQueue:
+    """See the module."""
+
+    _queued: list[Queued] = field(default_factory=list)
+
+    def __contains__(self, request_id: object) -> bool:
+        return any(q.ticket.request_id == request_id for q in self._queued)
+
+    def add(self, queued: Queued) -> None:
+        """A request comes."""
+        self._queued.append(queued)
+
+    def fail(self, reason: str, *, request_id: str | None = None, link: ProducerLink | None = None) -> None:
+        """Give up a request, or all of a link; see `ready`."""
+        for queued in self._queued:
+            if queued.ticket.request_id == request_id or queued.link is link:
+                queued.failure = queued.failure or reason
+
+    def ready(self, now_ns: int) -> list[Queued]:
+        """Those that wait no longer: they have room, or a failure."""
+        ready: list[Queued] = []
+        full: set[str] = set()
+        for queued in self._queued:
+            wire, num_tokens = queued.link.wire, queued.ticket.num_tokens
+            assert wire is not None, "nothing is converted"
+            queued.failure = queued.failure or wire.refusal(num_tokens)
+            if queued.failure is None and now_ns >= queued.deadline_ns:
+                queued.failure = "deadline passed while waiting for room in the wire cache"
+            if queued.failure is None:
+                # Who came first has it first, also where there is room for a smaller one.
+                tables = wire.take(num_tokens) if queued.link.engine not in full else None
+                if tables is None:
+                    full.add(queued.link.engine)
+                    continue
+                queued.wire_tables = tables
+            ready.append(queued)
+        self._queued = [q for q in self._queued if q not in ready]
+        return ready

@@ -1,0 +1,177 @@
+"""The wire cache: where rows arrive that the consumer keeps in another format than the producer.
+
+Pages as the producer's specs lay them out, on the consumer's shard, with block ids of their own. A request
+holds blocks here from its first read until its rows were converted (or nobody looks into them any more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+import torch
+
+from rayk.kv.block_pool import NULL_BLOCK, BlockPool
+from rayk.kv.caches import TORCH_DTYPES, CacheView, CanonicalKVCaches, FieldView, allocate
+from rayk.kv.formats import FORMATS
+from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import KVCacheSpec, held_blocks
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.verify import LayerView, make_layer_view, sorted_views
+
+MIN_WIRE_BYTES = 256 << 20
+WIRE_SHARE = 8
+"""A wire cache takes up to one part in so many of the rank's own pages, or MIN_WIRE_BYTES where that is more;
+never more than the longest request that the rank can hold needs."""
+
+
+def can_convert(ours: KVCacheSpec, theirs: KVCacheSpec) -> bool:
+    """Whether a producer's rows of one spec can be made a consumer's of another: keys and values, or latents,
+    of as many elements, in any two formats."""
+    if not ours.has_token_rows or not theirs.has_token_rows:
+        return False
+    if ours.dtype not in FORMATS or theirs.dtype not in FORMATS:
+        return False
+    return _elements(ours) == _elements(theirs)
+
+
+def needs_conversion(producer: RankGeometry, consumer: RankGeometry) -> bool:
+    """Whether any layer's format differs."""
+    ours, theirs = (
+        {key: group.group.spec.fields() for group in side.groups for key in group.group.keys}
+        for side in (producer, consumer)
+    )
+    return any(
+        [(f.name, f.row_bytes, f.dtype) for f in fields]
+        != [(f.name, f.row_bytes, f.dtype) for f in theirs.get(key, fields)]
+        for key, fields in ours.items()
+    )
+
+
+def _elements(spec: KVCacheSpec) -> dict[str, int]:
+    """Elements of a head by side, whatever scales lie beside them."""
+    kv_format = FORMATS[spec.dtype]
+    return {f.name: kv_format.elements(f.row_bytes) for f in spec.fields() if not f.name.endswith("_scale")}
+
+
+@dataclass(eq=False)
+class WireCache:
+    """One consumer rank's, for one producer engine. Made by `wire_cache_for`."""
+
+    caches: CanonicalKVCaches
+    description: CacheDescription
+    """This rank, with the wire cache in place of its own."""
+    consumers: tuple[RankGeometry, ...]
+    """Every consumer rank's wire cache: what the producer is read into."""
+    views: tuple[LayerView, ...]
+    """In canonical order."""
+    _pool: BlockPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pool = BlockPool(self.caches.geometry.num_blocks)
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks of a request."""
+        return sum(held_blocks(g.spec, num_tokens) for g in self._groups)
+
+    def refusal(self, num_tokens: int) -> str | None:
+        """Why a request can never be converted, if so."""
+        needed, there = self.num_needed(num_tokens), self._pool.num_blocks - 1
+        if needed <= there:
+            return None
+        return f"{num_tokens} tokens arrive in {needed} blocks, the wire cache has {there}"
+
+    def take(self, num_tokens: int) -> list[list[int]] | None:
+        """Block tables per group, nulls where nothing is live; None where there is no room now."""
+        if self.num_needed(num_tokens) > self._pool.num_free_blocks:
+            return None
+        tables = []
+        for g in self._groups:
+            first = g.spec.live_rows(num_tokens).start // g.spec.block_size
+            blocks = self._pool.allocate(held_blocks(g.spec, num_tokens))
+            tables.append([NULL_BLOCK] * first + blocks)
+        return tables
+
+    def give_back(self, tables: Sequence[Sequence[int]]) -> None:
+        """Nothing arrives in these blocks any more, and nobody reads them."""
+        for table in tables:
+            self._pool.free([b for b in table if b != NULL_BLOCK])
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._pool.num_free_blocks
+
+    @property
+    def _groups(self) -> list[KVCacheGroup]:
+        return [g.group for g in self.caches.geometry.groups]
+
+
+def wire_cache_for(
+    agent: TransferAgent,
+    producer: CacheDescription,
+    consumers: Sequence[CacheDescription],
+    me: CacheDescription,
+    own: Sequence[LayerView],
+    device: torch.device,
+) -> WireCache | None:
+    """What this rank needs to read from an engine; None where both keep the same formats. `own`: views of the
+    rank's own cache, whose units the wire cache's must be."""
+    if not needs_conversion(producer.geometry, me.geometry):
+        return None
+    num_blocks = _num_blocks(producer.geometry, me.geometry)
+    geometries = tuple(_wire_geometry(producer.geometry, c.geometry, num_blocks) for c in consumers)
+    caches = allocate(geometries[me.tp_rank], device, fill=None)
+    description = replace(me, geometry=caches.geometry, base_address=agent.register(caches.buffer))
+    units = {(v.layer, v.group.spec.part): {f.name: f.units for f in v.fields} for v in own}
+    views = [
+        make_layer_view(layer, g.group, _field_views(g.group, caches.view(layer, part), units[layer, part]))
+        for g in caches.geometry.groups
+        for layer, part in g.group.keys
+    ]
+    return WireCache(caches, description, geometries, sorted_views(views))
+
+
+def _wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: int) -> RankGeometry:
+    """Blocks and layout are the producer's: with as many ranks, a block is one run."""
+    return plan_rank(
+        [g.group for g in producer.groups],
+        producer.layout,
+        tp_size=consumer.tp_size,
+        tp_rank=consumer.tp_rank,
+        num_blocks=num_blocks,
+        kernel_block_sizes=[g.kernel_block_size for g in producer.groups],
+    )
+
+
+def _num_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
+    """Blocks of the wire caches of a pair of engines, the null block included: the same on every rank."""
+    growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
+    per_token = sum(1 / spec.block_size for spec in growing)
+    num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
+    needed = sum(held_blocks(g.group.spec, num_tokens) for g in producer.groups)
+    block_bytes = _wire_geometry(producer, replace(consumer, tp_rank=0), 2).block_bytes
+    allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // block_bytes
+    return 1 + max(1, min(needed, allowed))
+
+
+def _field_views(
+    group: KVCacheGroup, view: CacheView, units: Mapping[str, tuple[int, ...]]
+) -> list[FieldView]:
+    """The fields of one bound cache, with the units of the rank's own; scales have those of what they
+    scale."""
+    bundles = dict(view) if isinstance(view, Mapping) else None
+    ends: dict[str, int] = {}
+    found = []
+    for f in group.spec.fields():
+        bundle = bundles[f.bundle] if bundles is not None else view
+        assert isinstance(bundle, torch.Tensor)
+        start = ends.get(f.bundle, 0)
+        ends[f.bundle] = start + f.row_bytes
+        content = bundle.view(torch.uint8)[..., start : start + f.row_bytes]
+        scaled = f.name.removesuffix("_scale")
+        found.append(FieldView(f.name, content.view(TORCH_DTYPES[f.dtype]), units[scaled]))
+    return found
