@@ -12,13 +12,15 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment hybrid groups fast-prefill test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment hybrid groups fast-prefill sweep ceiling test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
+	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
+	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
@@ -49,6 +51,12 @@ experiment: $(STAMP)
 
 hybrid groups: $(STAMP)
 	$(BIN)/python jobs/$@.py $(ARGS)
+
+sweep: $(STAMP)
+	$(BIN)/python jobs/transfer_sweep.py $(ARGS)
+
+ceiling: $(STAMP)
+	$(BIN)/python jobs/transfer_sweep.py --ceiling $(ARGS)
 
 fast-prefill: $(STAMP)
 	$(BIN)/python jobs/fast_prefill.py --check $(ARGS)

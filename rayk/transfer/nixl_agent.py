@@ -37,7 +37,7 @@ _LOCAL_SIDE = "NIXL_INIT_AGENT"
 
 
 @cache
-def _api() -> ModuleType:
+def nixl_api() -> ModuleType:
     """nixl's Python API, from whichever wheel is there. Raises DeviceError when none is."""
     # An INFO line per agent and backend would drown what rayk has to say.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -59,7 +59,7 @@ def _api() -> ModuleType:
 @cache
 def _nixl_errors() -> tuple[type[Exception], ...]:
     """Everything the bindings raise; they share no base class."""
-    bindings = _api().nixlBind
+    bindings = nixl_api().nixlBind
     found = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
     return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
 
@@ -92,7 +92,7 @@ class NixlAgent:
 
     def __init__(self, name: str, *, backend: str = "UCX", error_handling: str = "none") -> None:
         assert error_handling in ("none", "peer"), error_handling
-        api = _api()
+        api = nixl_api()
         self._name = name
         self._backend = backend
         config = api.nixl_agent_config(backends=[], enable_prog_thread=False)

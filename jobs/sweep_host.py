@@ -1,0 +1,442 @@
+"""One side of a transfer without a model: ranks whose caches an oracle fills and checks, over NIXL.
+
+An object of it lives in an actor of jobs/transfer_sweep.py. All ranks of an engine are in one process, each
+with an agent of its own, which later cells use again.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jobs.sweep_oracle import POISON, field_views, fill, make_specs, wrong_bytes
+from rayk.kv.caches import CanonicalKVCaches, allocate
+from rayk.kv.geometry import plan_rank
+from rayk.kv.groups import group_layers
+from rayk.kv.layout import get_layout
+from rayk.transfer.agent import DescriptorList, Handle, TransferState
+from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.nixl_agent import NixlAgent
+from rayk.transfer.plan import BlockReads, consecutive_tables, plan_pushes
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.staging import StagingSettings
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import make_layer_view
+from rayk.types.errors import TransferError
+
+DEADLINE_S = 60.0
+Tables = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What one side of a cell is."""
+
+    shape: str
+    tp: int
+    layout: str
+    block_size: int
+    num_tokens: int
+    scattered: bool
+    """Whether block ids lie anywhere, or follow each other."""
+    staging: str = "auto"
+    num_blocks: int | None = None
+
+
+@dataclass
+class Measured:
+    """What one rank pair after the other took; all ranks of a side share a process here. Seconds."""
+
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    num_merged: int = 0
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    post_s: list[float] = field(default_factory=list)
+    raw_s: list[float] = field(default_factory=list)
+    """Bare NIXL, the same descriptors prepared beforehand."""
+    memcpy_s: list[float] = field(default_factory=list)
+    """As many bytes, in one dense copy."""
+    run_bytes: int = 0
+    loopback_bytes: int = 0
+    """What the loopback network carried meanwhile."""
+    staged: bool = False
+
+    def summary(self) -> dict[str, Any]:
+        """Medians, by name."""
+        values = asdict(self)
+        for name in ("wall_s", "cpu_s", "post_s", "raw_s", "memcpy_s"):
+            values[name] = statistics.median(values[name]) if values[name] else None
+        return values
+
+
+class Host:
+    """See the module. `name` is unique among hosts that meet."""
+
+    def __init__(self, name: str) -> None:
+        torch.set_num_threads(1)
+        self._name = name
+        self._agents: list[NixlAgent] = []
+        self._caches: list[CanonicalKVCaches] = []
+        self._ranks: list[TransferRank] = []
+        self._peers: list[CacheDescription] = []
+        self._tables: Tables = []
+        self._setup: Setup | None = None
+        self._life = 0
+
+    def pid(self) -> int:
+        """Of the process."""
+        return os.getpid()
+
+    def build(self, setup: Setup) -> list[CacheDescription]:
+        """Become an engine; the one before is gone."""
+        self.close()
+        self._setup = setup
+        self._life += 1
+        settings = StagingSettings(mode=setup.staging)
+        groups = group_layers(make_specs(setup.shape, setup.block_size))
+        for rank in range(setup.tp):
+            if rank == len(self._agents):
+                self._agents.append(NixlAgent(f"{self._name}{rank}-{os.getpid()}"))
+            geometry = plan_rank(
+                groups,
+                get_layout(setup.layout),
+                tp_size=setup.tp,
+                tp_rank=rank,
+                num_blocks=setup.num_blocks or _num_blocks(groups, setup),
+            )
+            caches = allocate(geometry, torch.device("cpu"), fill=POISON)
+            views = [
+                make_layer_view(layer, g, field_views(caches, g, layer)) for g in groups for layer in g.layers
+            ]
+            agent = self._agents[rank]
+            described = describe_cache(agent, caches, engine=self._name, epoch=self._life, fingerprint={})
+            self._caches.append(caches)
+            self._ranks.append(TransferRank(agent, caches, views, described, staging=settings))
+        self._tables = _tables(self._caches[0], setup, self._name)
+        return [rank.description for rank in self._ranks]
+
+    def fill(self, lease: str) -> TransferTicket:
+        """Fill the request's pages; its ticket, under a lease."""
+        assert self._setup is not None
+        for caches in self._caches:
+            fill(caches, self._tables, self._setup.num_tokens)
+        for rank in self._ranks:
+            rank.lease(lease, time.monotonic_ns() + int(DEADLINE_S * 1e9))
+        return self._ranks[0].make_ticket(
+            request_id=lease,
+            lease_id=lease,
+            num_tokens=self._setup.num_tokens,
+            block_tables=self._tables,
+            digests=[rank.digests(self._setup.num_tokens, self._tables) for rank in self._ranks],
+        )
+
+    def tables(self) -> Tables:
+        """Block ids of the request, by group."""
+        return self._tables
+
+    def connect(self, producers: list[CacheDescription]) -> None:
+        """Handshake as a consumer of these."""
+        self._peers = producers
+        for rank in self._ranks:
+            rank.connect(producers, [r.description for r in self._ranks])
+
+    def receive(self, ticket: TransferTicket) -> dict[str, Any]:
+        """Pull a request to its verdict on every rank, one rank after the other. Raises what it ends with."""
+        measured = Measured()
+        self._receive(ticket, measured)
+        return measured.summary()
+
+    def push(
+        self, ticket: TransferTicket, tables: Tables, consumers: list[CacheDescription]
+    ) -> dict[str, Any]:
+        """Write a request into the consumer's blocks, from every rank. Raises TransferError."""
+        measured = Measured()
+        self._push(self._prepare_writes(ticket, tables, consumers), measured)
+        return measured.summary()
+
+    def measure_push(
+        self, ticket: TransferTicket, tables: Tables, consumers: list[CacheDescription], rounds: int
+    ) -> dict[str, Any]:
+        """Push the request over and over, beside a copy of as many bytes."""
+        measured, writes = Measured(), self._prepare_writes(ticket, tables, consumers)
+        self._push(writes, Measured())
+        source = torch.empty(sum(w.num_bytes for w in writes), dtype=torch.int8).fill_(1)
+        target = torch.empty_like(source).fill_(2)
+        before = _loopback_bytes()
+        for _ in range(rounds):
+            self._push(writes, measured)
+            began = time.perf_counter()
+            target.copy_(source)
+            measured.memcpy_s.append(time.perf_counter() - began)
+        measured.loopback_bytes = (_loopback_bytes() - before) // rounds
+        measured.num_bytes //= rounds
+        measured.num_descriptors //= rounds
+        measured.num_merged //= rounds
+        measured.run_bytes = int(np.median(np.concatenate([w.lengths for w in writes])))
+        return measured.summary()
+
+    def verify(self, ticket: TransferTicket) -> int:
+        """After a push: digests of what arrived against the ticket's; the number of words that differ."""
+        from rayk.transfer.verify import compare_digests
+
+        return sum(
+            len(
+                compare_digests(
+                    rank._views,
+                    ticket.digests,
+                    rank.digests(ticket.num_tokens, self._tables),
+                    rank.plan(ticket.engine).sources,
+                    ticket.num_tokens,
+                    rank.description.rows_per_group,
+                )
+            )
+            for rank in self._ranks
+        )
+
+    def check(self) -> list[tuple[int, str]]:
+        """By rank: wrong bytes of all its pages, and the first of them."""
+        assert self._setup is not None
+        return [wrong_bytes(caches, self._tables, self._setup.num_tokens) for caches in self._caches]
+
+    def released(self, lease: str) -> bool:
+        """Wait until every rank was told that the lease is over; False when it never was."""
+        left = set(range(len(self._ranks)))
+        until = time.monotonic() + DEADLINE_S
+        while left and time.monotonic() < until:
+            for rank in tuple(left):
+                self._ranks[rank].poll(time.monotonic_ns())
+                if lease in self._ranks[rank].released():
+                    left.discard(rank)
+        return not left
+
+    def measure(self, ticket: TransferTicket, rounds: int) -> dict[str, Any]:
+        """Pull the request over and over, beside bare NIXL with the same descriptors and a copy of as many
+        bytes; another of the three begins each round."""
+        measured = Measured()
+        self._receive(ticket, Measured())  # wires up, and makes every list
+        raw = self._prepare_raw(ticket)
+        source = torch.empty(raw.num_bytes, dtype=torch.int8).fill_(1)
+        target = torch.empty_like(source).fill_(2)
+
+        def pull() -> None:
+            self._receive(replace(ticket, request_id=f"{ticket.request_id}-{len(measured.wall_s)}"), measured)
+
+        def bare() -> None:
+            measured.raw_s.append(raw.run())
+
+        def copy() -> None:
+            began = time.perf_counter()
+            target.copy_(source)
+            measured.memcpy_s.append(time.perf_counter() - began)
+
+        steps: list[Callable[[], None]] = [pull, bare, copy]
+        before = _loopback_bytes()
+        for i in range(rounds):
+            for step in steps[i % 3 :] + steps[: i % 3]:
+                step()
+        measured.loopback_bytes = (_loopback_bytes() - before) // rounds
+        measured.num_bytes //= rounds
+        measured.num_descriptors //= rounds
+        measured.num_merged //= rounds
+        measured.run_bytes = raw.run_bytes
+        return measured.summary()
+
+    def ucx_log(self) -> str:
+        """What UCX said of its choices so far ("" where it was not asked to)."""
+        path = os.environ.get("UCX_LOG_FILE", "").replace("%p", str(os.getpid()))
+        return Path(path).read_text() if path and Path(path).is_file() else ""
+
+    def close(self) -> None:
+        """Forget the engine; agents stay."""
+        for rank in self._ranks:
+            rank.close()
+        self._caches, self._ranks, self._tables = [], [], []
+
+    def _receive(self, ticket: TransferTicket, measured: Measured) -> None:
+        for rank in self._ranks:
+            cpu = time.thread_time()
+            rank.start(ticket, self._tables, time.monotonic_ns() + int(DEADLINE_S * 1e9))
+            outcomes = rank.poll(time.monotonic_ns())
+            while not outcomes:
+                outcomes = rank.poll(time.monotonic_ns())
+            (outcome,) = outcomes
+            if outcome.error is not None:
+                raise outcome.error
+            measured.num_bytes += sum(row.bytes for row in outcome.rows)
+            measured.num_descriptors += sum(row.num_descriptors for row in outcome.rows)
+            measured.num_merged += sum(
+                row.num_descriptors_merged or row.num_descriptors for row in outcome.rows
+            )
+            measured.staged |= any(row.staged for row in outcome.rows)
+            measured.wall_s.append(outcome.stage_ns.get("read", 0) / 1e9)
+            measured.post_s.append(sum(row.post_ns for row in outcome.rows) / 1e9)
+            measured.cpu_s.append(time.thread_time() - cpu)
+        if len(self._ranks) > 1:
+            _fold(measured, len(self._ranks))
+
+    def _prepare_writes(
+        self, ticket: TransferTicket, tables: Tables, consumers: list[CacheDescription]
+    ) -> list[_Write]:
+        """Every write of every rank, its descriptor lists made."""
+        mine = [rank.description for rank in self._ranks]
+        geometries = [d.geometry for d in mine], [d.geometry for d in consumers]
+        return [
+            _Write.prepare(agent, me, consumers[consumer], read)
+            for agent, me in zip(self._agents, mine, strict=False)
+            for consumer, plan in plan_pushes(me.geometry, *geometries).items()
+            for read in plan.lower(ticket.num_tokens, ticket.block_tables, tables)
+        ]
+
+    def _push(self, writes: Sequence[_Write], measured: Measured) -> None:
+        began, cpu, post_s = time.perf_counter(), time.thread_time(), 0.0
+        for write in writes:
+            post_s += write.run()
+            measured.num_bytes += write.num_bytes
+            measured.num_descriptors += write.read.num_descriptors
+            measured.num_merged += write.read.num_coalesced
+        measured.wall_s.append(time.perf_counter() - began)
+        measured.cpu_s.append(time.thread_time() - cpu)
+        measured.post_s.append(post_s)
+
+    def _prepare_raw(self, ticket: TransferTicket) -> _Raw:
+        raw = _Raw()
+        for agent, rank in zip(self._agents, self._ranks, strict=False):
+            by_peer: dict[int, list[BlockReads]] = {}
+            for read in rank.plan(ticket.engine).lower(ticket.num_tokens, ticket.block_tables, self._tables):
+                by_peer.setdefault(read.producer_rank, []).append(read)
+            for producer, reads in by_peer.items():
+                peer = self._peers[producer]
+                theirs = np.concatenate([_flat(r, peer.base_address, is_source=True) for r in reads])
+                ours = np.concatenate(
+                    [_flat(r, rank.description.base_address, is_source=False) for r in reads]
+                )
+                sizes = np.concatenate(
+                    [np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads]
+                )
+                local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (ours, theirs))
+                raw.add(agent, agent.prepare(peer.agent_name, local, remote), sizes)
+        return raw
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """One pattern's blocks from a producer rank to a consumer rank."""
+
+    agent: NixlAgent
+    handle: Handle
+    read: BlockReads
+    indices: tuple[np.ndarray, np.ndarray]
+
+    @staticmethod
+    def prepare(agent: NixlAgent, me: CacheDescription, peer: CacheDescription, read: BlockReads) -> _Write:
+        """Add the peer and make the lists."""
+        agent.add_peer(peer.agent_name, peer.agent_metadata)
+        pattern, runs = read.pattern, read.pattern.runs
+        counts = me.geometry.num_blocks, peer.geometry.num_blocks
+        local = DescriptorList(me.base_address + runs.source, runs.lengths, pattern.source_strides, counts[0])
+        remote = DescriptorList(
+            peer.base_address + runs.destination, runs.lengths, pattern.destination_strides, counts[1]
+        )
+        return _Write(agent, agent.prepare(peer.agent_name, local, remote), read, read.indices(*counts))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.read.num_bytes
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Bytes of each descriptor."""
+        return np.repeat(self.read.pattern.runs.lengths, len(self.read.source_blocks))
+
+    def run(self) -> float:
+        """Post it and wait for it; the seconds that posting took. Raises TransferError."""
+        began = time.perf_counter()
+        transfer = self.agent.write(self.handle, *self.indices)
+        post_s = time.perf_counter() - began
+        while (state := self.agent.poll(transfer)) is TransferState.PENDING:
+            pass
+        self.agent.release(transfer)
+        if state is not TransferState.DONE:
+            raise TransferError("", "a write failed")
+        return post_s
+
+
+@dataclass
+class _Raw:
+    """Reads prepared on bare NIXL."""
+
+    reads: list[tuple[NixlAgent, Handle, int]] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, agent: NixlAgent, handle: Handle, lengths: np.ndarray) -> None:
+        self.reads.append((agent, handle, len(lengths)))
+        self.lengths.append(lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(sum(part.sum() for part in self.lengths))
+
+    @property
+    def run_bytes(self) -> int:
+        """The median descriptor's."""
+        return int(np.median(np.concatenate(self.lengths)))
+
+    def run(self) -> float:
+        began = time.perf_counter()
+        for agent, handle, count in self.reads:
+            indices = np.arange(count, dtype=np.int32)
+            transfer = agent.read(handle, indices, indices)
+            while (state := agent.poll(transfer)) is TransferState.PENDING:
+                pass
+            agent.release(transfer)
+            if state is not TransferState.DONE:
+                raise TransferError("", "a bare read failed")
+        return time.perf_counter() - began
+
+
+def _flat(read: BlockReads, base: int, *, is_source: bool) -> np.ndarray:
+    pattern = read.pattern
+    runs = pattern.runs.source if is_source else pattern.runs.destination
+    blocks = read.source_blocks if is_source else read.destination_blocks
+    strides = pattern.source_strides if is_source else pattern.destination_strides
+    return (base + runs[:, None] + blocks[None, :] * strides[:, None]).reshape(-1)
+
+
+def _fold(measured: Measured, num_ranks: int) -> None:
+    """The last times, of one rank each, into one of all."""
+    for times in (measured.wall_s, measured.post_s, measured.cpu_s):
+        last = sum(times[-num_ranks:])
+        del times[-num_ranks:]
+        times.append(last)
+
+
+def _num_blocks(groups: Sequence[Any], setup: Setup) -> int:
+    """Three times what the request needs, and the null block."""
+    needed = sum(-(-setup.num_tokens // g.spec.block_size) for g in groups)
+    return 3 * needed + 4
+
+
+def _tables(caches: CanonicalKVCaches, setup: Setup, name: str) -> Tables:
+    tables = consecutive_tables(caches.geometry, setup.num_tokens)
+    if not setup.scattered:
+        return tables
+    ids = 1 + np.random.default_rng(len(name)).permutation(caches.geometry.num_blocks - 1)
+    return [[0 if block == 0 else int(ids[block - 1]) for block in table] for table in tables]
+
+
+def _loopback_bytes() -> int:
+    """Received by the loopback interface since boot."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[0])
+    return 0
