@@ -77,7 +77,7 @@ class Engines:
                 for left in reversed(range(NUM_TRIES)):
                     try:
                         pair = await self.live("prefill", p), await self.live("decode", d)
-                        await _connect(*pair, self._wire_s)
+                        await _connect(*pair, self._wire_s, is_push=self._is_push)
                     except (TransferError, DeadlineExceeded, EngineDied):
                         if not left:
                             raise
@@ -88,6 +88,10 @@ class Engines:
     @property
     def _wire_s(self) -> float:
         return min(WIRE_S, self._cell.deadlines.transfer_s)
+
+    @property
+    def _is_push(self) -> bool:
+        return self._cell.spec.transfer.mode == "push"
 
     def is_live(self, engine: EngineHandle) -> bool:
         """Whether it takes requests, or will."""
@@ -159,7 +163,7 @@ class Engines:
             pairs = [(engine, d) for d in self.decode]
         for p, d in pairs:
             if not p.died.done() and not d.died.done():
-                await _connect(p, d, self._wire_s)
+                await _connect(p, d, self._wire_s, is_push=self._is_push)
 
 
 def next_attempt(recovery: Recovery, engines: Engines, attempt: Attempt, error: RaykError) -> Attempt | None:
@@ -183,12 +187,14 @@ def next_attempt(recovery: Recovery, engines: Engines, attempt: Attempt, error: 
     return replace(again, computes_all=True)
 
 
-async def _connect(p: EngineHandle, d: EngineHandle, wire_s: float) -> None:
+async def _connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: bool) -> None:
     for engine in (p, d):
         if not engine.descriptions:
             engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
     await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
     await _of(d, Wire(p.name, wire_s), (p, d))
+    if is_push:
+        await _of(p, Connect(p.descriptions, d.descriptions), (p, d))
 
 
 async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle]) -> list[Any]:

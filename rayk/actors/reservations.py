@@ -76,6 +76,11 @@ class Reservations:
         """Whether anybody waits for blocks, or may write into some."""
         return bool(self._queued or self._held or self._ending)
 
+    @property
+    def open_reservations(self) -> tuple[str, ...]:
+        """Those into whose blocks somebody may write, or that nobody has claimed."""
+        return (*(h.reservation_id for h in self._held.values()), *self._ending)
+
     def ask(self, wish: Wish) -> None:
         """A request waits for blocks."""
         self._queued.append(wish)
@@ -182,6 +187,6 @@ def reserve_blocks(leader: Leader, key: str, num_tokens: int) -> BlockTables | N
         return None
     num_here = scheduler.num_running + scheduler.num_waiting
     if manager.pool.num_free_blocks < num_here * len(manager.groups):
-        manager.free(key)
+        manager.unreserve(key)
         return None
     return tuple(ids for _, ids in updates)

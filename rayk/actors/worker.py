@@ -209,8 +209,8 @@ class Worker:
     ) -> Iterator[list[RequestEvent]]:
         """Run a request and yield its events as they come, the first at once and later ones gathered.
 
-        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one), reserve
-        (ends with a Reservation of blocks that engine `producer` may push into; its prefill is given it).
+        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one) or
+        reserve (ends with a Reservation of blocks that engine `producer` may push into).
         """
         assert self._leader is not None, "requests go to rank 0"
         assert self._handover is not None
@@ -291,7 +291,7 @@ class Worker:
             report |= {
                 "num_free_blocks": self._leader.manager.pool.num_free_blocks,
                 "num_blocks": self._leader.manager.pool.num_blocks,
-                "leases": self._leader.manager.leases,
+                "leases": self._leases(self._leader, self._handover),
                 "ledger": self._leader.manager.ledger,
                 "num_running": self._leader.scheduler.num_running,
                 "num_waiting": self._leader.scheduler.num_waiting,
@@ -323,6 +323,12 @@ class Worker:
                 rank.close()
             del rank, extension
             gc.collect()  # between engines, not inside one
+
+    @staticmethod
+    def _leases(leader: Leader, handover: TransferHandover | None) -> tuple[str, ...]:
+        """Whatever holds blocks for another engine: leases, and reservations."""
+        reserved = handover.reservations.open_reservations if handover is not None else ()
+        return (*leader.manager.leases, *reserved)
 
     def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
         if spec.role == "aggregated":

@@ -110,11 +110,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
         if config is not None and config.kv_dtype != "auto":
             key = f"{side}.kv_dtype" if getattr(spec, side).kv_dtype else "kv_dtype"
             found.append((key, f"kv_dtype: {config.kv_dtype} (only auto)", True))
-    if cell.decode is not None:
-        transfer = spec.transfer
-        found += [
-            ("transfer.mode", "transfer.mode: push (only pull)", transfer.mode == "push"),
-        ]
     return [(key, what) for key, what, wrong in found if wrong]
 
 

@@ -9,6 +9,7 @@ read is overwritten.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -71,7 +72,7 @@ class Pusher:
         for chunk in chunks:
             held = {b for table in chunk.block_tables for b in table if b}
             self._guarded.setdefault(chunk.reservation.reservation_id, set()).update(held)
-            self._post(lambda chunk=chunk: self._worker.begin(chunk))
+            self._post(functools.partial(self._worker.begin, chunk))
 
     def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
         """The kernels of a layer (its position in `kept_layers`) are queued for chunks that were begun;

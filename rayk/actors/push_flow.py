@@ -1,0 +1,60 @@
+"""A pushed request's way through its engines, as the coordinator sees it: blocks first, then the prompt."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from rayk.actors.engines import EngineHandle
+from rayk.specs import Cell
+from rayk.transfer.ticket import Reservation
+from rayk.types.errors import DeadlineExceeded
+from rayk.types.request import Request
+from rayk.types.rows import RequestRow
+
+
+@dataclass(frozen=True, slots=True)
+class PushSettings:
+    """What a rank that may push is told. Filled by the coordinator."""
+
+    layers: int | None = None
+    """Layers that one write brings; None: as the cost model says."""
+
+
+def push_settings(cell: Cell, role: str) -> PushSettings | None:
+    """Of the ranks of an engine; None where they push nothing."""
+    transfer = cell.spec.transfer
+    if transfer.mode != "push" or role != "prefill":
+        return None
+    return PushSettings(None if transfer.push_layers == "auto" else transfer.push_layers)
+
+
+@contextlib.asynccontextmanager
+async def reserved(
+    cell: Cell, prefill: EngineHandle, decode: EngineHandle, request: Request, row: RequestRow
+) -> AsyncIterator[Reservation]:
+    """Blocks at the decode engine that the prefill engine may write the request's KV into. Given up at the
+    end, unless the request is over by then. Raises what ends the request."""
+    try:
+        reservation = await _reserve(cell, prefill, decode, request)
+        row.stage_ns["reserve"] = row.stage_ns.get("reserve", 0) + reservation[1]
+        yield reservation[0]
+    finally:
+        # Where the decode engine took the request in, nothing is left to give up.
+        decode.leader.settle.options(concurrency_group="control").remote(request.request_id)
+
+
+async def _reserve(
+    cell: Cell, prefill: EngineHandle, decode: EngineHandle, request: Request
+) -> tuple[Reservation, int]:
+    """The reservation, and how long it took (ns)."""
+    limit_s = cell.deadlines.request_s
+    times = {"reserve_s": limit_s, "hold_s": limit_s}
+    async for events in decode.stream(limit_s, request, mode="reserve", producer=prefill.name, **times):
+        for event in events:
+            if event.error is not None:
+                raise event.error
+            if isinstance(event.payload, Reservation):
+                return event.payload, event.info["stage_ns"]["reserve"]
+    raise DeadlineExceeded(f"blocks for {request.request_id} on {decode.name}", limit_s)
