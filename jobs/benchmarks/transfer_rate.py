@@ -40,6 +40,7 @@ from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.plan import BlockReads
 from rayk.transfer.rank import TransferRank
+from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import make_layer_view
 
@@ -88,7 +89,9 @@ class Side:
             rank.close()
 
 
-def make_side(case: Case, side: int, num_blocks: int, life: int) -> Side:
+def make_side(
+    case: Case, side: int, num_blocks: int, life: int, staging: StagingSettings | None = None
+) -> Side:
     """One engine: caches, agents, ranks."""
     made = Side([], [], [], [])
     groups = group_layers({(layer, SPEC.part): SPEC for layer in range(NUM_LAYERS)})
@@ -111,7 +114,7 @@ def make_side(case: Case, side: int, num_blocks: int, life: int) -> Side:
         made.agents.append(agent)
         made.caches.append(caches)
         made.heads.append(heads)
-        made.ranks.append(TransferRank(agent, caches, views, description))
+        made.ranks.append(TransferRank(agent, caches, views, description, staging=staging))
     return made
 
 

@@ -1,0 +1,179 @@
+"""Staged against direct reads over NIXL: what each takes, what `auto` chooses, and whether that was right.
+
+A producer process fills its pages; three consumer engines of this process read the same request with
+transfer.staging never, always and auto, taking turns, and every byte is compared. Times run from the ticket
+to the last byte in its page, repacking included; each is the least of several rounds, summed over ranks.
+
+    python jobs/benchmarks/staging.py --mib 16 --rounds 9 --markdown jobs/benchmarks/results/staging.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from transfer_rate import MIB, NUM_LAYERS, SPEC, Case, Side, block_table, check_bytes, make_side, produce
+
+from rayk.kv.specs import page_bytes
+from rayk.transfer.staging import StagingSettings
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.rows import TransferRow
+
+MODES = ("never", "always", "auto")
+LAYOUTS = (
+    ("LBNHC", "BHLNC"),
+    ("LBNHC", "LBHNC"),
+    ("BLNHC", "BHLNC"),
+    ("BLNHC", "BLHNC"),
+    ("LBHNC", "BLNHC"),
+    ("BHLNC", "LBNHC"),
+    ("LHBNC", "BLNHC"),
+    ("BHLNC", "BLHNC"),
+    ("LBHNC", "BHLNC"),
+    ("BHLNC", "BHLNC"),
+)
+TPS = ((1, 1), (1, 2), (2, 1), (4, 2))
+TIE = 1.1
+"""Choosing the slower way is right as well where it takes this many times as long at most."""
+
+
+@dataclass
+class Seen:
+    """What one mode took."""
+
+    seconds: list[float] = field(default_factory=list)
+    rows: tuple[TransferRow, ...] = ()
+
+    @property
+    def least_ms(self) -> float:
+        """Of all rounds but the first."""
+        return min(self.seconds[1:]) * 1e3
+
+
+def read(
+    side: Side, ticket: TransferTicket, table: Sequence[int], name: str
+) -> tuple[float, list[TransferRow]]:
+    """One request on every rank, one after the other: (seconds, rows)."""
+    seconds, rows = 0.0, []
+    for rank in side.ranks:
+        rank.start(replace(ticket, request_id=name, lease_id=name), [table], time.monotonic_ns() + 60 * 10**9)
+        while not (outcomes := rank.poll(time.monotonic_ns())):
+            pass
+        if outcomes[0].error is not None:
+            raise outcomes[0].error
+        seconds += outcomes[0].stage_ns["read"] / 1e9
+        rows += outcomes[0].rows
+    return seconds, rows
+
+
+def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> dict[str, Seen]:
+    """One line of the table."""
+    num_tokens = mib * MIB // (page_bytes(SPEC) * NUM_LAYERS) * SPEC.block_size
+    num_blocks = num_tokens // SPEC.block_size + 2
+    pipe.send((case, num_tokens, num_blocks, life))
+    producers, ticket = pipe.recv()
+    table = block_table(case, 1, num_tokens, num_blocks)
+    sides = {
+        mode: make_side(case, 1, num_blocks, 10 * life + i, StagingSettings(mode))
+        for i, mode in enumerate(MODES)
+    }
+    for side in sides.values():
+        for rank in side.ranks:
+            rank.connect(producers, [r.description for r in side.ranks])
+    seen = {mode: Seen() for mode in MODES}
+    for i in range(rounds + 1):
+        for mode in (*MODES[i % 3 :], *MODES[: i % 3]):
+            took, rows = read(sides[mode], ticket, table, f"{mode}{i}")
+            seen[mode].seconds.append(took)
+            seen[mode].rows = tuple(rows)
+    for side in sides.values():
+        check_bytes(side, table, num_tokens)
+        side.close()
+    return seen
+
+
+HEADER = (
+    "| layouts | TP | descriptors direct | staged | direct ms | staged ms | repack ms | auto ms | auto chose "
+    "| expected direct ms | staged ms | right |"
+)
+
+
+def line(case: Case, seen: dict[str, Seen]) -> tuple[str, bool]:
+    """A row for people; whether auto was right."""
+    never, always, auto = (seen[mode] for mode in MODES)
+    staged = {row.staged for row in auto.rows}
+    chose = "both" if len(staged) > 1 else "staged" if True in staged else "direct"
+    best = min(never.least_ms, always.least_ms)
+    taken = {"direct": never.least_ms, "staged": always.least_ms, "both": auto.least_ms}[chose]
+    is_right = taken <= TIE * best
+    direct_us = sum(row.direct_cost_us or 0.0 for row in auto.rows)
+    staged_us = sum(row.staged_cost_us or 0.0 for row in auto.rows)
+    cells = (
+        "-".join(case.layouts),
+        f"{case.tp[0]} to {case.tp[1]}",
+        f"{sum(row.num_descriptors for row in never.rows):,}",
+        f"{sum(row.num_descriptors for row in always.rows):,}",
+        f"{never.least_ms:.2f}",
+        f"{always.least_ms:.2f}",
+        f"{sum(row.repack_ns for row in always.rows) / 1e6:.2f}",
+        f"{auto.least_ms:.2f}",
+        chose,
+        f"{direct_us / 1e3:.2f}",
+        f"{staged_us / 1e3:.2f}",
+        "yes" if is_right else f"no, {taken / best:.2f} x",
+    )
+    return "| " + " | ".join(cells) + " |", is_right
+
+
+def main() -> int:
+    """Print; and write the Markdown if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--mib", type=int, default=16, help="KV bytes of the request (TP 1)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", type=int, nargs="*", help="indices of the cases to run (default all)")
+    parser.add_argument("--markdown", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    child = context.Process(target=produce, args=(theirs,), daemon=True)
+    child.start()
+    lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
+    print("\n".join(lines), flush=True)
+    num_right = 0
+    cases = [Case(layouts, tp, scattered=True) for layouts in LAYOUTS for tp in TPS]
+    cases = [case for i, case in enumerate(cases) if options.cases is None or i in options.cases]
+    for i, case in enumerate(cases):
+        text, is_right = line(case, run_case(pipe, case, options.mib, options.rounds, i))
+        num_right += is_right
+        lines.append(text)
+        print(text, flush=True)
+    pipe.send(None)
+    child.join()
+    lines += [
+        "",
+        f"auto was right in {num_right} of {len(cases)} cases (the faster way, or within "
+        f"{TIE - 1:.0%} of it).",
+    ]
+    print(lines[-1])
+    if options.markdown:
+        command = f"python jobs/benchmarks/staging.py --mib {options.mib} --rounds {options.rounds}"
+        title = (
+            f"# Staged against direct reads\n\n`{command}`, {os.cpu_count()} CPU cores, nixl/UCX (CMA). "
+            f"{NUM_LAYERS} layers, {SPEC.num_kv_heads} KV heads of {SPEC.head_size_k} + {SPEC.head_size_v} "
+            f"{SPEC.dtype}, blocks of {SPEC.block_size} tokens, scattered.\n"
+        )
+        options.markdown.write_text("\n".join([title, *lines, ""]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
