@@ -121,6 +121,11 @@ class KVCacheManager:
             self.pool.free(t.blocks)
         self._num_freed += self._reserved.pop(request_id, 0)
 
+    def unreserve(self, request_id: str) -> None:
+        """Give a reservation back that nobody was told of: the ledger forgets it."""
+        self._num_leased -= self._reserved.pop(request_id)
+        self.free(request_id)
+
     def lease(self, request_id: str, lease_id: str) -> None:
         """The request is over but its blocks stay, held by the lease, until `release`."""
         assert lease_id not in self._leases, f"lease {lease_id} exists"
