@@ -8,6 +8,7 @@ one of its values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 from typing import Any, Protocol, cast
 
@@ -363,6 +364,7 @@ def channels_per_unit(num_channels: int) -> int:
     return gcd(num_channels, CHANNELS_PER_UNIT)
 
 
+@lru_cache(maxsize=1024)
 def rows_per_block(spec: KVCacheSpec) -> int:
     """Rows of a block: one per token, or one in all."""
     rows = {field.rows for field in spec.fields()}

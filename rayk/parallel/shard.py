@@ -6,6 +6,8 @@ lays out pages or plans transfers asks here and nowhere else.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from rayk.types.errors import Unsupported
 
 
@@ -41,6 +43,7 @@ def query_heads(
     return shard_units(num_query_heads, tp_size, tp_rank)
 
 
+@lru_cache(maxsize=4096)
 def kv_heads(
     num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int, what: str = "query heads"
 ) -> tuple[int, ...]:
