@@ -20,8 +20,8 @@ import triton
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.mla_attention.tiles import choose_tiles
 from rayk.kernels.mla_attention.triton import mla_attention_kernel
+from rayk.kernels.paged_attention.splits import combine_splits_kernel
 from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits
-from rayk.kernels.paged_attention.triton import combine_splits_kernel
 from rayk.kernels.target import current_target
 
 MAX_LATENT, MAX_ROPE = 512, 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rayk.kernels.paged_attention.triton import keys_per_split
+from rayk.kernels.paged_attention.splits import keys_per_split
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")

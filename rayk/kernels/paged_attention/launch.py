@@ -23,12 +23,10 @@ import triton
 
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.paged_attention.heads import HeadGroups
+from rayk.kernels.paged_attention.splits import combine_splits_kernel
 from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits, choose_tiles
-from rayk.kernels.paged_attention.triton import (
-    combine_splits_kernel,
-    paged_attention_decode_kernel,
-    paged_attention_kernel,
-)
+from rayk.kernels.paged_attention.triton import paged_attention_decode_kernel, paged_attention_kernel
+from rayk.kernels.quantise import QuantisedKV, head_size_v
 from rayk.kernels.target import current_target
 
 SPLITS_AT_ONCE = 32
@@ -44,7 +42,7 @@ def split_workspace_elements(
 
 def paged_attention_triton(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -66,25 +64,24 @@ def paged_attention_triton(
     keeps one; otherwise torch's allocator provides it (in a CUDA graph, from the graph's own pool).
     `tiles` is for tests.
     """
-    num_slots, stride_n = kv_cache.shape[2], kv_cache.stride(2)
+    pages = _pages(kv_cache)
     assert q.shape[-1] == head_size_k <= 256
-    assert kv_cache.shape[-1] - head_size_k <= 256
-    assert q.stride(-1) == kv_cache.stride(-1) == block_table.stride(-1) == 1
-    assert (num_slots - 1) * stride_n < 2**31, "offsets inside a block are 32-bit"
+    assert head_size_v(kv_cache, head_size_k) <= 256
+    assert q.stride(-1) == block_table.stride(-1) == 1
     call = _Call(
         q,
-        kv_cache,
+        pages,
         block_table,
         seq_lens,
         groups,
-        head_size_k=head_size_k,
+        head_sizes=(head_size_k, head_size_v(kv_cache, head_size_k)),
         scale=scale,
         window=window,
         sinks=sinks,
         soft_cap=soft_cap,
     )
     out_dtype = torch.float32 if INTERPRETED else q.dtype
-    out = torch.empty(*q.shape[:2], call.head_size_v, dtype=out_dtype, device=q.device)
+    out = torch.empty(*q.shape[:2], call.head_sizes[1], dtype=out_dtype, device=q.device)
     if len(q) > 0:
         is_decode = len(q) == len(seq_lens)
         tiles = tiles or call.choose_tiles(decode_only=is_decode)
@@ -97,43 +94,82 @@ def paged_attention_triton(
 
 
 @dataclass(frozen=True)
+class _Pages:
+    """A cache as the kernels take it (see paged_attention_kernel)."""
+
+    keys: torch.Tensor
+    """[B, H, N, ...]: keys, then values unless they lie elsewhere. Bytes, of a quantised cache."""
+    values: torch.Tensor | None = None
+    token_scales: torch.Tensor | None = None
+    scales: str = "none"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for view in (self.keys, self.values):
+            if view is not None:
+                assert view.stride(-1) == 1, "the content axis must be dense"
+                assert (view.shape[2] - 1) * view.stride(2) < 2**31, "offsets inside a block are 32-bit"
+        if self.token_scales is not None:
+            assert all(s % 4 == 0 for s in self.keys.stride()[:3]), "rows are whole float32s"
+
+
+def _pages(kv_cache: torch.Tensor | QuantisedKV) -> _Pages:
+    if not isinstance(kv_cache, QuantisedKV):
+        return _Pages(kv_cache)
+    (keys, scales), (values, _) = kv_cache.raw(kv_cache.k), kv_cache.raw(kv_cache.v)
+    kind = kv_cache.kv_format.scales
+    return _Pages(
+        keys,
+        values if kind == "block" else None,
+        scales if kind == "token_head" else None,
+        kind,
+        kv_cache.k_scale,
+        kv_cache.v_scale,
+    )
+
+
+@dataclass(frozen=True)
 class _Call:
     """What both forms are told."""
 
     q: torch.Tensor
-    kv_cache: torch.Tensor
+    pages: _Pages
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     groups: HeadGroups
     _: KW_ONLY
-    head_size_k: int
+    head_sizes: tuple[int, int]
+    """Of keys and of values."""
     scale: float
     window: int | None
     sinks: torch.Tensor | None
     soft_cap: float | None
 
     @property
-    def head_size_v(self) -> int:
-        return self.kv_cache.shape[-1] - self.head_size_k
-
-    @property
     def padded(self) -> tuple[int, int]:
         """Head sizes of keys and values as tiles hold them."""
-        return tuple(max(16, triton.next_power_of_2(n)) for n in (self.head_size_k, self.head_size_v))
+        size_k, size_v = (max(16, triton.next_power_of_2(n)) for n in self.head_sizes)
+        return size_k, size_v
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether pages hold another dtype than the queries', and all is multiplied in float32. Quantised
+        ones are decoded into the queries' dtype."""
+        return self.pages.scales == "none" and self.q.dtype != self.pages.keys.dtype
 
     def choose_tiles(self, *, decode_only: bool) -> Tiles:
-        mixed = self.q.dtype != self.kv_cache.dtype
         return choose_tiles(
             current_target(),
             decode_only=decode_only,
             group_size=self.groups.group_size,
             row_elements=max(self.padded),
-            itemsize=4 if mixed else self.q.element_size(),
+            itemsize=4 if self.is_mixed else self.q.element_size(),
         )
 
     def choose_num_splits(self) -> int:
         """From fixed maxima only: the same for every step that a CUDA graph captured."""
-        most_keys = self.block_table.shape[1] * self.kv_cache.shape[2]
+        most_keys = self.block_table.shape[1] * self.pages.keys.shape[2]
         return choose_num_splits(
             current_target(),
             num_programs=len(self.seq_lens) * len(self.groups.kv_heads),
@@ -143,32 +179,40 @@ class _Call:
     def arguments(self, tiles: Tiles) -> dict[str, Any]:
         """Of either attention kernel."""
         padded_k, padded_v = self.padded
-        stride_b, stride_h, stride_n, _ = self.kv_cache.stride()
+        pages = self.pages
+        stride_b, stride_h, stride_n, _ = pages.keys.stride()
+        values_strides = (0, 0, 0) if pages.values is None else pages.values.stride()[:3]
         # An option that only NVIDIA's backend knows.
         limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
         return {
             "q": self.q,
-            "kv_cache": self.kv_cache,
+            "kv_cache": pages.keys,
+            "values_cache": pages.values,
+            "scales_cache": pages.token_scales,
             "block_table": self.block_table,
             "seq_lens": self.seq_lens,
             "group_kv_heads": self.groups.kv_heads_tensor,
             "group_query_heads": self.groups.query_heads_tensor,
             "sinks": self.sinks,
-            "scale": float(self.scale),
+            "scale": float(self.scale) * pages.k_scale,
+            "v_scale": pages.v_scale,
             "window": self.window or 2**31 - 1,
             "soft_cap": float(self.soft_cap or 0.0),
             "num_columns": self.block_table.shape[1],
-            "num_blocks": self.kv_cache.shape[0],
+            "num_blocks": pages.keys.shape[0],
             "q_stride_t": self.q.stride(0),
             "q_stride_h": self.q.stride(1),
             "stride_b": stride_b,
             "stride_h": stride_h,
             "stride_n": stride_n,
+            "values_stride_b": values_strides[0],
+            "values_stride_h": values_strides[1],
+            "values_stride_n": values_strides[2],
             "num_query_heads": self.q.shape[1],
             "table_stride": self.block_table.stride(0),
-            "NUM_SLOTS": self.kv_cache.shape[2],
-            "HEAD_K": self.head_size_k,
-            "HEAD_V": self.head_size_v,
+            "NUM_SLOTS": pages.keys.shape[2],
+            "HEAD_K": self.head_sizes[0],
+            "HEAD_V": self.head_sizes[1],
             "PADDED_K": padded_k,
             "PADDED_V": padded_v,
             "GROUP": self.groups.group_size,
@@ -178,7 +222,8 @@ class _Call:
             "HAS_SINKS": self.sinks is not None,
             "HAS_CAP": self.soft_cap is not None,
             # Unlike dtypes are multiplied in float32; the interpreter has no bf16 arithmetic.
-            "WIDEN": INTERPRETED or self.q.dtype != self.kv_cache.dtype,
+            "SCALES": pages.scales,
+            "WIDEN": INTERPRETED or self.is_mixed,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
         } | limit

@@ -9,6 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rayk.kernels.paged_attention.content import load_keys, load_values
+from rayk.kernels.paged_attention.splits import keys_per_split
+
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
 
@@ -60,11 +63,15 @@ def _attend(
     b_sum,
     b_acc,
     p_cache,
+    p_values,
+    p_scales,
     p_table,
     num_columns,
     num_blocks,
     stride_b,
     stride_n,
+    values_stride_b,
+    values_stride_n,
     first_key,
     end_key,
     scale,
@@ -77,13 +84,14 @@ def _attend(
     EDGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Go on attending query rows to keys first_key .. end_key - 1 of one sequence and KV head.
 
     Without EDGE these are whole tiles, and every row sees all of them; with EDGE and CAUSAL a row sees what
     its position allows. b_max and b_sum [ROWS], and b_acc [ROWS, PADDED_V], the weighted sum of values not
-    yet divided, are the softmax so far; returns them.
+    yet divided, are the softmax so far; returns them. p_cache, p_values and p_scales: see the kernels.
     """
     o_k = tl.arange(0, b_q.shape[1])
     o_v = tl.arange(0, b_acc.shape[1])
@@ -95,18 +103,25 @@ def _attend(
         m_block = (b_block >= 0) & (b_block < num_blocks)
         # No mask on keys: what lies beyond the end is read in the null block, and never seen.
         b_block = tl.where(m_block, b_block, 0).to(tl.int64)
-        p_row = p_cache + b_block * stride_b + (o_key % NUM_SLOTS) * stride_n
-        b_k = tl.load(p_row[None, :] + o_k[:, None], mask=(o_k < HEAD_K)[:, None], other=0.0)
+        o_slot = o_key % NUM_SLOTS
+        p_row = p_cache + b_block * stride_b + o_slot * stride_n
+        b_k = load_keys(p_row, o_k, b_q.dtype, HEAD_K, SCALES, WIDEN)
+        p_value, p_scale = p_row + HEAD_K, p_row
+        if SCALES == "block":
+            p_value = p_values + b_block * values_stride_b + o_slot * values_stride_n
+        if SCALES == "token_head":
+            # Of a key, then of its value. Pages are whole float32s.
+            p_scale = p_scales + b_block * (stride_b // 4) + o_slot * (stride_n // 4)
         m_v = (o_v < HEAD_V)[None, :]
         if EDGE:
             # A weight of zero does not undo a NaN.
             m_v = m_v & m_block[:, None]
-        b_v = tl.load(p_row[:, None] + HEAD_K + o_v[None, :], mask=m_v, other=0.0)
-        if WIDEN:
-            b_k = b_k.to(tl.float32)
-            b_v = b_v.to(tl.float32)
+        b_v = load_values(p_value, p_scale + 1, m_v, m_block, o_v, b_q.dtype, HEAD_V, SCALES, WIDEN)
         b_broken = tl.where(m_block, 0.0, float("nan"))
-        b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale + b_broken[None, :]
+        b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale
+        if SCALES == "token_head":
+            b_scores *= tl.load(p_scale, mask=m_block, other=0.0)[None, :]
+        b_scores += b_broken[None, :]
         if HAS_CAP:
             b_scores = soft_cap * _tanh(b_scores * (1.0 / soft_cap))
         if EDGE:
@@ -144,6 +159,8 @@ def _start_softmax(sinks, b_head, m_row, PADDED_V: tl.constexpr, HAS_SINKS: tl.c
 def paged_attention_kernel(
     q,
     kv_cache,
+    values_cache,
+    scales_cache,
     out,
     block_table,
     query_start_loc,
@@ -152,6 +169,7 @@ def paged_attention_kernel(
     group_query_heads,
     sinks,
     scale,
+    v_scale,
     window,
     soft_cap,
     num_requests,
@@ -162,6 +180,9 @@ def paged_attention_kernel(
     stride_b,
     stride_h,
     stride_n,
+    values_stride_b,
+    values_stride_h,
+    values_stride_n,
     num_query_heads,
     table_stride,
     NUM_SLOTS: tl.constexpr,
@@ -175,9 +196,15 @@ def paged_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Any batch. Grid: (tokens // TILE_Q + requests, groups), where TILE_Q = ROWS // GROUP tokens."""
+    """Any batch. Grid: (tokens // TILE_Q + requests, groups), where TILE_Q = ROWS // GROUP tokens.
+
+    kv_cache holds keys then values, unless SCALES is block: then values lie in values_cache, both with their
+    scales behind them. scales_cache: where (head, token)s have scales, those of keys (float32; of values
+    behind each). v_scale: of the layer; that of keys is in `scale`.
+    """
     TILE_Q: tl.constexpr = ROWS // GROUP
     i_tile = tl.program_id(0)
     i_g = tl.program_id(1)
@@ -204,7 +231,13 @@ def paged_attention_kernel(
     first_key = 0
     if HAS_WINDOW:
         first_key = tl.maximum(num_before + first_query - window + 1, 0)
-    p_cache = kv_cache + tl.load(group_kv_heads + i_g).to(tl.int64) * stride_h
+    i_h = tl.load(group_kv_heads + i_g).to(tl.int64)
+    p_cache = kv_cache + i_h * stride_h
+    p_values, p_scales = p_cache, p_cache
+    if SCALES == "block":
+        p_values = values_cache + i_h * values_stride_h
+    if SCALES == "token_head":
+        p_scales = scales_cache + i_h * (stride_h // 4)
     p_table = block_table + i_r.to(tl.int64) * table_stride
     b_position = num_before + o_query
     b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS)
@@ -217,11 +250,15 @@ def paged_attention_kernel(
             b_sum,
             b_acc,
             p_cache,
+            p_values,
+            p_scales,
             p_table,
             num_columns,
             num_blocks,
             stride_b,
             stride_n,
+            values_stride_b,
+            values_stride_n,
             first_key,
             end_whole,
             scale,
@@ -234,6 +271,7 @@ def paged_attention_kernel(
             False,
             True,
             HAS_CAP,
+            SCALES,
             WIDEN,
         )
         first_key = end_whole
@@ -244,11 +282,15 @@ def paged_attention_kernel(
         b_sum,
         b_acc,
         p_cache,
+        p_values,
+        p_scales,
         p_table,
         num_columns,
         num_blocks,
         stride_b,
         stride_n,
+        values_stride_b,
+        values_stride_n,
         first_key,
         end_key,
         scale,
@@ -261,9 +303,12 @@ def paged_attention_kernel(
         True,
         True,
         HAS_CAP,
+        SCALES,
         WIDEN,
     )
     b_out = b_acc / tl.where(m_row, b_sum, 1.0)[:, None]
+    if SCALES != "none":
+        b_out *= v_scale
     o_v = tl.arange(0, PADDED_V)
     p_out = out + (b_token * num_query_heads + b_head) * HEAD_V
     tl.store(
@@ -273,16 +318,12 @@ def paged_attention_kernel(
     )
 
 
-@triton.jit
-def keys_per_split(num_keys, num_splits, TILE_KEYS: tl.constexpr):
-    """Whole tiles, so that only the last split with any keys ends inside one."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE_KEYS), 1) * TILE_KEYS
-
-
 @triton.jit(do_not_specialize=_VARYING)
 def paged_attention_decode_kernel(
     q,
     kv_cache,
+    values_cache,
+    scales_cache,
     out,
     split_stats,
     block_table,
@@ -291,6 +332,7 @@ def paged_attention_decode_kernel(
     group_query_heads,
     sinks,
     scale,
+    v_scale,
     window,
     soft_cap,
     num_splits,
@@ -301,6 +343,9 @@ def paged_attention_decode_kernel(
     stride_b,
     stride_h,
     stride_n,
+    values_stride_b,
+    values_stride_h,
+    values_stride_n,
     num_query_heads,
     table_stride,
     NUM_SLOTS: tl.constexpr,
@@ -314,10 +359,11 @@ def paged_attention_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    SCALES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One token a request. Grid: (requests, groups, num_splits).
+    """One token a request. Grid: (requests, groups, num_splits). Caches as in paged_attention_kernel.
 
     IS_SPLIT: out is [R, Q, num_splits, Dv] float32, not divided; split_stats [R, Q, num_splits, 2] float32
     takes maximum and sum. Splits without keys write nothing.
@@ -345,7 +391,13 @@ def paged_attention_decode_kernel(
     )
     # A sink counts once: the combining kernel adds it where keys are split.
     b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS and not IS_SPLIT)
-    p_cache = kv_cache + tl.load(group_kv_heads + i_g).to(tl.int64) * stride_h
+    i_h = tl.load(group_kv_heads + i_g).to(tl.int64)
+    p_cache = kv_cache + i_h * stride_h
+    p_values, p_scales = p_cache, p_cache
+    if SCALES == "block":
+        p_values = values_cache + i_h * values_stride_h
+    if SCALES == "token_head":
+        p_scales = scales_cache + i_h * (stride_h // 4)
     p_table = block_table + i_r * table_stride
     end_whole = first_key + (end_key - first_key) // TILE_KEYS * TILE_KEYS
     b_max, b_sum, b_acc = _attend(
@@ -355,11 +407,15 @@ def paged_attention_decode_kernel(
         b_sum,
         b_acc,
         p_cache,
+        p_values,
+        p_scales,
         p_table,
         num_columns,
         num_blocks,
         stride_b,
         stride_n,
+        values_stride_b,
+        values_stride_n,
         first_key,
         end_whole,
         scale,
@@ -372,6 +428,7 @@ def paged_attention_decode_kernel(
         False,
         False,
         HAS_CAP,
+        SCALES,
         WIDEN,
     )
     b_max, b_sum, b_acc = _attend(
@@ -381,11 +438,15 @@ def paged_attention_decode_kernel(
         b_sum,
         b_acc,
         p_cache,
+        p_values,
+        p_scales,
         p_table,
         num_columns,
         num_blocks,
         stride_b,
         stride_n,
+        values_stride_b,
+        values_stride_n,
         end_whole,
         end_key,
         scale,
@@ -398,8 +459,11 @@ def paged_attention_decode_kernel(
         True,
         False,
         HAS_CAP,
+        SCALES,
         WIDEN,
     )
+    if SCALES != "none":
+        b_acc *= v_scale
     b_row = (i_r * num_query_heads + b_head) * num_splits + i_s
     if IS_SPLIT:
         p_stats = split_stats + b_row * 2
@@ -414,56 +478,3 @@ def paged_attention_decode_kernel(
         b_acc.to(out.dtype.element_ty),
         mask=m_row[:, None] & (o_v < HEAD_V)[None, :],
     )
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def combine_splits_kernel(
-    split_out,
-    split_stats,
-    out,
-    seq_lens,
-    sinks,
-    window,
-    num_splits,
-    HEAD_V: tl.constexpr,
-    PADDED_V: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Add up what the splits of one (request, query head) found. Grid: (requests, query heads)."""
-    i_r = tl.program_id(0).to(tl.int64)
-    i_h = tl.program_id(1)
-    i_row = i_r * tl.num_programs(1) + i_h
-    num_keys = tl.load(seq_lens + i_r)
-    if HAS_WINDOW:
-        num_keys = tl.minimum(num_keys, window)
-    num_live = tl.cdiv(num_keys, keys_per_split(num_keys, num_splits, TILE_KEYS))
-    b_max = float("-inf")
-    b_sum = 0.0
-    if HAS_SINKS:
-        b_max = tl.load(sinks + i_h)
-        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
-    o_v = tl.arange(0, PADDED_V)
-    b_acc = tl.zeros([PADDED_V], tl.float32)
-    for start in range(0, num_live, AT_ONCE):
-        o_s = start + tl.arange(0, AT_ONCE)
-        m_live = o_s < num_live
-        p_split = split_stats + (i_row * num_splits + o_s) * 2
-        b_split_max = tl.load(p_split, mask=m_live, other=float("-inf"))
-        b_split_sum = tl.load(p_split + 1, mask=m_live, other=0.0)
-        b_split = tl.load(
-            split_out + ((i_row * num_splits + o_s) * HEAD_V)[:, None] + o_v[None, :],
-            mask=m_live[:, None] & (o_v < HEAD_V)[None, :],
-            other=0.0,
-        )
-        b_new_max = tl.maximum(b_max, tl.max(b_split_max, 0))
-        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_weight = tl.exp2((b_split_max - b_base) * 1.4426950408889634)
-        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
-        b_sum = b_sum * b_shrink + tl.sum(b_split_sum * b_weight, 0)
-        b_acc = b_acc * b_shrink + tl.sum(b_split * b_weight[:, None], 0)
-        b_max = b_new_max
-    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
-    tl.store(out + i_row * HEAD_V + o_v, b_out.to(out.dtype.element_ty), mask=o_v < HEAD_V)
