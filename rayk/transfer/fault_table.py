@@ -77,11 +77,13 @@ class Expected:
     """What a fault must lead to."""
 
     verdict: str
-    is_recovered: bool = False
-    """The request it strikes would have failed, and the policy saved it."""
+    is_recovered: bool | None = False
+    """The request it strikes would have failed, and the policy saved it; None: that depends on what had
+    arrived by then."""
 
     def __str__(self) -> str:
-        return f"{self.verdict}, recovered" if self.is_recovered else self.verdict
+        note = {True: ", recovered", False: "", None: ", recovered if need be"}[self.is_recovered]
+        return self.verdict + note
 
 
 def all_faults() -> Iterator[Fault]:
@@ -108,9 +110,18 @@ def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -
     dead_for_good = verdict == "ENGINE_ERROR" and fault.kind != "restart"
     if dead_for_good and policy == "migrate" and num_producers == 1:
         return Expected(verdict)
-    # The KV was handed over before the engine died: its end alone fails no request.
-    needs_producer = fault.point != "free" or fault.role == "decode"
-    return Expected("PASS", is_recovered=needs_producer)
+    return Expected("PASS", is_recovered=_needs_recovery(fault, mode))
+
+
+def _needs_recovery(fault: FaultLike, mode: str) -> bool | None:
+    """Whether the request that a fault strikes cannot go on as it is."""
+    if fault.kind not in RANK_KINDS or fault.role == "decode":
+        return True
+    if fault.kind == "stop" and mode == "pull":
+        return None  # a decode engine reads from a stopped one what the network gives
+    if fault.point in ("free", "lease_renewal") or (fault.point == "notify" and mode == "pull"):
+        return None  # some ranks, or requests, have what they need
+    return True
 
 
 def _plainly(fault: FaultLike, mode: str) -> tuple[str, bool]:

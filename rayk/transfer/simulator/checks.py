@@ -1,0 +1,72 @@
+"""What must hold when a world is over."""
+
+from __future__ import annotations
+
+from rayk.transfer.fault_table import Expected, Fault, expected
+from rayk.transfer.recovery import Policy
+from rayk.transfer.simulator.consumer import Consumer
+from rayk.transfer.simulator.producer import TICK
+from rayk.transfer.simulator.requests import MAX_OUTPUT, right_token
+from rayk.transfer.simulator.world import REQUEST_DEADLINE, World
+
+
+def check(world: World, wanted: Expected | None = None) -> list[str]:
+    """Everything that is wrong with a world that is over, one line each; `wanted`: what had to come out."""
+    problems = list(world.violations)
+    for request in world.requests:
+        name = f"r{request.index}"
+        if request.ended != 1:
+            problems.append(f"{name} ended {request.ended} times, at {request.stage}")
+        if request.ended_at > REQUEST_DEADLINE:
+            problems.append(f"{name} ended at {request.ended_at}, after its deadline")
+        right = [right_token(request.index, i) for i in range(MAX_OUTPUT)]
+        found = request.stream.token_ids
+        is_short = request.error is not None or request.is_aborted
+        if found != (right[: len(found)] if is_short else right):
+            problems.append(f"{name} streamed {found} instead of {right}")
+    problems += _check_ledgers(world)
+    if wanted is not None:
+        problems += _check_outcome(world, wanted)
+    return problems
+
+
+def _check_ledgers(world: World) -> list[str]:
+    problems = []
+    for engine in world.engines:
+        memory = engine.memory
+        if engine.alive and memory.num_held:
+            holders = {h for h in memory.holders if h is not None}
+            problems.append(
+                f"{memory.name} took {memory.num_taken} blocks and holds {memory.num_held}: {holders}"
+            )
+        for receiver in engine.receivers if isinstance(engine, Consumer) else ():
+            late = receiver.finished_at - receiver.deadline
+            if engine.alive and receiver.verdict is None:
+                problems.append(f"{memory.name} rank {receiver.rank} has no verdict")
+            elif late > TICK:
+                problems.append(f"{memory.name} rank {receiver.rank} has its verdict {late} late")
+            elif engine.alive and not receiver.session.is_drained:
+                problems.append(f"{memory.name} rank {receiver.rank} still has something in flight")
+    return problems
+
+
+def _check_outcome(world: World, wanted: Expected) -> list[str]:
+    found = Expected(world.verdict(), world.is_recovered)
+    # A write of an attempt that was begun again is void, whatever befell it.
+    hits_writes = any(s.fault.point in ("post", "mid_transfer") for s in world.strikes)
+    may_miss = not world.struck or (world.num_preempted > 0 and world.mode == "push" and hits_writes)
+    if may_miss and found == Expected("PASS", is_recovered=False):
+        return []
+    if found.verdict != wanted.verdict:
+        return [f"the verdict is {found}, not {wanted}"]
+    if wanted.is_recovered not in (None, found.is_recovered):
+        return [f"it ended in {found}, not {wanted}"]
+    return []
+
+
+def simulate(
+    seed: int, fault: Fault, mode: str, policy: Policy, *, tracing: bool = False
+) -> tuple[World, list[str]]:
+    """A world with one fault, over, and what is wrong with it."""
+    world = World(seed, (fault,), mode=mode, policy=policy, tracing=tracing).run()
+    return world, check(world, expected(fault, mode, policy))
