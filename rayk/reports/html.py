@@ -17,6 +17,7 @@ from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
 from rayk.reports.plots import make_plots
 from rayk.reports.result import Result, load
+from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.verdicts import format_bytes, format_value, headline, tells_fast_prefill, told_columns, tone
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -50,6 +51,7 @@ def render(result: Result) -> str:
         stats=_stats(result),
         grids=verdict_grids(result.cells),
         table=_cell_table(result.cells),
+        staging=_staging_table(result),
         tells_fast_prefill=tells_fast_prefill(result.cells),
         plot_ids=[plot["id"] for plot in plots],
         plots_json=script_json(plots),
@@ -143,6 +145,13 @@ def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:
     for record in cells.to_dict(orient="records"):
         rows.append([table_cell(record, column, spec) for _, column, spec in columns])
     return {"head": [(title, bool(spec)) for title, _, spec in columns], "rows": rows}
+
+
+def _staging_table(result: Result) -> dict[str, Any] | None:
+    """What transfers chose; None where none had a choice."""
+    records = staging_records(result.cells, result.transfers)
+    rows = [[table_cell(record, column, spec) for _, column, spec in COLUMNS] for record in records]
+    return {"head": [(title, bool(spec)) for title, _, spec in COLUMNS], "rows": rows} if rows else None
 
 
 def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pandas as pd
 from rayk.reports.files import TABLES, atomic_path
 from rayk.reports.grids import verdict_grids
 from rayk.reports.result import Result
-from rayk.reports.verdicts import headline, table_rows, told_columns
+from rayk.reports.staging import COLUMNS, staging_records
+from rayk.reports.verdicts import format_value, headline, table_rows, told_columns
 
 
 def markdown(result: Result) -> str:
@@ -23,6 +24,10 @@ def markdown(result: Result) -> str:
         rows = [[label, *(_grid_text(c) for c in cells)] for label, cells in grid["rows"]]
         lines += [*markdown_table([grid["corner"], *grid["columns"]], rows), ""]
     titles = [title for title, _, _ in told_columns(result.cells)]
+    choices = staging_records(result.cells, result.transfers)
+    if choices:
+        rows = [[format_value(record[column], spec) for _, column, spec in COLUMNS] for record in choices]
+        lines += ["## Staging", "", *markdown_table([title for title, _, _ in COLUMNS], rows), ""]
     lines += ["## Cells", "", *markdown_table(titles, table_rows(result.cells)), ""]
     return "\n".join(lines)
 
