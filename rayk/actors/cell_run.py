@@ -17,6 +17,7 @@ from rayk.actors.diagnosis import diagnose
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.push_flow import reserved
 from rayk.actors.sampled import note_sampling, with_seed
+from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
 from rayk.sched.policies import get_policy
@@ -70,6 +71,7 @@ class CellRun:
         self._capture = capture
         self._engines = Engines(cell, engines, form_again)
         self._policy = get_policy(cell.policy)
+        self._num_reservations = 0
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._ticket_ns: dict[str, int] = {}
         """When each request's ticket came here."""
@@ -143,6 +145,8 @@ class CellRun:
             prefill = await self._engines.live("prefill", attempt.p)
             decode = await self._engines.live("decode", attempt.d)
             async with reserved(self._cell, prefill, decode, attempt.request, row) as reservation:
+                self._num_reservations += 1
+                reservation = as_it_arrives(self._cell, reservation, self._num_reservations)
                 await self._prefill(attempt, row, reservation=reservation)
         else:
             await self._prefill(attempt, row)

@@ -17,6 +17,7 @@ from rayk.actors.pushing import Pushing
 from rayk.actors.receiving import Incoming, Receiving
 from rayk.actors.reservations import Reservations, Wish
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.seal import is_whole
 from rayk.types.errors import RaykError, TransferError
 
 if TYPE_CHECKING:
@@ -58,6 +59,10 @@ class TransferHandover:
         by an engine that is lost. `reservation`: where its KV is pushed to while it is prefilled."""
 
         def start() -> None:
+            if reservation is not None and not is_whole(reservation):
+                error = TransferError(request.request_id, "its reservation was changed on the way")
+                sink(RequestEvent(request_id=request.request_id, error=error))
+                return
             if not self.leader.open(request, sink, max_tokens=1 if hand_over else None):
                 return
             if reservation is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rayk.actors.commands import BlockTables, EndReservation, Reserve
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded, RaykError
 
@@ -129,7 +130,7 @@ class Reservations:
         )
         held.is_given = True
         info = {"stage_ns": {"reserve": held.reserved_ns - held.wish.asked_ns}}
-        self.leader.emit(RequestEvent(request_id=command.request_id, payload=reservation, info=info))
+        self.leader.emit(RequestEvent(request_id=command.request_id, payload=sealed(reservation), info=info))
 
     def claim(self, request_id: str, reservation_id: str) -> BlockTables | None:
         """The request's ticket is here: its blocks are the request's from now on. None where they were given

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rayk.actors.commands import Describe, StartRead, Wire
+from rayk.actors.commands import BlockTables, Describe, Reserve, StartRead, Wire
 from rayk.actors.extension import RankNews, TransferExtension, refusal
 from rayk.actors.planted import PlantedFault
 from rayk.engine.rank import EngineRank
 from rayk.specs import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.faults import CORRUPT_HANDSHAKE, committing_role, side_of
+from rayk.transfer.agent import TransferAgent
 from rayk.transfer.fault_table import POINTS, RANK_KINDS
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.strikes import Strike
-from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import TransferError
 
 DESCRIBE = "describe"
@@ -77,9 +78,24 @@ def _strike(fault: FaultSpec, mode: str) -> Strike:
     )
 
 
+PUSHED_POINTS = ("post", "mid_transfer", "notify")
+"""Points at which a rank that pushes acts, through the agent of its pusher."""
+
+
 def strike_process(kind: str) -> None:
     """What becomes of this rank's process: stopped, or ended as hard as can be."""
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+
+
+def struck_pusher(agent: TransferAgent, role: str, strikes: Sequence[Strike]) -> TransferAgent:
+    """A pusher's agent, with the strikes that hit it; the agent itself where none does."""
+    hits = [s for s in strikes if s.point in PUSHED_POINTS and s.remote != role]
+    if not hits:
+        return agent
+    faulty = FaultyAgent(agent, strike_process, role)
+    for strike in hits:
+        faulty.plant(strike)
+    return faulty
 
 
 class StruckExtension(TransferExtension):
@@ -106,8 +122,10 @@ class StruckExtension(TransferExtension):
             case Wire():
                 with self._struck.wiring():
                     return super().execute(command)
-            case StartRead():
+            case StartRead() if command.ticket.reservation_id is None:
                 return self._struck_start(command)
+            case Reserve():
+                return self._struck_reserve(command)
         return super().execute(command)
 
     def poll(self) -> RankNews | None:
@@ -137,6 +155,17 @@ class StruckExtension(TransferExtension):
             command = replace(command, ticket=_other_ticket(command.ticket))
         return super().execute(command)
 
+    def _struck_reserve(self, command: Reserve) -> object:
+        strike = self._struck.passes("reserve")
+        if strike is None:
+            return super().execute(command)
+        time.sleep(strike.hold_s)  # the whole rank is late
+        if strike.kind == "drop":
+            return TransferError(command.request_id, "the reservation got lost")
+        if strike.kind == "duplicate":
+            super().execute(command)
+        return super().execute(command)
+
 
 def _other_model(description: CacheDescription) -> CacheDescription:
     """As a rank that loaded something else would describe itself."""
@@ -147,10 +176,20 @@ def _other_model(description: CacheDescription) -> CacheDescription:
 
 
 def _other_ticket(ticket: TransferTicket) -> TransferTicket:
-    """With two blocks exchanged, or one that is another."""
-    first = next(i for i, table in enumerate(ticket.block_tables) if any(table))
-    tables = list(ticket.block_tables)
-    tables[first] = (
-        (*tables[first][1:], tables[first][0]) if len(tables[first]) > 1 else (tables[first][0] + 1,)
-    )
-    return replace(ticket, block_tables=tuple(tables))
+    return replace(ticket, block_tables=_exchanged(ticket.block_tables))
+
+
+def _exchanged(block_tables: BlockTables) -> BlockTables:
+    """Other blocks in the first table that has any."""
+    first = next(i for i, table in enumerate(block_tables) if any(table))
+    tables, changed = list(block_tables), block_tables[first]
+    tables[first] = (*changed[1:], changed[0]) if len(changed) > 1 else (changed[0] + 1,)
+    return tuple(tables)
+
+
+def as_it_arrives(cell: Cell, reservation: Reservation, number: int) -> Reservation:
+    """The `number`-th reservation of a cell, from 1, at the prefill engine: changed if a fault says so."""
+    faults = [f for f in cell.faults if (f.kind, f.point) == ("corrupt", "reserve")]
+    if all((f.step or 1) != number for f in faults):
+        return reservation
+    return replace(reservation, block_tables=_exchanged(reservation.block_tables))

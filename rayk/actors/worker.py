@@ -27,7 +27,7 @@ from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.push_flow import PushSettings
-from rayk.actors.struck import StruckExtension, strike_process
+from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
@@ -157,6 +157,7 @@ class Worker:
             "decode_graphs": self._rank.graphs_note,
             "num_fast_prefill_layers": len(self._rank.fast_prefill_layers),
             "layout": plan.resolution.layout.name,
+            "kv_scales": self._rank.decoder.kv_scales,
             "vetoes": plan.resolution.vetoes,
             "block_sizes": [g.spec.block_size for g in plan.groups],
             "kernel_block_sizes": list(plan.kernel_block_sizes),
@@ -348,10 +349,12 @@ class Worker:
             "faults": spec.faults,
             "on_point": self._on_point,
         }
-        if spec.push is not None:
-            settings["make_push_agent"] = lambda: NixlAgent(f"{name}-push", error_handling=handling)
-            settings["push_layers"] = spec.push.layers
         strikes = [f.strike for f in spec.faults if f.strike is not None]
+        if spec.push is not None:
+            settings["push_layers"] = spec.push.layers
+            settings["make_push_agent"] = lambda: struck_pusher(
+                NixlAgent(f"{name}-push", error_handling=handling), spec.role, strikes
+            )
         if not strikes:
             return TransferExtension(rank, agent, **settings)
         faulty = FaultyAgent(agent, strike_process, spec.role)

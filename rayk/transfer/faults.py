@@ -15,6 +15,7 @@ import torch
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferAgent, TransferState
+from rayk.transfer.sealed import unseal
 from rayk.transfer.strikes import Held, Strike, StrikeMessage, Strikes
 from rayk.types.errors import TransferError
 
@@ -165,7 +166,7 @@ class FaultyAgent:
         """See TransferAgent."""
         _, local = self._lists[handle]
         is_data = local.lengths.tolist() != [GENERATION_BYTES]
-        strike = self._struck(*self._points(is_data))
+        strike = self.passes(*self._points(is_data))
         if strike is not None and strike.kind == "corrupt" and strike.point == "post":
             remote_indices = _of_next_block(remote_indices, local.num_blocks)
         transfer = self._start(strike, lambda: self._agent.read(handle, local_indices, remote_indices))
@@ -183,7 +184,7 @@ class FaultyAgent:
     ) -> Transfer:
         """See TransferAgent."""
         _, local = self._lists[handle]
-        strike = self._struck("post", "mid_transfer")
+        strike = self.passes("post", "mid_transfer")
         if strike is not None and strike.kind == "corrupt":
             # A write's bytes are out of reach once they are under way: other pages' are sent.
             local_indices = _of_next_block(local_indices, local.num_blocks)
@@ -223,7 +224,7 @@ class FaultyAgent:
 
     def notify(self, peer: str, message: bytes) -> None:
         """See TransferAgent."""
-        strike = self._struck(_point_of(message)) if _point_of(message) else None
+        strike = self.passes(_point_of(message)) if _point_of(message) else None
         if strike is None:
             self._agent.notify(peer, message)
             for mail in [m for m in self._mail if m.is_reordered]:
@@ -261,7 +262,7 @@ class FaultyAgent:
             return ("handshake",)
         return ("post", "mid_transfer") if is_data else ("notify",)
 
-    def _struck(self, *points: str) -> Strike | None:
+    def passes(self, *points: str) -> Strike | None:
         """The strike at what passes now; a rank that is to die does so here, or is told to."""
         strike = self._strikes.take(*points)
         if strike is not None and strike.is_of_rank:
@@ -300,12 +301,14 @@ def _of_next_block(indices: Ints32, num_blocks: int) -> Ints32:
     return moved
 
 
+POINT_OF_MESSAGE = {"release": "free", "renew": "lease_renewal", "arrived": "notify"}
+
+
 def _point_of(message: bytes) -> str:
     """The point that a message belongs to; empty for any other."""
-    for kind, point in ((b'["release"', "free"), (b'["renew"', "lease_renewal"), (b'["arrived"', "notify")):
-        if message.startswith(kind):
-            return point
-    return ""
+    content = unseal(message)
+    kind = content[0] if isinstance(content, list) and content else None
+    return POINT_OF_MESSAGE.get(kind, "") if isinstance(kind, str) else ""
 
 
 def reuse_early(caches: CanonicalKVCaches, block_ids: Sequence[int], fill: int = 0x11) -> None:
