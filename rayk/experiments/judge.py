@@ -16,7 +16,9 @@ from rayk.experiments.compare import (
     compare_values,
     measure_values,
 )
+from rayk.experiments.dequantised import dequantised
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
+from rayk.experiments.quantised import Tokens, Twins, compare_forced, rounding_of
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, untraced
 from rayk.kv.groups import measure_waste, waste_tokens
@@ -52,8 +54,9 @@ class CellJudge:
         self._model = model
         self._config = config
         self._directory = directory / "reference"
-        self._by_dtype: dict[str, References] = {}
+        self._known: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
+        self.twins = Twins()
 
     def asks(self, cell: Cell) -> bool:
         """Whether `ask` has anything to ask for a cell."""
@@ -61,7 +64,7 @@ class CellJudge:
 
     def ask(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference's answers ready for a cell."""
-        if "tokens" in cell.checks:
+        if "tokens" in cell.checks and not cell.is_quantised:
             self._references(cell).outputs(prompts, cell.sampling)
         if self.needs_capture(cell):
             self._kv_bounds(cell, prompts)
@@ -131,15 +134,17 @@ class CellJudge:
         )
 
     def _references(self, cell: Cell) -> References:
-        dtype = cell.prefill.dtype
-        if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = References(
-                self._model, self._directory, dtype, routed=self._config.is_routed
+        dtype, rounding = cell.prefill.dtype, rounding_of(cell)
+        key = repr((dtype, rounding))
+        if key not in self._known:
+            self._known[key] = References(
+                self._model, self._directory, dtype, routed=self._config.is_routed, rounding=rounding
             )
-        return self._by_dtype[dtype]
+        return self._known[key]
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
-        key = cell.prefill.dtype, tuple(tuple(prompt) for prompt in prompts)
+        kept = repr((cell.prefill.dtype, rounding_of(cell)))
+        key = kept, tuple(tuple(prompt) for prompt in prompts)
         if key not in self._bounds:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
         return self._bounds[key]
@@ -181,13 +186,21 @@ class CellJudge:
         tolerance = NEAR_TIE_LOGITS
         if not references.is_exact:
             tolerance = near_tie_tolerance(finished, references)
-        expected = references.outputs(prompts, cell.sampling)
+        expected: Tokens
+        if cell.is_quantised:
+            expected = self.twins.tokens(cell, prompts)
+        else:
+            answers = references.outputs(prompts, cell.sampling)
+            expected = {i: list(answer.token_ids) for i, answer in enumerate(answers)}
         counts.checks_done.append("tokens")
         counts.num_token_mismatches = 0
         counts.near_tie_tolerance = tolerance
         for row in finished:
-            answer = expected[row.prompt_index].token_ids
-            compared = compare_tokens(row, answer, references, cell.sampling, tolerance)
+            if cell.is_quantised:
+                compared = compare_forced(row, expected.get(row.prompt_index), references, tolerance)
+            else:
+                answer = expected[row.prompt_index]
+                compared = compare_tokens(row, answer, references, cell.sampling, tolerance)
             if compared.first_divergence is None:
                 continue
             if counts.first_divergence is None:
@@ -210,10 +223,12 @@ class CellJudge:
     ) -> None:
         if not outcome.captured:
             return
-        groups = engine_groups(cell.prefill, self._config)
+        kept = engine_groups(cell.prefill, self._config)
+        scales = outcome.facts.get("prefill0", {}).get("kv_scales") or {}
         bounds = self._kv_bounds(cell, prompts)
         references = self._references(cell)
-        for index, captured in sorted(outcome.captured.items()):
+        for index, rows in sorted(outcome.captured.items()):
+            captured, groups = dequantised(rows, kept, scales)
             name, prompt = f"{cell.cell_id}/{index}", prompts[index]
             compare = partial(
                 compare_values,

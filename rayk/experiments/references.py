@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rayk.oracle.quantised import KVRounding
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
 
@@ -25,14 +26,22 @@ class References:
     """
 
     def __init__(
-        self, model: str, cache_dir: Path | None, dtype: str = "float32", *, routed: bool = False
+        self,
+        model: str,
+        cache_dir: Path | None,
+        dtype: str = "float32",
+        *,
+        routed: bool = False,
+        rounding: KVRounding | None = None,
     ) -> None:
+        """`rounding`: of a quantised cache, which eager code then measures as it measures a dtype."""
         self.dtype = dtype
-        self.routed = routed and dtype != "float32"
+        self.routed = routed and (dtype != "float32" or rounding is not None)
         """Whether errors are bounded as `noise` says of routed experts."""
         self._exact = self._eager = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
-        if dtype != "float32":
-            self._eager = Reference(model, dtype, cache_dir=cache_dir)
+        if dtype != "float32" or rounding is not None:
+            self._eager = Reference(model, dtype, rounding=rounding, cache_dir=cache_dir)
+        self._rounding = rounding
         self._rough = self._eager
         if self.routed and dtype == "float16":
             self._rough = Reference(model, "bfloat16", cache_dir=cache_dir)
@@ -46,7 +55,8 @@ class References:
     @property
     def eager_dtype(self) -> str:
         """What errors are measured in."""
-        return self._eager.dtype
+        kept = f" with a cache of {self._rounding.kv_dtype}" if self._rounding is not None else ""
+        return f"{self._eager.dtype}{kept}"
 
     def outputs(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[ReferenceOutput]:
         """Greedy output of each prompt."""

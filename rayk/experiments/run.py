@@ -207,7 +207,11 @@ def _run_cell(
 ) -> None:
     progress.begin(cell.cell_id)
     writer.begin_cell(cell.cell_id)
+    twin = judge.twins.missing(cell, prompts)
+    if twin is not None:
+        judge.twins.keep(twin, prompts, runner.run(twin, prompts, 0, False))
     outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
+    judge.twins.keep(cell, prompts, outcomes[0])
     try:
         row = judge.judge(cell, prompts, outcomes)
     except Exception as error:  # noqa: BLE001 - one broken cell must not end the run

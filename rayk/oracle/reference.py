@@ -23,6 +23,7 @@ from rayk.types.errors import CheckpointError, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rayk.oracle.quantised import KVRounding
     from rayk.oracle.states import Fields
     from rayk.oracle.text import Text
 
@@ -84,6 +85,7 @@ class Reference:
 
     cache_dir:     where answers of generate, teacher_force and score are kept between runs; None keeps none.
     weights_dtype: the weights are rounded to it first: the exact mathematics of a model in that dtype.
+    rounding:      what is cached is rounded as a quantised cache would keep it.
     Raises CheckpointError when there is no checkpoint, UserError for an unknown dtype.
     """
 
@@ -94,6 +96,7 @@ class Reference:
         device: str = "cpu",
         *,
         weights_dtype: str | None = None,
+        rounding: KVRounding | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
         for name in (dtype, weights_dtype or dtype):
@@ -114,6 +117,9 @@ class Reference:
         }
         if self.weights_dtype != dtype:
             self._identity["weights_dtype"] = self.weights_dtype
+        self._rounding = rounding
+        if rounding is not None:
+            self._identity["kv"] = rounding.identity
         self._cache = AnswerCache(None if cache_dir is None else Path(cache_dir))
 
     def generate(
@@ -255,7 +261,7 @@ class Reference:
     def _text(self) -> Text:
         from rayk.oracle.text import Text
 
-        return Text(self._model)
+        return Text(self._model, self._rounding)
 
     def _decode(self, prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int]) -> ReferenceOutput:
         self._check(prompt, max_tokens)

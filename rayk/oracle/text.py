@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rayk.oracle.quantised import KVRounding
 from rayk.oracle.quiet import no_kernel_advice
 
 RECURRENT_TYPES = frozenset({"linear_attention", "hybrid"})
@@ -17,13 +18,16 @@ RECURRENT_TYPES = frozenset({"linear_attention", "hybrid"})
 class Text:
     """What was fed so far. The model's families differ in how they are called; here they do not."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, rounding: KVRounding | None = None) -> None:
+        """`rounding`: of the keys and values that are cached."""
         self._model = model
         self._num_tokens = 0
         accepted = inspect.signature(model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self._takes_positions = "position_ids" in accepted
         self.cache = _new_cache(model.config)
+        if rounding is not None:
+            rounding.attach(self.cache)
 
     def feed(self, token_ids: Sequence[int], *, logits_to_keep: int = 0) -> torch.Tensor:
         """Logits [kept tokens, vocabulary] after more tokens, in the model's dtype; 0 keeps all."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from rayk.kv.formats import engine_format
 from rayk.kv.geometry import layout_veto
 from rayk.kv.layout import resolve_layout
 from rayk.models.config import DecoderConfig
@@ -22,7 +23,7 @@ from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec
 from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.transfer.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.config import EngineConfig
-from rayk.types.errors import LayoutVetoed, SpecError
+from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.request import SamplingParams
 
 TABLED = (*KINDS, "kill_node")
@@ -80,6 +81,26 @@ class Cell:
     gpus_per_worker: float | Literal["auto"]
     """`auto` until the cluster is known."""
     spec: ExperimentSpec
+
+    @property
+    def engines(self) -> tuple[EngineConfig, ...]:
+        """Of each side."""
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+
+    @property
+    def kv_formats(self) -> tuple[str, ...]:
+        """What each side keeps, by its name in kv.formats."""
+        return tuple(engine_format(e.dtype, e.kv_dtype, e.kv_scales) for e in self.engines)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys and values are rounded to a format with scales on any side."""
+        return any(e.kv_dtype != "auto" for e in self.engines)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the decode side keeps another format than the prefill side."""
+        return len(set(self.kv_formats)) > 1
 
     @property
     def num_workers(self) -> int:
@@ -257,9 +278,12 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
         why = why_tp_unsupported(config, engine.tp)
         if why:
             return f"{side}: {why}" if decode else why
-        # Groups are of the engine's own dtype: the check of the spec refuses other kv_dtypes.
-        if engine.layout != "auto" and engine.kv_dtype == "auto":
-            veto = partial(layout_veto, engine_groups(engine, config))
+        try:
+            groups = engine_groups(engine, config)
+        except Unsupported as error:
+            return f"{side}: {error}" if decode else str(error)
+        if engine.layout != "auto":
+            veto = partial(layout_veto, groups)
             try:
                 resolve_layout(engine.layout, [("specs", veto)])
             except LayoutVetoed as error:

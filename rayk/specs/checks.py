@@ -45,6 +45,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         _check_greedy(cell, loaded)
     for key, what in _not_supported(cell):
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
+    _check_formats(cell, loaded)
     _check_prompt_logprobs(cell, loaded)
     check_kernel_blocks(cell, config, loaded)
     check_layer_backends(cell, config, loaded)
@@ -98,6 +99,18 @@ def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loa
             ) from error
 
 
+def _check_formats(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse to push what is converted: pages are written as they are, and conversion reads."""
+    if not cell.is_converted or cell.spec.transfer.mode != "push":
+        return
+    key = "decode.kv_dtype" if cell.spec.decode.kv_dtype else "prefill.kv_dtype"
+    raise SpecError(
+        problem="transfer.mode: push writes pages as they are, and the two sides keep KV in unlike formats",
+        where=loaded.where(key),
+        mend="transfer.mode: pull, which converts on receive; or one kv_dtype",
+    )
+
+
 def _not_supported(cell: Cell) -> list[tuple[str, str]]:
     """(key, what) of everything in the cell that a later version does."""
     spec, engine = cell.spec, cell.spec.engine
@@ -105,11 +118,6 @@ def _not_supported(cell: Cell) -> list[tuple[str, str]]:
         ("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching),
         ("arrival.rate", "arrival.rate (all requests arrive at once)", spec.arrival.rate is not None),
     ]
-    engines = (("prefill", cell.prefill), ("decode", cell.decode))
-    for side, config in engines:
-        if config is not None and config.kv_dtype != "auto":
-            key = f"{side}.kv_dtype" if getattr(spec, side).kv_dtype else "kv_dtype"
-            found.append((key, f"kv_dtype: {config.kv_dtype} (only auto)", True))
     return [(key, what) for key, what, wrong in found if wrong]
 
 

@@ -1,0 +1,68 @@
+"""Captured rows of a quantised cache as the values that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from rayk.actors.commands import CapturedRows
+from rayk.kernels.quantise import Quantised, dequantise
+from rayk.kv.caches import TORCH_DTYPES
+from rayk.kv.fields import PageField
+from rayk.kv.formats import FORMATS
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import KVCacheSpec
+from rayk.transfer.verify import Rows
+
+Scales = Mapping[int, tuple[float, float]]
+
+
+def dequantised(
+    captured: Sequence[CapturedRows], groups: Sequence[KVCacheGroup], scales: Scales
+) -> tuple[list[CapturedRows], list[KVCacheGroup]]:
+    """The same rows, in float32 where they were quantised, by rank; and groups of specs that say so.
+
+    `scales`: layer -> (k, v) of formats that have a scale per layer; 1 for layers that are absent.
+    """
+    specs = {layer: g.spec for g in groups if is_quantised(g.spec) for layer in g.layers}
+    found = [
+        {
+            layer: _plain(rows, specs[layer], scales.get(layer, (1.0, 1.0))) if layer in specs else rows
+            for layer, rows in per_rank.items()
+        }
+        for per_rank in captured
+    ]
+    return found, [replace(g, spec=_plain_spec(g.spec)) if is_quantised(g.spec) else g for g in groups]
+
+
+def is_quantised(spec: KVCacheSpec) -> bool:
+    """Whether values were divided by scales before they were stored."""
+    return spec.has_token_rows and spec.dtype in FORMATS and FORMATS[spec.dtype].is_quantised
+
+
+def _plain_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    return cast(KVCacheSpec, replace(cast(Any, spec), dtype="float32"))
+
+
+def _plain(rows: Rows, spec: KVCacheSpec, scales: tuple[float, float]) -> Rows:
+    """Of one layer on one rank: what is no key or value stays."""
+    fields = {f.name: f for f in spec.fields()}
+    plain = {key: values for key, values in rows.items() if key[0] not in fields}
+    for side, scale in zip(("k", "v"), scales, strict=True):
+        for name, unit in rows:
+            if name != side:
+                continue
+            data = _typed(rows[name, unit], fields[name])
+            beside = f"{side}_scale"
+            own = _typed(rows[beside, unit], fields[beside]) if beside in fields else None
+            values = dequantise(Quantised(data, own), FORMATS[spec.dtype], scale, impl="reference")
+            plain[side, unit] = values.contiguous().view(torch.uint8).numpy()
+    return plain
+
+
+def _typed(rows: np.ndarray, field: PageField) -> torch.Tensor:
+    return torch.from_numpy(np.array(rows)).view(TORCH_DTYPES[field.dtype])

@@ -1,0 +1,106 @@
+"""How cells are judged whose KV is quantised.
+
+Greedy tokens are compared with those of one rayk engine that does all by itself, with the same KV format and
+the prefill engine's TP: a run of its own on the same cluster, kept. Where they differ (another decode TP adds
+up in another order, and a last bit flips a quantisation step), and where there is no such engine because the
+two sides keep unlike formats, every token must be nearly as good as the reference's best, teacher-forced:
+within twice what a cache rounded to the format changes in the reference itself (see `noise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from rayk.experiments.compare import TokenComparison
+from rayk.experiments.references import References
+from rayk.kv.formats import FORMATS
+from rayk.oracle.quantised import KVRounding
+from rayk.specs import Cell
+from rayk.types.rows import RequestRow
+
+if TYPE_CHECKING:
+    from rayk.actors.cell_run import CellOutcome
+
+Prompts = Sequence[Sequence[int]]
+Tokens = Mapping[int, list[int]]
+"""Prompt index -> output tokens."""
+
+
+def rounding_of(cell: Cell) -> KVRounding | None:
+    """What a quantised cell's cache does to values; of two formats the coarser one. None: nothing."""
+    sides = [(FORMATS[name], side) for name, side in zip(cell.kv_formats, cell.engines, strict=True)]
+    kv_format, engine = max(sides, key=lambda s: (s[0].is_quantised, s[0].worst_relative_error))
+    return KVRounding(engine.kv_dtype, engine.kv_scales) if kv_format.is_quantised else None
+
+
+def twin_of(cell: Cell) -> Cell | None:
+    """The cell whose tokens a disaggregated cell's are compared with: one engine that does all of it."""
+    if cell.decode is None or not cell.is_quantised or cell.is_converted or "tokens" not in cell.checks:
+        return None
+    return replace(
+        cell,
+        cell_id=f"{cell.cell_id}~aggregated",
+        mode="aggregated",
+        decode=None,
+        num_prefill_engines=1,
+        num_decode_engines=0,
+        faults=(),
+        repeat=1,
+    )
+
+
+@dataclass
+class Twins:
+    """What aggregated engines said, by engine, prompts and sampling."""
+
+    _tokens: dict[str, Tokens] = field(default_factory=dict)
+
+    def missing(self, cell: Cell, prompts: Prompts) -> Cell | None:
+        """The cell to run before this one can be judged, if any."""
+        twin = twin_of(cell)
+        return twin if twin is not None and _key(cell, prompts) not in self._tokens else None
+
+    def keep(self, cell: Cell, prompts: Prompts, outcome: CellOutcome) -> None:
+        """Remember the tokens of an aggregated cell's requests that ended well."""
+        if cell.decode is None and cell.is_quantised and not cell.faults:
+            tokens = {r.prompt_index: r.output_token_ids for r in outcome.requests if r.error is None}
+            self._tokens.setdefault(_key(cell, prompts), tokens)
+
+    def tokens(self, cell: Cell, prompts: Prompts) -> Tokens:
+        """Those that a cell's must be; requests are absent of which nothing is known."""
+        return self._tokens.get(_key(cell, prompts), {}) if twin_of(cell) is not None else {}
+
+
+def compare_forced(
+    row: RequestRow, expected: Sequence[int] | None, references: References, tolerance: float
+) -> TokenComparison:
+    """A finished request's tokens against an aggregated engine's, or else the reference's view of them.
+
+    `expected` None: there are none, and a request within `tolerance` logits is as it should be.
+    """
+    if expected is not None and row.output_token_ids == list(expected):
+        return TokenComparison(None)
+    found = row.output_token_ids
+    forced = references.forced(row.prompt_token_ids, found)
+    worst = max(range(len(found)), key=lambda i: forced[i].gap)
+    near = forced[worst].gap <= tolerance
+    off = f"at most {forced[worst].gap:.3g} logits below the reference's best (bound {tolerance:.3g})"
+    if expected is None:
+        what = f"request {row.prompt_index}, token {worst}: {found[worst]}, teacher-forced {off}"
+        return TokenComparison(None if near else worst, False, what)
+    pairs = zip(found, expected, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
+    if len(found) != len(expected) and first >= min(len(found), len(expected)):
+        what = f"{len(found)} tokens, the aggregated engine has {len(expected)}"
+        return TokenComparison(first, False, f"request {row.prompt_index}: {what}")
+    what = (
+        f"request {row.prompt_index}, token {first}: {found[first]}, the aggregated engine's is "
+        f"{expected[first]}; teacher-forced {off}"
+    )
+    return TokenComparison(first, near, what)
+
+
+def _key(cell: Cell, prompts: Prompts) -> str:
+    return repr((cell.prefill, [list(p) for p in prompts], cell.sampling))

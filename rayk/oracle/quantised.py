@@ -1,0 +1,78 @@
+"""What a quantised KV cache does to the reference: keys and values are rounded before the model caches them.
+
+Written apart from rayk's kernels, from what the formats are: e4m3 with one scale per layer and side, or with
+one per (head, token); nvfp4 with an e4m3 scale per 16 elements below one per layer and side. The attention of
+a step sees its own keys and values rounded, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+E4M3_LARGEST = 448.0
+E2M1_LARGEST = 6.0
+E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class KVRounding:
+    """A format that keys and values are rounded to."""
+
+    kv_dtype: str
+    """fp8_e4m3 or nvfp4."""
+    kv_scales: str = "tensor"
+    """tensor or token_head; of fp8_e4m3."""
+    layer_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Layer -> (k, v); 1 for layers that are absent."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells its answers from those of others."""
+        return [self.kv_dtype, self.kv_scales, sorted(self.layer_scales.items())]
+
+    def round(self, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """values [..., D], as they read after they were stored, in their own dtype."""
+        wide = values.float()
+        if self.kv_dtype == "nvfp4":
+            rounded = _nvfp4(wide, scale)
+        elif self.kv_scales == "token_head":
+            own = wide.abs().amax(-1, keepdim=True) / E4M3_LARGEST
+            own = torch.where(own == 0, 1.0, own)
+            rounded = _e4m3(wide / own) * own
+        else:
+            rounded = _e4m3(wide / scale) * scale
+        return rounded.to(values.dtype)
+
+    def attach(self, cache: Any) -> None:
+        """From now on a transformers cache rounds what it is given."""
+        update = cache.update
+
+        def rounding(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
+            k_scale, v_scale = self.layer_scales.get(layer_idx, (1.0, 1.0))
+            return update(self.round(keys, k_scale), self.round(values, v_scale), layer_idx, *args, **kw)
+
+        cache.update = rounding
+
+
+def _e4m3(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+
+
+def _nvfp4(values: torch.Tensor, scale: float) -> torch.Tensor:
+    blocks = values.view(*values.shape[:-1], -1, BLOCK)
+    scales = _e4m3(blocks.abs().amax(-1, keepdim=True) / E2M1_LARGEST / scale) * scale
+    quotients = torch.where(scales == 0, 0.0, blocks / scales)
+    levels = torch.tensor(E2M1_LEVELS)
+    size = quotients.abs().clamp(max=E2M1_LARGEST).double()
+    # The nearest level; of two as near the one of even index.
+    distance = (size.unsqueeze(-1) - levels.double()).abs()
+    nearest = distance.amin(-1, keepdim=True)
+    index = torch.arange(len(E2M1_LEVELS))
+    order = torch.where(distance == nearest, index % 2 * len(E2M1_LEVELS) + index, 4 * len(E2M1_LEVELS))
+    chosen = levels[order.argmin(-1)]
+    return (torch.copysign(chosen, quotients) * scales).flatten(-2)
