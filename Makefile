@@ -12,12 +12,13 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment hybrid groups fast-prefill sweep ceiling test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment hybrid groups chaos fast-prefill sweep ceiling test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
+	@echo "make chaos       40 planted faults on real engines, each with the verdict it must end in"
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
@@ -58,12 +59,15 @@ sweep: $(STAMP)
 ceiling: $(STAMP)
 	$(BIN)/python jobs/transfer_sweep.py --ceiling $(ARGS)
 
+chaos: $(STAMP)
+	$(BIN)/python jobs/chaos.py $(ARGS)
+
 fast-prefill: $(STAMP)
 	$(BIN)/python jobs/fast_prefill.py --check $(ARGS)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)
-	$(BIN)/python -m tests.halves
+	$(BIN)/python -m tests.lanes
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then echo "$(BIN)/python -m pytest -m gpu"; $(BIN)/python -m pytest -m gpu; \
 	else echo "skipped: the GPU tests (no CUDA device)"; fi

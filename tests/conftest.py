@@ -105,7 +105,7 @@ def checkpoint() -> CheckpointFactory:
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """While another test process writes a checkpoint, wait for it (tests/halves.py runs two)."""
+    """While another test process writes a checkpoint, wait for it (tests/lanes.py runs two)."""
     CHECKPOINTS.mkdir(exist_ok=True)
     with (CHECKPOINTS / f".test-{name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
