@@ -120,6 +120,9 @@ class Engines:
         tasks = [asyncio.create_task(self._look_after(e)) for e in self._all]
         try:
             yield
+            # A life that has begun is seen through: the next cell gets whole workers.
+            lost = [e for e in self._all if e.died.done() and e.name in self._formed]
+            await asyncio.gather(*(self._formed[e.name] for e in lost), return_exceptions=True)
         finally:
             for task in tasks:
                 task.cancel()
