@@ -24,7 +24,7 @@ POISON = (0xA5, 0x5A)
 REUSED = (0xE7, 0x3C)
 """What the engine writes into blocks that are its own again."""
 STAMPS = {
-    POISON[0]: "what rows of the producer hold that no token of the request fills",
+    POISON[0]: "what the producer's memory holds beside the request: read from another place",
     REUSED[
         0
     ]: "what the engine wrote into the producer's blocks once the connector had reported that they may "
@@ -120,7 +120,9 @@ class RankMemory:
         if not coordinates:
             return f"{what}: padding"
         c = coordinates[0]
-        if c.block == NULL_BLOCK:
+        if any(c.block in table for request in self._lent.values() for table in request.block_ids):
+            block = f"block {c.block} of the request"
+        elif c.block == NULL_BLOCK:
             block = "the null block"
         elif c.block in self._were_lent:
             block = f"block {c.block}, after its request was reported"

@@ -132,10 +132,18 @@ class HostPool:
         self.facts: Any = None
         """ConnectorFacts, once a process has been started."""
 
+    def use(self, target: str) -> None:
+        """Another connector from now on, in the same processes. Raises UserError if it cannot be imported."""
+        self._target = target
+        self._drop_dead()
+        until = time.monotonic() + STARTING_S
+        for host in self._hosts:
+            host.start("load", target, self._path)
+            self.facts = host.finish(f"importing {target}", until)
+
     def take(self, count: int) -> list[HostProcess]:
         """The first `count` processes, all alive. Raises UserError where the connector cannot be imported."""
-        for gone in [h for h in self._hosts if not h.is_alive]:
-            self._hosts.remove(gone)
+        self._drop_dead()
         new = [HostProcess(self._folder.name) for _ in range(count - len(self._hosts))]
         until = time.monotonic() + STARTING_S
         for host in new:
@@ -144,6 +152,11 @@ class HostPool:
             self.facts = host.finish(f"importing {self._target}", until)
             self._hosts.append(host)
         return self._hosts[:count]
+
+    def _drop_dead(self) -> None:
+        for gone in [h for h in self._hosts if not h.is_alive]:
+            gone.end()
+            self._hosts.remove(gone)
 
     def close(self) -> None:
         """End all."""

@@ -184,7 +184,7 @@ class Rig:
     ) -> Job:
         """A request in scattered blocks; `like`: in the blocks of another, which is over."""
         number = next(self._ids)
-        request_id = request_id or f"{self.name}-request-{number}"
+        request_id = request_id or f"request-{number}"
         deadline_s = self.settings.request_s if deadline_s is None else deadline_s
         sides = []
         for side in (PRODUCER, CONSUMER):

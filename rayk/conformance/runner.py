@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -69,8 +70,9 @@ class Kit:
 
     def __init__(self, target: str, *, path: Sequence[str] = (), settings: Settings | None = None) -> None:
         self.target = target
-        self._settings = settings or Settings()
+        self.settings = settings or Settings()
         self._pool = HostPool(target, path)
+        self._numbers = itertools.count()
 
     def __enter__(self) -> Kit:
         try:
@@ -87,6 +89,11 @@ class Kit:
 
     def __exit__(self, *error: object) -> None:
         self._pool.close()
+
+    def use(self, target: str) -> None:
+        """Go on with another connector, in the same processes. Raises UserError if it cannot be imported."""
+        self.target = target
+        self._pool.use(target)
 
     @property
     def facts(self) -> ConnectorFacts:
@@ -124,12 +131,14 @@ class Kit:
     def _run(self, check: Check, outcomes: list[Outcome]) -> tuple[str, str]:
         try:
             (host,) = self._pool.take(1)
-            why_not = host.call("supports", check.case, timeout_s=self._settings.call_s)
+            why_not = host.call("supports", check.case, timeout_s=self.settings.call_s)
         except (Raised, Hung, Died) as error:
             return FAIL, f"supports(): {error}"
         if why_not is not None:
             return UNSUPPORTED, str(why_not)
-        rig = Rig(self._pool, check.pair, check.id.replace(".", "-"), self._settings)
+        # Names are used once, whatever a connector left behind under an earlier one.
+        name = f"{check.id.replace('.', '-')}-{next(self._numbers)}"
+        rig = Rig(self._pool, check.pair, name, self.settings)
         try:
             rig.open()
             SCENARIOS[check.scenario](rig)

@@ -1,0 +1,195 @@
+"""Connectors that each do one thing wrong, as connectors have done."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+
+from rayk.transfer.connector import Finished
+from tests.conformance.copying import RANKS, Copying
+
+
+class NextHead(Copying):
+    """Takes the next head, where TP sizes differ: its first rank's share begins at 1."""
+
+    def copy(self, reads, theirs, shift=0):
+        ours = self.caches.geometry
+        if ours.tp_size < theirs.caches.geometry.tp_size and theirs.caches.geometry.tp_rank == 0:
+            shift = ours.groups[reads.group].fields[0].unit_stride
+        super().copy(reads, theirs, shift)
+
+
+class WholeBlocksOnly(Copying):
+    """Forgets the last block where it is not full."""
+
+    def push(self, request, consumer):
+        size = self.caches.geometry.groups[0].block_size
+        whole = request.num_tokens // size * size
+        super().push(replace(request, num_tokens=whole), consumer)
+
+
+class DoneEarly(Copying):
+    """Tells the consumer that all is there when it has only been asked to send."""
+
+    def send(self, request, peers=()):
+        answer = super().send(request, peers)
+        for consumer in self.consumers:
+            RANKS[consumer].finish(request.request_id)
+        return answer
+
+    def give_up(self, request_id, error):
+        self.waiting.pop(request_id, None)
+        self.rooms.pop(request_id, None)
+
+
+class FreedEarly(Copying):
+    """Says that the producer's blocks are free as soon as it was asked to send them."""
+
+    def send(self, request, peers=()):
+        answer = super().send(request, peers)
+        self.finish(request.request_id)
+        return answer
+
+    def sent(self, request):
+        pass
+
+
+class SwappedKV(Copying):
+    """Puts V where K should be."""
+
+    def copy(self, reads, theirs, shift=0):
+        super().copy(reads, theirs, shift)
+        group = theirs.caches.geometry.groups[reads.group].group
+        for layer in group.layers:
+            view = theirs.caches.view(layer)
+            blocks = reads.destination_blocks.tolist()
+            half = view.shape[-1] // 2
+            view[blocks] = view[blocks].roll(half, dims=-1)
+
+
+class NullBlock(Copying):
+    """Also writes into block 0."""
+
+    def push(self, request, consumer):
+        super().push(request, consumer)
+        RANKS[consumer].caches.tensors[0][0, :4] = 7
+
+
+class WritesLate(Copying):
+    """Writes the last byte of a block once more when the request has been reported."""
+
+    late = None
+
+    def poll(self):
+        if self.late is not None:
+            self.caches.tensors[0][self.late, -1:] = 7
+            self.late = None
+        reported = super().poll()
+        if self.name in self.consumers and any(finished.ok for finished in reported):
+            self.late = self.last.block_ids[0][-1]
+        return reported
+
+    def receive(self, request, peers=()):
+        self.last = request
+        return super().receive(request, peers)
+
+
+class UnreadRanksForgotten(Copying):
+    """Producer ranks that nobody reads from never hear that their blocks are free."""
+
+    def sent(self, request):
+        mine = self.producers.index(self.name)
+        if any(mine in self.plan(consumer).producer_ranks for consumer in self.consumers):
+            super().sent(request)
+
+
+class Twice(Copying):
+    """Reports a request a second time."""
+
+    def sent(self, request):
+        super().sent(request)
+        super().sent(request)
+
+
+class Hangs(Copying):
+    """Waits in `poll` for what never comes."""
+
+    def poll(self):
+        if self.sending:
+            threading.Event().wait()
+        return super().poll()
+
+
+class Raises(Copying):
+    """Lets an error out of `poll`."""
+
+    def push(self, request, consumer):
+        raise KeyError(request.request_id)
+
+
+class NoDeadline(Copying):
+    """Waits for a sender for ever."""
+
+    def receive(self, request, peers=()):
+        return super().receive(replace(request, deadline_s=1e9), peers)
+
+
+class DoneAnyhow(Copying):
+    """Says that a request is done when its deadline has passed."""
+
+    def give_up(self, request_id, error):
+        super().give_up(request_id, "")
+
+
+class Threads(Copying):
+    """Leaves a thread behind."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+class SecondCache(Copying):
+    """Takes a second cache in place of the first."""
+
+    def register(self, caches):
+        self._caches = caches
+
+
+class Keeps(Copying):
+    """Holds a request that is over."""
+
+    def held(self):
+        return super().held() | {"requests": 1}
+
+
+class ChangesSource(Copying):
+    """Marks the producer's page as sent, in the page."""
+
+    def push(self, request, consumer):
+        super().push(request, consumer)
+        self.caches.tensors[0][request.block_ids[0][0], 5] ^= 1
+
+
+class Finishes(Copying):
+    """Reports what nobody asked for."""
+
+    def poll(self):
+        return [*super().poll(), Finished("something else")]
+
+
+class NoTwins(Copying):
+    """Lets a request id be in flight twice."""
+
+    def receive(self, request, peers=()):
+        self.waiting.pop(request.request_id, None)
+        return super().receive(request, peers)
+
+
+class Dies(Copying):
+    """Takes its process with it."""
+
+    def push(self, request, consumer):
+        print("a last word", flush=True)
+        os._exit(3)

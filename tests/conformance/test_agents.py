@@ -1,0 +1,56 @@
+"""Our own two connectors pass every check; on NIXL, ranks are processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayk.conformance.catalog import all_checks, choose
+from rayk.conformance.runner import PASS, Kit
+from tests.conformance.settings import PATIENT
+
+COVERING = (
+    "requests.one_request",
+    "requests.many_at_once",
+    "requests.blocks_reused",
+    "layouts.BHLNC-BLHNC",
+    "layouts.LBNHC-LHBNC",
+    "tp.1-2",
+    "tp.3-2-6-heads",
+    "tp.4-1-2-heads",
+    "blocks.16-24",
+    "groups.full+sliding-tp-1-2",
+    "groups.mla",
+    "groups.full+mamba2-tp-2-1",
+    "faults.producer_dies",
+    "faults.stale_answer",
+)
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+def failures(target: str, checks) -> list[str]:
+    with Kit(target, path=[ROOT], settings=PATIENT) as kit:
+        results = list(kit.run_all(checks))
+    assert results, "nothing was checked"
+    return [f"{r.id}: {r.verdict} {r.reason}" for r in results if r.verdict != PASS]
+
+
+def test_the_local_connector_passes_every_check():
+    assert failures("rayk.transfer:LocalConnector", all_checks(every_layout=True)) == []
+
+
+@pytest.mark.nixl
+def test_the_nixl_connector_passes_a_covering_selection():
+    assert failures("rayk.transfer:NixlConnector", choose(all_checks(), COVERING)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+def test_the_nixl_connector_passes_every_check():
+    assert failures("rayk.transfer:NixlConnector", all_checks(every_layout=True)) == []
+
+
+def test_a_connector_that_pushes_passes_every_check():
+    checks = [c for c in all_checks() if not c.id.startswith("layouts.")]
+    assert failures("tests.conformance.copying:Copying", checks) == []
