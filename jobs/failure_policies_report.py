@@ -73,8 +73,8 @@ def about(options: argparse.Namespace) -> str:
     """The load, in words."""
     return (
         f"{options.requests} prompts at once, {options.repeats} times per policy, transfer mode "
-        f"{options.mode}, transfers' deadline {options.transfer_s:g} s, seed {options.seed}; two prefill engines, one decode "
-        "engine. Each repeat commits every fault once."
+        f"{options.mode}, transfers' deadline {options.transfer_s:g} s, seed {options.seed}; two prefill "
+        "engines, one decode engine. Each repeat commits every fault once."
     )
 
 
