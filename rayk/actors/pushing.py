@@ -116,8 +116,9 @@ class PushSide:
     def turn(self, stops: Sequence[StopMessage]) -> None:
         """After each step: what it computed is known, and who wants blocks back."""
         self._chunks, self._rank.on_layer = (), None
-        for message in stops:
-            if self._pusher is not None:
+        if self._pusher is not None:
+            self._pusher.check()
+            for message in stops:
                 self._pusher.stop(message)
 
     def close(self) -> None:

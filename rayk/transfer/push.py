@@ -45,7 +45,7 @@ class _Flight:
     """A session's write, as long as any of it is in flight."""
 
     transfers: dict[Transfer, tuple[BlockReads, int]] = field(default_factory=dict)
-    """-> what it moves, and when it was posted."""
+    """-> what it moves, and for which attempt."""
     failure: str | None = None
 
 
@@ -59,8 +59,10 @@ class _Sums:
     num_writes: int = 0
     num_early_writes: int = 0
     post_ns: int = 0
-    began_ns: int = 0
-    ended_ns: int = 0
+    busy_ns: int = 0
+    """While at least one write was in flight."""
+    num_in_flight: int = 0
+    busy_since_ns: int = 0
 
 
 @dataclass(eq=False)
@@ -104,8 +106,11 @@ class Push:
             side.handle(event)
 
     def void(self) -> None:
-        """What was written so far is worth nothing: its blocks go to others once nothing is in flight."""
-        if not self.is_void:
+        """What was written so far is worth nothing: its blocks go to others once nothing is in flight. A prompt
+        that is computed will not be computed again."""
+        if self.is_computed():
+            self.fail("its blocks were given up by the producer")
+        elif not self.is_void:
             self.is_void = True
             for side in self.sides.values():
                 side.begin_again()
@@ -239,8 +244,11 @@ class _Side:
             self._prepared.give_back(write.pattern.key)
             return error.reason
         self._num_writes += 1
-        flight.transfers[transfer] = (write, began)
-        sums = self._sums.setdefault(write.group, _Sums(began_ns=began))
+        flight.transfers[transfer] = (write, push.attempt)
+        sums = self._sums.setdefault(write.group, _Sums())
+        if not sums.num_in_flight:
+            sums.busy_since_ns = began
+        sums.num_in_flight += 1
         sums.num_bytes += write.num_bytes
         sums.num_descriptors += write.num_descriptors
         sums.num_merged += write.num_coalesced
@@ -273,10 +281,13 @@ class _Side:
         return [] if flight.transfers else self._end(number)
 
     def _forget(self, flight: _Flight, transfer: Transfer) -> None:
-        write, _ = flight.transfers.pop(transfer)
+        write, attempt = flight.transfers.pop(transfer)
         self._prepared.give_back(write.pattern.key)
-        if write.group in self._sums:
-            self._sums[write.group].ended_ns = self._push.clock()
+        sums = self._sums.get(write.group)
+        if sums is not None and attempt == self._push.attempt:
+            sums.num_in_flight -= 1
+            if not sums.num_in_flight:
+                sums.busy_ns += self._push.clock() - sums.busy_since_ns
 
     def _end(self, number: int) -> list[p.Event]:
         flight = self.flights.pop(number)
@@ -292,5 +303,5 @@ class _Side:
             sums.num_early_writes,
             self._push.link.layers_per_write,
             sums.post_ns,
-            sums.ended_ns - sums.began_ns,
+            sums.busy_ns,
         )

@@ -26,7 +26,7 @@ class Tally(NamedTuple):
     """What was asked for: the last write of a chunk may have fewer."""
     post_ns: int
     transfer_ns: int
-    """From the first post to the last end."""
+    """While at least one write was in flight."""
 
 
 @dataclass(frozen=True, slots=True)

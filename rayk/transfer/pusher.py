@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, kept_layers, make_consumer_link
 from rayk.transfer.push_messages import StopMessage, StoppedMessage
@@ -26,6 +27,7 @@ from rayk.types.errors import RaykError, TransferError
 if TYPE_CHECKING:
     import torch
 
+    from rayk.kv.groups import KVCacheGroup
     from rayk.transfer.agent import TransferAgent
     from rayk.transfer.handshake import CacheDescription
 
@@ -56,6 +58,7 @@ class Pusher:
     ) -> None:
         """`agent` is the thread's from now on. `push_layers`: layers per write; None: by what it costs."""
         agent.register(buffer)
+        self._groups = [g.group for g in me.geometry.groups]
         self._worker = _Worker(agent, me, push_layers, clock)
         self._guarded: dict[str, set[int]] = {}
         """Reservation -> blocks of ours that may be read for it."""
@@ -68,10 +71,10 @@ class Pusher:
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """These are computed in one step, in blocks that were asked for (`wait_for`) when they were given."""
-        self._check()
+        self.check()
         for chunk in chunks:
-            held = {b for table in chunk.block_tables for b in table if b}
-            self._guarded.setdefault(chunk.reservation.reservation_id, set()).update(held)
+            guarded = self._guarded.setdefault(chunk.reservation.reservation_id, set())
+            guarded.update(read_blocks(chunk, self._groups))
             self._post(functools.partial(self._worker.begin, chunk))
 
     def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
@@ -91,7 +94,7 @@ class Pusher:
     def wait_for(self, block_ids: Collection[int]) -> None:
         """Return when nothing reads these blocks nor will: pushes from them are void. Raises TransferError
         when a write does not end."""
-        self._check()
+        self.check()
         for reservation_id in self._worker.take_over():
             self._guarded.pop(reservation_id, None)
         wanted = set(block_ids)
@@ -102,11 +105,16 @@ class Pusher:
         self._post(lambda: self._worker.void(hit, is_free))
         until = time.monotonic() + DRAIN_S
         while not is_free.wait(0.05):
-            self._check()
+            self.check()
             if time.monotonic() > until:
                 raise TransferError("", f"writes from blocks that are needed did not end in {DRAIN_S:g} s")
         for reservation_id in hit:
             self._guarded.pop(reservation_id)
+
+    def check(self) -> None:
+        """Raises what ended the thread: it ends the rank."""
+        if self._worker.error is not None:
+            raise self._worker.error
 
     @property
     def num_pushing(self) -> int:
@@ -142,13 +150,21 @@ class Pusher:
                 if error is not None:
                     raise error
                 return
-            self._check()
+            self.check()
         raise TransferError("", f"the pusher does not answer within {timeout_s:g} s")
 
-    def _check(self) -> None:
-        """Whatever ended the thread ends the rank."""
-        if self._worker.error is not None:
-            raise self._worker.error
+
+def read_blocks(chunk: Chunk, groups: Sequence[KVCacheGroup]) -> set[int]:
+    """Blocks of ours that are read when a chunk is pushed, and by then are the request's still: of groups
+    that forget tokens nothing but what lives on behind the prompt."""
+    found: set[int] = set()
+    for group, table in zip(groups, chunk.block_tables, strict=True):
+        if chunk.is_last:
+            live = group.spec.live_rows(chunk.reservation.num_tokens)
+            found.update(table[live.start // group.spec.block_size :])
+        elif not group.spec.live_step:
+            found.update(table)
+    return found - {NULL_BLOCK}
 
 
 class _Worker:
