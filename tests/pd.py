@@ -117,6 +117,7 @@ class Pair:
         layouts: tuple[str, str] = ("auto", "auto"),
         make_agent: MakeAgent | None = None,
         lease_s: float = 60.0,
+        renewed_lease_s: float | None = None,
         connect: bool = True,
         poison: int = NAN_POISON,
         load_decoder: Callable[[], Decode] | None = None,
@@ -136,7 +137,7 @@ class Pair:
                 settings = {"num_blocks": 64, **common, **changes[i]}
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
                 options = {"poison": poison, "load_decoder": load_decoder}
-                options |= {"push": push, "push_layers": push_layers}
+                options |= {"push": push, "push_layers": push_layers, "renewed_lease_s": renewed_lease_s}
                 sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))
             pair = cls(*sides, push)
             if connect:
@@ -262,12 +263,20 @@ def _make_side(
 ) -> Side:
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
     push, push_layers = options.pop("push"), options.pop("push_layers")
+    renewed_lease_s = options.pop("renewed_lease_s")
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")
         more = {"make_push_agent": lambda: make_agent(f"{name}.{rank.comm.rank}-push")} if push else {}
         made = TransferExtension(
-            rank, agent, engine=name, epoch=1, lease_s=lease_s, push_layers=push_layers, **more
+            rank,
+            agent,
+            engine=name,
+            epoch=1,
+            lease_s=lease_s,
+            renewed_lease_s=renewed_lease_s,
+            push_layers=push_layers,
+            **more,
         )
         stack.callback(made.close)
         return made

@@ -1,0 +1,140 @@
+"""Faults at the points of transfers between two engines of this process end as the table of faults says."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.actors.commands import Wire
+from rayk.engine.build import Completion
+from rayk.engine.leader import RequestEvent
+from rayk.transfer.fault_table import MESSAGE_KINDS, Fault, expected
+from rayk.transfer.faults import FaultyAgent
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.strikes import Strike, StrikeMessage
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import KVMismatch, TransferError
+from rayk.types.request import Request
+from tests.actors.cases import Model
+from tests.pd import Pair, make_request
+
+NUM_TOKENS = 6
+LEASE_S = 0.4
+TRANSFER_S = 0.3
+"""Over before a delay is, where one is to be too long."""
+
+
+class Struck:
+    """Two engines whose agents take strikes; D's and P's first."""
+
+    def __init__(self, pair: Pair, agents: list[FaultyAgent]) -> None:
+        self.pair = pair
+        self.p, self.d = agents
+
+    def decode(
+        self, request: Request, prefilled: Completion, *, recompute: bool, transfer_s: float
+    ) -> Completion:
+        ticket = prefilled.payload
+        assert isinstance(ticket, TransferTicket)
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        tokens = tuple(prefilled.token_ids)
+        self.pair.d.handover.submit_decode(
+            request, ticket, tokens, transfer_s, events.put, recompute=recompute
+        )
+        return self.pair.d.engine.collect(events)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Model:
+    path = checkpoint("qwen3")
+    return Model(path, reference(path))
+
+
+@pytest.fixture(scope="module")
+def struck(model: Model) -> Iterator[Struck]:
+    network, made = LocalNetwork(), []
+
+    def make(name: str) -> FaultyAgent:
+        made.append(FaultyAgent(LocalAgent(name, network)))
+        return made[-1]
+
+    with Pair.open(model.path, make_agent=make, renewed_lease_s=LEASE_S) as pair:
+        yield Struck(pair, made)
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("point", ["post", "mid_transfer", "notify", "free", "lease_renewal"])
+@pytest.mark.parametrize("kind", MESSAGE_KINDS)
+def test_a_struck_transfer_ends_as_the_table_says(
+    struck: Struck, model: Model, kind: str, point: str, policy: str
+) -> None:
+    wanted = expected(Fault(kind, point), "pull", policy)
+    pair = struck.pair
+    struck.d.plant(Strike(kind=kind, point=point, delay_s=0.1, seed=9))
+    request = make_request("r", model.prompts[1], NUM_TOKENS)
+    prefilled = pair.prefill(request)
+    # A lost read is noticed at the deadline; nothing else waits for it.
+    transfer_s = TRANSFER_S if kind == "drop" else 20.0
+    done = struck.decode(request, prefilled, recompute=policy == "recompute", transfer_s=transfer_s)
+    assert not struck.d._strikes, "it struck"
+    if wanted.verdict == "PASS":
+        assert done.error is None
+        assert prefilled.token_ids + done.token_ids == model.expected[1][:NUM_TOKENS]
+        assert ("failure" in done.info) == wanted.is_recovered
+    else:
+        assert isinstance(done.error, KVMismatch if wanted.verdict == "KV_MISMATCH" else TransferError)
+        assert done.token_ids == [], "nothing follows KV that is not proven"
+        pair.d.handover.settle("r")
+        pair.p.handover.settle("r")
+    pair.check_all_free()
+    for side in (pair.p, pair.d):
+        assert side.engine.leader.manager.ledger.num_held == 0
+
+
+def test_a_read_that_was_overtaken_is_posted_then(struck: Struck, model: Model) -> None:
+    struck.d.plant(Strike(kind="reorder", point="post"))
+    requests = [make_request(f"r{i}", model.prompts[1], NUM_TOKENS) for i in range(2)]
+    done = struck.pair.complete(requests)
+    assert [c.token_ids for c in done] == [model.expected[1][:NUM_TOKENS]] * 2
+    struck.pair.check_all_free()
+
+
+@pytest.mark.parametrize(("kind", "is_lost"), [("drop", True), ("delay", False), ("duplicate", False)])
+def test_a_handshake_that_was_struck_works_when_it_is_tried_again(
+    struck: Struck, kind: str, is_lost: bool
+) -> None:
+    struck.d.plant(Strike(kind=kind, point="handshake", delay_s=0.05))
+    engine = struck.pair.p.engine.name
+
+    def wire() -> None:
+        with struck.d.wiring():
+            struck.pair.d.call(Wire(engine, 0.3))
+
+    if is_lost:
+        with pytest.raises(TransferError, match="does not answer"):
+            wire()
+    wire()
+    assert not struck.d._strikes
+
+
+def test_a_rank_strikes_itself_when_it_is_told_and_only_once() -> None:
+    network, struck = LocalNetwork(), []
+    producer = FaultyAgent(LocalAgent("p", network), struck.append, "prefill")
+    bystander = FaultyAgent(LocalAgent("b", network), struck.append, "prefill")
+    consumer = FaultyAgent(LocalAgent("d", network), struck.append, "decode")
+    strike = Strike(kind="stop", point="post", remote="prefill")
+    producer.plant(strike)
+    consumer.plant(strike)
+    for peer in ("p", "b"):
+        consumer.add_peer(peer, peer.encode())
+    assert consumer.passes("post") == strike
+    assert consumer.passes("post") is None
+    assert producer.notifications() == bystander.notifications() == [], "nobody else sees the message"
+    assert struck == ["stop"]
+    consumer.notify("p", StrikeMessage("prefill").encode())
+    assert producer.notifications() == []
+    assert struck == ["stop"]
