@@ -40,12 +40,13 @@ def copy_runs_kernel(
     start += here * tl.load(rows + 3 * num_runs + o_run, mask=m_pair, other=0)
     to += there * tl.load(rows + 4 * num_runs + o_run, mask=m_pair, other=0)
     # Nobody but the table knows what divides these: without it every word would go alone.
-    start, to = tl.multiple_of(start, ALIGNMENT), tl.multiple_of(to, ALIGNMENT)
-    num_words = length // WORD_BYTES
+    start = tl.multiple_of(start // WORD_BYTES, ALIGNMENT // WORD_BYTES)
+    to = tl.multiple_of(to // WORD_BYTES, ALIGNMENT // WORD_BYTES)
+    num_words = tl.multiple_of(length // WORD_BYTES, ALIGNMENT // WORD_BYTES)
     o_word = tl.program_id(1) * TILE_W + tl.arange(0, TILE_W)
     m = o_word[None, :] < num_words[:, None]
-    p_source = (source + start).to(tl.pointer_type(WORD))[:, None] + o_word[None, :]
-    p_destination = (destination + to).to(tl.pointer_type(WORD))[:, None] + o_word[None, :]
+    p_source = source.to(tl.pointer_type(WORD)) + start[:, None] + o_word[None, :]
+    p_destination = destination.to(tl.pointer_type(WORD)) + to[:, None] + o_word[None, :]
     tl.store(p_destination, tl.load(p_source, mask=m), mask=m)
 
 

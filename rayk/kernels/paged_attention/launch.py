@@ -165,6 +165,7 @@ class _Call:
             group_size=self.groups.group_size,
             row_elements=max(self.padded),
             itemsize=4 if self.is_mixed else self.q.element_size(),
+            quantised=self.pages.scales != "none",
         )
 
     def choose_num_splits(self) -> int:

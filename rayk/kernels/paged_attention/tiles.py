@@ -26,14 +26,22 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(
-    target: Target, *, decode_only: bool, group_size: int, row_elements: int, itemsize: int
+    target: Target,
+    *,
+    decode_only: bool,
+    group_size: int,
+    row_elements: int,
+    itemsize: int,
+    quantised: bool = False,
 ) -> Tiles:
     """Tiles that fit the target's shared memory and registers.
 
     row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element as
-    it is multiplied. `make kernels` shows what each choice takes, and fails where one spills.
+    it is multiplied. quantised: keys and values are decoded first. `make kernels` shows what each choice takes, and fails where one spills.
     """
-    if itemsize == 4:
+    if quantised:
+        tiles = _decoding_tiles(target, row_elements, itemsize, decode_only=decode_only)
+    elif itemsize == 4:
         tiles = _exact_tiles(target, row_elements)
     elif decode_only:
         # 16 rows, the smallest a tensor core takes, hold the query heads of one KV head.
@@ -64,6 +72,18 @@ def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
     if row_elements > 128:
         return Tiles(64, 32, 8, 2, 255)
     return Tiles(128 if target.has_warp_group_mma else 64, 64, 8, 2)
+
+
+def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_only: bool) -> Tiles:
+    """Fewer keys at once: a tile's codes, scales and decoded elements are in registers together."""
+    is_wide = row_elements > 128
+    if itemsize == 4:
+        return Tiles(16, 16, 8, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)
+    if target.is_amd:
+        return Tiles(16 if decode_only else 64, 16, 4, 1)
+    if decode_only:
+        return Tiles(16, 16 if is_wide else 32, 4, 2, 255)
+    return Tiles(64, 16, 8, 1, 255) if is_wide else Tiles(64, 32, 8, 2, 255)
 
 
 def choose_num_splits(target: Target, *, num_programs: int, max_keys: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rayk.kv.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, SMALLEST_SCALE, KVFormat
@@ -29,7 +30,7 @@ def quantise_reference(values: torch.Tensor, kv_format: KVFormat, scale: float) 
     """Arguments and result as `quantise`."""
     if not kv_format.is_quantised:
         return Quantised(values.to(getattr(torch, kv_format.storage)), None)
-    values = values.float()
+    values, scale = values.float(), _as_float32(scale)
     if kv_format.scales == "block":
         return _quantise_blocks(values, scale)
     if kv_format.scales == "tensor":
@@ -54,7 +55,12 @@ def dequantise_reference(
         values = stored.data.to(wide)
         if stored.scales is not None:
             return (values * stored.scales.to(wide)).to(dtype or wide)
-    return (values * scale).to(dtype or wide)
+    return (values * _as_float32(scale)).to(dtype or wide)
+
+
+def _as_float32(scale: float) -> float:
+    """What a kernel that is given the scale has of it."""
+    return float(np.float32(scale))
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -88,8 +94,7 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 def _quantise_blocks(values: torch.Tensor, scale: float) -> Quantised:
     blocks = values.unflatten(-1, (-1, NVFP4_BLOCK))
-    # Not by 6 * scale: two roundings less, and what every implementation does.
-    scales = to_e4m3(blocks.abs().amax(-1) / E2M1_MAX / scale)
+    scales = to_e4m3(blocks.abs().amax(-1) / (E2M1_MAX * scale))
     divisors = scales.float() * scale
     # A block of (nearly) zeros has a scale of zero, and all its codes are.
     quotients = torch.where(divisors.unsqueeze(-1) == 0, 0.0, blocks / divisors.unsqueeze(-1))

@@ -77,14 +77,14 @@ def quantise_tile(
     scales: float32, or bytes of e4m3 in blocks."""
     if SCALES == "block":
         o_block = tl.arange(0, PADDED // 16)
-        o_in = tl.arange(0, 16)
-        o_d = o_block[:, None] * 16 + o_in[None, :]
+        o_d = o_block[:, None] * 16 + tl.arange(0, 16)[None, :]
         m_block = m_row[:, None] & (o_block < D // 16)[None, :]
         b_x = tl.load(p_values[:, None, None] + o_d[None, :, :], mask=m_block[:, :, None], other=0.0)
         b_x = b_x.to(tl.float32)
-        b_code = encode_e4m3(tl.div_rn(tl.div_rn(_largest(b_x, 2), 6.0), scale))
+        b_code = encode_e4m3(tl.div_rn(_largest(b_x, 2), 6.0 * scale))
         tl.store(p_scales[:, None] + o_block[None, :], b_code, mask=m_block)
         b_divisor = (decode_e4m3(b_code) * scale)[:, :, None]
+        # A block of (nearly) zeros has a scale of zero.
         b_quotient = tl.div_rn(b_x, tl.where(b_divisor == 0.0, 1.0, b_divisor) + tl.zeros_like(b_x))
         b_codes = encode_e2m1(tl.where(b_divisor == 0.0, 0.0, b_quotient))
         b_low, b_high = tl.split(tl.reshape(b_codes, b_codes.shape[0], PADDED // 16, 8, 2))
