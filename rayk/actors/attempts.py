@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.placement import kill
 from rayk.specs import Cell
 from rayk.transfer.recovery import Failure, GiveUp, Migrate, Recovery, attempt_id, cause_of
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
@@ -227,6 +228,8 @@ async def _until_it_hangs(engine: EngineHandle, patience_s: float) -> None:
                 return
         if found.get("num_turns") == num_turns:
             engine.declare_dead(f"it hangs: no turn in {patience_s:g} s")
+            for worker in engine.workers:
+                kill(worker)  # what is read from it can end only when it is gone
             return
         num_turns = found.get("num_turns", -1)
         await asyncio.sleep(patience_s)

@@ -32,6 +32,8 @@ STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
 END_S = 20.0
 """Deadline for all of them together."""
+DRAIN_S = 5.0
+"""How long reads that are in flight at the end may take to end."""
 RELEASE_POLL_S = 0.02
 COMM_S = 60.0
 """How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
@@ -208,12 +210,14 @@ class Coordinator:
     async def _await_releases(self, engine: EngineHandle, timeout_s: float) -> tuple[str, ...]:
         """Every lease ends by its readers' notifications, or by its own deadline; those that do not. Blocks
         left to reads that never end are no leak: they go with their worker."""
-        until = time.monotonic() + timeout_s
+        began = time.monotonic()
         while True:
             status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
-            leases = tuple(i for i in status.get("leases", ()) if not i.startswith(IN_FLIGHT))
-            if not leases or time.monotonic() > until:
-                return leases
+            leases = status.get("leases", ())
+            leaked = tuple(i for i in leases if not i.startswith(IN_FLIGHT))
+            waited_s = time.monotonic() - began
+            if not leases or waited_s > timeout_s or (not leaked and waited_s > DRAIN_S):
+                return leaked
             await asyncio.sleep(RELEASE_POLL_S)
 
 
