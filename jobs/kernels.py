@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import torch
 
 from rayk.kernels.paged_attention import head_groups
@@ -67,8 +68,16 @@ def all_cases() -> Iterator[Case]:
         for head in (64, 128, 256):
             yield Case(target, "decode", "bfloat16", (head, head))
             yield from _row_cases(target, head)
+        yield from _copy_cases(target)
         yield from _state_cases(target)
         yield from _latent_and_delta_cases(target)
+
+
+def _copy_cases(target: str) -> Iterator[Case]:
+    """Words of every width, in short and long runs."""
+    for unit in (16, 8, 4, 2, 1):
+        for num_units in (1, 15, 1023):
+            yield Case(target, "copy", f"{unit} bytes", (unit, num_units), 1, "plain")
 
 
 def _row_cases(target: str, head: int) -> Iterator[Case]:
@@ -117,6 +126,8 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "digest", "bfloat16", (128, 128), 1, "plain")
         # Fields that start in the middle of a word.
         yield Case(target, "digest", "bfloat16", (6, 20), 1, "plain")
+        yield Case(target, "copy", "16 bytes", (16, 16), 1, "plain")
+        yield Case(target, "copy", "2 bytes", (2, 3), 1, "plain")
     for phase in ("prefill", "split"):
         yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
     for target in ("sm_90", "gfx942"):
@@ -170,6 +181,19 @@ def _digest(case: Case) -> None:
         first_group=0,
         num_groups=1,
     )
+
+
+def _copy_runs(case: Case) -> None:
+    """`head` is what divides every offset, and how many of it a run has."""
+    from rayk.kernels.copy_runs.table import make_run_table
+    from rayk.kernels.copy_runs.triton import copy_runs_triton
+
+    unit, num_units = case.head
+    length = unit * num_units
+    offsets, lengths = np.arange(8) * length, np.full(8, length)
+    runs = make_run_table(offsets, offsets, lengths, 8 * lengths, 8 * lengths, torch.device("cpu"))
+    source, destination = torch.empty(2, 64 * length + 64, dtype=torch.int8).unbind()
+    copy_runs_triton(source, destination, runs, torch.zeros(2, 8, dtype=torch.int64))
 
 
 def _attend(case: Case) -> None:
@@ -273,6 +297,7 @@ def _apply_delta_rule(case: Case) -> None:
 CALLS = {
     "store": _store,
     "digest": _digest,
+    "copy": _copy_runs,
     "conv": _convolve,
     "mamba1": _scan_channels,
     "ssd": _scan_heads,

@@ -54,6 +54,7 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
     """Those of states and latents for one maker's GPU each; `make kernels` compiles all for all."""
     paged = {
         "store_kv_kernel",
+        "copy_runs_kernel",
         "paged_attention_kernel",
         "paged_attention_decode_kernel",
         "combine_splits_kernel",
