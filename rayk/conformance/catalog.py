@@ -23,6 +23,8 @@ class Check:
     """A key of scenarios.SCENARIOS."""
     fault: str = ""
     """As in ConnectorCase."""
+    is_about_parts: bool = False
+    """Whether it is about a last block that is not full."""
 
     @property
     def case(self) -> ConnectorCase:
@@ -76,7 +78,13 @@ def _requests() -> Iterator[Check]:
         ("blocks_reused", "blocks are used again for other requests, with nothing left of the first"),
         ("request_id_reused", "a request id is free again once its request is over"),
     ):
-        yield Check(id=f"requests.{scenario}", proves=proves, pair=ALIKE, scenario=scenario)
+        yield Check(
+            id=f"requests.{scenario}",
+            proves=proves,
+            pair=ALIKE,
+            scenario=scenario,
+            is_about_parts=scenario in ("one_request", "one_token", "lengths"),
+        )
 
 
 def _layouts(every: bool) -> Iterator[Check]:

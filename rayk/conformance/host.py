@@ -42,6 +42,7 @@ class ConnectorFacts:
     name: str
     mode: str
     is_cross_process: bool
+    moves_whole_blocks_only: bool
     summary: str
 
 
@@ -83,6 +84,7 @@ class Host:
             name=getattr(made, "__name__", target),
             mode=str(getattr(made, "mode", "pull")),
             is_cross_process=bool(getattr(made, "is_cross_process", True)),
+            moves_whole_blocks_only=bool(getattr(made, "moves_whole_blocks_only", False)),
             summary=(made.__doc__ or "").strip().partition("\n")[0],
         )
 

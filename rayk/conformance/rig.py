@@ -184,6 +184,9 @@ class Rig:
     ) -> Job:
         """A request in scattered blocks; `like`: in the blocks of another, which is over."""
         number = next(self._ids)
+        if self.pool.facts.moves_whole_blocks_only:
+            size = math.lcm(*self.pair.block_sizes)
+            num_tokens = -(-num_tokens // size) * size
         request_id = request_id or f"request-{number}"
         deadline_s = self.settings.request_s if deadline_s is None else deadline_s
         sides = []

@@ -134,6 +134,8 @@ class Kit:
             why_not = host.call("supports", check.case, timeout_s=self.settings.call_s)
         except (Raised, Hung, Died) as error:
             return FAIL, f"supports(): {error}"
+        if why_not is None and check.is_about_parts and self.facts.moves_whole_blocks_only:
+            why_not = "it moves whole blocks only"
         if why_not is not None:
             return UNSUPPORTED, str(why_not)
         # Names are used once, whatever a connector left behind under an earlier one.

@@ -116,6 +116,8 @@ class Connector(Protocol):
 
     - `mode`, "pull" or "push": which half of a request comes first; "pull";
     - `is_cross_process`: whether the ranks may be in unlike processes; True;
+    - `moves_whole_blocks_only`: whether requests must fill their last block; False. The kit then asks for no
+      others, and lists the checks that need them as unsupported;
     - `supports(case)`, a static or class method: why it cannot serve a ConnectorCase, in words, or None.
       What is refused there is listed as unsupported, and is no failure;
     - `held()`: what the rank holds, by name (registrations, requests, peers, ...). All zero after `close`.
@@ -183,6 +185,7 @@ class BaseConnector:
 
     mode: Mode = "pull"
     is_cross_process: bool = True
+    moves_whole_blocks_only: bool = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -208,6 +211,10 @@ class BaseConnector:
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
         """Nothing to prepare."""
+
+    def is_unreported(self, request_id: str) -> bool:
+        """Whether `finish` was called for it and no `poll` has told so yet: its id is still taken."""
+        return any(finished.request_id == request_id for finished in self._finished)
 
     def finish(self, request_id: str, error: str = "") -> None:
         """Have the next `poll` report the request."""

@@ -1,0 +1,233 @@
+"""Connectors written for vLLM's workers (KVConnectorBase_V1), tried without vLLM.
+
+The interface is duck-typed: a subclass of `VllmConnector` makes the connector's two halves, which vLLM calls
+scheduler and worker, with whatever stands in for vLLM's configuration, and this file calls their methods in
+the order in which vLLM's model runner and scheduler do around one step of each engine:
+
+    producer   build_connector_meta, bind_connector_metadata, start_load_kv, per layer wait_for_layer_load and
+               save_kv_layer, wait_for_save, clear_connector_metadata, request_finished, get_finished
+    consumer   get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta, then as above
+
+A request is what vLLM would call a prompt of one token more than its KV: the last token is always computed.
+Its token ids are fresh for every request, so that a cache that goes by content finds only what was saved.
+Where a half lacks a method that the interface gives a default, that default is taken.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from rayk.transfer.connector import BaseConnector, ConnectorCase, KVRequest
+
+if TYPE_CHECKING:
+    from rayk.kv.caches import CanonicalKVCaches
+
+VOCABULARY = 30_000
+LAYER_NAME = "model.layers.{}.self_attn.attn"
+
+
+class VllmConnector(BaseConnector):
+    """Gives a connector of vLLM's the protocol of `rayk.transfer.Connector`; a subclass makes both halves.
+
+    Tensors are what vLLM calls standardised: per layer [blocks, heads, tokens, K then V], strided as the
+    rank's layout has it.
+    """
+
+    moves_whole_blocks_only: bool = True
+    """As prefix caches do; False where the interface's connector also brings part of a block."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._worker: Any = None
+        self._scheduler: Any = None
+        self._sending: dict[str, float] = {}
+        """Request id -> deadline, of what is saved after the step."""
+        self._receiving: dict[str, tuple[float, frozenset[int]]] = {}
+        """Request id -> deadline and blocks, of what is loaded after the step."""
+
+    def make(self, role: str, block_size: int) -> Any:
+        """The connector's half for a role, "scheduler" or "worker"."""
+        raise NotImplementedError
+
+    @classmethod
+    def supports(cls, case: ConnectorCase) -> str | None:
+        """One rank of attention on each side, alike; override it where the connector does more."""
+        if case.kinds != ("full",):
+            return "the adapter describes one group of full attention"
+        if case.tp != (1, 1):
+            return "a rank's place in its TP group comes from vLLM's own process groups"
+        if not case.is_alike:
+            return "vLLM's metadata tells nothing of the other engine's blocks or layout"
+        return None
+
+    def register(self, caches: CanonicalKVCaches) -> None:
+        """See Connector."""
+        super().register(caches)
+        (group,) = caches.geometry.groups
+        self._layers = {LAYER_NAME.format(layer): caches.view(layer) for layer in group.group.layers}
+        self._block_size = group.block_size
+        self._scheduler = self.make("scheduler", self._block_size)
+        self._worker = self.make("worker", self._block_size)
+        _call(self._worker, "register_kv_caches", self._layers)
+
+    def describe(self) -> bytes:
+        """What the worker tells others, if it does."""
+        return pickle.dumps(_call(self._worker, "get_handshake_metadata"))
+
+    def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
+        """Show the schedulers what the workers told."""
+        told = {rank: pickle.loads(blob) for rank, blob in enumerate(producers)}  # noqa: S301 - our own
+        if any(metadata is not None for metadata in told.values()):
+            _call(self._scheduler, "set_xfer_handshake_metadata", told)
+
+    def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
+        """One step of the producer's engine, after which the request is over there."""
+        if request.request_id in self._sending or self.is_unreported(request.request_id):
+            raise ValueError(f"{request.request_id} is being sent")
+        token_ids = [secrets.randbelow(VOCABULARY) for _ in range(request.num_tokens + 1)]
+        as_vllm = _request(request, token_ids[:-1], None)
+        _call(self._scheduler, "get_num_new_matched_tokens", as_vllm, 0)
+        self._step(request, as_vllm)
+        is_later, params = _call(
+            self._scheduler, "request_finished", as_vllm, list(request.block_ids[0])
+        ) or (
+            False,
+            None,
+        )
+        if is_later:
+            self._sending[request.request_id] = time.monotonic() + request.deadline_s
+        else:
+            self.finish(request.request_id)
+        return pickle.dumps((token_ids, params))
+
+    def receive(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
+        """One step of the consumer's engine."""
+        if request.request_id in self._receiving or self.is_unreported(request.request_id):
+            raise ValueError(f"{request.request_id} is being received")
+        token_ids, params = pickle.loads(peers[0])  # noqa: S301 - our own
+        as_vllm = _request(request, token_ids, params)
+        found, is_later = self._matched(as_vllm, request)
+        if found < request.num_tokens:
+            self.finish(request.request_id, f"only {found or 0} of {request.num_tokens} tokens were found")
+            return b""
+        blocks = SimpleNamespace(
+            get_block_ids=lambda **_: tuple(map(list, request.block_ids)), blocks=request.block_ids
+        )
+        _call(self._scheduler, "update_state_after_alloc", as_vllm, blocks, found)
+        self._step(request, as_vllm)
+        if is_later:
+            ids = frozenset(b for table in request.block_ids for b in table)
+            self._receiving[request.request_id] = (time.monotonic() + request.deadline_s, ids)
+        else:
+            wrong = self._load_errors() & set(request.block_ids[0])
+            self.finish(request.request_id, f"blocks {sorted(wrong)} were not loaded" if wrong else "")
+        return b""
+
+    def poll(self) -> Any:
+        """Ask the worker what has finished."""
+        if self._worker is not None and (self._sending or self._receiving):
+            sent, received = _call(self._worker, "get_finished", set(self._sending)) or (None, None)
+            failed = self._load_errors()
+            for request_id in [r for r in sent or () if r in self._sending]:
+                del self._sending[request_id]
+                self.finish(request_id)
+            for request_id in [r for r in received or () if r in self._receiving]:
+                _, blocks = self._receiving.pop(request_id)
+                wrong = sorted(blocks & failed)
+                self.finish(request_id, f"blocks {wrong} were not loaded" if wrong else "")
+        # A worker that is late still writes: only its own end of the request says that it does not.
+        return super().poll()
+
+    def held(self) -> dict[str, int]:
+        """Registrations and requests."""
+        requests = len(self._sending) + len(self._receiving)
+        return {"registrations": int(self._caches is not None), "requests": requests}
+
+    def close(self) -> None:
+        """See Connector."""
+        for half in (self._worker, self._scheduler):
+            _call(half, "shutdown")
+        self._worker = self._scheduler = None
+        self._sending.clear()
+        self._receiving.clear()
+        super().close()
+
+    def _matched(self, as_vllm: Any, request: KVRequest) -> tuple[int, bool]:
+        """(tokens that can be loaded, whether after the step), waiting while the connector looks."""
+        until = time.monotonic() + request.deadline_s
+        while (answer := _call(self._scheduler, "get_num_new_matched_tokens", as_vllm, 0) or (0, False))[
+            0
+        ] is None:
+            if time.monotonic() > until:
+                return 0, False
+            time.sleep(0.001)
+        return int(answer[0]), bool(answer[1])
+
+    def _step(self, request: KVRequest, as_vllm: Any) -> None:
+        """What the model runner does with the connector around one forward pass."""
+        worker = self._worker
+        metadata = self._scheduler.build_connector_meta(_scheduler_output(request, as_vllm))
+        worker.bind_connector_metadata(metadata)
+        told = SimpleNamespace(block_size=self._block_size, num_actual_tokens=request.num_tokens)
+        context = SimpleNamespace(
+            no_compile_layers={n: SimpleNamespace(kv_cache=view) for n, view in self._layers.items()},
+            attn_metadata=dict.fromkeys(self._layers, told),
+            virtual_engine=0,
+        )
+        try:
+            worker.start_load_kv(context)
+            for layer, view in self._layers.items():
+                worker.wait_for_layer_load(layer)
+                worker.save_kv_layer(layer, view, told)
+            worker.wait_for_save()
+        finally:
+            worker.clear_connector_metadata()
+
+    def _load_errors(self) -> set[int]:
+        return set(_call(self._worker, "get_block_ids_with_load_errors") or ())
+
+
+def _call(half: Any, method: str, *arguments: Any) -> Any:
+    """The method's answer; None where the interface lets it be absent."""
+    found = getattr(half, method, None)
+    return None if found is None else found(*arguments)
+
+
+def _request(request: KVRequest, token_ids: list[int], params: Any) -> Any:
+    """As the scheduler of vLLM knows a request."""
+    return SimpleNamespace(
+        request_id=request.request_id,
+        req_id=request.request_id,
+        prompt_token_ids=token_ids,
+        all_token_ids=token_ids,
+        num_tokens=len(token_ids),
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        block_ids=tuple(map(list, request.block_ids)),
+        mm_features=[],
+        mm_hashes=[],
+        lora_request=None,
+        cache_salt=None,
+        sampling_params=SimpleNamespace(extra_args=None),
+        kv_transfer_params=params,
+        block_hashes=[],
+    )
+
+
+def _scheduler_output(request: KVRequest, as_vllm: Any) -> Any:
+    """A step that schedules one new request and no other."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[as_vllm],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), num_computed_tokens=[], new_block_ids=[], new_token_ids=[]
+        ),
+        num_scheduled_tokens={request.request_id: as_vllm.num_prompt_tokens},
+        total_num_scheduled_tokens=as_vllm.num_prompt_tokens,
+        finished_req_ids=set(),
+        preempted_req_ids=set(),
+    )

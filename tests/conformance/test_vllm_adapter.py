@@ -1,0 +1,40 @@
+"""vLLM's interface of connectors, driven without vLLM."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayk.conformance.catalog import all_checks, choose
+from rayk.conformance.runner import FAIL, PASS, UNSUPPORTED, Kit
+from tests.conformance.settings import PATIENT
+from tests.conformance.vllm_shaped import FOLDER
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@pytest.fixture(autouse=True)
+def files():
+    yield
+    shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+def test_a_connector_of_vllms_shape_passes_what_the_interface_can_say():
+    checks = [c for c in all_checks() if not c.id.startswith(("layouts.L", "groups.m", "tp.4"))]
+    with Kit("tests.conformance.vllm_shaped:OnFiles", path=[ROOT], settings=PATIENT) as kit:
+        results = {c.id: kit.run(c) for c in checks}
+        kit.use("tests.conformance.vllm_shaped:HeadsReversed")
+        (check,) = choose(checks, ["requests.whole_blocks"])
+        broken = kit.run(check)
+    assert broken.verdict == FAIL
+    assert re.search(r"k, head 0, token 0: head 0 holds head 3 of the producer", broken.reason), broken.reason
+    assert {r.verdict for r in results.values()} <= {PASS, UNSUPPORTED}, results
+    for passed in ("requests.whole_blocks", "requests.many_at_once", "requests.blocks_reused"):
+        assert results[passed].verdict == PASS, results[passed]
+    assert results["requests.one_token"].reason == "it moves whole blocks only"
+    assert "TP group" in results["tp.1-2"].reason
+    assert not any(name.partition(".")[0] == "vllm" for name in sys.modules)
