@@ -55,6 +55,7 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
     paged = {
         "store_kv_kernel",
         "copy_runs_kernel",
+        "digest_kernel",
         "paged_attention_kernel",
         "paged_attention_decode_kernel",
         "combine_splits_kernel",
