@@ -166,3 +166,17 @@ OTHERS: dict[str, tuple[str, bool]] = {
 
 REQUEST_POINTS = ("prefill", "transfer", "decode")
 """Points of a request's life at which ranks can be killed, beside those of its transfer."""
+
+
+def table_text() -> str:
+    """The table as Markdown: a row per fault, a column per mode and policy."""
+    columns = [(mode, policy) for mode in MODES for policy in POLICIES]
+    lines = [
+        "| point | fault | " + " | ".join(f"{mode}, {policy}" for mode, policy in columns) + " |",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    for fault in all_faults():
+        name = fault.kind + (f" ({fault.role})" if fault.role else "")
+        outcomes = (str(expected(fault, mode, policy)) for mode, policy in columns)
+        lines.append(f"| {fault.point} | {name} | " + " | ".join(outcomes) + " |")
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ def unseal(message: bytes) -> list[Any] | None:
     if check != b"%08x" % zlib.crc32(content):
         return None
     try:
-        fields = json.loads(content)
+        fields = json.loads(content.decode())
     except ValueError:
         return None
     return fields if isinstance(fields, list) else None

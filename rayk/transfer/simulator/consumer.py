@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rayk.transfer import session as s
 from rayk.transfer.lease import Renewals
-from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage, StopMessage, decode_push
+from rayk.transfer.push_messages import ArrivedMessage, StopMessage, StoppedMessage, decode_push
 from rayk.transfer.reservation import ReservationTable
 from rayk.transfer.simulator.core import Engine
 from rayk.transfer.simulator.memory import HEADS, Memory, Row
@@ -22,7 +22,7 @@ from rayk.transfer.simulator.requests import (
     SealedTables,
     Tables,
     Ticket,
-    right_row,
+    right_rows,
     right_token,
 )
 from rayk.transfer.valid_prefix import longest_valid_prefix
@@ -171,8 +171,9 @@ class Consumer(Engine):
         if incoming.stage != "receiving" or not all(r.verdict is not None for r in incoming.receivers):
             return
         errors = [r.verdict.error for r in incoming.receivers if r.verdict is not None]
-        error = next((e for e in errors if isinstance(e, KVMismatch)), None)
-        error = error or next((e for e in errors if e is not None), None)
+        # A mismatch comes first: somebody may look into it.
+        failed = sorted((e for e in errors if e is not None), key=lambda e: not isinstance(e, KVMismatch))
+        error = failed[0] if failed else None
         if self.world.mode == "push":
             for rank in range(self.tp):
                 self.stop_pushes(incoming, rank)
@@ -400,10 +401,7 @@ class Consumer(Engine):
             return
         job, index = incoming.job, incoming.num_delivered
         # Token `index` comes after the prompt and the tokens before it; earlier ones are stored by now.
-        if index > 0:
-            position = job.num_tokens + index - 1
-            self._catch_up(incoming, position)
-        right = self._is_right(incoming, job.num_tokens + index)
+        right = self._catch_up(incoming, job.num_tokens + index)
         token = right_token(job.prompt, index) if right else WRONG_TOKEN
         incoming.num_delivered += 1
         self.clock.call(self.name, None, self.world.on_tokens, job, index, (token,))
@@ -413,14 +411,15 @@ class Consumer(Engine):
             self.clock.call(self.name, None, self.world.on_finished, job)
             self._end(incoming)
 
-    def _catch_up(self, incoming: Incoming, last: int) -> None:
-        """Store rows of tokens delivered that are not here yet, up to position `last`."""
+    def _catch_up(self, incoming: Incoming, num_tokens: int) -> bool:
+        """Compute the rows, up to `num_tokens`, that are not here yet; whether all that went into them, and
+        so into the next token, was right."""
         first = max(incoming.stored, incoming.job.num_tokens)
-        for position in range(first, last + 1):
-            right = self._is_right(incoming, position)
-            for layer in (0, 1):
-                self._write(incoming, layer, range(position, position + 1), right)
-        incoming.stored = last + 1
+        right = self._is_right(incoming, first)
+        for layer in (0, 1):
+            self._write(incoming, layer, range(first, num_tokens), right)
+        incoming.stored = num_tokens
+        return right
 
     def _is_right(self, incoming: Incoming, num_tokens: int) -> bool:
         """Whether every row that the next token sees is what it must be."""
@@ -428,10 +427,10 @@ class Consumer(Engine):
         rows = self.memory.rows
         for layer in (0, 1):
             table = incoming.tables[layer]
-            for position in model.live_rows(layer, num_tokens):
-                index, row = model.place(layer, position)
-                for head in HEADS:
-                    if rows(layer, head, table[index])[row] != right_row(prompt, layer, head, position):
+            for head in HEADS:
+                right = right_rows(prompt, layer, head)
+                for index, first, stop, at in model.pieces(layer, num_tokens):
+                    if rows(layer, head, table[index])[first:stop] != right[at : at + stop - first]:
                         return False
         return True
 
@@ -440,6 +439,6 @@ class Consumer(Engine):
         for position in positions:
             index, row = model.place(layer, position)
             for head in HEADS:
-                value = right_row(prompt, layer, head, position) if right else WRONG
+                value = right_rows(prompt, layer, head)[position] if right else WRONG
                 place = layer, head, incoming.tables[layer][index]
                 self.memory.write(incoming.holder, place, row, (value,))

@@ -18,7 +18,7 @@ from rayk.transfer.simulator.requests import (
     SealedTables,
     Tables,
     Ticket,
-    right_row,
+    right_rows,
     right_token,
 )
 from rayk.types.errors import TransferError
@@ -157,7 +157,7 @@ class Producer(Engine):
             self.clock.at(1 + int(random.random() * CHUNK), self._compute, run, 0)
 
     def _open_pushes(self, run: Run, reserved: Reserved) -> None:
-        consumer = self.world.lives[reserved.consumer, reserved.epoch]
+        consumer = self.world.consumer_of(reserved)
         layers = 1 + int(self.clock.random.random() * 2)
         for rank in range(self.tp):
             if reserved.reservation_id in self._stopped[rank]:
@@ -179,8 +179,6 @@ class Producer(Engine):
         for layer in (0, 1):
             for push in pushes:
                 push.handle(p.LayersComputed((layer,), start, stop, is_last))
-        if not self.runs:
-            return
         if run.preempt_after == index and not is_last:
             self._preempt(run, pushes)
             index = -1
@@ -210,11 +208,13 @@ class Producer(Engine):
                 index, row = model.place(layer, position)
                 block = run.tables[layer][index]
                 for head in HEADS:
-                    value = right_row(job.prompt, layer, head, position)
+                    value = right_rows(job.prompt, layer, head)[position]
                     self.memory.write(job.job_id, (layer, head, block), row, (value,))
 
     def _hand_over(self, run: Run) -> None:
         job = run.job
+        if not self.runs:
+            return  # a fault has struck while it pushed
         del self._running[job.job_id]
         lease_id = f"{self.name}/{self.epoch}/{job.job_id}"
         for table in self.leases:
@@ -354,8 +354,7 @@ def read_rows(
     world: World, memory: Memory, tables: Tables, layer: int, head: int, num_tokens: int
 ) -> tuple[Row, ...]:
     """Live rows of a layer and head."""
-    found = []
-    for position in world.model.live_rows(layer, num_tokens):
-        index, row = world.model.place(layer, position)
-        found.append(memory.rows(layer, head, tables[layer][index])[row])
+    found: list[Row] = []
+    for index, first, stop, _ in world.model.pieces(layer, num_tokens):
+        found += memory.rows(layer, head, tables[layer][index])[first:stop]
     return tuple(found)

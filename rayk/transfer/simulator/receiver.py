@@ -107,12 +107,12 @@ class Receiver:
 
     def _fence(self) -> s.Fence:
         sealed = self.ticket.blocks
-        held = dict(
-            (block, generation)
+        held = {
+            block: generation
             for table, generations in zip(sealed.tables, sealed.generations, strict=True)
             for block, generation in zip(table, generations, strict=True)
             if block
-        )
+        }
         return s.Fence(tuple(held), tuple(held.values()))
 
     def _run(self, todo: deque[s.Action]) -> None:

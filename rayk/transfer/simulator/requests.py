@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from rayk.kv.groups import KVCacheGroup
@@ -9,6 +10,7 @@ from rayk.kv.specs import FullAttentionSpec, Mamba1Spec, SlidingWindowSpec
 from rayk.transfer.simulator.core import num_blocks
 from rayk.transfer.simulator.memory import BLOCK_SIZE, HEADS, NULL, Memory, Row
 
+MAX_POSITIONS = 24
 MAX_OUTPUT = 4
 """Output tokens of a request, the first of which is sampled where its prompt is computed."""
 WINDOW = 4
@@ -41,6 +43,11 @@ class Model:
         """(index into the block table, row of the block) of a position."""
         return (0, 0) if layer == 1 and self.is_hybrid else divmod(position, BLOCK_SIZE)
 
+    def pieces(self, layer: int, num_tokens: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Live rows block by block: (index into the block table, first row, row after the last, position of
+        the first)."""
+        return _pieces(self, layer, num_tokens)
+
     def first_block(self, layer: int, num_tokens: int) -> int:
         """Blocks before this are null: nothing in them lives."""
         if layer == 0 or self.is_hybrid:
@@ -61,9 +68,19 @@ class Model:
         return tuple(blocks[:total]), (NULL,) * first + tuple(blocks[total:])
 
 
-def right_row(prompt: int, layer: int, head: int, position: int) -> Row:
-    """What a row must hold."""
-    return (prompt, layer, head, position)
+@functools.cache
+def _pieces(model: Model, layer: int, num_tokens: int) -> tuple[tuple[int, int, int, int], ...]:
+    found: dict[int, list[int]] = {}
+    for position in model.live_rows(layer, num_tokens):
+        index, row = model.place(layer, position)
+        found.setdefault(index, [row, row, position])[1] = row
+    return tuple((index, first, last + 1, at) for index, (first, last, at) in found.items())
+
+
+@functools.cache
+def right_rows(prompt: int, layer: int, head: int) -> list[Row]:
+    """What the row of each position must hold."""
+    return [(prompt, layer, head, position) for position in range(MAX_POSITIONS)]
 
 
 def right_token(prompt: int, index: int) -> int:

@@ -22,7 +22,6 @@ from rayk.transfer.simulator.core import Clock, Engine
 from rayk.transfer.simulator.memory import Memory
 from rayk.transfer.simulator.producer import Producer
 from rayk.transfer.simulator.requests import (
-    MAX_OUTPUT,
     Job,
     Model,
     Reserved,
@@ -158,6 +157,12 @@ class World(Clock):
         producer = self.lives[ticket.producer, ticket.epoch]
         assert isinstance(producer, Producer)
         return producer
+
+    def consumer_of(self, reserved: Reserved) -> Consumer:
+        """The life of the consumer engine whose blocks were reserved."""
+        consumer = self.lives[reserved.consumer, reserved.epoch]
+        assert isinstance(consumer, Consumer)
+        return consumer
 
     # Handshakes.
 
@@ -428,9 +433,12 @@ class World(Clock):
                 self.call("", producer, producer.on_consumer_gone, engine)
         if not self._begun and not again:
             self._give_up_all(self.deaths[-1])
+        error = EngineDied(engine.name, "a rank is gone")
         for request in self.requests:
             if self._needs(request, engine):
-                self._fail(request, EngineDied(engine.name, "a rank is gone"))
+                self._fail(request, error)
+            elif request.stage == "waiting" and request.producer is engine and not again:
+                self._decide(request, error, Cause.PRODUCER_LOST)
 
     def _needs(self, request: Asked, engine: Engine) -> bool:
         if request.stage in ("over", "waiting") or request.job is None:

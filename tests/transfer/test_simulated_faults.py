@@ -1,0 +1,130 @@
+"""Every fault, at every point, in both modes, under every policy, in simulated worlds of many seeds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from rayk.transfer.fault_table import KINDS, MODES, POINTS, RANK_KINDS, ROLES, Expected, Fault, all_faults
+from rayk.transfer.recovery import POLICIES, Policy
+from rayk.transfer.simulator.__main__ import story
+from rayk.transfer.simulator.checks import check, simulate
+from rayk.transfer.simulator.world import World
+
+NUM_SEEDS = 200
+
+
+def faults_at(point: str) -> list[Fault]:
+    return [fault for fault in all_faults() if fault.point == point]
+
+
+def fail(world: World, problems: list[str], again: World) -> None:
+    """`again`: the same world, traced."""
+    faults = " ".join(
+        f"--fault {s.fault.kind}:{s.fault.point}" + (f":{s.fault.role}" if s.fault.role else "")
+        for s in world.strikes
+    )
+    command = f"python -m rayk.transfer.simulator --seed {world.seed} {faults} --mode {world.mode}"
+    raise AssertionError(f"{command} --policy {world.policy}\n{story(again.run())}\n" + "\n".join(problems))
+
+
+def run_all(faults: list[Fault], mode: str, seeds: range) -> Counter[bool]:
+    """How many worlds their fault struck, and how many it missed."""
+    struck: Counter[bool] = Counter()
+    for fault, policy in product(faults, POLICIES):
+        # A fault that strikes a rank has two rows in the table, one per side: each gets its share of seeds.
+        roles = (fault.role,) if fault.role is None else ROLES
+        for seed in seeds[roles.index(fault.role) :: len(roles)]:
+            run_one(fault, mode, policy, seed, struck)
+    return struck
+
+
+def run_one(fault: Fault, mode: str, policy: Policy, seed: int, struck: Counter[bool]) -> None:
+    world, problems = simulate(seed, fault, mode, policy)
+    struck[world.struck] += 1
+    if problems:
+        fail(world, problems, World(seed, (fault,), mode=mode, policy=policy, tracing=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("point", POINTS)
+def test_every_fault_leads_to_its_verdict(point: str, mode: str):
+    """In time, with every block given back on both sides, every stream whole and no wrong token in it."""
+    struck = run_all(faults_at(point), mode, range(NUM_SEEDS))
+    assert struck[True] > 0.97 * struck.total()
+
+
+def test_the_table_is_whole():
+    """Kinds and points are those that experiments name; each fault has an outcome in every case."""
+    assert set(KINDS) == {"drop", "delay", "reorder", "duplicate", "corrupt", "kill", "stop", "restart"}
+    assert list(POINTS) == [
+        "handshake", "reserve", "post", "mid_transfer", "notify", "free", "lease_renewal",
+    ]  # fmt: skip
+    faults = list(all_faults())
+    assert len(faults) == len(POINTS) * (len(KINDS) + len(RANK_KINDS) * (len(ROLES) - 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_worlds_without_faults_pass(mode: str):
+    for seed, policy in product(range(300), POLICIES):
+        world = World(seed, mode=mode, policy=policy).run()
+        problems = check(world, Expected("PASS"))
+        if problems or world.is_recovered:
+            fail(world, problems, World(seed, mode=mode, policy=policy, tracing=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_given_up_at_any_time_leaves_nothing_behind(mode: str):
+    stages: Counter[int] = Counter()
+    for seed, policy in product(range(400), POLICIES):
+        world = World(seed, mode=mode, policy=policy, abort=True).run()
+        stages[len(world.requests[0].stream.token_ids)] += 1
+        problems = check(world, Expected("PASS"))
+        if problems:
+            again = World(seed, mode=mode, policy=policy, abort=True, tracing=True)
+            fail(world, ["--abort", *problems], again)
+    assert all(stages[num_tokens] for num_tokens in range(5)), "given up before, within and after its stream"
+
+
+def two_faults(seeds: range) -> None:
+    faults = list(all_faults())
+    for seed in seeds:
+        draw = random.Random(seed)
+        chosen = draw.sample(faults, 2)
+        mode, policy = draw.choice(MODES), draw.choice(POLICIES)
+        abort = draw.random() < 0.2
+        world = World(seed, chosen, mode=mode, policy=policy, abort=abort).run()
+        problems = check(world)
+        if problems:
+            again = World(seed, chosen, mode=mode, policy=policy, abort=abort, tracing=True)
+            fail(world, [*(["--abort"] if abort else []), *problems], again)
+
+
+def test_two_faults_at_once_break_nothing():
+    two_faults(range(2000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+def test_two_faults_at_once_break_nothing_for_long(block: int):
+    two_faults(range(10_000 + block * 10_000, 20_000 + block * 10_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("point", POINTS)
+def test_every_fault_leads_to_its_verdict_for_long(point: str, mode: str):
+    run_all(faults_at(point), mode, range(NUM_SEEDS, 2000))
+
+
+def test_a_world_is_its_seed():
+    fault = Fault("drop", "notify")
+    first, second = (
+        World(11, (fault,), mode="push", policy="recompute", tracing=True).run() for _ in range(2)
+    )
+    assert first.trace == second.trace
+    other = World(12, (fault,), mode="push", policy="recompute", tracing=True).run()
+    assert other.trace != first.trace
