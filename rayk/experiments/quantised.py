@@ -3,8 +3,11 @@
 Greedy tokens are compared with those of one rayk engine that does all by itself, with the same KV format and
 the prefill engine's TP: a run of its own on the same cluster, kept. Where they differ (another decode TP adds
 up in another order, and a last bit flips a quantisation step), and where there is no such engine because the
-two sides keep unlike formats, every token must be nearly as good as the reference's best, teacher-forced:
-within twice what a cache rounded to the format changes in the reference itself (see `noise`).
+two sides keep unlike formats, every token must be nearly as good as the reference's best, teacher-forced.
+
+The reference is transformers with a cache that rounds as the formats do: right engines agree with it to 1e-5
+where no step flips. How far off a token may be is measured (see `noise`) by the same reference with values
+that are a little off before they are rounded (References), which flips some steps.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from rayk.experiments.compare import TokenComparison
 from rayk.experiments.references import References
-from rayk.kv.formats import FORMATS
 from rayk.oracle.quantised import KVRounding
 from rayk.specs import Cell
 from rayk.types.rows import RequestRow
@@ -29,10 +31,12 @@ Tokens = Mapping[int, list[int]]
 
 
 def rounding_of(cell: Cell) -> KVRounding | None:
-    """What a quantised cell's cache does to values; of two formats the coarser one. None: nothing."""
-    sides = [(FORMATS[name], side) for name, side in zip(cell.kv_formats, cell.engines, strict=True)]
-    kv_format, engine = max(sides, key=lambda s: (s[0].is_quantised, s[0].worst_relative_error))
-    return KVRounding(engine.kv_dtype, engine.kv_scales) if kv_format.is_quantised else None
+    """What a quantised cell's caches do to values, one after the other where they are converted; None if
+    nothing."""
+    if not cell.is_quantised:
+        return None
+    kept = [KVRounding(engine.kv_dtype, engine.kv_scales) for engine in cell.engines]
+    return replace(kept[0], then=kept[1]) if cell.is_converted else kept[0]
 
 
 def twin_of(cell: Cell) -> Cell | None:

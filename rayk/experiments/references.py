@@ -12,6 +12,9 @@ from rayk.oracle.quantised import KVRounding
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
 
+JITTER = 2.0**-14
+"""By how much keys and values are changed before they are quantised, to measure what flipped steps do. Sums
+in another order change them by some 2^-20; so that flips are sure to be met, it is more."""
 LayerKV = Sequence[Mapping[str, Tensor]]
 """Per layer, what it caches by field: [U, T, elements] of every token, [U, 1, elements] of a state."""
 
@@ -34,13 +37,17 @@ class References:
         routed: bool = False,
         rounding: KVRounding | None = None,
     ) -> None:
-        """`rounding`: of a quantised cache, which eager code then measures as it measures a dtype."""
+        """`rounding`: of a quantised cache. Eager code then rounds values that are off by JITTER: how much
+        changes where last bits push values over a step."""
         self.dtype = dtype
         self.routed = routed and (dtype != "float32" or rounding is not None)
         """Whether errors are bounded as `noise` says of routed experts."""
-        self._exact = self._eager = Reference(model, "float32", weights_dtype=dtype, cache_dir=cache_dir)
+        self._exact = self._eager = Reference(
+            model, "float32", weights_dtype=dtype, rounding=rounding, cache_dir=cache_dir
+        )
         if dtype != "float32" or rounding is not None:
-            self._eager = Reference(model, dtype, rounding=rounding, cache_dir=cache_dir)
+            other = rounding and rounding.jittered(JITTER)
+            self._eager = Reference(model, dtype, rounding=other, cache_dir=cache_dir)
         self._rounding = rounding
         self._rough = self._eager
         if self.routed and dtype == "float16":

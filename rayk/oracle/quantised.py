@@ -8,7 +8,7 @@ a step sees its own keys and values rounded, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,20 +24,36 @@ class KVRounding:
     """A format that keys and values are rounded to."""
 
     kv_dtype: str
-    """fp8_e4m3 or nvfp4."""
+    """fp8_e4m3, nvfp4 or, of an engine that keeps values as they are, auto."""
     kv_scales: str = "tensor"
     """tensor or token_head; of fp8_e4m3."""
     layer_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     """Layer -> (k, v); 1 for layers that are absent."""
+    jitter: float = 0.0
+    """Values are first changed by about so much of themselves, as another order of sums does: some then fall
+    to the other side of a step."""
+    then: KVRounding | None = None
+    """After the prompt what is cached is rounded to this one, and what comes later to it alone: the cache of
+    an engine that converts what it was handed."""
 
     @property
     def identity(self) -> list[Any]:
         """What tells its answers from those of others."""
-        return [self.kv_dtype, self.kv_scales, sorted(self.layer_scales.items())]
+        own = [self.kv_dtype, self.kv_scales, sorted(self.layer_scales.items()), self.jitter]
+        return [*own, self.then.identity if self.then is not None else None]
 
-    def round(self, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def jittered(self, amount: float) -> KVRounding:
+        """The same of values that are off by a little."""
+        return replace(self, jitter=amount, then=self.then and self.then.jittered(amount))
+
+    def round(self, values: torch.Tensor, scale: float, seed: int) -> torch.Tensor:
         """values [..., D], as they read after they were stored, in their own dtype."""
         wide = values.float()
+        if self.jitter:
+            generator = torch.Generator().manual_seed(seed)
+            wide = wide * (1 + self.jitter * torch.randn(wide.shape, generator=generator))
+        if self.kv_dtype == "auto":
+            return values
         if self.kv_dtype == "nvfp4":
             rounded = _nvfp4(wide, scale)
         elif self.kv_scales == "token_head":
@@ -53,10 +69,25 @@ class KVRounding:
         update = cache.update
 
         def rounding(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
-            k_scale, v_scale = self.layer_scales.get(layer_idx, (1.0, 1.0))
-            return update(self.round(keys, k_scale), self.round(values, v_scale), layer_idx, *args, **kw)
+            return update(*self._round_both(keys, values, layer_idx), layer_idx, *args, **kw)
 
         cache.update = rounding
+
+    def convert(self, cache: Any) -> None:
+        """Round what a cache holds to the next format, and from now on what it is given."""
+        assert self.then is not None, "nothing comes next"
+        for index, layer in enumerate(cache.layers):
+            if getattr(layer, "keys", None) is not None:
+                layer.keys, layer.values = self.then._round_both(layer.keys, layer.values, index)
+        del cache.update  # the class's own again
+        self.then.attach(cache)
+
+    def _round_both(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k_scale, v_scale = self.layer_scales.get(layer, (1.0, 1.0))
+        seed = 2 * (layer + 1000 * keys.shape[-2])
+        return self.round(keys, k_scale, seed), self.round(values, v_scale, seed + 1)
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:

@@ -289,8 +289,8 @@ class Reference:
         self._check(prompt, len(output_ids))
         self._check(output_ids, 0)
         # The last output token is judged, never fed.
-        fed = [*prompt, *output_ids[:-1]]
-        logits = _wide(self._text().feed(fed, logits_to_keep=len(output_ids)))
+        fed = self._text().feed_both(prompt, output_ids[:-1], logits_to_keep=len(output_ids))
+        logits = _wide(fed)
         return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
 
     def _score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
@@ -302,7 +302,8 @@ class Reference:
         text = torch.tensor([*prompt, *output_ids], device=self.device)
         if len(text) < 2:
             return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=(), further_logprobs=())
-        logits = _wide(self._text().feed(text[:-1].tolist()))
+        fed = text[:-1].tolist()
+        logits = _wide(self._text().feed_both(fed[: len(prompt)], fed[len(prompt) :]))
         chosen = logits.gather(1, text[1:, None])[:, 0]
         totals = logits.logsumexp(-1)
         logprobs = (chosen - totals).tolist()

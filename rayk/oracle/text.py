@@ -26,8 +26,19 @@ class Text:
         self._cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self._takes_positions = "position_ids" in accepted
         self.cache = _new_cache(model.config)
+        self._rounding = rounding
         if rounding is not None:
             rounding.attach(self.cache)
+
+    def feed_both(
+        self, prompt: Sequence[int], output: Sequence[int], *, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        """A prompt and what follows it at once; apart where the cache is converted in between."""
+        if self._rounding is None or self._rounding.then is None or not output:
+            return self.feed([*prompt, *output], logits_to_keep=logits_to_keep)
+        first = self.feed(prompt)
+        self._rounding.convert(self.cache)
+        return torch.cat([first, self.feed(output)])[-logits_to_keep:]
 
     def feed(self, token_ids: Sequence[int], *, logits_to_keep: int = 0) -> torch.Tensor:
         """Logits [kept tokens, vocabulary] after more tokens, in the model's dtype; 0 keeps all."""
