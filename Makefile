@@ -24,6 +24,7 @@ help:
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
 	@echo "make test-slow   the long sweeps"
+	@echo "make nightly     20,000 random pairs of engines against the byte oracle, others each time"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
 	@echo "make check       formatting, lint, types, house rules"
 	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
@@ -74,6 +75,9 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/transfer/test_any_pair.py $(ARGS)
 
 # Only files that mention the marker are collected: an interpreter that is already there may lack
 # packages that other tests import.
