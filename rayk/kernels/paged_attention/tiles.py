@@ -37,7 +37,8 @@ def choose_tiles(
     """Tiles that fit the target's shared memory and registers.
 
     row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element as
-    it is multiplied. quantised: keys and values are decoded first. `make kernels` shows what each choice takes, and fails where one spills.
+    it is multiplied. quantised: keys and values are decoded first. `make kernels` shows what each choice
+    takes, and fails where one spills.
     """
     if quantised:
         tiles = _decoding_tiles(target, row_elements, itemsize, decode_only=decode_only)
