@@ -79,6 +79,8 @@ class Push:
     attempt: int = 0
     is_void: bool = False
     """The attempt's blocks were taken: the request begins anew, if at all."""
+    num_posted: int = 0
+    """Writes, of all attempts."""
     sides: dict[int, _Side] = field(init=False)
     """By consumer rank."""
 
@@ -106,8 +108,8 @@ class Push:
             side.handle(event)
 
     def void(self) -> None:
-        """What was written so far is worth nothing: its blocks go to others once nothing is in flight. A prompt
-        that is computed will not be computed again."""
+        """What was written so far is worth nothing: its blocks go to others once nothing is in flight. A
+        prompt that is computed will not be computed again."""
         if self.is_computed():
             self.fail("its blocks were given up by the producer")
         elif not self.is_void:
@@ -244,6 +246,7 @@ class _Side:
             self._prepared.give_back(write.pattern.key)
             return error.reason
         self._num_writes += 1
+        push.num_posted += 1
         flight.transfers[transfer] = (write, push.attempt)
         sums = self._sums.setdefault(write.group, _Sums())
         if not sums.num_in_flight:

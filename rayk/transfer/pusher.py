@@ -121,6 +121,11 @@ class Pusher:
         """Requests that are being pushed, for tests."""
         return len(self._worker.pushes)
 
+    @property
+    def num_posted(self) -> int:
+        """Writes of the requests that are being pushed, for tests."""
+        return sum(push.num_posted for push in tuple(self._worker.pushes.values()))
+
     def close(self) -> None:
         """Stop, whatever is in flight, and give the agent back."""
         self._worker.is_closing = True
