@@ -12,12 +12,13 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment hybrid groups chaos fast-prefill sweep ceiling test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment quantised hybrid groups chaos fast-prefill sweep ceiling test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
+	@echo "make quantised   fp8 and nvfp4 KV, also converted on receive: jobs/quantised.yaml"
 	@echo "make chaos       40 planted faults on real engines, each with the verdict it must end in"
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
@@ -50,6 +51,10 @@ $(STAMP): pyproject.toml constraints.txt
 experiment: $(STAMP)
 	$(BIN)/rayk checkpoint qwen3 $(MODEL)
 	$(BIN)/rayk run $(SPEC)
+
+quantised: $(STAMP)
+	$(BIN)/rayk checkpoint qwen3 checkpoints/qwen3-tiny
+	$(BIN)/rayk run jobs/quantised.yaml $(ARGS)
 
 hybrid groups: $(STAMP)
 	$(BIN)/python jobs/$@.py $(ARGS)

@@ -27,9 +27,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"transfer": {"mode": "push"}}, "transfer.mode: push"),
-        ({"kv_dtype": "fp8_e4m3"}, "kv_dtype: fp8_e4m3"),
-        ({"decode": {"kv_dtype": "nvfp4"}}, "kv_dtype: nvfp4"),
         ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
         ({"arrival": {"rate": 2.0}}, "arrival.rate"),
         ({"faults": [{"kind": "lose_notification"}]}, "fault kind 'lose_notification'"),

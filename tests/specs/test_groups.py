@@ -52,11 +52,12 @@ def test_a_tp_size_the_model_cannot_run_at_comes_first():
     assert why == "prefill: TP 3 does not divide the model's 8 Mamba heads"
 
 
-def test_a_kv_dtype_that_is_not_there_yet_is_refused_as_that():
-    """Its pages are not known: the layout is not asked about."""
-    assert unsupported(hybrid(), kv_dtype="nvfp4", prefill={"layout": "LHBNC"}) == [None]
-    with pytest.raises(SpecError, match="not supported yet: kv_dtype: nvfp4"):
-        plan(kv_dtype="nvfp4", prefill={"layout": "LHBNC"})
+def test_a_layout_must_hold_quantised_groups_too():
+    """Attention has two stretches, keys and values, states have others."""
+    (why,) = unsupported(hybrid(), kv_dtype="nvfp4", prefill={"layout": "LHBNC"})
+    assert why is not None
+    assert "LHBNC holds groups of one shape only" in why
+    assert unsupported(hybrid(), kv_dtype="nvfp4", prefill={"layout": "BHLNC"}) == [None]
 
 
 @pytest.mark.parametrize("hybrid_kv", [True, False])
