@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -84,8 +85,7 @@ def policy_rows(folder: Path) -> list[dict[str, Any]]:
     for cell in result.cells.to_dict("records"):
         requests = [r for r in result.requests.to_dict("records") if r["cell_id"] == cell["cell_id"]]
         transfers = [t for t in result.transfers.to_dict("records") if t["cell_id"] == cell["cell_id"]]
-        has_faults = bool(len(cell["faults"]) if cell["faults"] is not None else 0)
-        policy = cell["failure_policy"] if has_faults and cell["faults"] != "[]" else NO_FAULTS
+        policy = cell["failure_policy"] if json.loads(cell["faults"]) else NO_FAULTS
         rows.append({"policy": policy, **_numbers(cell, requests, transfers)})
     return rows
 
@@ -93,7 +93,7 @@ def policy_rows(folder: Path) -> list[dict[str, Any]]:
 def _numbers(
     cell: Mapping[str, Any], requests: Sequence[Mapping[str, Any]], transfers: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    answered = [r for r in requests if r["error"] is None]
+    answered = [r for r in requests if not _is_told(r["error"])]
     migrated = [r for r in requests if r["recovered_by"] == "migrate"]
     moved = sum(t["bytes"] for t in transfers)
     # Of each answer's transfers the last one counted.
@@ -105,8 +105,8 @@ def _numbers(
         "num_requests": len(requests),
         "num_answered": len(answered),
         "answered_share": len(answered) / len(requests),
-        "num_recovered": sum(r["recovered_by"] is not None for r in requests),
-        "num_wrong": int(cell["num_token_mismatches"] or 0),
+        "num_recovered": sum(_is_told(r["recovered_by"]) for r in requests),
+        "num_wrong": _count(cell["num_token_mismatches"]),
         "ttft_ms_p50": _percentile([r["ttft_ms"] for r in answered], 50),
         "ttft_ms_p99": _percentile([r["ttft_ms"] for r in answered], 99),
         "e2e_ms_p50": _percentile([r["e2e_ms"] for r in answered], 50),
@@ -119,13 +119,18 @@ def _numbers(
         "moved_bytes": int(moved),
         "wasted_bytes": int(moved - kept),
         "again_bytes": int(sum(t["bytes"] for t in transfers if t["retries"])),
-        "num_blocks_held": int(cell["num_blocks_held"] or 0),
+        "num_blocks_held": _count(cell["num_blocks_held"]),
         "reason": cell["reason"],
     }
 
 
 def _is_told(value: Any) -> bool:
-    return value is not None and value == value  # a missing number is NaN in a table
+    # Of a table without missing values there are none of these; else None or, of numbers, NaN.
+    return value is not None and not (isinstance(value, float) and math.isnan(value)) and str(value) != "<NA>"
+
+
+def _count(value: Any) -> int:
+    return int(value) if _is_told(value) else 0
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

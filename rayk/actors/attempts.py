@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from rayk.types.request import Request
 WIRE_S = 15.0
 """How long a producer may take to answer a first read. Idle engines look at the network every 50 ms."""
 
+TURN_POLL_S = 0.1
 NUM_TRIES = 3
 """A handshake whose messages get lost is tried so often."""
 
@@ -122,6 +124,8 @@ class Engines:
         try:
             yield
             # A life that has begun is seen through: the next cell gets whole workers.
+            if self._looks_for_hangs:
+                await asyncio.gather(*(_see_a_turn(e, self._cell.deadlines.transfer_s) for e in self._all))
             lost = [e for e in self._all if e.died.done() and e.name in self._formed]
             await asyncio.gather(*(self._formed[e.name] for e in lost), return_exceptions=True)
         finally:
@@ -129,12 +133,17 @@ class Engines:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def _looks_for_hangs(self) -> bool:
+        """Where requests can be saved from a hanging engine, or one is planted. Steps may be long: elsewhere
+        deadlines suffice."""
+        return self._cell.failure_policy != "fail" or any(f.kind == "stop" for f in self._cell.faults)
+
     async def _look_after(self, engine: EngineHandle) -> None:
         """Until it dies; then replace it or have nobody wait for it."""
-        stops = any(f.kind == "stop" for f in self._cell.faults)
         patience_s = self._cell.deadlines.transfer_s
-        looks = stops or self._cell.failure_policy != "fail"
-        watcher = asyncio.create_task(_until_it_hangs(engine, patience_s)) if looks else None
+        hangs = _until_it_hangs(engine, patience_s) if self._looks_for_hangs else None
+        watcher = asyncio.create_task(hangs) if hangs is not None else None
         try:
             await asyncio.wait({engine.died})
         finally:
@@ -216,20 +225,30 @@ async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle
 
 
 async def _until_it_hangs(engine: EngineHandle, patience_s: float) -> None:
-    """Declare an engine dead whose loop has stood still for so long: an idle one turns, too."""
-    num_turns = -1
+    """Look again and again until the engine is dead."""
+    while not engine.died.done():
+        await _see_a_turn(engine, patience_s)
+        await asyncio.sleep(patience_s / 2)
+
+
+async def _see_a_turn(engine: EngineHandle, patience_s: float) -> None:
+    """Declare an engine dead whose loop stands still for so long, and end it: an idle one turns, too."""
+    until, first = time.monotonic() + patience_s, None
     while not engine.died.done():
         status = engine.leader.status.options(concurrency_group="control").remote()
         try:
-            found = await engine.guard(status, "a sign of life", patience_s)
-        except RaykError as error:
-            found = {"num_turns": num_turns}
-            if isinstance(error, EngineDied):
-                return
-        if found.get("num_turns") == num_turns:
+            found = await engine.guard(status, "a sign of life", max(0.1, until - time.monotonic()))
+        except EngineDied:
+            return
+        except RaykError:
+            found = {}
+        turns = found.get("num_turns", first)
+        if first is not None and turns != first:
+            return
+        first = turns
+        if time.monotonic() > until:
             engine.declare_dead(f"it hangs: no turn in {patience_s:g} s")
             for worker in engine.workers:
                 kill(worker)  # what is read from it can end only when it is gone
             return
-        num_turns = found.get("num_turns", -1)
-        await asyncio.sleep(patience_s)
+        await asyncio.sleep(TURN_POLL_S)

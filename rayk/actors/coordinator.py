@@ -176,9 +176,10 @@ class Coordinator:
         except TimeoutError:
             outcome.errors.append(DeadlineExceeded(f"the end of {engine.name}", END_S))
         except DeadlineExceeded as error:
-            # Where nothing else went wrong, an engine that does not answer any more is what went wrong.
+            # An engine that does not answer any more, unless something else took too long before.
+            is_late = any(isinstance(e, DeadlineExceeded) for e in outcome.errors)
             hangs = EngineDied(engine.name, f"it hangs: {error}")
-            (outcome.survived if survives else outcome.errors).append(error if outcome.errors else hangs)
+            (outcome.survived if survives else outcome.errors).append(error if is_late else hangs)
         except EngineDied as error:
             if str(error) not in {str(e) for e in outcome.errors}:
                 (outcome.survived if survives else outcome.errors).append(error)

@@ -86,6 +86,11 @@ class Receiving:
         known = (self._reading, self._draining, self._queued, self._held, self._proving, self._abandoned)
         return any(known)
 
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """Failed requests whose blocks are still written to."""
+        return tuple(_abandoned_lease(incoming) for incoming in tuple(self._draining.values()))
+
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request are here."""
         return any(request_id in here for here in (self._reading, self._draining, self._held, self._proving))

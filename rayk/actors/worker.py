@@ -327,9 +327,11 @@ class Worker:
 
     @staticmethod
     def _leases(leader: Leader, handover: TransferHandover | None) -> tuple[str, ...]:
-        """Whatever holds blocks for another engine: leases, and reservations."""
-        reserved = handover.reservations.open_reservations if handover is not None else ()
-        return (*leader.manager.leases, *reserved)
+        """Whatever holds blocks for another engine: leases, reservations, and reads that do not end."""
+        if handover is None:
+            return leader.manager.leases
+        reserved, in_flight = handover.reservations.open_reservations, handover.receiving.in_flight
+        return (*leader.manager.leases, *reserved, *in_flight)
 
     def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
         if spec.role == "aggregated":
