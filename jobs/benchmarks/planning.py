@@ -1,0 +1,179 @@
+"""What planning a request takes on one consumer rank: lowering the plan, picking descriptors; without NIXL.
+
+    python jobs/benchmarks/planning.py --check > jobs/benchmarks/results/planning.md
+
+1,000 blocks of 16 tokens in 64 layers. The plan and its patterns are made once per pair of engines (first
+column of times); a request then picks block ids and descriptor indices. Times are of the thread's processor,
+medians over rounds, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from rayk.kv.geometry import RankGeometry, plan_rank  # noqa: E402
+from rayk.kv.groups import group_layers  # noqa: E402
+from rayk.kv.layout import get_layout  # noqa: E402
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec  # noqa: E402
+from rayk.transfer.plan import TransferPlan, consecutive_tables, plan_transfer  # noqa: E402
+
+NUM_TOKENS = 16_000
+NUM_LAYERS = 64
+LIMIT_MS = 5.0
+MOST_DESCRIPTORS = 65_536
+"""More are not read one by one: staging is mandatory above."""
+
+ABOUT = """# Planning a request
+
+16,000 tokens in 64 layers, 8 KV heads of 128 + 128 bfloat16: 1,000 blocks of 16 tokens. One consumer rank,
+block ids scattered. The plan, and the patterns of the first request, are made once per pair of engines
+(`first`); every later request takes the times of the last columns: lowering the plan to block ids, and picking
+the descriptor indices that NIXL is given. Milliseconds of processor time, medians; 2 cores shared with others.
+Above 65,536 descriptors a request is not read one by one (staging).
+
+    python jobs/benchmarks/planning.py --check > jobs/benchmarks/results/planning.md
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """(producer, consumer) each."""
+
+    layouts: tuple[str, str]
+    tp: tuple[int, int]
+    blocks: tuple[int, int] = (16, 16)
+    window: int | None = None
+    """Five layers of six see so many tokens."""
+
+    def specs(self, side: int) -> dict[tuple[int, str], KVCacheSpec]:
+        """What the layers keep."""
+        common = (self.blocks[side], 8, 128, 128, "bfloat16", 32)
+        full = FullAttentionSpec(*common)
+        local = full if self.window is None else SlidingWindowSpec(*common, self.window)
+        return {(layer, "attention"): local if layer % 6 else full for layer in range(NUM_LAYERS)}
+
+    def ranks(self, side: int) -> list[RankGeometry]:
+        """One engine."""
+        groups = group_layers(self.specs(side))
+        num_blocks = 2 + len(groups) * -(-NUM_TOKENS // self.blocks[side])
+        return [
+            plan_rank(
+                groups,
+                get_layout(self.layouts[side]),
+                tp_size=self.tp[side],
+                tp_rank=rank,
+                num_blocks=num_blocks,
+            )
+            for rank in range(self.tp[side])
+        ]
+
+
+CASES = (
+    Case(("BHLNC", "BHLNC"), (1, 1)),
+    Case(("LBHNC", "LBHNC"), (1, 1)),
+    Case(("LBHNC", "LBHNC"), (8, 8)),
+    Case(("BHLNC", "BHLNC"), (2, 1)),
+    Case(("BHLNC", "BHLNC"), (8, 1)),
+    Case(("BLHNC", "BLHNC"), (4, 8)),
+    Case(("LBHNC", "BLHNC"), (1, 1)),
+    Case(("BHLNC", "BHLNC"), (1, 1), (16, 24)),
+    Case(("LBHNC", "LBHNC"), (1, 1), (24, 16), window=1024),
+    Case(("LBHNC", "LBHNC"), (2, 1), window=1024),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of one case."""
+
+    num_reads: int
+    num_descriptors: int
+    first_ms: float
+    lower_ms: float
+    indices_ms: float
+
+    @property
+    def planning_ms(self) -> float:
+        """Of every request after the first."""
+        return self.lower_ms + self.indices_ms
+
+
+def scattered(rank: RankGeometry, seed: int) -> list[list[int]]:
+    """Block tables of the request, ids in no order."""
+    ids = np.random.default_rng(seed).permutation(np.arange(1, rank.num_blocks))
+    return [[b and int(ids[b - 1]) for b in table] for table in consecutive_tables(rank, NUM_TOKENS)]
+
+
+def timed_ms(began_ns: int) -> float:
+    """Since then."""
+    return (time.thread_time_ns() - began_ns) / 1e6
+
+
+def measure(case: Case, rounds: int) -> Measured:
+    """Plan the same request many times."""
+    producers, consumers = case.ranks(0), case.ranks(1)
+    consumer = consumers[-1]
+    tables = scattered(producers[0], 0), scattered(consumer, 1)
+    began = time.thread_time_ns()
+    plan: TransferPlan = plan_transfer(producers, consumer)
+    reads = plan.lower(NUM_TOKENS, *tables)
+    first_ms = timed_ms(began)
+    lowered, picked = [], []
+    for _ in range(rounds):
+        began = time.thread_time_ns()
+        reads = plan.lower(NUM_TOKENS, *tables)
+        lowered.append(timed_ms(began))
+        began = time.thread_time_ns()
+        for read in reads:
+            read.indices(producers[0].num_blocks, consumer.num_blocks)
+        picked.append(timed_ms(began))
+    return Measured(
+        len(reads),
+        sum(read.num_descriptors for read in reads),
+        first_ms,
+        statistics.median(lowered),
+        statistics.median(picked),
+    )
+
+
+def main() -> None:
+    """Print Markdown."""
+    parser = argparse.ArgumentParser(description="What planning one request takes.")
+    parser.add_argument("--rounds", type=int, default=51)
+    parser.add_argument(
+        "--check", action="store_true", help="fail where planning takes longer than the limit"
+    )
+    arguments = parser.parse_args()
+    print(ABOUT)
+    head = ["layouts", "TP", "blocks", "reads", "descriptors", "first", "lower", "indices", "lower + indices"]
+    print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
+    slow = []
+    for case in CASES:
+        found = measure(case, arguments.rounds)
+        window = f", window {case.window} in 5 of 6" if case.window else ""
+        cells = [
+            " -> ".join(case.layouts) + window,
+            " -> ".join(map(str, case.tp)),
+            " -> ".join(map(str, case.blocks)),
+            f"{found.num_reads:,}",
+            f"{found.num_descriptors:,}",
+            *(f"{ms:.2f}" for ms in (found.first_ms, found.lower_ms, found.indices_ms, found.planning_ms)),
+        ]
+        print("| " + " | ".join(cells) + " |", flush=True)
+        if found.planning_ms > LIMIT_MS and found.num_descriptors <= MOST_DESCRIPTORS:
+            slow.append(cells)
+    if arguments.check and slow:
+        sys.exit(f"planning takes longer than {LIMIT_MS:g} ms: {slow}")
+
+
+if __name__ == "__main__":
+    main()
