@@ -55,14 +55,15 @@ class TransferCosts:
         return int((self.descriptor_ns + self.index_ns) / self.byte_ns)
 
 
+# Between two processes of one host (CMA).
 _NIXL_CPU = TransferCosts(
-    request_ns=20_000,
-    descriptor_ns=1_600,
-    index_ns=60,
-    byte_ns=0.2,
-    prepare_ns=50_000,
-    copy_run_ns=8,
-    copy_byte_ns=0.15,
+    request_ns=7_000,
+    descriptor_ns=2_000,
+    index_ns=5,
+    byte_ns=0.14,
+    prepare_ns=60_000,
+    copy_run_ns=3,
+    copy_byte_ns=0.09,
 )
 _KNOWN: dict[tuple[str, str], TransferCosts] = {
     ("nixl/UCX", "cpu"): _NIXL_CPU,
@@ -138,15 +139,16 @@ def choose_push_layers(
     layer_ns: what computing a layer takes; 0 where writes do not overlap with it, so that one write is best.
     """
     sizes = [k for k in range(1, num_layers + 1) if k == num_layers or k & (k - 1) == 0]
-    write_ns = {
-        k: costs.move_ns(num_descriptors(k), num_descriptors(k), num_bytes * k // num_layers) for k in sizes
-    }
+    write_ns = [
+        costs.move_ns(num_descriptors(k), num_descriptors(k), num_bytes * k // num_layers)
+        for k in range(1, num_layers + 1)
+    ]
 
     def exposed_ns(k: int) -> float:
         end = 0.0
         for first in range(0, num_layers, k):
             last = min(first + k, num_layers)
-            end = max(end, last * layer_ns) + write_ns[k] * (last - first) / k
+            end = max(end, last * layer_ns) + write_ns[last - first - 1]
         return end - num_layers * layer_ns
 
     # Of equals the one with fewer writes.
