@@ -78,6 +78,7 @@ TORCH_FREE = (
     "rayk.kv.geometry",
     "rayk.kv.maps",
     "rayk.transfer.plan",
+    "rayk.transfer.wire_geometry",
     "rayk.transfer.connector",
     "rayk.conformance.catalog",
     "rayk.conformance.plugin",

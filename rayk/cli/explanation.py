@@ -21,6 +21,7 @@ from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.transfer.plan import consecutive_tables, plan_transfer
+from rayk.transfer.wire_geometry import needs_conversion, wire_geometry
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError, UserError
 
@@ -322,10 +323,17 @@ def _capacity_tokens(rank: RankGeometry) -> int:
     return bisect_right(range(most + 1), rank.num_blocks - 1, key=partial(_num_blocks, rank)) - 1
 
 
+def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:
+    """Where a consumer rank's rows arrive: its own cache, or what is converted from."""
+    if not needs_conversion(producer, consumer):
+        return consumer
+    return wire_geometry(producer, consumer, producer.num_blocks)
+
+
 def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[Read]:
     reads = []
     source_tables = consecutive_tables(producer.ranks[0], num_tokens)
-    for rank in consumer.ranks:
+    for rank in (_landing(producer.ranks[0], r) for r in consumer.ranks):
         plan = plan_transfer(producer.ranks, rank)
         sums: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
         tables = consecutive_tables(rank, num_tokens)

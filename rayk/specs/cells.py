@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -278,16 +278,25 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
         why = why_tp_unsupported(config, engine.tp)
         if why:
             return f"{side}: {why}" if decode else why
-        try:
-            groups = engine_groups(engine, config)
-        except Unsupported as error:
-            return f"{side}: {error}" if decode else str(error)
+        why = why_no_groups((engine,), config)
+        if why:
+            return f"{side}: {why}" if decode else why
         if engine.layout != "auto":
-            veto = partial(layout_veto, groups)
+            veto = partial(layout_veto, engine_groups(engine, config))
             try:
                 resolve_layout(engine.layout, [("specs", veto)])
             except LayoutVetoed as error:
                 return str(replace(error, engine=side if decode else ""))
+    return None
+
+
+def why_no_groups(engines: Iterable[EngineConfig], config: DecoderConfig) -> str | None:
+    """Why the model's caches cannot be kept in an engine's KV format, or None."""
+    try:
+        for engine in engines:
+            engine_groups(engine, config)
+    except Unsupported as error:
+        return str(error)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.models.config import DecoderConfig
-from rayk.specs.cells import Cell, Models, decoder_of, expand
+from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import check_fits_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.load import LoadedSpec
@@ -28,13 +28,14 @@ def plan_cells(
         _check_stop_strings(cells, loaded, tokenizer_loader)
     for cell in cells:
         config = decoder_of(models, cell.spec)
-        check_cell(cell, config, loaded)
-        check_fits_model(cell, config, loaded)
-        check_fits_device(cell, loaded)
         key = cell.spec.model, cell.spec.prompts.model_dump_json()
         if key not in prompts_of:
             prompts_of[key] = resolve_prompts(cell.spec, config, tokenizer_loader)
-        check_prompts(cell, prompts_of[key], config, loaded)
+        check_cell(cell, config, loaded)
+        if why_no_groups(cell.engines, config) is None:
+            check_fits_model(cell, config, loaded)
+            check_fits_device(cell, loaded)
+            check_prompts(cell, prompts_of[key], config, loaded)
         planned.append((cell, prompts_of[key]))
     return planned
 
@@ -47,6 +48,8 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
     _check_formats(cell, loaded)
     _check_prompt_logprobs(cell, loaded)
+    if why_no_groups(cell.engines, config) is not None:
+        return  # unsupported: there is no cache that the rest could be held against
     check_kernel_blocks(cell, config, loaded)
     check_layer_backends(cell, config, loaded)
     for fault in cell.faults:

@@ -43,7 +43,8 @@ from rayk.transfer.verify import (
     sorted_views,
 )
 from rayk.transfer.waiting import WaitingTicket
-from rayk.transfer.wire import can_convert, wire_cache_for
+from rayk.transfer.wire import wire_cache_for
+from rayk.transfer.wire_geometry import can_convert
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
 

@@ -299,7 +299,7 @@ def test_a_wrong_conversion_is_named(monkeypatch: pytest.MonkeyPatch, fault: str
 def test_a_request_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wire cache holds one request; the next begins when it is over, in the order they came."""
     one = sum(len([b for b in t if b]) for t in Link(("float32", "fp8_e4m3")).p.tables())
-    monkeypatch.setattr(wire, "_num_blocks", lambda *_: 1 + one)
+    monkeypatch.setattr(wire, "num_wire_blocks", lambda *_: 1 + one)
     link = Link(("float32", "fp8_e4m3"), (1, 1), {}, {"delay_polls": 3})
     sent = []
     for i in range(3):
@@ -319,7 +319,7 @@ def test_a_request_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_request_that_waits_too_long_or_never_fits_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     one = sum(len([b for b in t if b]) for t in Link(("float32", "fp8_e4m3")).p.tables())
-    monkeypatch.setattr(wire, "_num_blocks", lambda *_: 1 + one)
+    monkeypatch.setattr(wire, "num_wire_blocks", lambda *_: 1 + one)
     link = Link(("float32", "fp8_e4m3"), (1, 1), {}, {"delay_polls": 1 << 30})
     tables, own = link.p.tables(3), link.d.tables(5)
     link.p.write(tables)
@@ -332,7 +332,7 @@ def test_a_request_that_waits_too_long_or_never_fits_ends(monkeypatch: pytest.Mo
     assert "waiting for room in the wire cache" in str(found["late"])
     assert "cancelled" in str(found["cancelled"])
 
-    monkeypatch.setattr(wire, "_num_blocks", lambda *_: one)
+    monkeypatch.setattr(wire, "num_wire_blocks", lambda *_: one)
     small = Link(("float32", "fp8_e4m3"))
     small.p.write(tables)
     small.start(small.ticket(tables), own)

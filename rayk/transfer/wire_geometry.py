@@ -1,0 +1,68 @@
+"""Where rows arrive that are converted on receive: pages as the producer lays them out, on the consumer's
+shard. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from rayk.kv.formats import FORMATS
+from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.specs import KVCacheSpec, held_blocks
+
+MIN_WIRE_BYTES = 256 << 20
+WIRE_SHARE = 8
+"""A wire cache takes up to one part in so many of the rank's own pages, or MIN_WIRE_BYTES where that is more;
+never more than the longest request that the rank can hold needs."""
+
+
+def can_convert(ours: KVCacheSpec, theirs: KVCacheSpec) -> bool:
+    """Whether a producer's rows of one spec can be made a consumer's of another: keys and values, or latents,
+    of as many elements, in any two formats."""
+    if not ours.has_token_rows or not theirs.has_token_rows:
+        return False
+    if ours.dtype not in FORMATS or theirs.dtype not in FORMATS:
+        return False
+    return _elements(ours) == _elements(theirs)
+
+
+def needs_conversion(producer: RankGeometry, consumer: RankGeometry) -> bool:
+    """Whether any layer's format differs."""
+    ours, theirs = (
+        {key: group.group.spec.fields() for group in side.groups for key in group.group.keys}
+        for side in (producer, consumer)
+    )
+    return any(
+        [(f.name, f.row_bytes, f.dtype) for f in fields]
+        != [(f.name, f.row_bytes, f.dtype) for f in theirs.get(key, fields)]
+        for key, fields in ours.items()
+    )
+
+
+def _elements(spec: KVCacheSpec) -> dict[str, int]:
+    """Elements of a head by side, whatever scales lie beside them."""
+    kv_format = FORMATS[spec.dtype]
+    return {f.name: kv_format.elements(f.row_bytes) for f in spec.fields() if not f.name.endswith("_scale")}
+
+
+def wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: int) -> RankGeometry:
+    """Blocks and layout are the producer's: with as many ranks, a block is one run."""
+    return plan_rank(
+        [g.group for g in producer.groups],
+        producer.layout,
+        tp_size=consumer.tp_size,
+        tp_rank=consumer.tp_rank,
+        num_blocks=num_blocks,
+        kernel_block_sizes=[g.kernel_block_size for g in producer.groups],
+    )
+
+
+def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
+    """Blocks of the wire caches of a pair of engines, the null block included: the same on every rank."""
+    growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
+    per_token = sum(1 / spec.block_size for spec in growing)
+    num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
+    needed = sum(held_blocks(g.group.spec, num_tokens) for g in producer.groups)
+    block_bytes = wire_geometry(producer, replace(consumer, tp_rank=0), 2).block_bytes
+    allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // block_bytes
+    return 1 + max(1, min(needed, allowed))
