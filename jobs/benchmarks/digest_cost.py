@@ -1,0 +1,134 @@
+"""What digests cost, in percent of the transfer whose bytes they prove.
+
+    python jobs/benchmarks/digest_cost.py > jobs/benchmarks/results/digest_cost.md
+
+A producer and a consumer rank in this process, joined by NIXL; a request of 32 layers of 8 KV heads of
+128 + 128 bfloat16 is read, and digested on both sides through the views that kernels use. On the CPU: the
+kernel for GPUs (rayk/kernels/digest/triton.py) is not measured here. Medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from transfer_rate import SPEC, Case, Side, block_table, make_side  # noqa: E402
+
+from rayk.kernels.digest import digest_rows, native_digest  # noqa: E402
+from rayk.kv.fields import FIELD_IDS  # noqa: E402
+
+SIZES = (16, 128, 512, 1024)
+"""Tokens: 2 MiB per block of 16."""
+MIB = 1 << 20
+ABOUT = """# What digests cost
+
+    python jobs/benchmarks/digest_cost.py > jobs/benchmarks/results/digest_cost.md
+
+One request read over NIXL between two ranks of one process, whole heads, 32 layers of 64 KiB per block of 16
+tokens; times in ms, medians of {rounds} rounds. `own` and `theirs` are the digests of the consumer (after the
+read) and of the producer (before the ticket); percent is both, of the time of the read. `torch` is one side's
+digest in plain torch, what a machine without a compiler does.
+
+{device}
+"""
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(ABOUT.format(rounds=options.rounds, device=_device()))
+    print("| tokens | MiB | read | read GB/s | own | theirs | digest GB/s | percent | torch |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    case = Case(("BHLNC", "BHLNC"), (1, 1), scattered=True)
+    num_blocks = max(SIZES) // SPEC.block_size + 2
+    sides = [make_side(case, side, num_blocks, 0) for side in (0, 1)]
+    described = [[r.description for r in side.ranks] for side in sides]
+    for side in sides:
+        side.ranks[0].connect(*described)
+    generator = torch.Generator().manual_seed(0)
+    pages = sides[0].caches[0].buffer
+    pages.copy_(torch.randint(-128, 128, pages.shape, generator=generator, dtype=torch.int8))
+    for num_tokens in SIZES:
+        rows = [_round(sides, case, num_tokens, num_blocks, i) for i in range(options.rounds)]
+        read, own, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
+        plain = _torch_ns(sides[1], block_table(case, 1, num_tokens, num_blocks), num_tokens)
+        size = num_tokens * SPEC.num_kv_heads * 512 * 32
+        print(
+            f"| {num_tokens} | {size / MIB:.0f} | {read / 1e6:.2f} | {size / read:.1f} | {own / 1e6:.2f} "
+            f"| {theirs / 1e6:.2f} | {2 * size / (own + theirs):.1f} | {100 * (own + theirs) / read:.0f} "
+            f"| {plain / 1e6:.0f} |",
+            flush=True,
+        )
+    for side in sides:
+        side.close()
+    return 0
+
+
+def _round(
+    sides: list[Side], case: Case, num_tokens: int, num_blocks: int, number: int
+) -> tuple[int, int, int]:
+    """ns of the read, the consumer's and the producer's digest."""
+    tables = [[block_table(case, i, num_tokens, num_blocks)] for i in range(2)]
+    producer, consumer = (side.ranks[0] for side in sides)
+    name = f"r{num_tokens}-{number}"
+    producer.lease(name, time.monotonic_ns() + 60 * 10**9)
+    began = time.monotonic_ns()
+    digests = producer.digests(num_tokens, tables[0])
+    theirs = time.monotonic_ns() - began
+    ticket = producer.make_ticket(
+        request_id=name, lease_id=name, num_tokens=num_tokens, block_tables=tables[0], digests=[digests]
+    )
+    consumer.start(ticket, tables[1], time.monotonic_ns() + 60 * 10**9)
+    outcomes = []
+    while not outcomes:
+        producer.poll(time.monotonic_ns())
+        outcomes = consumer.poll(time.monotonic_ns())
+    assert outcomes[0].ok, outcomes[0].error
+    (row,) = outcomes[0].rows
+    return row.transfer_ns, row.digest_ns, theirs
+
+
+def _torch_ns(side: Side, table: list[int], num_tokens: int) -> int:
+    """One side's digest in plain torch."""
+    view = side.caches[0].view(0)
+    assert isinstance(view, torch.Tensor)
+    rows = torch.arange(num_tokens)
+    blocks, slots = torch.tensor(table)[rows // SPEC.block_size], rows % SPEC.block_size
+    fields = [(FIELD_IDS["k"], 0, SPEC.head_size_k), (FIELD_IDS["v"], SPEC.head_size_k, SPEC.head_size_v)]
+    began = time.monotonic_ns()
+    for layer in range(4):
+        digest_rows(
+            view,
+            blocks,
+            slots,
+            rows,
+            layer=layer,
+            units=side.heads[0],
+            fields=fields,
+            rows_per_group=256,
+            first_group=0,
+            num_groups=-(-num_tokens // 256),
+            impl="reference",
+        )
+    return (time.monotonic_ns() - began) * 8  # of 32 layers
+
+
+def _device() -> str:
+    how = "C++ (rayk/kernels/digest/native.cpp)" if native_digest() is not None else "plain torch"
+    cpu = f"CPU, one thread a rank, {how}."
+    return f"{cpu}\nThe kernel for GPUs is compiled and interpreted in tests; not measured on a GPU."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
