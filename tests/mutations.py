@@ -8,6 +8,7 @@ from tests.mutations_engine import ENGINE
 from tests.mutations_kv import KV
 from tests.mutations_models import MODELS
 from tests.mutations_sampling import SAMPLING
+from tests.mutations_simulator import SIMULATED
 from tests.mutations_transfer import STATES
 
 PLAN = "tests/transfer/test_plan.py"
@@ -274,4 +275,4 @@ CHECKS = (
     ),
 )
 
-MUTATIONS = ATTENTION + KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE + MODELS
+MUTATIONS = ATTENTION + KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE + MODELS + SIMULATED

@@ -1,4 +1,4 @@
-"""Tell what happens in one simulated world: `python -m rayk.transfer.simulator --seed 7 --fault drop:notify`."""
+"""Tell what happens in one simulated world, and whether that is right."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BLOCK_WAIT = 200
 HOLD = 200
 """A reservation waits so long for its ticket."""
-LOOK = 5
+LOOK = 15
 """Somebody looks into a mismatch for so long."""
 DRAIN_WAIT = 40
 """To be recomputed in the same blocks, a request waits so long for what is in flight."""
@@ -342,6 +342,8 @@ class Consumer(Engine):
             return
         incoming.looked_into = True
         for receiver in incoming.receivers:
+            if receiver.ticket.lease_id in receiver.producer.released:
+                self.clock.violate(f"{receiver.ticket.lease_id} was released before anybody looked into it")
             receiver.release()
         self._free_drained(incoming)
 

@@ -74,6 +74,8 @@ class Producer(Engine):
         self._waiting: deque[tuple[Job, Reserved | None]] = deque()
         self._running: dict[str, Run] = {}
         self._lent: dict[str, Lent] = {}
+        self.released: set[str] = set()
+        """Leases that ended because consumers said so."""
 
     def prefill(self, job: Job, reserved: Reserved | None) -> None:
         """Compute a prompt; the coordinator hears of its first token and its ticket."""
@@ -129,6 +131,7 @@ class Producer(Engine):
                 if lent is not None:
                     lent.told.add(rank)
                     if len(lent.told) == self.tp:
+                        self.released.add(lease_id)
                         self._end_lease(lease_id)
             for lease_id in table.expire(now):
                 if lease_id in self._lent:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from rayk.transfer.fault_table import Fault
 from rayk.transfer.recovery import (
@@ -13,10 +12,10 @@ from rayk.transfer.recovery import (
     Policy,
     Recompute,
     Recovery,
-    Stream,
     attempt_id,
     cause_of,
 )
+from rayk.transfer.simulator.asked import GRAVEST, Asked, verdict_of
 from rayk.transfer.simulator.consumer import Consumer
 from rayk.transfer.simulator.core import Clock, Engine
 from rayk.transfer.simulator.memory import Memory
@@ -30,10 +29,8 @@ from rayk.transfer.simulator.requests import (
     right_token,
 )
 from rayk.types.errors import (
-    DeadlineExceeded,
     EngineDied,
     HandshakeMismatch,
-    KVMismatch,
     RaykError,
     TransferError,
 )
@@ -50,32 +47,6 @@ STAGE = 380
 """A request that makes no step for so long has failed there."""
 REQUEST_DEADLINE = 2000
 HANDSHAKE_TRIES = 3
-GRAVEST = ("KV_MISMATCH", "TRANSFER_ERROR", "ENGINE_ERROR", "TIMEOUT", "PASS")
-
-
-@dataclass(eq=False, slots=True)
-class Asked:
-    """A request as the coordinator sees it."""
-
-    index: int
-    num_tokens: int
-    recovery: Recovery
-    stream: Stream = field(default_factory=Stream)
-    job: Job | None = None
-    """The attempt that is followed."""
-    producer: Producer | None = None
-    consumer: Consumer | None = None
-    stage: str = "waiting"
-    """waiting, reserving, prefilling, decoding, computing (the decode engine needs nobody) or over."""
-    step: int = 0
-    """Counts stages: a deadline is of one of them."""
-    ended: int = 0
-    """How often it ended."""
-    ended_at: int = 0
-    error: RaykError | None = None
-    is_recovered: bool = False
-    is_aborted: bool = False
-    num_valid: int | None = None
 
 
 class World(Clock):
@@ -149,7 +120,7 @@ class World(Clock):
         errors += [self.refusal] if self.refusal is not None else []
         dead = bool(self.deaths) and (self.policy == "fail" or bool(errors))
         found = ["ENGINE_ERROR"] if dead else []
-        found += [_verdict_of(e) for e in errors if not (dead and isinstance(e, TransferError))]
+        found += [verdict_of(e) for e in errors if not (dead and isinstance(e, TransferError))]
         return min(found, key=GRAVEST.index, default="PASS")
 
     def producer_of(self, ticket: Ticket) -> Producer:
@@ -488,15 +459,3 @@ def _with(reserved: Reserved, blocks: SealedTables) -> Reserved:
 def _with_blocks(ticket: Ticket, blocks: SealedTables) -> Ticket:
     t = ticket
     return Ticket(t.job, t.lease_id, t.producer, t.epoch, blocks, t.digests, t.lease_ns, t.attempt)
-
-
-def _verdict_of(error: RaykError) -> str:
-    match error:
-        case KVMismatch():
-            return "KV_MISMATCH"
-        case TransferError() | HandshakeMismatch():
-            return "TRANSFER_ERROR"
-        case DeadlineExceeded():
-            return "TIMEOUT"
-        case _:
-            return "ENGINE_ERROR"

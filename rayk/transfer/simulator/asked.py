@@ -1,0 +1,52 @@
+"""A request as a coordinator sees it, and what errors stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rayk.transfer.recovery import Recovery, Stream
+from rayk.transfer.simulator.consumer import Consumer
+from rayk.transfer.simulator.producer import Producer
+from rayk.transfer.simulator.requests import Job
+from rayk.types.errors import DeadlineExceeded, HandshakeMismatch, KVMismatch, RaykError, TransferError
+
+GRAVEST = ("KV_MISMATCH", "TRANSFER_ERROR", "ENGINE_ERROR", "TIMEOUT", "PASS")
+"""Verdicts, the gravest first; see specs.experiment."""
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A request as the coordinator sees it."""
+
+    index: int
+    num_tokens: int
+    recovery: Recovery
+    stream: Stream = field(default_factory=Stream)
+    job: Job | None = None
+    """The attempt that is followed."""
+    producer: Producer | None = None
+    consumer: Consumer | None = None
+    stage: str = "waiting"
+    """waiting, reserving, prefilling, decoding, computing (the decode engine needs nobody) or over."""
+    step: int = 0
+    """Counts stages: a deadline is of one of them."""
+    ended: int = 0
+    """How often it ended."""
+    ended_at: int = 0
+    error: RaykError | None = None
+    is_recovered: bool = False
+    is_aborted: bool = False
+    num_valid: int | None = None
+
+
+def verdict_of(error: RaykError) -> str:
+    """The verdict an error stands for; see experiments.verdict."""
+    match error:
+        case KVMismatch():
+            return "KV_MISMATCH"
+        case TransferError() | HandshakeMismatch():
+            return "TRANSFER_ERROR"
+        case DeadlineExceeded():
+            return "TIMEOUT"
+        case _:
+            return "ENGINE_ERROR"
