@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.actors.commands import EndPush, PushStep
@@ -100,7 +101,11 @@ class PushSide:
     def begin(self, step: PushStep) -> None:
         """The next step computes these chunks."""
         assert self._pusher is not None, "connect first"
-        self._chunks, self._has_begun = step.chunks, False
+        self._has_begun = False
+        # A CPU that copies does not compute; on a GPU, as the last step went.
+        is_gpu = self._rank.device.type == "cuda"
+        layer_ns = self._rank.forward_ns / len(self._rank.decoder.layers) if is_gpu else 0.0
+        self._chunks = [replace(chunk, layer_ns=layer_ns) for chunk in step.chunks]
         self._rank.on_layer = self._on_layer
 
     def blocks_assigned(self, block_ids: Sequence[int]) -> None:

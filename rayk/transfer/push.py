@@ -33,6 +33,8 @@ class Chunk:
     stop: int
     block_tables: BlockTables
     """Per group, the producer manager's ids, as far as the chunk's end."""
+    layer_ns: float = 0.0
+    """What computing a layer takes here, where writes overlap with it; else 0."""
 
     @property
     def is_last(self) -> bool:
@@ -76,6 +78,7 @@ class Push:
     clock: Callable[[], int]
     deadline_ns: int
     is_computed: Callable[[], bool]
+    layers_per_write: int
     attempt: int = 0
     is_void: bool = False
     """The attempt's blocks were taken: the request begins anew, if at all."""
@@ -146,7 +149,7 @@ class _Side:
             push.reservation.request_id,
             num_layers=len(push.link.layers),
             late_layers=push.link.late_layers,
-            layers_per_write=push.link.layers_per_write,
+            layers_per_write=push.layers_per_write,
             deadline_ns=push.deadline_ns,
         )
         self._push = push
@@ -304,7 +307,7 @@ class _Side:
             sums.num_merged,
             sums.num_writes,
             sums.num_early_writes,
-            self._push.link.layers_per_write,
+            self._push.layers_per_write,
             sums.post_ns,
             sums.busy_ns,
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from rayk.kv.geometry import RankGeometry
 from rayk.transfer.agent import Handle, TransferAgent
@@ -45,7 +46,12 @@ class ConsumerLink:
     """See `kept_layers`: those whose computing is told."""
     late_layers: frozenset[int]
     """Positions in `layers` of those of which only the end of the prompt decides what is kept."""
-    layers_per_write: int
+    _choose: Callable[[int], int]
+    """What a layer takes to compute (ns, a power of two) -> layers per write."""
+
+    def layers_per_write(self, layer_ns: float) -> int:
+        """Layers that a write should bring while computing one takes so long; 0: writes do not overlap."""
+        return self._choose(1 << int(layer_ns).bit_length() if layer_ns else 0)
 
     @property
     def engine(self) -> str:
@@ -65,12 +71,10 @@ def make_consumer_link(
     consumers: Sequence[CacheDescription],
     *,
     push_layers: int | None,
-    layer_ns: float = 0.0,
 ) -> ConsumerLink:
     """Add the consumer's ranks as peers: also those that get nothing may ask this rank to stop.
 
     push_layers: layers per write; None: as the cost model says, for prompts that fill a few blocks.
-    layer_ns: what computing a layer takes.
     """
     for consumer in consumers:
         agent.add_peer(consumer.agent_name, consumer.agent_metadata)
@@ -81,14 +85,18 @@ def make_consumer_link(
         rank: PreparedWrites(agent, me, consumers[rank], PREPARED_PER_READ * _num_lists(plan))
         for rank, plan in plans.items()
     }
-    chosen = push_layers or _choose_layers(agent, me, plans, layers, layer_ns)
+
+    @cache
+    def choose(layer_ns: int) -> int:
+        return push_layers or _choose_layers(agent, me, plans, layers, layer_ns)
+
     return ConsumerLink(
         tuple(consumers),
         plans,
         prepared,
         layers,
         frozenset(i for i, layer in enumerate(layers) if layer in late),
-        chosen,
+        choose,
     )
 
 

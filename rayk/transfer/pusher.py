@@ -306,6 +306,7 @@ class _Worker:
             self._clock,
             self._clock() + int(reservation.hold_s * 1e9),
             is_computed=lambda: (reservation.reservation_id, push.attempt) in self._computed,
+            layers_per_write=link.layers_per_write(chunk.layer_ns),
             attempt=chunk.attempt,
         )
         self.pushes[reservation.reservation_id] = push
