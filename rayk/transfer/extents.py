@@ -102,7 +102,9 @@ def make_extents(pattern: Pattern, gap_bytes: int, max_bytes: int) -> tuple[Exte
     ends = np.maximum.accumulate(source + lengths)
     opens = np.ones(len(order), dtype=bool)
     opens[1:] = (source[1:] - ends[:-1] > gap_bytes) | (strides[1:] != strides[:-1])
-    _cut_long(opens, source, ends, max_bytes - WORD_BYTES - AREA_ALIGNMENT)
+    # No further than to where the next block begins: NIXL takes no strides below the length.
+    limits = np.minimum(strides, max_bytes - WORD_BYTES - AREA_ALIGNMENT)
+    _cut_long(opens, source, ends, limits)
     first = np.flatnonzero(opens)
     starts = source[first]
     stops = np.maximum.reduceat(source + lengths, first)
@@ -112,14 +114,13 @@ def make_extents(pattern: Pattern, gap_bytes: int, max_bytes: int) -> tuple[Exte
     )
 
 
-def _cut_long(opens: npt.NDArray[np.bool_], source: Ints, ends: Ints, max_bytes: int) -> None:
-    """Begin another extent before a run that would make its own too long. In place."""
+def _cut_long(opens: npt.NDArray[np.bool_], source: Ints, ends: Ints, limits: Ints) -> None:
+    """Begin another extent before a run that would make its own longer than allowed, by run. In place."""
     first = np.flatnonzero(opens)
     last = np.append(first[1:], len(opens)) - 1
-    for begin, end in zip(first.tolist(), last.tolist(), strict=True):
-        start = begin
-        if ends[end] - source[start] <= max_bytes:
-            continue
+    is_long = ends[last] - source[first] > limits[first]
+    for begin, end in zip(first[is_long].tolist(), last[is_long].tolist(), strict=True):
+        start, max_bytes = begin, limits[begin]
         for run in range(begin + 1, end + 1):
             if ends[run] - source[start] > max_bytes:
                 opens[run] = True

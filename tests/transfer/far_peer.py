@@ -44,7 +44,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts(
-    tls: str = "tcp", *, end: Callable[[Process], None] | None = None
+    tls: str = "tcp", *, end: Callable[[Process], None] | None = None, staging: Any = None
 ) -> Iterator[tuple[Call, Call]]:
     """A producer and a consumer process. Both end with the block, by `end` (None: closing their agents)."""
     with ExitStack() as stack:
@@ -61,17 +61,17 @@ def two_hosts(
             _ip(f"link set {end} name cable up", pid)
             _ip(f"addr add {address}/24 dev cable", pid)
         for call in calls:
-            call("start")
+            call("start", None, staging)
         yield calls[0], calls[1]
 
 
 @contextmanager
-def two_processes(shape: Any) -> Iterator[tuple[Call, Call]]:
+def two_processes(shape: Any, staging: Any = None) -> Iterator[tuple[Call, Call]]:
     """A producer and a consumer process of this host, holding engines of this shape; UCX finds its way."""
     with ExitStack() as stack:
         calls = [_start(stack, role, [], None, _end)[0] for role in ("Producer", "Consumer")]
         for call in calls:
-            call("start", shape)
+            call("start", shape, staging)
         yield calls[0], calls[1]
 
 
@@ -134,7 +134,7 @@ class Peer:
     def pid(self) -> int:
         return os.getpid()
 
-    def start(self, shape: Any = None) -> None:
+    def start(self, shape: Any = None, staging: Any = None) -> None:
         """Once the cable is there."""
         import torch
 
@@ -149,7 +149,9 @@ class Peer:
             block_sizes=(64, 32),
             num_blocks=(600, 1200),
         )
-        self.engine = make_engine(self.shape, self.side, lambda name: NixlAgent(name, error_handling="peer"))
+        self.engine = make_engine(
+            self.shape, self.side, lambda name: NixlAgent(name, error_handling="peer"), staging=staging
+        )
 
     def describe(self) -> list[Any]:
         return self.engine.descriptions
@@ -211,6 +213,11 @@ class Consumer(Peer):
 
         _, seconds, outcome = self._read(ticket, deadline_s, lose)
         return seconds, outcome
+
+    def staging_in_use(self) -> list[tuple[int, int]]:
+        """By rank: stretches of the staging buffer that are lent, and reads that wait for one."""
+        buffers = [rank._staging.buffer for rank in self.engine.ranks]
+        return [(b.num_lent, b.num_waiting) for b in buffers]
 
     def _read(
         self, ticket: Any, deadline_s: float, in_the_middle: Callable[[], None] | None = None

@@ -285,6 +285,7 @@ def test_extents_cover_every_run_and_nothing_twice(seed):
         assert np.all((areas + part.shifts - part.starts) % 16 == 0)
         assert np.all(part.run_offsets >= 0)
         assert np.all(part.run_offsets + part.run_lengths <= part.lengths[part.run_extents])
+        assert np.all(part.lengths <= part.strides), "NIXL takes no strides below the length"
         source = part.starts[part.run_extents] + part.run_offsets
         runs |= set(zip(source.tolist(), part.destinations.tolist(), part.run_lengths.tolist(), strict=True))
         # A gap that is read along is no longer than allowed.
