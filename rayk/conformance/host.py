@@ -74,12 +74,12 @@ class Host:
 
     def load(self, target: str, path: Sequence[str]) -> ConnectorFacts:
         """Import MODULE:CLASS. Raises UserError."""
-        # Here rather than in the first call of a rank, which is timed: torch takes long to import.
-        import rayk.conformance.memory  # noqa: F401
-
         sys.path[:0] = [p for p in path if p not in sys.path]
         made = load_class(target)
         self._make = made
+        # Here rather than in the first call of a rank, which is timed: torch takes long to import.
+        import rayk.conformance.memory  # noqa: F401
+
         return ConnectorFacts(
             name=getattr(made, "__name__", target),
             mode=str(getattr(made, "mode", "pull")),

@@ -145,12 +145,13 @@ class HostPool:
         """The first `count` processes, all alive. Raises UserError where the connector cannot be imported."""
         self._drop_dead()
         new = [HostProcess(self._folder.name) for _ in range(count - len(self._hosts))]
+        # From here on `close` ends them, also where one cannot import the connector.
+        self._hosts += new
         until = time.monotonic() + STARTING_S
         for host in new:
             host.start("load", self._target, self._path)
         for host in new:
             self.facts = host.finish(f"importing {self._target}", until)
-            self._hosts.append(host)
         return self._hosts[:count]
 
     def _drop_dead(self) -> None:

@@ -8,7 +8,8 @@ the order in which vLLM's model runner and scheduler do around one step of each 
                save_kv_layer, wait_for_save, clear_connector_metadata, request_finished, get_finished
     consumer   get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta, then as above
 
-A request is what vLLM would call a prompt of one token more than its KV: the last token is always computed.
+A request is what vLLM would call a prompt of one token more than its KV: the last token is computed by the
+consumer, and by the producer in a step of its own, which is left out.
 Its token ids are fresh for every request, so that a cache that goes by content finds only what was saved.
 Where a half lacks a method that the interface gives a default, that default is taken.
 """
@@ -90,9 +91,9 @@ class VllmConnector(BaseConnector):
         if request.request_id in self._sending or self.is_unreported(request.request_id):
             raise ValueError(f"{request.request_id} is being sent")
         token_ids = [secrets.randbelow(VOCABULARY) for _ in range(request.num_tokens + 1)]
-        as_vllm = _request(request, token_ids[:-1], None)
+        as_vllm = _request(request, token_ids, None)
         _call(self._scheduler, "get_num_new_matched_tokens", as_vllm, 0)
-        self._step(request, as_vllm)
+        self._step(request, as_vllm, request.num_tokens)
         is_later, params = _call(
             self._scheduler, "request_finished", as_vllm, list(request.block_ids[0])
         ) or (
@@ -119,7 +120,8 @@ class VllmConnector(BaseConnector):
             get_block_ids=lambda **_: tuple(map(list, request.block_ids)), blocks=request.block_ids
         )
         _call(self._scheduler, "update_state_after_alloc", as_vllm, blocks, found)
-        self._step(request, as_vllm)
+        as_vllm.num_computed_tokens = found
+        self._step(request, as_vllm, 1)
         if is_later:
             ids = frozenset(b for table in request.block_ids for b in table)
             self._receiving[request.request_id] = (time.monotonic() + request.deadline_s, ids)
@@ -168,10 +170,11 @@ class VllmConnector(BaseConnector):
             time.sleep(0.001)
         return int(answer[0]), bool(answer[1])
 
-    def _step(self, request: KVRequest, as_vllm: Any) -> None:
+    def _step(self, request: KVRequest, as_vllm: Any, num_new_tokens: int) -> None:
         """What the model runner does with the connector around one forward pass."""
         worker = self._worker
-        metadata = self._scheduler.build_connector_meta(_scheduler_output(request, as_vllm))
+        output = _scheduler_output(request.request_id, as_vllm, num_new_tokens)
+        metadata = self._scheduler.build_connector_meta(output)
         worker.bind_connector_metadata(metadata)
         told = SimpleNamespace(block_size=self._block_size, num_actual_tokens=request.num_tokens)
         context = SimpleNamespace(
@@ -219,15 +222,15 @@ def _request(request: KVRequest, token_ids: list[int], params: Any) -> Any:
     )
 
 
-def _scheduler_output(request: KVRequest, as_vllm: Any) -> Any:
+def _scheduler_output(request_id: str, as_vllm: Any, num_new_tokens: int) -> Any:
     """A step that schedules one new request and no other."""
     return SimpleNamespace(
         scheduled_new_reqs=[as_vllm],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[], resumed_req_ids=set(), num_computed_tokens=[], new_block_ids=[], new_token_ids=[]
         ),
-        num_scheduled_tokens={request.request_id: as_vllm.num_prompt_tokens},
-        total_num_scheduled_tokens=as_vllm.num_prompt_tokens,
+        num_scheduled_tokens={request_id: num_new_tokens},
+        total_num_scheduled_tokens=num_new_tokens,
         finished_req_ids=set(),
         preempted_req_ids=set(),
     )

@@ -217,7 +217,9 @@ class BaseConnector:
         return any(finished.request_id == request_id for finished in self._finished)
 
     def finish(self, request_id: str, error: str = "") -> None:
-        """Have the next `poll` report the request."""
+        """Have the next `poll` report the request. Raises ValueError when it is waiting for that already."""
+        if self.is_unreported(request_id):
+            raise ValueError(f"{request_id} is over and not yet reported")
         self._finished.append(Finished(request_id, error))
 
     def poll(self) -> Sequence[Finished]:

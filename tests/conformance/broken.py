@@ -109,7 +109,7 @@ class Twice(Copying):
 
     def sent(self, request):
         super().sent(request)
-        super().sent(request)
+        self._finished += self._finished
 
 
 class Hangs(Copying):
