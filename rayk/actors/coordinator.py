@@ -24,6 +24,7 @@ from rayk.actors.receiving import IN_FLIGHT
 from rayk.actors.struck import faults_of
 from rayk.actors.worker import RankSpec
 from rayk.specs import Cell
+from rayk.transfer.fault_table import RANK_KINDS
 from rayk.transfer.staging import StagingSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
@@ -32,7 +33,7 @@ STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
 END_S = 20.0
 """Deadline for all of them together."""
-DRAIN_S = 5.0
+DRAIN_S = 12.0
 """How long reads that are in flight at the end may take to end."""
 RELEASE_POLL_S = 0.02
 COMM_S = 60.0
@@ -150,6 +151,7 @@ class Coordinator:
                     staging=_staging_of(cell, engine),
                     push=push_settings(cell, engine.role),
                     spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
+                    notices_deaths=_may_lose_engines(cell),
                     faults=_planted(cell, engine, rank),
                 )
             )
@@ -227,6 +229,12 @@ def _staging_of(cell: Cell, engine: EngineHandle) -> StagingSettings:
     transfer = cell.spec.transfer
     mode = transfer.staging if engine.role == "decode" else "never"
     return StagingSettings(mode, transfer.staging_mib << 20)
+
+
+def _may_lose_engines(cell: Cell) -> bool:
+    """Whether a cell is meant to go on, or to end in order, when ranks die."""
+    kinds = {f.kind for f in cell.faults}
+    return cell.failure_policy != "fail" or not kinds.isdisjoint(RANK_KINDS)
 
 
 def _planted(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault, ...]:

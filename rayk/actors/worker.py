@@ -69,6 +69,8 @@ class RankSpec:
     """None: it pushes nothing."""
     spans_nodes: bool = False
     """Whether the cell's engines are on several nodes."""
+    notices_deaths: bool = False
+    """Whether the transport must notice that a peer is gone, which costs messages their shortest way."""
     faults: tuple[PlantedFault, ...] = ()
 
 
@@ -339,7 +341,7 @@ class Worker:
         # NIXL loads UCX: only workers that move KV pay for it.
         from rayk.transfer.nixl_agent import NixlAgent
 
-        handling = "peer" if spec.spans_nodes else "none"
+        handling = "peer" if spec.spans_nodes or spec.notices_deaths else "none"
         name = f"{self.name}-{os.getpid()}-{spec.epoch}"
         agent = NixlAgent(name, error_handling=handling)
         settings: dict[str, Any] = {
