@@ -12,9 +12,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -22,12 +23,15 @@ import numpy as np
 import torch
 
 from rayk.kernels.paged_attention import head_groups
+from rayk.kernels.quantise import QuantisedKV, quantised_kv
 from rayk.kernels.segments import Segments
+from rayk.kv.formats import FORMATS
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
 SPLITS = 4
-COLUMNS = ("kernel", "phase", "target", "dtype", "head", "group", "slots", "variant")
+COLUMNS = ("kernel", "phase", "target", "dtype", "kv", "head", "group", "slots", "variant")
+QUANTISED = ("fp8_e4m3", "fp8_e4m3_token_head", "nvfp4")
 MEASURED = ("registers", "spills", "shared_bytes", "instruction")
 
 
@@ -47,6 +51,8 @@ class Case:
     variant: str = "window+sinks+cap"
     slots: int = 16
     """Of a kernel block of keys and values."""
+    kv: str = "auto"
+    """Format of the cache: auto (the dtype), or a quantised one."""
 
 
 def all_cases() -> Iterator[Case]:
@@ -71,6 +77,9 @@ def all_cases() -> Iterator[Case]:
         yield from _copy_cases(target)
         yield from _state_cases(target)
         yield from _latent_and_delta_cases(target)
+        # Tiles of those are chosen for NVIDIA's registers; on AMD they run, and spill.
+        if not target.startswith("gfx"):
+            yield from _quantised_cases(target, (64, 128, 256), ("bfloat16", "float32"))
 
 
 def _copy_cases(target: str) -> Iterator[Case]:
@@ -78,6 +87,13 @@ def _copy_cases(target: str) -> Iterator[Case]:
     for unit in (16, 8, 4, 2, 1):
         for num_units in (1, 15, 1023):
             yield Case(target, "copy", f"{unit} bytes", (unit, num_units), 1, "plain")
+
+
+def _quantised_cases(target: str, heads: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
+    for kv, head, dtype in product(QUANTISED, heads, dtypes):
+        for phase in ("prefill", "split"):
+            yield Case(target, phase, dtype, (head, head), kv=kv)
+        yield Case(target, "store", dtype, (head, head), 1, "plain", kv=kv)
 
 
 def _row_cases(target: str, head: int) -> Iterator[Case]:
@@ -130,6 +146,7 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "copy", "2 bytes", (2, 3), 1, "plain")
     for phase in ("prefill", "split"):
         yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
+    yield from _quantised_cases("sm_90", (128,), ("bfloat16",))
     for target in ("sm_90", "gfx942"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
@@ -318,8 +335,24 @@ def _segments(case: Case) -> Segments:
     )
 
 
-def _cache(case: Case, num_kv_heads: int) -> torch.Tensor:
+def _cache(case: Case, num_kv_heads: int) -> Any:
+    if case.kv != "auto":
+        return _quantised_cache(case, num_kv_heads)
     return torch.empty(4, num_kv_heads, case.slots, sum(case.head), dtype=getattr(torch, case.dtype))
+
+
+def _quantised_cache(case: Case, num_kv_heads: int) -> QuantisedKV | None:
+    widths: dict[str, int] = {}
+    for field in FORMATS[case.kv].fields(*case.head):
+        widths[field.bundle] = widths.get(field.bundle, 0) + field.row_bytes
+    bundles = {
+        name: torch.empty(4, num_kv_heads, case.slots, width, dtype=torch.uint8)
+        for name, width in widths.items()
+    }
+    if set(bundles) != {"kv"}:
+        return quantised_kv(bundles, *case.head)
+    view = bundles["kv"]
+    return quantised_kv(view.view(torch.float8_e4m3fn) if case.kv == "fp8_e4m3" else view, *case.head)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -100,7 +100,11 @@ class _StandIn:
 
 def _inspect(name: str, target: Target, compiled: Any) -> Built:
     assembly = compiled.asm["amdgcn" if target.is_amd else "ptx"]
-    registers, spills = read_amd_use(assembly) if target.is_amd else _nvidia_use(compiled.asm["cubin"])
+    if target.is_amd:
+        registers, spills = read_amd_use(assembly)
+    else:
+        registers, spills = _nvidia_use(compiled.asm["cubin"])
+        spills -= min(spills, untouched_stack(assembly))
     used = (i for i in _MATRIX_INSTRUCTIONS if i in assembly)
     instruction = next(used, "fma").removeprefix("v_").split(".")[0]
     return Built(name, target.name, registers, spills, compiled.metadata.shared, instruction)
@@ -111,6 +115,15 @@ def read_amd_use(assembly: str) -> tuple[int, int]:
     found = {name: int(value) for name, value in re.findall(r"^\s+-?\s*\.(\w+):\s+(\d+)$", assembly, re.M)}
     spills = found["vgpr_spill_count"] + found["sgpr_spill_count"] + found["private_segment_fixed_size"]
     return found["vgpr_count"], spills
+
+
+def untouched_stack(ptx: str) -> int:
+    """Bytes of stack that a kernel reserves and never reads or writes: LLVM leaves some behind. What the
+    assembler spills it adds itself, and is not in PTX."""
+    if "st.local" in ptx or "ld.local" in ptx:
+        return 0
+    sizes = re.findall(r"\.local \.align \d+ \.b8\s+__local_depot\d+\[(\d+)\]", ptx)
+    return sum(-(-int(size) // 8) * 8 for size in sizes)
 
 
 def _nvidia_use(cubin: bytes) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rayk.kernels.ahead import Built, read_amd_use
+from rayk.kernels.ahead import Built, read_amd_use, untouched_stack
 from tests.conftest import CHECKPOINTS
 from tests.house import ROOT
 
@@ -73,6 +73,7 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
     }
     for target in LIMITS:
         wanted = paged | others if target in ("sm_90", "gfx942") else paged
+        wanted = wanted | {"store_quantised_kernel"} if target == "sm_90" else wanted
         assert {row["kernel"] for row in rows if row["target"] == target} == wanted
     # Triton once handed the binary of the first target to all of them.
     uses = {
@@ -97,6 +98,13 @@ def test_prefills_use_the_tensor_cores_of_their_target(rows: Rows, target: str, 
     assert ("prefill", PREFILL_INSTRUCTION[target]) in found
     assert {name for phase, name in found if phase == "prefill"} == {PREFILL_INSTRUCTION[target]}
     assert {name for phase, name in found if phase != "prefill"} == {"mfma" if target == "gfx942" else "mma"}
+
+
+def test_stack_that_nothing_touches_is_no_spill() -> None:
+    declared = "\t.local .align 1 .b8 \t__local_depot0[4];\n"
+    assert untouched_stack(declared) == 8
+    assert untouched_stack(declared + "\tst.local.u8 [%r1], %r2;\n") == 0
+    assert untouched_stack("mov.u32 %r1, %r2;") == 0
 
 
 @pytest.fixture

@@ -392,6 +392,8 @@ _ODD = full(kv_heads=1)
 _HYBRID = {0: full(), 1: full(), 2: sliding(3), 3: sliding(3), 4: sliding(3)}
 _TALL = mamba2(heads=6)
 
+_TOKEN_HEAD = full(dtype="fp8_e4m3_token_head", head_k=5, head_v=3)
+_NVFP4 = full(dtype="nvfp4", head_k=48, head_v=16)
 CASES = [
     Case("one-group", {0: full(), 5: full()}, 1),
     Case("one-group-kernel-2", {0: full(), 5: full()}, 2, 2),
@@ -410,6 +412,9 @@ CASES = [
         "chunks", {0: chunked(6), 1: chunked(6), 2: chunked(6), 3: full()}, 2, kernel_by_kind={"chunked": 2}
     ),
     Case("latent", {0: mla(), 2: mla()}, 4, 2),
+    Case("scales-behind-values", {0: _TOKEN_HEAD, 1: sliding(5, _TOKEN_HEAD)}, 3, 2),
+    Case("blocks-of-four-bits", {0: _NVFP4, 1: sliding(5, _NVFP4), 2: _NVFP4}, 2, 2),
+    Case("four-bits-beside-heads", {0: (_NVFP4, _TALL), 1: (_NVFP4, _TALL)}, 2, 2),
     Case("channels", {0: mamba1(), 1: mamba1()}, 3),
     Case("one-group-of-b-and-c", {0: mamba2(1), 1: mamba2(1), 2: mamba2(1)}, 4),
     Case("two-groups-of-b-and-c", {0: mamba2(), 1: mamba2()}, 3),

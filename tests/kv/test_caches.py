@@ -35,16 +35,20 @@ def make(case: Case, layout: str, tp_rank: int, fill: int | None = 0x5A) -> Cano
 
 
 def fields_of(caches: CanonicalKVCaches, key: CacheKey) -> dict[str, Tensor]:
-    """Field -> its view [B, U, N, elements]: bundles of states hold one field each, attention's several."""
+    """Field -> its view [B, U, N, elements]; a bundle of unlike dtypes is seen as bytes, and cut by them."""
     view = caches.view(*key)
     (group,) = [g for g in caches.geometry.groups if key in g.group.keys]
-    assert isinstance(view, Tensor) == (key[1] == "attention")
+    dtypes = {f.field.name: getattr(torch, f.field.dtype) for f in group.fields}
+    kept = brute_bundles(group.group.spec)
+    assert isinstance(view, Tensor) == (len(kept) == 1)
     bundles = {"kv": view} if isinstance(view, Tensor) else dict(view)
     found = {}
-    for pieces, (name, bundle) in zip(brute_bundles(group.group.spec), bundles.items(), strict=True):
+    for pieces, (name, bundle) in zip(kept, bundles.items(), strict=True):
         assert name in ("kv", pieces[0].name)
-        sizes = [piece.row_bytes // piece.itemsize for piece in pieces]
-        found |= dict(zip((p.name for p in pieces), bundle.split(sizes, dim=-1), strict=True))
+        own = {dtypes[p.name] for p in pieces}
+        assert {bundle.dtype} == (own if len(own) == 1 else {torch.uint8})
+        parts = bundle.split([p.row_bytes // bundle.element_size() for p in pieces], dim=-1)
+        found |= {p.name: part.view(dtypes[p.name]) for p, part in zip(pieces, parts, strict=True)}
     return found
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def encode_e4m3(x):
-    """The e4m3 code of float32 x as uint8: nearest, ties to even; beyond 448 that of 448; NaN stays one."""
+    """The e4m3 code of float32 x as int32: nearest, ties to even; beyond 448 that of 448; NaN stays one."""
     b_bits = x.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
     # Bits of positive floats are ordered as they are; 0x43E00000 is 448.
@@ -27,12 +27,12 @@ def encode_e4m3(x):
     b_subnormal = b_lifted.to(tl.int32, bitcast=True) - 0x46800000
     b_code = tl.where(b_clipped < 0x3C800000, b_subnormal, b_normal)
     b_code = tl.where(b_size > 0x7F800000, 0x7F, b_code)
-    return (b_code | ((b_bits >> 24) & 0x80)).to(tl.uint8)
+    return b_code | ((b_bits >> 24) & 0x80)
 
 
 @triton.jit
 def decode_e4m3(b_code):
-    """The float32 of e4m3 codes (uint8)."""
+    """The float32 of e4m3 codes (uint8 or int32)."""
     b_code = b_code.to(tl.int32)
     b_half = (((b_code & 0x80) << 8) | ((b_code & 0x7F) << 7)).to(tl.int16)
     b_value = b_half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -82,7 +82,7 @@ def quantise_tile(
         b_x = tl.load(p_values[:, None, None] + o_d[None, :, :], mask=m_block[:, :, None], other=0.0)
         b_x = b_x.to(tl.float32)
         b_code = encode_e4m3(tl.div_rn(_largest(b_x, 2), 6.0 * scale))
-        tl.store(p_scales[:, None] + o_block[None, :], b_code, mask=m_block)
+        tl.store(p_scales[:, None] + o_block[None, :], b_code.to(tl.uint8), mask=m_block)
         b_divisor = (decode_e4m3(b_code) * scale)[:, :, None]
         # A block of (nearly) zeros has a scale of zero.
         b_quotient = tl.div_rn(b_x, tl.where(b_divisor == 0.0, 1.0, b_divisor) + tl.zeros_like(b_x))
@@ -103,7 +103,7 @@ def quantise_tile(
             b_x = tl.div_rn(b_x, b_scale[:, None] + tl.zeros_like(b_x))
         else:
             b_x = tl.div_rn(b_x, scale + tl.zeros_like(b_x))
-        tl.store(p_data[:, None] + o_d[None, :], encode_e4m3(b_x), mask=m_d)
+        tl.store(p_data[:, None] + o_d[None, :], encode_e4m3(b_x).to(tl.uint8), mask=m_d)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
