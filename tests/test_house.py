@@ -228,8 +228,10 @@ _SAMPLES: dict[str, Any] = {
     "str": "text",
     "int": 7,
     "float": 1.5,
+    "bool": True,
     "int | None": 3,
     "tuple[str, ...]": ("a", "b"),
+    "tuple[bytes, ...]": (b"a", b"b"),
     "tuple[tuple[str, str, str], ...]": (("a", "b", "c"), ("d", "e", "f")),
     "dict[str, str]": {"key": "value"},
 }
