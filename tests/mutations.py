@@ -189,8 +189,8 @@ TRANSFER = (
     Mutation(
         "leases never expire",
         "rayk/transfer/lease.py",
-        "if lease.deadline_ns is not None and lease.deadline_ns <= now_ns",
-        "if lease.deadline_ns is None",
+        "if lease.ends_ns is not None and lease.ends_ns <= now_ns",
+        "if lease.ends_ns is None",
         f"{GUARDS}::test_a_lease_nobody_releases_expires_once_at_its_deadline",
     ),
     Mutation(

@@ -7,7 +7,6 @@ from tests.mutation import Mutation
 FAULTS = "tests/transfer/test_simulated_faults.py"
 PULL = f"{FAULTS}::test_every_fault_leads_to_its_verdict[0-pull]"
 PUSH = f"{FAULTS}::test_every_fault_leads_to_its_verdict[0-push]"
-WELL_PULL = f"{FAULTS}::test_worlds_without_faults_pass[pull]"
 WELL_PUSH = f"{FAULTS}::test_worlds_without_faults_pass[push]"
 GIVEN_UP_PUSH = f"{FAULTS}::test_a_request_given_up_at_any_time_leaves_nothing_behind[push]"
 
@@ -17,13 +16,6 @@ SIMULATED = (
         "rayk/transfer/session.py",
         "self._fences_left = set(self._fences)",
         "self._fences_left = set()",
-        PULL,
-    ),
-    Mutation(
-        "a mismatch gives its lease up at once",
-        "rayk/transfer/session.py",
-        "return [Finish(mismatch, is_draining=False)]",
-        "return [*self.release(), Finish(mismatch, is_draining=False)]",
         PULL,
     ),
     Mutation(
@@ -39,13 +31,6 @@ SIMULATED = (
         "if not self._is_released and self._renewals.is_due(now_ns):",
         "if self._is_released and self._renewals.is_due(now_ns):",
         PULL,
-    ),
-    Mutation(
-        "one consumer rank speaks for all",
-        "rayk/transfer/lease.py",
-        "and len(self.told_by) >= self.num_expected",
-        "and len(self.told_by) >= 1",
-        WELL_PULL,
     ),
     Mutation(
         "a renewal revives a lease",

@@ -169,14 +169,23 @@ REQUEST_POINTS = ("prefill", "transfer", "decode")
 
 
 def table_text() -> str:
-    """The table as Markdown: a row per fault, a column per mode and policy."""
+    """The table as Markdown: a row per kind and outcome, a column per mode and policy. Points that a kind
+    ends in alike share a row."""
     columns = [(mode, policy) for mode in MODES for policy in POLICIES]
-    lines = [
-        "| point | fault | " + " | ".join(f"{mode}, {policy}" for mode, policy in columns) + " |",
-        "|---" * (2 + len(columns)) + "|",
-    ]
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for fault in all_faults():
         name = fault.kind + (f" ({fault.role})" if fault.role else "")
-        outcomes = (str(expected(fault, mode, policy)) for mode, policy in columns)
-        lines.append(f"| {fault.point} | {name} | " + " | ".join(outcomes) + " |")
+        outcomes = tuple(str(expected(fault, mode, policy)) for mode, policy in columns)
+        rows.setdefault((name, outcomes), []).append(str(fault.point))
+    lines = [
+        "| fault | at | " + " | ".join(f"{mode}, {policy}" for mode, policy in columns) + " |",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    for (name, outcomes), points in sorted(rows.items(), key=lambda row: _order(row[0][0])):
+        where = "any point" if len(points) == len(POINTS) else ", ".join(points)
+        lines.append(f"| {name} | {where} | " + " | ".join(outcomes) + " |")
     return "\n".join(lines)
+
+
+def _order(name: str) -> tuple[int, str]:
+    return KINDS.index(name.split(" ")[0]), name

@@ -382,6 +382,7 @@ class Consumer(Engine):
     def _go_on(self, incoming: Incoming, num_valid: int) -> None:
         """Compute what of the prompt is not here, then decode."""
         incoming.stage = "decoding"
+        self.world.note_valid(incoming.job, num_valid)
         self.clock.log(f"{self.name}: {incoming.job.job_id} goes on with {num_valid} tokens of KV")
         delay = STEP * (1 + (num_valid < incoming.job.num_tokens))
         self.clock.at(delay, self._compute_prompt, incoming, num_valid)
@@ -395,7 +396,6 @@ class Consumer(Engine):
             live = self.world.model.live_rows(1, job.num_tokens)
             self._write(incoming, 0, range(num_valid, job.num_tokens), right)
             self._write(incoming, 1, range(max(num_valid, live.start), job.num_tokens), right)
-            self.world.note_recomputed(job, num_valid)
         self._decode(incoming)
 
     def _decode(self, incoming: Incoming) -> None:

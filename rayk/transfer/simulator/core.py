@@ -271,7 +271,8 @@ class Flight:
             return
         self._copy(self.copies if self.twice else self.copies[half:])
         if kind == "corrupt" and self.copies:
-            self.target.memory.write(self.holder, self.copies[0][1], 0, [CORRUPT] * BLOCK_SIZE)
+            _, place = self.clock.random.choice(self.copies)
+            self.target.memory.write(self.holder, place, 0, [CORRUPT] * BLOCK_SIZE)
         self.end(True)
         if self.twice and self.poster.runs:
             self.done(True)

@@ -206,7 +206,8 @@ class Producer(Engine):
         job, model = run.job, self.world.model
         live = model.live_rows(1, job.num_tokens)
         for layer in (0, 1):
-            positions = range(start, stop) if layer == 0 else live if is_last else range(0)
+            early = layer not in model.late_layers
+            positions = range(start, stop) if early else live if is_last else range(0)
             for position in positions:
                 index, row = model.place(layer, position)
                 block = run.tables[layer][index]
@@ -283,7 +284,7 @@ class Push:
         self.session = p.PushSession(
             run.job.job_id,
             num_layers=2,
-            late_layers=(1,),
+            late_layers=producer.world.model.late_layers,
             layers_per_write=layers_per_write,
             deadline_ns=producer.clock.now + PUSH_DEADLINE,
         )

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.specs import FullAttentionSpec, Mamba1Spec, SlidingWindowSpec
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba1Spec, SlidingWindowSpec
 from rayk.transfer.simulator.core import num_blocks
 from rayk.transfer.simulator.memory import BLOCK_SIZE, HEADS, NULL, Memory, Row
 
@@ -22,22 +22,34 @@ _WINDOW = SlidingWindowSpec(block_size=BLOCK_SIZE, dtype="float32", window=WINDO
 _STATE = Mamba1Spec(block_size=1 << 10, dtype="float32", conv_width=4, num_channels=8, state_size=4)
 
 
+_SPECS: dict[str, KVCacheSpec] = {"full": _FULL, "window": _WINDOW, "state": _STATE}
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Two layers: one of full attention, and one that keeps a window or (`is_hybrid`) a state."""
+    """Two layers: one of full attention, and one that is another such, or keeps a window or a state."""
 
-    is_hybrid: bool
+    late: str
+    """What the second keeps: full, window or state."""
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the second layer is recurrent."""
+        return self.late == "state"
+
+    @property
+    def late_layers(self) -> tuple[int, ...]:
+        """Layers of which only what lives at the end is kept."""
+        return () if self.late == "full" else (1,)
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
         """One per layer."""
-        late = _STATE if self.is_hybrid else _WINDOW
-        return (KVCacheGroup(0, _FULL, (0,), 1), KVCacheGroup(1, late, (1,), 1))
+        return (KVCacheGroup(0, _FULL, (0,), 1), KVCacheGroup(1, _SPECS[self.late], (1,), 1))
 
     def live_rows(self, layer: int, num_tokens: int) -> range:
         """Positions whose rows are needed to go on after so many tokens."""
-        spec = _FULL if layer == 0 else _STATE if self.is_hybrid else _WINDOW
-        return spec.live_rows(num_tokens)
+        return (_SPECS[self.late] if layer else _FULL).live_rows(num_tokens)
 
     def place(self, layer: int, position: int) -> tuple[int, int]:
         """(index into the block table, row of the block) of a position."""

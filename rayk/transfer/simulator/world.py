@@ -66,7 +66,7 @@ class World(Clock):
         draw = self.random.random
         self.mode = mode
         self.policy: Policy = policy
-        self.model = Model(is_hybrid=draw() < 0.5)
+        self.model = Model(self.random.choice(("full", "window", "state")))
         self.blocks_free_at = int(draw() * 70) if draw() < 0.5 else 0
         """When the decode engine begins to have blocks."""
         self.lives: dict[tuple[str, int], Engine] = {}
@@ -306,8 +306,8 @@ class World(Clock):
         """A consumer goes on by itself after a failure."""
         self.requests[job.prompt].is_recovered = True
 
-    def note_recomputed(self, job: Job, num_valid: int) -> None:
-        """A consumer computed a prompt after so many tokens."""
+    def note_valid(self, job: Job, num_valid: int) -> None:
+        """A consumer goes on after so many tokens of KV."""
         self.requests[job.prompt].num_valid = num_valid
 
     # Failures.
