@@ -36,8 +36,8 @@ ABOUT = """# Planning a request
 
 16,000 tokens in 64 layers, 8 KV heads of 128 + 128 bfloat16: 1,000 blocks of 16 tokens. One consumer rank,
 block ids scattered. The plan, and the patterns of the first request, are made once per pair of engines
-(`first`); every later request takes the times of the last columns: lowering the plan to block ids, and picking
-the descriptor indices that NIXL is given. Milliseconds of processor time, medians; 2 cores shared with others.
+(`first`); every later request takes the times of the last columns: lowering the plan to block ids, and
+picking the descriptor indices that NIXL is given. Milliseconds of processor time, medians, on 2 busy cores.
 Above 65,536 descriptors a request is not read one by one (staging).
 
     python jobs/benchmarks/planning.py --check > jobs/benchmarks/results/planning.md
