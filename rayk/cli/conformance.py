@@ -19,7 +19,8 @@ from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
     from rayk.conformance.catalog import Check
-    from rayk.conformance.runner import CheckResult, ConnectorFacts
+    from rayk.conformance.host import ConnectorFacts
+    from rayk.conformance.runner import CheckResult
     from rayk.reports.page import Page
 
 TABLES = ("checks", "requests")
