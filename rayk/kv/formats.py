@@ -129,7 +129,7 @@ class KVFormat:
 
 def _worst(significand_bits: int) -> float:
     """Half a unit in the last place, just above a power of two: 2^-p of 1 + 2^-p."""
-    return 1 / (2**significand_bits + 1)
+    return 1 / (2.0**significand_bits + 1)
 
 
 _FORMATS = (

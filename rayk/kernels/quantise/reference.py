@@ -49,13 +49,18 @@ def dequantise_reference(
     if kv_format.scales == "block":
         assert stored.scales is not None, "nvfp4 without its scales"
         elements = from_e2m1(stored.data, wide)
-        blocks = elements.unflatten(-1, (-1, NVFP4_BLOCK)) * stored.scales.to(wide).unsqueeze(-1)
+        blocks = _by(NVFP4_BLOCK, elements) * stored.scales.to(wide).unsqueeze(-1)
         values = blocks.flatten(-2)
     else:
         values = stored.data.to(wide)
         if stored.scales is not None:
             return (values * stored.scales.to(wide)).to(dtype or wide)
     return (values * _as_float32(scale)).to(dtype or wide)
+
+
+def _by(size: int, values: torch.Tensor) -> torch.Tensor:
+    """[..., D] as [..., D / size, size]."""
+    return values.reshape(*values.shape[:-1], -1, size)
 
 
 def _as_float32(scale: float) -> float:
@@ -88,12 +93,12 @@ def to_e2m1(values: torch.Tensor) -> torch.Tensor:
     )
     assert isinstance(codes, torch.Tensor)
     codes |= torch.signbit(values).to(torch.uint8) << 3
-    pairs = codes.unflatten(-1, (-1, 2))
+    pairs = _by(2, codes)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def _quantise_blocks(values: torch.Tensor, scale: float) -> Quantised:
-    blocks = values.unflatten(-1, (-1, NVFP4_BLOCK))
+    blocks = _by(NVFP4_BLOCK, values)
     scales = to_e4m3(blocks.abs().amax(-1) / (E2M1_MAX * scale))
     divisors = scales.float() * scale
     # A block of (nearly) zeros has a scale of zero, and all its codes are.
