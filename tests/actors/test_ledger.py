@@ -1,4 +1,4 @@
-"""Blocks put aside for transfers: counted at every stage at which a hand-over is cancelled, all given back."""
+"""Blocks put aside for transfers: counted at every stage where a hand-over is cancelled, all given back."""
 
 from __future__ import annotations
 

@@ -1,0 +1,102 @@
+"""Faults of a transfer in a spec: what is refused by name, what verdict they ask for, who commits them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayk.actors.struck import faults_of
+from rayk.specs import Cell, load_spec
+from rayk.specs.checks import plan_cells
+from rayk.transfer.fault_table import all_faults, expected
+from rayk.types.errors import SpecError
+from tests.specs.models import decoder, spec
+
+
+def cell_of(fault: dict[str, Any], **changes: Any) -> Cell:
+    loaded = load_spec(spec(device="cpu", faults=[fault], **changes))
+    ((cell, _),) = plan_cells(loaded, decoder(), device="cpu")
+    return cell
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "why"),
+    [
+        ({"kind": "drop"}, {}, "fault drop needs a point"),
+        ({"kind": "drop", "point": "prefill"}, {}, "fault drop cannot strike at 'prefill'"),
+        ({"kind": "lose", "point": "post"}, {}, "not supported yet: fault kind 'lose'"),
+        ({"kind": "drop", "point": "post", "delay_s": 1.0}, {}, "fault drop does not heed `delay_s`"),
+        ({"kind": "drop", "point": "post", "role": "prefill"}, {}, "fault drop does not heed `role`"),
+        ({"kind": "stop", "point": "post", "seed": 3}, {}, "fault stop does not heed `seed`"),
+        ({"kind": "drop", "point": "free"}, {}, "fault drop at free: without transfer.lease_s"),
+        ({"kind": "kill", "point": "lease_renewal"}, {}, "at lease_renewal: without transfer.lease_s"),
+        ({"kind": "kill", "point": "notify"}, {"mode": "aggregated"}, "aggregated cells have none"),
+        (
+            {"kind": "drop", "point": "post", "rank": 2},
+            {"decode": {"tp": 2}},
+            "rank 2 of a decode engine of TP 2",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(
+    fault: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        cell_of(fault, **changes)
+    assert why in caught.value.problem
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("policy", ["fail", "recompute", "migrate"])
+def test_every_fault_of_the_table_expects_its_verdict(mode: str, policy: str) -> None:
+    faults = [
+        {"kind": f.kind, "point": f.point, **({"role": f.role} if f.role else {})} for f in all_faults()
+    ]
+    loaded = load_spec(
+        spec(
+            device="cpu",
+            transfer={"mode": mode, "lease_s": 2.0},
+            failure_policy=policy,
+            prefill={"num_engines": 2},
+            matrix={"faults": [[f] for f in faults]},
+        )
+    )
+    cells = [cell for cell, _ in plan_cells(loaded, decoder(), device="cpu")]
+    assert len(cells) == len(faults) == 5 * 7 + 3 * 7 * 2
+    for cell, fault in zip(cells, all_faults(), strict=True):
+        assert cell.expected_verdict == expected(fault, mode, policy).verdict
+        committed = [
+            (role, rank)
+            for role, tp in (("prefill", 1), ("decode", 1))
+            for rank in range(tp)
+            if faults_of(cell, role, 0, rank, tp)
+        ]
+        assert committed, "some rank commits it"
+        if fault.role is not None:
+            assert (fault.role, 0) in committed, "the rank that is to die knows"
+
+
+def test_another_decode_engine_saves_what_a_dead_one_held() -> None:
+    fault = {"kind": "kill", "point": "notify", "role": "decode"}
+    one, two = (cell_of(fault, failure_policy="migrate", decode={"num_engines": count}) for count in (1, 2))
+    assert (one.expected_verdict, two.expected_verdict) == ("ENGINE_ERROR", "PASS")
+
+
+def test_faults_name_one_engine_and_one_rank() -> None:
+    cell = cell_of(
+        {"kind": "corrupt", "point": "mid_transfer", "engine": 1, "rank": 0, "step": 3, "seed": 9},
+        transfer={"mode": "push"},
+        prefill={"tp": 2, "num_engines": 2},
+    )
+    found = {
+        (role, index, rank): faults_of(cell, role, index, rank, 2)
+        for role in ("prefill", "decode")
+        for index in range(2)
+        for rank in range(2)
+    }
+    (where,) = [place for place, faults in found.items() if faults]
+    assert where == ("prefill", 1, 0)
+    (planted,) = found[where]
+    assert planted.strike is not None
+    assert (planted.strike.step, planted.strike.seed, planted.strike.remote) == (3, 9, None)
