@@ -81,7 +81,8 @@ class FaultyAgent:
         self._on_strike = on_strike
         self._engine = engine
         self._regions: list[torch.Tensor] = []
-        self._lists: dict[Handle, tuple[str, DescriptorList]] = {}
+        self._lists: dict[Handle, tuple[DescriptorList, DescriptorList]] = {}
+        """Ours and the peer's."""
         self._faults: list[Fault] = []
         self._num_reads = 0
         self._data: dict[Transfer, _Data] = {}
@@ -154,7 +155,7 @@ class FaultyAgent:
     ) -> Handle:
         """See TransferAgent."""
         handle = self._agent.prepare(peer, local, remote, remote_device)
-        self._lists[handle] = (peer, local)
+        self._lists[handle] = (local, remote)
         return handle
 
     def forget(self, handle: Handle) -> None:
@@ -164,11 +165,11 @@ class FaultyAgent:
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
-        _, local = self._lists[handle]
+        local, remote = self._lists[handle]
         is_data = local.lengths.tolist() != [GENERATION_BYTES]
         strike = self.passes(*self._points(is_data))
         if strike is not None and strike.kind == "corrupt" and strike.point == "post":
-            remote_indices = _of_next_block(remote_indices, local.num_blocks)
+            remote_indices = _of_next_block(remote_indices, remote.num_blocks)
         transfer = self._start(strike, lambda: self._agent.read(handle, local_indices, remote_indices))
         if is_data or transfer in self._corrupt:
             self._data[transfer] = _Data(self._num_reads, local, local_indices, is_read=True)
@@ -183,7 +184,7 @@ class FaultyAgent:
         notification: bytes | None = None,
     ) -> Transfer:
         """See TransferAgent."""
-        _, local = self._lists[handle]
+        local, _ = self._lists[handle]
         strike = self.passes("post", "mid_transfer")
         if strike is not None and strike.kind == "corrupt":
             # A write's bytes are out of reach once they are under way: other pages' are sent.
