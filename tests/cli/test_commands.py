@@ -89,11 +89,16 @@ def test_explain_descriptors_follow_the_layout(model: Path) -> None:
     assert layered["num_descriptors"] == 2 * 10 * len(config.attention_layers)
 
 
+def test_explain_counts_what_arrives_before_it_is_converted(model: Path) -> None:
+    plain = explain(model)
+    assert explain(model, "--decode-kv-dtype", "fp8_e4m3")["bytes"] == plain["bytes"], "in P's format"
+    assert explain(model, "--prefill-kv-dtype", "fp8_e4m3")["bytes"] == plain["bytes"] // 4, "of float32"
+
+
 def test_explain_says_why_not_and_exits_1(model: Path) -> None:
     answer = explain(model, "--decode-tp", "3")
     assert answer == {**answer, "supported": False, "reads": [], "bytes": 0}
     assert answer["reason"] == "decode: TP 3 does not divide the model's 8 query heads"
-    assert explain(model, "--decode-kv-dtype", "nvfp4")["reason"].startswith("not supported yet")
     text = invoke("explain", "--model", model, "--decode-tp", "3")
     assert text.stdout == "not supported: decode: TP 3 does not divide the model's 8 query heads\n"
 
