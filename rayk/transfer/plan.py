@@ -157,6 +157,20 @@ class BlockReads:
 
 
 @dataclass(frozen=True, eq=False)
+class _Cut:
+    """The segments of some layers, whichever rank they are read from."""
+
+    layers: tuple[int, ...]
+    from_blocks: Ints
+    to_blocks: Ints
+    kinds: list[list[int]]
+    """(first row in the source block, in the destination's, number of rows, first live one, stop), all
+    different."""
+    kind_of: Ints
+    """Of each segment, the index of its kind."""
+
+
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
     """Everything one consumer rank reads, whatever the request. `reads` is ordered by producer, group."""
 
@@ -230,14 +244,21 @@ class TransferPlan:
         sources = [np.asarray(table, dtype=np.int64) for table in producer_blocks]
         destinations = [np.asarray(table, dtype=np.int64) for table in consumer_blocks]
         lowered: list[BlockReads] = []
+        cuts: dict[tuple[object, ...], list[_Cut]] = {}
         for read in self.reads:
             kept = read.layers if layers is None else tuple(n for n in read.layers if n in layers)
             if not kept:
                 continue
-            tables = sources[read.source_group], destinations[read.group]
-            for part, starts, live in self._segments(replace(read, layers=kept), num_tokens):
-                chosen = starts if rows is None else ending_in(rows, *self._sides(read), starts, live)
-                lowered += self._lower(part, chosen, live, *tables)
+            # Blocks are as long on all ranks of an engine.
+            where = (read.source_group, read.group, kept)
+            if where not in cuts:
+                tables = sources[read.source_group], destinations[read.group]
+                cuts[where] = [
+                    self._cut(part, starts, live, rows, *tables)
+                    for part, starts, live in self._segments(replace(read, layers=kept), num_tokens)
+                ]
+            for cut in cuts[where]:
+                lowered += self._lower(replace(read, layers=cut.layers), cut)
         return lowered
 
     def _segments(self, read: UnitReads, num_tokens: int) -> Iterator[tuple[UnitReads, Ints, range]]:
@@ -260,10 +281,12 @@ class TransferPlan:
             hull = range(min(n.start for n in lives), max(n.stop for n in lives))
             yield replace(read, layers=layers), starts, hull
 
-    def _lower(
-        self, read: UnitReads, starts: Ints, live: range, source_table: Ints, table: Ints
-    ) -> Iterator[BlockReads]:
+    def _cut(
+        self, read: UnitReads, starts: Ints, live: range, among: range | None, source_table: Ints, table: Ints
+    ) -> _Cut:
         source, destination = self._sides(read)
+        if among is not None:
+            starts = ending_in(among, source, destination, starts, live)
         from_blocks = source_table[starts // source.block_size]
         to_blocks = table[starts // destination.block_size]
         assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
@@ -275,11 +298,15 @@ class TransferPlan:
         is_partial = (parts[:, 0] > 0) | (parts[:, 1] < rows[:, 2])
         kind[is_partial] = -1 - np.flatnonzero(is_partial)
         _, first, kind_of = np.unique(kind, return_index=True, return_inverse=True)
+        kinds = np.hstack([rows[first], parts[first]]).tolist()
+        return _Cut(read.layers, from_blocks, to_blocks, kinds, kind_of)
+
+    def _lower(self, read: UnitReads, cut: _Cut) -> Iterator[BlockReads]:
         # Two kinds have one pattern where a cut does not pay.
-        keys = [self._choose(read, *rows[i].tolist(), *parts[i].tolist()) for i in first.tolist()]
+        keys = [self._choose(read, *kind) for kind in cut.kinds]
         for key in dict.fromkeys(keys):
-            here = np.isin(kind_of, [i for i, k in enumerate(keys) if k == key])
-            yield BlockReads(self.pattern(key), from_blocks[here], to_blocks[here])
+            here = np.isin(cut.kind_of, [i for i, k in enumerate(keys) if k == key])
+            yield BlockReads(self.pattern(key), cut.from_blocks[here], cut.to_blocks[here])
 
     def _choose(
         self, read: UnitReads, source_row: int, destination_row: int, num_rows: int, first: int, stop: int
