@@ -22,6 +22,8 @@ CHANNELS_PER_UNIT = 16
 class KVCacheSpec(Protocol):
     """What a layer keeps per block. Hashable: layers with equal specs may share a KV group."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def kind(self) -> str:
         """A name people read: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
