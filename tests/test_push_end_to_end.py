@@ -57,7 +57,7 @@ CELLS = (
     Cell("windows", (2, 1), ("BHLNC", "BLNHC"), (16, 16), 40, 1),
     Cell("windows", (1, 2), blocks=(24, 16), chunk=300, push_layers=2, settings={"hybrid_kv": False}),
     Cell("jamba", (1, 2), ("BHLNC", "BLHNC"), chunk=64, push_layers=1),
-    Cell("qwen3_next", (2, 1), chunk=7, push_layers=2),
+    Cell("qwen3_next", (2, 1), chunk=64, push_layers=2),
     Cell("falcon_h1", (2, 1), chunk=64, push_layers=1),
     Cell("deepseek_v3", (1, 2), chunk=32, push_layers=1),
     Cell("gemma3n", (2, 1), chunk=64, push_layers=1, settings={"fast_prefill": True}),
