@@ -14,6 +14,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer import local_agent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import KVMismatch, TransferError
 from tests.kv.brute import Case, brute_addresses, brute_rows
 from tests.transfer.cluster import Engine, Pair, Shape, make_engine
@@ -74,7 +75,11 @@ def landed(family: str, layouts: tuple[str, str], tp: tuple[int, int] = (2, 1)) 
     """A pair after one transfer, and the consumer's tables."""
     shape = Shape(family=family, tp=tp, layouts=layouts, state_block_sizes=(16, 64), num_blocks=(24, 24))
     network = LocalNetwork()
-    pair = Pair(*(make_engine(shape, side, lambda n: LocalAgent(n, network)) for side in (0, 1)))
+    # A flip is planted in what a run brings straight into its page.
+    direct = StagingSettings("never")
+    pair = Pair(
+        *(make_engine(shape, side, lambda n: LocalAgent(n, network), staging=direct) for side in (0, 1))
+    )
     pair.connect()
     outcomes, tables = pair.transfer(shape.values(TOKENS))
     assert all(o.ok for o in outcomes.values())
