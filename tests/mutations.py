@@ -21,8 +21,8 @@ TRANSFER = (
     Mutation(
         "all readers use the first replica",
         "rayk/transfer/plan.py",
-        "return holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]",
-        "return holders[0]",
+        "rank = holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]",
+        "rank = holders[0]",
         f"{PLAN}::test_readers_are_spread_over_replicas",
     ),
     Mutation(
@@ -49,8 +49,8 @@ TRANSFER = (
     Mutation(
         "source and destination swapped",
         "rayk/transfer/plan.py",
-        "match_rows(source, destination, read.units, **rows)",
-        "match_rows(destination, source, read.units, **rows)",
+        "match_rows(source, destination, read.units, layers=read.layers, **rows)",
+        "match_rows(destination, source, read.units, layers=read.layers, **rows)",
         f"{PLAN}::test_all_layout_pairs",
     ),
     Mutation(
@@ -63,8 +63,8 @@ TRANSFER = (
     Mutation(
         "source indices counted in the consumer's blocks",
         "rayk/transfer/plan.py",
-        "source = runs * num_source_blocks",
-        "source = runs * num_destination_blocks",
+        "source = runs * np.int32(num_source_blocks)",
+        "source = runs * np.int32(num_destination_blocks)",
         f"{PLAN}::test_descriptor_indices_of_the_fixture",
     ),
     Mutation(
@@ -126,8 +126,8 @@ TRANSFER = (
     Mutation(
         "data lands where it lay at the producer",
         "rayk/transfer/link.py",
-        "me.base_address + runs.destination",
-        "me.base_address + runs.source",
+        "consumer.base_address + runs.destination",
+        "consumer.base_address + runs.source",
         f"{RANK}::test_all_layout_pairs",
     ),
     Mutation(
@@ -196,9 +196,9 @@ TRANSFER = (
     Mutation(
         "the KV dtype is not compared",
         "rayk/transfer/handshake.py",
-        '        yield f"{name}.kv_dtype", group.spec.dtype\n',
-        "",
-        f"{GUARDS}::test_every_group_is_compared_field_by_field",
+        'return {"kv_dtype": spec.dtype} | {',
+        "return {",
+        f"{GUARDS}::test_every_layer_is_compared_field_by_field",
     ),
     Mutation(
         "a fact only the consumer has is passed over",
@@ -210,9 +210,9 @@ TRANSFER = (
     Mutation(
         "windows are not compared",
         "rayk/transfer/handshake.py",
-        "str(group.spec.live_rows(group.spec.fullest_at(1_000_000)))",
-        "str(group.spec.live_rows(group.spec.fullest_at(1_000_000)).stop)",
-        f"{GUARDS}::test_every_group_is_compared_field_by_field",
+        '"live_rows(1000000)": str(live)',
+        '"live_rows(1000000)": str(live.stop)',
+        f"{GUARDS}::test_every_layer_is_compared_field_by_field",
     ),
 )
 

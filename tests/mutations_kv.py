@@ -376,15 +376,15 @@ KV = (
     Mutation(
         "everything of a chunked layer is sent",
         "rayk/transfer/plan.py",
-        "live = destination.group.spec.live_rows(num_tokens)",
+        "live = destination.group.seen_by(layer).live_rows(num_tokens)",
         "live = range(num_tokens)",
         f"{LOCAL}::test_local_layers_send_the_blocks_of_their_chunk_and_sharing_ones_nothing",
     ),
     Mutation(
         "chunks compared where they end",
         "rayk/transfer/handshake.py",
-        "group.spec.live_rows(group.spec.fullest_at(1_000_000))",
-        "group.spec.live_rows(1_000_000)",
+        "live = spec.live_rows(spec.fullest_at(1_000_000))",
+        "live = spec.live_rows(1_000_000)",
         f"{LOCAL}::test_engines_of_other_chunks_are_refused_by_name",
     ),
     Mutation(

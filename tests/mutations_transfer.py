@@ -13,8 +13,8 @@ STATES = (
     Mutation(
         "every field is where the first one is",
         "rayk/transfer/plan.py",
-        "held = [side.fields[position].units for side in sides]",
-        "held = [side.fields[0].units for side in sides]",
+        "held = [set(side.fields[position].units) for side in sides]",
+        "held = [set(side.fields[0].units) for side in sides]",
         f"{FAMILIES}::test_every_family_at_tp_pairs_even_and_uneven",
     ),
     Mutation(
