@@ -139,13 +139,19 @@ def make_table(results: Sequence[Result]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 only if every mutant is killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="mutants whose name or file contains this text")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="mutants whose name or file contains one of these",
+    )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     chosen = parser.parse_args(arguments)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    mutations = [m for m in MUTATIONS if chosen.only in m.name or chosen.only in m.file]
+    mutations = [m for m in MUTATIONS if any(text in m.name or text in m.file for text in chosen.only)]
     stale = [m for m in mutations if count_old_text(ROOT, m) != 1]
     for m in stale:
         console.print(

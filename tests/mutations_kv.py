@@ -317,8 +317,8 @@ KV = (
     Mutation(
         "unlike groups refused by the engine only",
         "rayk/specs/cells.py",
-        'if engine.layout != "auto" and',
-        'if engine.layout == "auto" and',
+        'if engine.layout != "auto":',
+        'if engine.layout == "auto":',
         "tests/specs/test_groups.py::"
         "test_a_layout_that_cannot_hold_the_models_groups_is_unsupported_from_the_start",
     ),

@@ -29,9 +29,11 @@ from rayk.types.errors import (
 VALUES = {
     str: "text",
     int: 7,
+    bool: True,
     float: 1.5,
     int | None: 3,
     tuple[str, ...]: ("a", "b"),
+    tuple[bytes, ...]: (b"a", b"\x00\xff"),
     tuple[tuple[str, str, str], ...]: (("a", "b", "c"),),
     dict[str, str]: {"key": "value"},
 }
