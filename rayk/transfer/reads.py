@@ -81,7 +81,7 @@ class DataReads:
             staged = StagedRead(read, self.staging, producer, self.destination, self.clock)
             row.staged = True
             self._staged[index] = staged, self.clock()
-            return self._advance(index, staged)
+            return self._ended(index, staged) if staged.begin() else []
         row.num_descriptors += read.num_descriptors
         row.num_descriptors_merged = (row.num_descriptors_merged or 0) + read.num_coalesced
         return self._post_direct(index, read)
@@ -89,7 +89,8 @@ class DataReads:
     def poll(self, index: int) -> list[s.Event]:
         """The end of a read, if it has come; nothing of a read that is not in flight (any more)."""
         if index in self._staged:
-            return self._advance(index, self._staged[index][0])
+            staged, _ = self._staged[index]
+            return self._ended(index, staged) if staged.advance() else []
         flight = self._flights.get(index)
         if flight is None:
             return []
@@ -137,9 +138,7 @@ class DataReads:
         self._flights[index] = InFlight(transfer, began, self.clock() - began)
         return []
 
-    def _advance(self, index: int, staged: StagedRead) -> list[s.Event]:
-        if not staged.advance():
-            return []
+    def _ended(self, index: int, staged: StagedRead) -> list[s.Event]:
         self._end_staged(index)
         return [s.ReadDone(index) if staged.failure is None else s.ReadEnded(index, staged.failure)]
 

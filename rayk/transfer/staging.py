@@ -208,6 +208,12 @@ class StagedRead:
             step = self.staging.chunk_blocks(part)
             self._todo.extend((part, i, min(i + step, num_blocks)) for i in range(0, num_blocks, step))
 
+    def begin(self) -> bool:
+        """Ask for what there is room for; whether it is over already, after a `failure`."""
+        while self._todo and self._post():
+            pass
+        return not self._chunks and not self._todo
+
     def advance(self) -> bool:
         """Copy what arrived, ask for more; whether it is over: all is in the pages, or nothing writes any
         more after a `failure`."""
@@ -216,11 +222,10 @@ class StagedRead:
             self._chunks = [chunk for chunk in self._chunks if not self._settle(chunk)]
             if self.failure is not None:
                 self._stop_waiting()
-            while self._todo and self._post():
-                pass
+            is_over = self.begin()
             # What is done when it is posted need not wait for another round of the engine's loop.
             if not self._chunks or before == (len(self._chunks), len(self._todo)):
-                return not self._chunks and not self._todo
+                return is_over
 
     def cancel(self) -> bool:
         """Read no more; whether nothing is in flight."""

@@ -17,6 +17,7 @@ from rayk.kv.geometry import FieldGeometry, GroupGeometry
 from rayk.transfer import plan as plan_module
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import TransferPlan
+from rayk.transfer.staging import StagingSettings
 from rayk.transfer.verify import make_layer_view
 from rayk.types.errors import KVMismatch
 from tests.transfer.cluster import Pair, Shape, make_engine
@@ -290,7 +291,9 @@ def test_values_stored_through_a_view_of_another_dtype(name: str, dtype: torch.d
 
     network = LocalNetwork()
     shape = replace(MAMBA, tp=(1, 1))
-    pair = Pair(*(make_engine(shape, side, lambda n: Rewriting(n, network)) for side in (0, 1)))
+    # What it does to pages when a read is done is not to be repacked over.
+    direct = StagingSettings("never")
+    pair = Pair(*(make_engine(shape, s, lambda n: Rewriting(n, network), staging=direct) for s in (0, 1)))
     pair.connect()
     pair.consumer.agents[0].pair = pair
     outcomes, _ = pair.transfer(shape.values(TOKENS))
@@ -320,7 +323,9 @@ def test_a_few_wrong_bytes_of_a_state_are_not_called_foreign():
 
     network = LocalNetwork()
     shape = replace(MAMBA, tp=(1, 1))
-    pair = Pair(*(make_engine(shape, side, lambda n: Scratching(n, network)) for side in (0, 1)))
+    # What it does to pages when a read is done is not to be repacked over.
+    direct = StagingSettings("never")
+    pair = Pair(*(make_engine(shape, s, lambda n: Scratching(n, network), staging=direct) for s in (0, 1)))
     pair.connect()
     pair.consumer.agents[0].pair = pair
     outcomes, _ = pair.transfer(shape.values(TOKENS))

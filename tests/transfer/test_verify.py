@@ -14,6 +14,7 @@ from rayk.transfer import plan as plan_module
 from rayk.transfer.faults import FaultyAgent, FlipBit, StallReads, reuse_early
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import BlockReads, TransferPlan, UnitReads
+from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import KVMismatch, TransferError
 from tests.transfer.cluster import Pair, Shape, make_engine
 
@@ -28,7 +29,9 @@ def run(shape: Shape, *, fault=None, before_read=None) -> tuple[Pair, dict, list
     def make_agent(name: str) -> FaultyAgent:
         return FaultyAgent(LocalAgent(name, network, 1))
 
-    pair = Pair(make_engine(shape, 0, make_agent), make_engine(shape, 1, make_agent))
+    # Faults are planted in what runs bring straight into pages.
+    direct = StagingSettings("never")
+    pair = Pair(*(make_engine(shape, side, make_agent, staging=direct) for side in (0, 1)))
     pair.connect()
     values = shape.values(TOKENS)
     tables = pair.producer.tables(TOKENS)
@@ -198,9 +201,7 @@ def test_last_block_dropped_from_the_plan(monkeypatch):
     for rank, first_head in ((0, 0), (1, 2)):
         found = diagnose(pair, outcomes[rank], rank, tables)
         assert where(found) == (0, 0, "k", first_head, 28)
-        assert found.classification == (
-            "tail not written: tokens 28 to 29 hold only 0x5a"
-        )
+        assert found.classification == ("tail not written: tokens 28 to 29 hold only 0x5a")
 
 
 def test_last_block_dropped_over_stale_content(monkeypatch):
