@@ -258,7 +258,8 @@ class TransferPlan:
                     for part, starts, live in self._segments(replace(read, layers=kept), num_tokens)
                 ]
             for cut in cuts[where]:
-                lowered += self._lower(replace(read, layers=cut.layers), cut)
+                part = read if cut.layers == read.layers else replace(read, layers=cut.layers)
+                lowered += self._lower(part, cut)
         return lowered
 
     def _segments(self, read: UnitReads, num_tokens: int) -> Iterator[tuple[UnitReads, Ints, range]]:
@@ -297,13 +298,18 @@ class TransferPlan:
         kind = rows[:, 0] * destination.rows + rows[:, 1]
         is_partial = (parts[:, 0] > 0) | (parts[:, 1] < rows[:, 2])
         kind[is_partial] = -1 - np.flatnonzero(is_partial)
+        kinds = np.hstack([rows, parts])
+        if len(kind) and (kind == kind[0]).all():
+            return _Cut(read.layers, from_blocks, to_blocks, kinds[:1].tolist(), np.zeros_like(kind))
         _, first, kind_of = np.unique(kind, return_index=True, return_inverse=True)
-        kinds = np.hstack([rows[first], parts[first]]).tolist()
-        return _Cut(read.layers, from_blocks, to_blocks, kinds, kind_of)
+        return _Cut(read.layers, from_blocks, to_blocks, kinds[first].tolist(), kind_of)
 
     def _lower(self, read: UnitReads, cut: _Cut) -> Iterator[BlockReads]:
         # Two kinds have one pattern where a cut does not pay.
         keys = [self._choose(read, *kind) for kind in cut.kinds]
+        if len(set(keys)) == 1:
+            yield BlockReads(self.pattern(keys[0]), cut.from_blocks, cut.to_blocks)
+            return
         for key in dict.fromkeys(keys):
             here = np.isin(cut.kind_of, [i for i, k in enumerate(keys) if k == key])
             yield BlockReads(self.pattern(key), cut.from_blocks[here], cut.to_blocks[here])

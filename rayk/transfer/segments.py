@@ -28,6 +28,8 @@ def segment_starts(live: range, source_block_size: int, destination_block_size: 
         np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
         for size in {source_block_size, destination_block_size}
     ]
+    if len(borders) == 1:
+        return borders[0]
     starts: Ints = np.unique(np.concatenate(borders))
     # Keep the last border at or before the first live row, and all after it.
     return starts[np.searchsorted(starts, live.start, side="right") - 1 :]
