@@ -28,6 +28,8 @@ from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("rayk", "tests", "pyproject.toml")
+CHECKPOINTS = "checkpoints"
+"""Tiny ones that tests keep between runs: all copies share the working tree's."""
 TEST_TIMEOUT_S = 60
 """A mutant may loop for ever: its test then fails by pytest's own timeout."""
 TESTS_FAILED = 1
@@ -63,12 +65,14 @@ def copy_tree(destination: Path) -> None:
             shutil.copytree(source, destination / name, ignore=ignore)
         else:
             shutil.copy2(source, destination / name)
+    (ROOT / CHECKPOINTS).mkdir(exist_ok=True)
+    (destination / CHECKPOINTS).symlink_to(ROOT / CHECKPOINTS)
 
 
-def run_tests(tree: Path, tests: Sequence[str], name: str) -> tuple[int, str]:
+def run_tests(tree: Path, tests: Sequence[str], name: str, *, has_conftest: bool) -> tuple[int, str]:
     """(exit status, output) of pytest in a tree.
 
-    Without conftest.py, which imports torch: tests that need none of it start in half a second.
+    Without conftest.py, which imports torch, where no test needs it: some start in half a second then.
     """
     environment = {
         **os.environ,
@@ -76,8 +80,10 @@ def run_tests(tree: Path, tests: Sequence[str], name: str) -> tuple[int, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": str(tree),
+        "TRITON_INTERPRET": "1",
     }
-    options = ["-x", "-q", "--tb=line", "--noconftest", "--timeout", str(TEST_TIMEOUT_S)]
+    options = ["-x", "-q", "--tb=line", "--timeout", str(TEST_TIMEOUT_S)]
+    options += [] if has_conftest else ["--noconftest"]
     # A base folder of its own: pytest's numbered ones are swept while others use them.
     options += ["-p", "no:cacheprovider", "--basetemp", str(tree.parent / f"tmp-{name}")]
     done = subprocess.run(
@@ -98,7 +104,7 @@ def try_mutation(tree: Path, mutation: Mutation) -> Result:
     path.write_text(original.replace(mutation.old, mutation.new))
     began = time.perf_counter()
     try:
-        status, output = run_tests(tree, [mutation.test], tree.name)
+        status, output = run_tests(tree, [mutation.test], tree.name, has_conftest=mutation.needs_fixtures)
     finally:
         path.write_text(original)
     return Result(mutation, status, time.perf_counter() - began, output)
@@ -163,11 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rayk-mutants-") as name:
         pristine = Path(name) / "pristine"
         copy_tree(pristine)
-        status, output = run_tests(pristine, sorted({m.test for m in mutations}), "pristine")
-        if status != 0:
-            console.print(output, markup=False)
-            console.print("the named tests do not pass without mutations")
-            return 1
+        for has_conftest in sorted({m.needs_fixtures for m in mutations}):
+            tests = sorted({m.test for m in mutations if m.needs_fixtures == has_conftest})
+            status, output = run_tests(pristine, tests, "pristine", has_conftest=has_conftest)
+            if status != 0:
+                console.print(output, markup=False)
+                console.print("the named tests do not pass without mutations")
+                return 1
         results = try_all(mutations, Path(name), chosen.jobs)
     console.print(make_table(results))
     failed = [r for r in results if r.verdict != "killed"]

@@ -15,3 +15,5 @@ class Mutation:
     new: str
     test: str
     """pytest node id of the test that must fail."""
+    needs_fixtures: bool = False
+    """Whether that test uses fixtures of tests/conftest.py."""

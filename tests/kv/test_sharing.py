@@ -67,7 +67,8 @@ def test_what_a_layer_may_not_use_is_refused_by_name(kinds: tuple[str, ...], rea
     assert [r for r in reasons if r is not None] == [reason]
     with pytest.raises(AssertionError) as caught:
         decoder(*kinds)
-    assert str(caught.value) == reason
+    # pytest says below what it saw.
+    assert str(caught.value).splitlines()[0] == reason
 
 
 def test_windows_and_chunks_of_other_lengths_are_other_types():
