@@ -36,6 +36,11 @@ block of states per request, bfloat16 (recurrent states float32); one layout on 
 MiB are those of live rows, all consumer ranks together. Cells: descriptors (left when neighbours are read as
 one). Last column: what the better per-layer layout has left, over what BHLNC has.
 
+Of full attention alone (Llama's rows, and tests/transfer/test_descriptor_counts.py): same TP takes one per run
+of consecutive blocks where blocks are outermost, and as many times more as there are layers where they are not;
+other TP takes one per head slice and block in BHLNC, times the layers in BLHNC and LBHNC, and times the tokens
+of a block, too, in LBNHC.
+
     python jobs/benchmarks/descriptors.py > jobs/benchmarks/results/descriptors.md
 """
 ABOUT_BYTES = """
@@ -46,7 +51,7 @@ bytes that saves cost more than the descriptors it adds (8 KiB each, rayk/kv/gro
 times moved in the layout that moves most of those above.
 """
 LAYOUTS = ("BHLNC", "BLHNC", "LBNHC", "LBHNC")
-TPS = ((1, 1), (1, 2), (2, 1))
+TPS = ((1, 1), (1, 2), (2, 1), (4, 2))
 NUM_TOKENS = 1024
 LENGTHS = (5, 100, 1024, 4096)
 BLOCK_SIZE = 16
@@ -89,6 +94,7 @@ RELEASED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3-Next-80B-A3B", {}),
     "deepseek_v3": ("DeepSeek-V3", {}),
+    "llama": ("Llama-3.1-8B", {"num_key_value_heads": 8, "max_position_embeddings": 131072}),
 }
 """Family -> a released model of it, and where the sizes of its caches differ from transformers' defaults."""
 
@@ -112,7 +118,7 @@ class Moved:
 def model_of(family: str, values: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json of these values describes."""
     # A released config.json may have keys that the config class does not know.
-    defaults = make_config(family, values if values is TINY[family] else {})
+    defaults = make_config(family, values if values is TINY.get(family) else {})
     config = json.loads(defaults.to_json_string(use_diff=False)) | dict(values)
     wanted = family.replace("_", "").lower() + "forcausallm"
     (name,) = (name for name in SUPPORTED if name.lower() == wanted)
@@ -207,7 +213,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(RELEASED), choices=list(RELEASED))
     families = parser.parse_args().families
     models = {RELEASED[family][0]: model_of(family, RELEASED[family][1]) for family in families}
-    tiny = {f"{family}, tiny": model_of(family, TINY[family]) for family in families}
+    tiny = {f"{family}, tiny": model_of(family, TINY[family]) for family in families if family in TINY}
     print(ABOUT)
     head = ["model", "caches", "TP", "MiB", *LAYOUTS, "per-layer / BHLNC"]
     print(markdown(head, [row for name, model in (models | tiny).items() for row in rows(name, model)]))
