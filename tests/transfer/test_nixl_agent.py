@@ -193,9 +193,9 @@ def test_measure_reports_a_backend_that_is_not_there(capfd):
 
 def test_without_nixl_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(nixl_agent, "_PACKAGES", ("no_such_nixl",))
-    nixl_agent._api.cache_clear()
+    nixl_agent.nixl_api.cache_clear()
     try:
         with pytest.raises(DeviceError, match="pip install nixl-cu13"):
             NixlAgent("nobody")
     finally:
-        nixl_agent._api.cache_clear()
+        nixl_agent.nixl_api.cache_clear()
