@@ -36,10 +36,10 @@ block of states per request, bfloat16 (recurrent states float32); one layout on 
 MiB are those of live rows, all consumer ranks together. Cells: descriptors (left when neighbours are read as
 one). Last column: what the better per-layer layout has left, over what BHLNC has.
 
-Of full attention alone (Llama's rows, and tests/transfer/test_descriptor_counts.py): same TP takes one per run
-of consecutive blocks where blocks are outermost, and as many times more as there are layers where they are not;
-other TP takes one per head slice and block in BHLNC, times the layers in BLHNC and LBHNC, and times the tokens
-of a block, too, in LBNHC.
+Of full attention alone (Llama's rows, and tests/transfer/test_descriptor_counts.py): same TP takes one per
+run of consecutive blocks where blocks are outermost, and as many times more as there are layers where they
+are not; other TP takes one per head slice and block in BHLNC, times the layers in BLHNC and LBHNC, and times
+the tokens of a block, too, in LBNHC.
 
     python jobs/benchmarks/descriptors.py > jobs/benchmarks/results/descriptors.md
 """
