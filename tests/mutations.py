@@ -7,8 +7,10 @@ from tests.mutations_attention import ATTENTION
 from tests.mutations_engine import ENGINE
 from tests.mutations_kv import KV
 from tests.mutations_models import MODELS
+from tests.mutations_push import PUSHED
 from tests.mutations_sampling import SAMPLING
 from tests.mutations_simulator import SIMULATED
+from tests.mutations_staging import STAGED_READS
 from tests.mutations_transfer import STATES
 
 PLAN = "tests/transfer/test_plan.py"
@@ -275,4 +277,16 @@ CHECKS = (
     ),
 )
 
-MUTATIONS = ATTENTION + KV + TRANSFER + CHECKS + SAMPLING + STATES + ENGINE + MODELS + SIMULATED
+MUTATIONS = (
+    ATTENTION
+    + KV
+    + TRANSFER
+    + CHECKS
+    + SAMPLING
+    + STATES
+    + ENGINE
+    + MODELS
+    + SIMULATED
+    + STAGED_READS
+    + PUSHED
+)

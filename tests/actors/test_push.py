@@ -60,7 +60,7 @@ def test_early_layers_are_written_before_the_last_is_computed(qwen3: Model) -> N
 
             def forward(self, *arguments: Any) -> Any:
                 pusher = side._pusher
-                if pusher is not None and pusher.num_pushing:
+                if pusher is not None and pusher._guarded:  # by the engine's thread, at once
                     num_before = len(rank.decoder.layers) - 1
                     wait_until(lambda: pusher.num_posted >= num_before, 30.0)
                     posted_by_then.append(pusher.num_posted)

@@ -54,6 +54,7 @@ def test_any_consumer_keeps_a_lease_until_it_has_released_it():
     table.on_release(ReleaseMessage("a", "d0", 2))
     table.on_renew(RenewMessage("a", "d0", 1), 20)
     table.on_renew(RenewMessage("a", "d1", 1), 25)
+    table.on_renew(RenewMessage("a", "d0", 2), 30)
     assert table.expire(54) == []
     assert table.expire(55) == ["a"]
     table.on_release(ReleaseMessage("a", "d1", 2))

@@ -1,0 +1,139 @@
+"""Bugs to plant in pushes, reservations, leases and recoveries, and the test that must notice each."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+ARRIVALS = "tests/transfer/test_arrivals.py"
+LEASE = "tests/transfer/test_lease.py"
+PUSH = "tests/actors/test_push.py"
+HANDOVER = "tests/actors/test_handover.py"
+RECOMPUTE = "tests/actors/test_recompute.py"
+
+MESSAGES = (
+    Mutation(
+        "the last message stands for all",
+        "rayk/transfer/arrivals.py",
+        "return self.end is not None and len(self.writes) >= self.end.num_writes",
+        "return self.end is not None",
+        f"{ARRIVALS}::test_an_attempt_is_here_when_all_of_it_is",
+    ),
+    Mutation(
+        "messages of a void attempt count",
+        "rayk/transfer/arrivals.py",
+        "if attempt is None or attempt.number < message.attempt:",
+        "if attempt is None or attempt.number != message.attempt:",
+        f"{ARRIVALS}::test_an_attempt_is_here_when_all_of_it_is",
+    ),
+    Mutation(
+        "who sends nothing is waited for",
+        "rayk/transfer/arrivals.py",
+        "if rank not in link.plan.producer_ranks:",
+        "if rank in link.plan.producer_ranks[1:]:",
+        f"{ARRIVALS}::test_after_the_tickets_attempt_nobody_needs_to_be_asked",
+    ),
+    Mutation(
+        "the null block has a generation",
+        "rayk/transfer/arrivals.py",
+        "if block != NULL_BLOCK and was != is_now:",
+        "if was != is_now:",
+        f"{ARRIVALS}::test_a_block_that_was_handed_out_again_is_named",
+    ),
+    Mutation(
+        "a lease is renewed beyond its deadline",
+        "rayk/transfer/lease.py",
+        "lease.ends_ns = min(lease.deadline_ns, now_ns + lease.lease_ns)",
+        "lease.ends_ns = now_ns + lease.lease_ns",
+        f"{LEASE}::test_a_lease_ends_at_its_deadline_however_often_it_was_renewed",
+    ),
+    Mutation(
+        "old renewals count",
+        "rayk/transfer/lease.py",
+        "if is_late or message.number <= lease.renewed.get(message.consumer, -1):",
+        "if is_late or message.number < 0:",
+        f"{LEASE}::test_old_and_repeated_renewals_do_not_count",
+    ),
+    Mutation(
+        "who has released renews",
+        "rayk/transfer/lease.py",
+        "if lease is None or lease.lease_ns is None or message.consumer in lease.told_by:",
+        "if lease is None or lease.lease_ns is None:",
+        f"{LEASE}::test_any_consumer_keeps_a_lease_until_it_has_released_it",
+    ),
+    Mutation(
+        "one renewal a lease",
+        "rayk/transfer/lease.py",
+        "RENEWALS_PER_LEASE = 3",
+        "RENEWALS_PER_LEASE = 1",
+        f"{LEASE}::test_renewals_come_three_times_within_a_length",
+    ),
+)
+
+ENGINES = (
+    Mutation(
+        "blocks are handed out while they are read",
+        "rayk/transfer/pusher.py",
+        "        if not hit:\n            return\n",
+        "        if hit or not hit:\n            return\n",
+        f"{PUSH}::test_blocks_that_are_read_are_not_handed_out_before_that_ends",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "pushes wait for the last layer",
+        "rayk/transfer/push.py",
+        "if self.is_void or chunk.attempt != self.attempt:",
+        "if self.is_void or chunk.attempt != self.attempt or not self.is_computed():",
+        f"{PUSH}::test_early_layers_are_written_before_the_last_is_computed",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a new attempt goes on with the old one's writes",
+        "rayk/transfer/push.py",
+        "        self._num_writes = 0\n        self._sums.clear()",
+        "        self._sums.clear()",
+        f"{PUSH}::test_a_preempted_prompt_is_pushed_again",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "reservations are held for ever",
+        "rayk/actors/reservations.py",
+        "if h.until_ns <= now]",
+        "if h.until_ns <= 0]",
+        f"{PUSH}::test_a_reservation_that_nobody_uses_is_given_up[1to1]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "newcomers take the last block",
+        "rayk/actors/reservations.py",
+        "if manager.pool.num_free_blocks < num_here * len(manager.groups):",
+        "if manager.pool.num_free_blocks < 0:",
+        f"{HANDOVER}::test_a_newcomer_leaves_running_requests_a_block_to_go_on_with",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "what was not proven is kept",
+        "rayk/actors/receiving.py",
+        "self._go_on(incoming, longest_valid_prefix(groups, proofs, command.ticket.num_tokens))",
+        "self._go_on(incoming, command.ticket.num_tokens)",
+        f"{RECOMPUTE}::test_full_attention_keeps_what_stands_before_the_damage[100-1to1]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "all is computed again",
+        "rayk/actors/receiving.py",
+        "self.leader.start(incoming.request, incoming.output_token_ids, num_valid)",
+        "self.leader.start(incoming.request, incoming.output_token_ids, 0 * num_valid)",
+        f"{RECOMPUTE}::test_a_read_that_arrived_but_was_fenced_off_is_kept_whole[qwen3]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "blocks that reads were left are free",
+        "rayk/actors/receiving.py",
+        "self.leader.manager.lease(request_id, lease_id)",
+        "self.leader.manager.free(request_id)",
+        f"{RECOMPUTE}::test_reads_that_do_not_end_keep_their_blocks_and_the_request_goes_on",
+        needs_fixtures=True,
+    ),
+)
+
+PUSHED = MESSAGES + ENGINES
