@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("rayk", "tests", "pyproject.toml")
 CHECKPOINTS = "checkpoints"
 """Tiny ones that tests keep between runs: all copies share the working tree's."""
-TEST_TIMEOUT_S = 60
-"""A mutant may loop for ever: its test then fails by pytest's own timeout."""
+TEST_TIMEOUT_S = 300
+"""A mutant may loop for ever: its test then fails by pytest's own timeout. Generous: nothing may fail because
+a machine is busy."""
 TESTS_FAILED = 1
 """pytest's exit status for failed tests; anything else but 0 means that nothing was tested."""
 
@@ -110,8 +111,10 @@ def try_mutation(tree: Path, mutation: Mutation) -> Result:
     return Result(mutation, status, time.perf_counter() - began, output)
 
 
-def try_all(mutations: Sequence[Mutation], folder: Path, num_jobs: int) -> list[Result]:
-    """Results in the order of the mutations; one copy of the tree per job."""
+def try_all(
+    mutations: Sequence[Mutation], folder: Path, num_jobs: int, tell: Callable[[Result], None]
+) -> list[Result]:
+    """Results in the order of the mutations, told as they come; one copy of the tree per job."""
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for i in range(num_jobs):
         tree = folder / f"tree{i}"
@@ -121,9 +124,11 @@ def try_all(mutations: Sequence[Mutation], folder: Path, num_jobs: int) -> list[
     def attempt(mutation: Mutation) -> Result:
         tree = trees.get()
         try:
-            return try_mutation(tree, mutation)
+            result = try_mutation(tree, mutation)
         finally:
             trees.put(tree)
+        tell(result)
+        return result
 
     with ThreadPoolExecutor(num_jobs) as pool:
         return list(pool.map(attempt, mutations))
@@ -176,7 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.print(output, markup=False)
                 console.print("the named tests do not pass without mutations")
                 return 1
-        results = try_all(mutations, Path(name), chosen.jobs)
+        results = try_all(
+            mutations,
+            Path(name),
+            chosen.jobs,
+            lambda r: console.print(f"{r.verdict}: {r.mutation.name} ({r.seconds:.1f} s)", markup=False),
+        )
     console.print(make_table(results))
     failed = [r for r in results if r.verdict != "killed"]
     for r in failed:

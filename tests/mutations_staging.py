@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation import Mutation
 
-PAIRS = "tests/transfer/test_any_pair.py::test_every_byte_of_any_pair_arrives_once[0]"
+PAIRS = "tests/transfer/test_any_pair.py::test_windows_chunks_and_states_between_groups_of_other_layers"
 STAGING = "tests/transfer/test_staging.py"
 COSTS = "tests/transfer/test_costs.py"
 CONVERT = "tests/transfer/test_convert.py"

@@ -14,7 +14,17 @@ from hypothesis import HealthCheck, given, seed, settings
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer import plan as plan_module
 from rayk.transfer.plan import TransferPlan, plan_pushes, plan_transfer, release_senders
-from tests.transfer.any_pair import AnyPair, Content, Engine, any_pairs, is_prime_to, moved_bytes, number
+from tests.transfer.any_pair import (
+    AnyPair,
+    Content,
+    Engine,
+    Model,
+    Side,
+    any_pairs,
+    is_prime_to,
+    moved_bytes,
+    number,
+)
 from tests.transfer.brute import UNKNOWN
 
 NUM_PARTS, NUM_NIGHTLY_PARTS = 8, 25
@@ -147,6 +157,26 @@ def check_pushes(engines: tuple[Engine, Engine], content: Content, pulled: list[
         live = consumer.fill(rank, content) != UNKNOWN
         assert not (~consumer.open_bytes(rank, producer))[places].any()
         assert np.array_equal(found[live[places]], wanted[live[wanted & DESTINATION]])
+
+
+SIDES = (
+    Side("BLNHC", 2, 4, 16, 2, keeps_all=True, is_scattered=True, num_spare_blocks=1),
+    Side("LBHNC", 4, 6, 5, 1, keeps_all=False, is_scattered=False, num_spare_blocks=0),
+)
+
+
+@pytest.mark.parametrize("sides", [SIDES, SIDES[::-1], (SIDES[0],) * 2], ids=["there", "back", "alike"])
+@pytest.mark.parametrize("layers_per_write", [1, 2])
+def test_windows_chunks_and_states_between_groups_of_other_layers(
+    sides: tuple[Side, Side], layers_per_write: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine keeps all rows of all attention in one group, the other gives local layers theirs."""
+    layers = ("full", "sliding", "full+mamba2", "chunked", "sliding")
+    model = Model(layers, 8, kv_heads=4, state_groups=2, dtype="float16", window=9, chunk=14)
+    monkeypatch.setattr(plan_module, "BLOCK_COST_BYTES", 0)
+    for num_tokens in (1, 13, 27):
+        ends = tuple(sorted({1, num_tokens // 2 + 1, num_tokens}))
+        check_pair(AnyPair(model, num_tokens, sides, ends, layers_per_write, block_cost=0, seed=3))
 
 
 def run_part(number_of_pairs: int, part_seed: int | None) -> list[AnyPair]:
