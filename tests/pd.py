@@ -147,8 +147,10 @@ class Pair:
     def connect(self) -> None:
         """The handshake, as the coordinator does it."""
         producers, consumers = self.p.call(Describe()), self.d.call(Describe())
-        for side in (self.d, self.p) if self.is_push else (self.d,):
-            side.call(Connect(tuple(producers), tuple(consumers)))  # type: ignore[arg-type]
+        sides: Any = tuple(producers), tuple(consumers)
+        landings: Any = self.d.call(Connect(*sides))
+        if self.is_push:
+            self.p.call(Connect(*sides, tuple(landings)))
 
     def start_reserve(
         self, request: Request, reserve_s: float = 20.0, hold_s: float = 60.0

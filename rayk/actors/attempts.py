@@ -204,10 +204,10 @@ async def _connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: 
     for engine in (p, d):
         if not engine.descriptions:
             engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
-    await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
+    landings = await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
     await _of(d, Wire(p.name, wire_s), (p, d))
     if is_push:
-        await _of(p, Connect(p.descriptions, d.descriptions), (p, d))
+        await _of(p, Connect(p.descriptions, d.descriptions, tuple(landings)), (p, d))
 
 
 async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle]) -> list[Any]:

@@ -23,10 +23,12 @@ class Describe:
 @dataclass(frozen=True, slots=True)
 class Connect:
     """Handshake between two engines: check every field, then wire up. Each of them is told, the producer only
-    where it is to push."""
+    where it is to push. A consumer rank answers where it is pushed to (see TransferRank.landing)."""
 
     producers: tuple[CacheDescription, ...]
     consumers: tuple[CacheDescription, ...]
+    landings: tuple[CacheDescription, ...] = ()
+    """For the producer: what the consumer's ranks answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +144,14 @@ class TicketPart:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """A producer engine may write into these blocks; the answer is their generations."""
+    """A producer engine may write into these blocks, or where it is converted on its way there. Each rank
+    says when it has room for that (RankNews.reserved)."""
 
     request_id: str
     reservation_id: str
     producer: str
     block_tables: BlockTables
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.faults import FaultyAgent, reuse_early
-from rayk.transfer.handshake import describe_cache
+from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.rank import TransferRank
+from rayk.transfer.reserving import Reserved
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
 from rayk.types.errors import KVMismatch, RaykError
@@ -51,6 +52,8 @@ class RankNews:
     expired: tuple[str, ...]
     cleared: tuple[str, ...] = ()
     """Reservations into whose blocks nobody writes any more."""
+    reserved: tuple[Reserved, ...] = ()
+    """Those into which somebody may write from now on."""
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -146,7 +149,7 @@ class TransferExtension:
             case Describe():
                 return self.transfer.description
             case Connect():
-                self._connect(command)
+                return self._connect(command)
             case Wire():
                 self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
@@ -167,10 +170,10 @@ class TransferExtension:
         match command:
             case PushStep():
                 self._push.begin(command)  # of kernels that are to come: it waits for them
-            case Reserve(_, reservation_id, producer, block_tables):
+            case Reserve(_, reservation_id, producer, block_tables, num_tokens):
                 self._fence.wait()  # kernels of the blocks' last owner may be queued
                 self._push.blocks_assigned([b for table in block_tables for b in table if b])
-                return self.transfer.reserve(reservation_id, producer, block_tables)
+                self.transfer.reserve(reservation_id, producer, block_tables, num_tokens)
             case EndReservation(reservation_id):
                 self.transfer.end_reservation(reservation_id)
             case EndPush(reservation_id, reason):
@@ -211,6 +214,7 @@ class TransferExtension:
             tuple(self.transfer.released()),
             tuple(self.transfer.expired(now)),
             tuple(self.transfer.cleared()),
+            tuple(self.transfer.reserved()),
         )
         self._push.turn(self.transfer.stops())
         return news if news != _NO_NEWS else None
@@ -220,10 +224,12 @@ class TransferExtension:
         self._push.close()
         self.transfer.close()
 
-    def _connect(self, command: Connect) -> None:
+    def _connect(self, command: Connect) -> CacheDescription | None:
         self.transfer.connect(command.producers, command.consumers)
-        if self.transfer.description.agent_name in {p.agent_name for p in command.producers}:
-            self._push.connect(command.producers, command.consumers)
+        if self.transfer.description.agent_name not in {p.agent_name for p in command.producers}:
+            return self.transfer.landing(command.producers[0].engine)
+        self._push.connect(command.producers, command.landings)
+        return None
 
     def _make_ticket(self, command: MakeTicket) -> TicketPart:
         self._num_handovers += 1
@@ -251,6 +257,8 @@ class TransferExtension:
         except RaykError as error:
             # The other ranks may have started: the leader waits for an outcome of each.
             self._refused.append(refusal(command, error))
+            if command.ticket.reservation_id is not None:
+                self.transfer.end_reservation(command.ticket.reservation_id)
         self._on_point("transfer", self._num_handovers)
 
     def _diagnose(self, command: Diagnose) -> list[KVMismatch]:

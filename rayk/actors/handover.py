@@ -261,7 +261,7 @@ class TransferHandover:
         error = next((a for a in answers if isinstance(a, RaykError)), None)
         match command:
             case Reserve():
-                self.reservations.on_reserved(command, answers)
+                self.reservations.on_refused(command, error)
             case MakeTicket():
                 self.lending.on_ticket(command, answers, error)
             case Prove():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayk.actors.commands import BlockTables, EndReservation, Reserve
@@ -21,6 +21,7 @@ from rayk.types.errors import DeadlineExceeded, RaykError
 if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
     from rayk.engine.leader import Leader
+    from rayk.transfer.reserving import Reserved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,8 @@ class _Held:
     reservation_id: str
     block_tables: BlockTables
     reserved_ns: int
+    parts: dict[int, Reserved] = field(default_factory=dict)
+    """What each rank answered that has room."""
     is_given: bool = False
     """Whether the reservation has left."""
 
@@ -92,8 +95,9 @@ class Reservations:
         for held in [h for h in self._held.values() if h.until_ns <= now]:
             self.give_up(held.wish.request_id)
         assert self.leader is not None
-        for wish in [w for w in self._queued if now - w.asked_ns > w.reserve_s * 1e9]:
-            self._queued.remove(wish)
+        waiting = [h.wish for h in self._held.values() if not h.is_given]
+        for wish in [w for w in (*self._queued, *waiting) if now - w.asked_ns > w.reserve_s * 1e9]:
+            self.give_up(wish.request_id)
             error = DeadlineExceeded(f"waiting for KV blocks for {wish.request_id}", wish.reserve_s)
             self.leader.emit(RequestEvent(request_id=wish.request_id, error=error))
         while self._queued and not self.leader.scheduler.is_short_of_blocks:
@@ -104,33 +108,53 @@ class Reservations:
                 return
             self._queued.popleft()
             self._held[wish.request_id] = _Held(wish, reservation_id, tables, now)
-            self._commands.append(Reserve(wish.request_id, reservation_id, wish.producer, tables))
+            self._commands.append(
+                Reserve(wish.request_id, reservation_id, wish.producer, tables, wish.num_tokens)
+            )
 
-    def on_reserved(self, command: Reserve, answers: list[object]) -> None:
-        """Every rank answered: send the reservation, or the first error."""
-        assert self.leader is not None
+    def on_refused(self, command: Reserve, error: RaykError | None) -> None:
+        """A rank cannot do what it was told, if there is an error."""
         held = self._held.get(command.request_id)
-        if held is None or held.reservation_id != command.reservation_id:
+        if error is not None and held is not None and held.reservation_id == command.reservation_id:
+            self._refuse(held, error)
+
+    def _refuse(self, held: _Held, error: RaykError) -> None:
+        assert self.leader is not None
+        request_id = held.wish.request_id
+        self.give_up(request_id)
+        self.leader.emit(RequestEvent(request_id=request_id, error=error))
+
+    def _on_reserved(self, rank: int, part: Reserved) -> None:
+        """A rank has room: send the reservation when all have it, or the first error."""
+        held = next((h for h in self._held.values() if h.reservation_id == part.reservation_id), None)
+        if held is None or held.is_given:
             return  # given up meanwhile
-        error = next((a for a in answers if isinstance(a, RaykError)), None)
-        if error is not None:
-            self.give_up(command.request_id)
-            self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
+        if part.error is not None:
+            self._refuse(held, part.error)
             return
-        assert all(a == answers[0] for a in answers), "ranks disagree on generations"
+        held.parts[rank] = part
+        if len(held.parts) == self._tp:
+            self._give(held, [held.parts[r] for r in range(self._tp)])
+
+    def _give(self, held: _Held, parts: list[Reserved]) -> None:
+        assert self.leader is not None
+        generations = parts[0].generations
+        assert all(p.generations == generations for p in parts), "ranks disagree on generations"
+        wish = held.wish
         reservation = Reservation(
-            request_id=command.request_id,
-            reservation_id=command.reservation_id,
+            request_id=wish.request_id,
+            reservation_id=held.reservation_id,
             engine=self._engine,
             epoch=self._epoch,
-            num_tokens=held.wish.num_tokens,
-            block_tables=command.block_tables,
-            generations=answers[0],  # type: ignore[arg-type]
-            hold_s=held.wish.hold_s,
+            num_tokens=wish.num_tokens,
+            block_tables=held.block_tables,
+            generations=generations,
+            hold_s=wish.hold_s,
+            wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
-        held.is_given = True
-        info = {"stage_ns": {"reserve": held.reserved_ns - held.wish.asked_ns}}
-        self.leader.emit(RequestEvent(request_id=command.request_id, payload=sealed(reservation), info=info))
+        held.is_given, held.reserved_ns = True, time.monotonic_ns()
+        info = {"stage_ns": {"reserve": held.reserved_ns - wish.asked_ns}}
+        self.leader.emit(RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info))
 
     def claim(self, request_id: str, reservation_id: str) -> BlockTables | None:
         """The request's ticket is here: its blocks are the request's from now on. None where they were given
@@ -158,8 +182,10 @@ class Reservations:
         return True
 
     def on_news(self, rank: int, news: RankNews) -> None:
-        """Count the ranks where a reservation that was given up is clear."""
+        """Count the ranks that have room, and those where a reservation that was given up is clear."""
         assert self.leader is not None
+        for part in news.reserved:
+            self._on_reserved(rank, part)
         for reservation_id in news.cleared:
             clear = self._ending.get(reservation_id)
             if clear is None:

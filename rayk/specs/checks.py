@@ -46,7 +46,6 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         _check_greedy(cell, loaded)
     for key, what in _not_supported(cell):
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
-    _check_formats(cell, loaded)
     _check_prompt_logprobs(cell, loaded)
     if why_no_groups(cell.engines, config) is not None:
         return  # unsupported: there is no cache that the rest could be held against
@@ -100,18 +99,6 @@ def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loa
                 where=loaded.where("sampling.stop"),
                 mend="sampling: {stop_token_ids: [...]}",
             ) from error
-
-
-def _check_formats(cell: Cell, loaded: LoadedSpec) -> None:
-    """Refuse to push what is converted: pages are written as they are, and conversion reads."""
-    if not cell.is_converted or cell.spec.transfer.mode != "push":
-        return
-    key = "decode.kv_dtype" if cell.spec.decode.kv_dtype else "prefill.kv_dtype"
-    raise SpecError(
-        problem="transfer.mode: push writes pages as they are, and the two sides keep KV in unlike formats",
-        where=loaded.where(key),
-        mend="transfer.mode: pull, which converts on receive; or one kv_dtype",
-    )
 
 
 def _not_supported(cell: Cell) -> list[tuple[str, str]]:

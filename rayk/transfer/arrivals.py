@@ -55,6 +55,9 @@ class Arrivals:
         self._blocks: dict[str, tuple[Tables, Tables]] = {}
         """Reservation -> its blocks, and their generations since it was made."""
 
+    def __contains__(self, reservation_id: object) -> bool:
+        return reservation_id in self._links
+
     def open(
         self, reservation_id: str, link: ProducerLink, block_tables: Tables, generations: Tables
     ) -> None:

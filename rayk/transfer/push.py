@@ -220,7 +220,7 @@ class _Side:
         writes = self._plan.lower(
             reservation.num_tokens,
             chunk.block_tables,
-            reservation.block_tables,
+            reservation.tables(self.rank),
             layers={self._push.link.layers[i] for i in action.layers},
             rows=range(action.start, action.stop),
         )

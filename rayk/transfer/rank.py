@@ -7,7 +7,6 @@ blocks that are handed out, `lease` before a ticket leaves, `poll` (so that noti
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ import torch
 
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
-from rayk.transfer.arrivals import ArrivalReads, Arrivals
 from rayk.transfer.consumer import Consumption, TransferOutcome, refusal
 from rayk.transfer.convert import Conversion, Converting
 from rayk.transfer.handshake import CacheDescription, check, check_engine
@@ -28,7 +26,8 @@ from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage, decode_push
-from rayk.transfer.rooms import Queued, WireQueue
+from rayk.transfer.reserving import Reserved, Reserving
+from rayk.transfer.rooms import FOREVER_NS, Queued, WireQueue
 from rayk.transfer.seal import is_whole
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
@@ -81,7 +80,7 @@ class TransferRank:
         self._refused: list[TransferOutcome] = []
         self._drained: list[str] = []
         self._leases = LeaseTable()
-        self._arrivals = Arrivals()
+        self._reserving = Reserving(agent, description.tp_rank, self.generations, clock)
         self._stops: list[StopMessage] = []
         """Of consumer ranks that this rank may push to."""
 
@@ -137,9 +136,15 @@ class TransferRank:
         for consumption in self._active.values():
             if consumption.link is link:
                 consumption.fail(f"producer engine {engine} is gone")
-        self._arrivals.on_engine_gone(engine, link.epoch)
+        self._reserving.arrivals.on_engine_gone(engine, link.epoch)
         for rank in sorted({*link.plan.producer_ranks, *link.num_releases}):
             self._agent.remove_peer(link.producers[rank].agent_name)
+
+    def landing(self, engine: str) -> CacheDescription:
+        """Where this rank is pushed to by a connected producer engine: a wire cache where formats differ,
+        else its own. KeyError when it is not connected."""
+        wire = self._links[engine].wire
+        return self.description if wire is None else wire.description
 
     def plan(self, engine: str) -> TransferPlan:
         """What this rank reads from a connected producer engine. KeyError when it is not connected."""
@@ -185,24 +190,40 @@ class TransferRank:
         if link.wire is None:
             self._begin(ticket, link, consumer_block_tables, deadline_ns)
             return
+        queued = Queued(
+            ticket.request_id, ticket.num_tokens, consumer_block_tables, deadline_ns, link, ticket=ticket
+        )
+        if ticket.reservation_id is not None:
+            room = self._reserving.claim(ticket.reservation_id)
+            if room is None:
+                raise TransferError(ticket.request_id, "the room that it was pushed into was given up")
+            queued.wire_tables = room
+            self._begin_converting(queued, ticket)
+            return
         if ticket.request_id not in self._waiting:
             self.hold(ticket)
-        self._queue.add(Queued(ticket, consumer_block_tables, deadline_ns, link))
+        self._queue.add(queued)
         self._admit(self._clock())
 
     def _admit(self, now_ns: int) -> None:
         """Begin transfers that waited for room in a wire cache; end those that wait no longer."""
         for queued in self._queue.ready(now_ns):
-            ticket, wire = queued.ticket, queued.link.wire
-            if queued.failure is not None or wire is None:
+            ticket = queued.ticket
+            if ticket is None:
+                self._reserving.admit(queued)
+            elif queued.failure is not None:
                 self.let_go(ticket.request_id)
-                self._refused.append(refusal(ticket, TransferError(ticket.request_id, queued.failure or "")))
-                continue
-            conversion = Conversion(
-                wire.views, self._views, queued.link.producers[0].kv_scales, self.description.kv_scales
-            )
-            converting = Converting(conversion, wire, queued.wire_tables, queued.block_tables)
-            self._begin(ticket, queued.link, queued.wire_tables, queued.deadline_ns, converting)
+                self._refused.append(refusal(ticket, TransferError(ticket.request_id, queued.failure)))
+            else:
+                self._begin_converting(queued, ticket)
+
+    def _begin_converting(self, queued: Queued, ticket: TransferTicket) -> None:
+        wire = queued.link.wire
+        assert wire is not None, "nothing is converted"
+        scales = queued.link.producers[0].kv_scales, self.description.kv_scales
+        conversion = Conversion(wire.views, self._views, *scales)
+        converting = Converting(conversion, wire, queued.wire_tables, queued.block_tables)
+        self._begin(ticket, queued.link, queued.wire_tables, queued.deadline_ns, converting)
 
     def _begin(
         self,
@@ -227,50 +248,46 @@ class TransferRank:
             rows_per_group=self.description.rows_per_group,
             name=self.description.agent_name,
             deadline_ns=deadline_ns,
-            pushed=self._pushed(ticket, link),
+            pushed=self._reserving.reads(ticket, link),
             renewals=waiting.renewals if waiting is not None else None,
             clock=self._clock,
         )
         self._active[ticket.request_id] = consumption
         consumption.start()
 
-    def _pushed(self, ticket: TransferTicket, link: ProducerLink) -> ArrivalReads | None:
-        """What is waited for, where the KV is pushed."""
-        if ticket.reservation_id is None:
-            return None
-        reservation_id = ticket.reservation_id
-        return ArrivalReads(
-            ticket,
-            self._arrivals,
-            link,
-            self._agent.transport,
-            lambda: self._arrivals.lost_block(reservation_id, self.generations),
-            self._clock,
-        )
-
     def reserve(
-        self, reservation_id: str, engine: str, block_tables: Sequence[Sequence[int]]
-    ) -> tuple[tuple[int, ...], ...]:
-        """From now on the ranks of a connected producer engine may write into these blocks, until
-        `cleared` names the reservation; the blocks' generations.
+        self, reservation_id: str, engine: str, block_tables: Sequence[Sequence[int]], num_tokens: int
+    ) -> None:
+        """Let the ranks of a connected producer engine write a request's KV into these blocks, or where it is
+        converted on its way there. From when `reserved` names it, until `cleared` does.
 
         Raises HandshakeMismatch when the engine is not connected.
         """
         link = self._links.get(engine)
         if link is None:
             raise HandshakeMismatch((("engine", engine, "not connected"),))
+        if reservation_id in self._reserving.arrivals or reservation_id in self._queue:
+            return  # it came twice
         self.bump_generations([b for table in block_tables for b in table if b])
-        generations = self.generations(block_tables)
-        self._arrivals.open(reservation_id, link, block_tables, generations)
-        return generations
+        queued = Queued(reservation_id, num_tokens, block_tables, FOREVER_NS, link)
+        if link.wire is None:
+            self._reserving.admit(queued)
+        else:
+            self._queue.add(queued)
+            self._admit(self._clock())
+
+    def reserved(self) -> list[Reserved]:
+        """Reservations that there is room for by now, or never, each once."""
+        return self._reserving.reserved()
 
     def end_reservation(self, reservation_id: str) -> None:
         """No ticket will come: have the producer's ranks stop. Nothing where it is over."""
-        self._arrivals.stop(reservation_id, self._clock())
+        self._queue.drop(reservation_id)
+        self._reserving.end(reservation_id)
 
     def cleared(self) -> list[str]:
         """Reservations that are over, and into whose blocks nobody writes any more, each once."""
-        return self._arrivals.take_clear()
+        return self._reserving.cleared()
 
     def stops(self) -> list[StopMessage]:
         """Whom this rank must not push to any more, since the last call."""
@@ -279,7 +296,7 @@ class TransferRank:
 
     def cancel(self, request_id: str) -> None:
         """Give up a transfer; its outcome comes from the next `poll`. Unknown requests are over already."""
-        self._queue.fail("cancelled", request_id=request_id)
+        self._queue.fail("cancelled", key=request_id)
         if request_id in self._active:
             self._active[request_id].fail("cancelled")
 
@@ -302,13 +319,7 @@ class TransferRank:
                 else:
                     consumption.close()
         self._step_over(now_ns)
-        for link, ask in self._arrivals.asks(now_ns):
-            me = self.description
-            message = StopMessage(ask.reservation_id, me.tp_rank, me.agent_name)
-            for rank in ask.producer_ranks:
-                # One that is gone stops nothing: that its engine is over will be told.
-                with contextlib.suppress(TransferError):
-                    self._agent.notify(link.producers[rank].agent_name, message.encode())
+        self._reserving.ask_to_stop(now_ns)
         return outcomes
 
     def drained(self) -> list[str]:
@@ -359,7 +370,7 @@ class TransferRank:
         for consumption in self._active.values():
             if (consumption.link.engine, consumption.link.epoch) == (engine, epoch):
                 consumption.fail(f"producer engine {engine} is gone")
-        self._arrivals.on_engine_gone(engine, epoch)
+        self._reserving.arrivals.on_engine_gone(engine, epoch)
 
     def release_now(self, request_id: str) -> None:
         """After a KVMismatch: the producer's bytes are needed no longer."""
@@ -451,7 +462,7 @@ class TransferRank:
                 self._stops.append(pushed)
                 continue
             if pushed is not None:
-                self._arrivals.take(pushed)
+                self._reserving.arrivals.take(pushed)
                 continue
             if release is None:
                 # Anybody who knows the agent can send one: it must not end the engine.

@@ -1,4 +1,5 @@
-"""Requests that wait for room in a wire cache: first come first served, by producer engine."""
+"""Who waits for room in a wire cache, to read into it or to be pushed into it: first come first served, by
+producer engine. All ranks hear of requests in one order, so that none waits for another in a ring."""
 
 from __future__ import annotations
 
@@ -9,17 +10,22 @@ from rayk.transfer.link import ProducerLink
 from rayk.transfer.ticket import TransferTicket
 
 BlockTables = Sequence[Sequence[int]]
+FOREVER_NS = 1 << 62
 
 
 @dataclass(eq=False)
 class Queued:
-    """A request whose transfer has not begun."""
+    """A request whose transfer has not begun, or that is to be pushed."""
 
-    ticket: TransferTicket
+    key: str
+    """Its id, or that of its reservation."""
+    num_tokens: int
     block_tables: BlockTables
     """Of the rank's own blocks."""
     deadline_ns: int
     link: ProducerLink
+    ticket: TransferTicket | None = None
+    """None: it is to be pushed."""
     failure: str | None = None
     """Why it never will."""
     wire_tables: BlockTables = ()
@@ -32,17 +38,21 @@ class WireQueue:
 
     _queued: list[Queued] = field(default_factory=list)
 
-    def __contains__(self, request_id: object) -> bool:
-        return any(q.ticket.request_id == request_id for q in self._queued)
+    def __contains__(self, key: object) -> bool:
+        return any(q.key == key for q in self._queued)
 
     def add(self, queued: Queued) -> None:
         """A request comes."""
         self._queued.append(queued)
 
-    def fail(self, reason: str, *, request_id: str | None = None, link: ProducerLink | None = None) -> None:
+    def drop(self, key: str) -> None:
+        """Nobody wants it any more; `ready` does not name it."""
+        self._queued = [q for q in self._queued if q.key != key]
+
+    def fail(self, reason: str, *, key: str | None = None, link: ProducerLink | None = None) -> None:
         """Give up a request, or all of a link; see `ready`."""
         for queued in self._queued:
-            if queued.ticket.request_id == request_id or queued.link is link:
+            if queued.key == key or queued.link is link:
                 queued.failure = queued.failure or reason
 
     def ready(self, now_ns: int) -> list[Queued]:
@@ -50,7 +60,7 @@ class WireQueue:
         ready: list[Queued] = []
         full: set[str] = set()
         for queued in self._queued:
-            wire, num_tokens = queued.link.wire, queued.ticket.num_tokens
+            wire, num_tokens = queued.link.wire, queued.num_tokens
             assert wire is not None, "nothing is converted"
             queued.failure = queued.failure or wire.refusal(num_tokens)
             if queued.failure is None and now_ns >= queued.deadline_ns:

@@ -60,5 +60,12 @@ class Reservation:
     """Per group, the generation of each of those blocks since they were reserved."""
     hold_s: float
     """How long the consumer waits for the ticket."""
+    wire_tables: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Where formats differ: by consumer rank, the blocks of its wire cache to write into instead, per group
+    of the producer's."""
     seal: str = ""
     """Says that all of it is as it was written, see transfer.seal; empty: nobody sealed it."""
+
+    def tables(self, consumer_rank: int) -> tuple[tuple[int, ...], ...]:
+        """Where the request's KV is written at a consumer rank."""
+        return self.wire_tables[consumer_rank] if self.wire_tables else self.block_tables

@@ -90,7 +90,9 @@ def wire_cache_for(
     num_blocks = num_wire_blocks(producer.geometry, me.geometry)
     geometries = tuple(wire_geometry(producer.geometry, c.geometry, num_blocks) for c in consumers)
     caches = allocate(geometries[me.tp_rank], device, fill=None)
-    description = replace(me, geometry=caches.geometry, base_address=agent.register(caches.buffer))
+    address = agent.register(caches.buffer)
+    # What the agent said of itself before does not cover the buffer: whoever pushes into it must know.
+    description = replace(me, geometry=caches.geometry, base_address=address, agent_metadata=agent.metadata())
     units = {(v.layer, v.group.spec.part): {f.name: f.units for f in v.fields} for v in own}
     views = [
         make_layer_view(layer, g.group, _field_views(g.group, caches.view(layer, part), units[layer, part]))

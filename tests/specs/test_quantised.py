@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from rayk.specs import load_spec, plan_cells
-from rayk.types.errors import SpecError
 from tests.specs.models import decoder, spec
 
 
@@ -41,7 +40,8 @@ def test_heads_that_blocks_of_16_do_not_divide_are_unsupported_by_name() -> None
     assert cell_of(odd, kv_dtype="fp8_e4m3").unsupported is None
 
 
-def test_conversion_is_pulled() -> None:
-    with pytest.raises(SpecError, match="unlike formats") as caught:
-        cell_of(decode={"kv_dtype": "nvfp4"}, transfer={"mode": "push"})
-    assert caught.value.mend == "transfer.mode: pull, which converts on receive; or one kv_dtype"
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_conversion_works_in_both_modes(mode: str) -> None:
+    cell = cell_of(decode={"kv_dtype": "nvfp4"}, transfer={"mode": mode})
+    assert cell.is_converted
+    assert cell.unsupported is None
