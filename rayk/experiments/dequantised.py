@@ -16,6 +16,7 @@ from rayk.kv.fields import PageField
 from rayk.kv.formats import FORMATS
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
+from rayk.oracle.following import StoredKV, StoredRows
 from rayk.transfer.verify import Rows
 
 Scales = Mapping[int, tuple[float, float]]
@@ -37,6 +38,31 @@ def dequantised(
         for per_rank in captured
     ]
     return found, [replace(g, spec=_plain_spec(g.spec)) if is_quantised(g.spec) else g for g in groups]
+
+
+def stored_kv(captured: Sequence[CapturedRows], groups: Sequence[KVCacheGroup], num_tokens: int) -> StoredKV:
+    """A prompt's rows of all ranks together, of what `dequantised` returned: keys and values of attention, as
+    the float32 that they stand for."""
+    found: dict[int, dict[str, StoredRows]] = {}
+    for group in groups:
+        names = {f.name: f.dtype for f in group.spec.fields()}
+        if not group.spec.has_token_rows or set(names) != {"k", "v"}:
+            continue
+        for layer in group.layers:
+            live = group.seen_by(layer).live_rows(num_tokens)
+            if not live:
+                continue
+            heads = {key: rows for rank in captured for key, rows in rank[layer].items()}
+            found[layer] = {
+                side: StoredRows(live.start, torch.stack(_of_side(heads, side, dtype)))
+                for side, dtype in names.items()
+            }
+    return found
+
+
+def _of_side(heads: Rows, side: str, dtype: str) -> list[torch.Tensor]:
+    units = sorted(unit for name, unit in heads if name == side)
+    return [torch.from_numpy(np.array(heads[side, u])).view(TORCH_DTYPES[dtype]).float() for u in units]
 
 
 def is_quantised(spec: KVCacheSpec) -> bool:

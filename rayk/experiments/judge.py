@@ -18,7 +18,7 @@ from rayk.experiments.compare import (
 )
 from rayk.experiments.dequantised import dequantised
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
-from rayk.experiments.quantised import Tokens, Twins, compare_forced, rounding_of
+from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, untraced
 from rayk.kv.groups import measure_waste, waste_tokens
@@ -87,7 +87,7 @@ class CellJudge:
         if "tokens" in cell.checks and finished:
             self._check_tokens(cell, prompts, finished, findings, counts)
         if "logprobs" in cell.checks and finished:
-            self._check_logprobs(cell, finished, findings, counts)
+            self._check_logprobs(cell, outcomes, findings, counts)
         checked = sum(o.num_kv_bytes_checked for o in outcomes)
         if "kv_bytes" in cell.checks and cell.decode is not None and checked:
             counts.checks_done.append("kv_bytes")
@@ -210,9 +210,17 @@ class CellJudge:
             findings.add("NEAR_TIE" if compared.near_tie else "TOKEN_MISMATCH", compared.reason)
 
     def _check_logprobs(
-        self, cell: Cell, finished: Sequence[RequestRow], findings: Findings, counts: _Counts
+        self, cell: Cell, outcomes: Sequence[CellOutcome], findings: Findings, counts: _Counts
     ) -> None:
-        compared = compare_logprobs(finished, self._references(cell), cell.sampling)
+        references = self._references(cell)
+        finished = [(row, o) for o in outcomes for row in o.requests if row.error is None]
+        groups = engine_groups(cell.prefill, self._config)
+        told = [follow(row, o.captured.get(row.prompt_index), references, groups) for row, o in finished]
+        for (row, _), (_, refused) in zip(finished, told, strict=True):
+            if refused:
+                findings.add("KV_MISMATCH", f"kv_values: request {row.prompt_index}, {refused}")
+        followed = [own for own, _ in told]
+        compared = compare_logprobs([row for row, _ in finished], references, cell.sampling, followed)
         counts.checks_done.append("logprobs")
         counts.measured |= _columns("", compared.output) | _columns("prompt_", compared.prompt)
         for reason in compared.reasons:
@@ -224,11 +232,10 @@ class CellJudge:
         if not outcome.captured:
             return
         kept = engine_groups(cell.prefill, self._config)
-        scales = outcome.facts.get("prefill0", {}).get("kv_scales") or {}
         bounds = self._kv_bounds(cell, prompts)
         references = self._references(cell)
         for index, rows in sorted(outcome.captured.items()):
-            captured, groups = dequantised(rows, kept, scales)
+            captured, groups = dequantised(rows, kept, references.kv_scales)
             name, prompt = f"{cell.cell_id}/{index}", prompts[index]
             compare = partial(
                 compare_values,
@@ -272,7 +279,11 @@ def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
     """Columns of one kind of tokens; none where none were told."""
     if not errors.num_checked:
         return {}
-    return {
+    settled = {
+        f"num_{kind}logprobs_settled": errors.num_settled,
+        f"max_settled_{kind}logprob_error": errors.max_settled_error,
+    }
+    return (settled if errors.num_settled else {}) | {
         f"num_{kind}logprobs_checked": errors.num_checked,
         f"max_{kind}logprob_error": errors.max_error,
         f"{kind}logprob_bound": errors.bound.worst,

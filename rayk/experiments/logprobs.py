@@ -18,7 +18,8 @@ every choice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import torch
 
@@ -44,13 +45,25 @@ class _Tokens:
     eager: list[float] = field(default_factory=list)
     further: list[float] = field(default_factory=list)
     """Eager's errors of other tokens at the same steps."""
+    settled: list[bool] = field(default_factory=list)
+    """Whether no quantisation step could be another up to here."""
 
-    def add(self, request: int, found: Sequence[float], exact: TextScores, eager: TextScores) -> None:
-        """One request's; the prompt's first token has no log probability."""
+    def add(
+        self,
+        request: int,
+        found: Sequence[float],
+        exact: TextScores,
+        eager: TextScores,
+        num_settled: int = 0,
+    ) -> None:
+        """One request's; the prompt's first token has no log probability. `num_settled`: of the tokens that
+        were fed, how many are."""
         is_prompt, first_output = self.kind == "prompt", len(exact.prompt_logprobs)
         steps = slice(0, first_output) if is_prompt else slice(first_output, None)
         right = exact.prompt_logprobs if is_prompt else exact.output_logprobs
         assert len(found) == len(right), f"request {request}: {self.kind} tokens without logprob"
+        first = 0 if is_prompt else first_output
+        self.settled += [first + i < num_settled for i in range(len(found))]
         self.places += [(request, int(is_prompt) + i) for i in range(len(found))]
         self.found += found
         self.exact += right
@@ -79,6 +92,18 @@ class LogprobErrors:
     typical_error: float
     """RMS; the median where experts are routed."""
     bound: Bound
+    num_settled: int = 0
+    """Tokens that no flipped quantisation step could touch: LOGPROB_FLOOR holds for each."""
+    max_settled_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What the reference says of a request whose stored keys and values it was given."""
+
+    scores: TextScores
+    num_settled: int
+    """Tokens of prompt and output before the first whose keys or values may be another step's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +117,33 @@ class LogprobComparison:
 
 
 def compare_logprobs(
-    rows: Sequence[RequestRow], references: References, sampling: SamplingParams
+    rows: Sequence[RequestRow],
+    references: References,
+    sampling: SamplingParams,
+    followed: Sequence[Followed | None] = (),
 ) -> LogprobComparison:
-    """Compare finished requests' log probabilities, all together."""
+    """Compare finished requests' log probabilities, all together.
+
+    `followed`: of each row what the reference says of the keys and values that were stored, where it can:
+    tokens that no flipped quantisation step could touch keep LOGPROB_FLOOR.
+    """
     output, prompt = _Tokens("output"), _Tokens("prompt")
     gaps: list[float] = []
-    for row in rows:
+    for row, own in zip_longest(rows, followed):
         exact, eager = references.scores(row.prompt_token_ids, row.output_token_ids)
+        num_settled = 0
+        if own is not None:
+            # What rounding changes is still measured between the two that follow nobody.
+            eager = _shifted(eager, exact, own.scores)
+            exact, num_settled = own.scores, own.num_settled
         assert row.output_logprobs is not None, f"request {row.prompt_index} reported no logprobs"
-        output.add(row.prompt_index, row.output_logprobs, exact, eager)
+        output.add(row.prompt_index, row.output_logprobs, exact, eager, num_settled)
         gaps += exact.output_gaps
         if sampling.prompt_logprobs is not None:
             assert row.prompt_logprobs is not None, f"request {row.prompt_index} told nothing of its prompt"
         if row.prompt_logprobs is not None:
             found = [p for p in row.prompt_logprobs if p is not None]
-            prompt.add(row.prompt_index, found, exact, eager)
+            prompt.add(row.prompt_index, found, exact, eager, num_settled)
     outputs, wrong_outputs = _judge(output, references)
     prompts, wrong_prompts = _judge(prompt, references)
     reasons = [*wrong_outputs, *wrong_prompts]
@@ -141,14 +178,19 @@ def _judge(tokens: _Tokens, references: References) -> tuple[LogprobErrors, list
     typical = float(errors.median()) if bound.quantiles and len(errors) else rms(errors)
     measured = "" if references.is_exact else f", measured from eager {references.eager_dtype}"
     reasons = []
-    for i in broken(errors, bound).nonzero()[:, 0].tolist():
+    settled = torch.tensor(tokens.settled, dtype=torch.bool)
+    exactly = settled & (errors > LOGPROB_FLOOR)
+    for i in (broken(errors, bound) | exactly).nonzero()[:, 0].tolist():
         request, token = tokens.places[i]
-        off_by = _limit(float(errors[i]), errors, bound)
+        off_by = f"{errors[i]:.3g}; no step could flip; bound {LOGPROB_FLOOR:.3g}"
+        if not exactly[i]:
+            off_by = _limit(float(errors[i]), errors, bound) + measured
         reasons.append(
             f"logprobs: request {request}, {tokens.kind} token {token}: {tokens.found[i]:.4g}, the "
-            f"reference's is {tokens.exact[i]:.4g} (off by {off_by}{measured})"
+            f"reference's is {tokens.exact[i]:.4g} (off by {off_by})"
         )
-    return LogprobErrors(len(errors), worst, typical, bound), reasons
+    most = float(errors[settled].max()) if bool(settled.any()) else 0.0
+    return LogprobErrors(len(errors), worst, typical, bound, int(settled.sum()), most), reasons
 
 
 def _limit(error: float, errors: torch.Tensor, bound: Bound) -> str:
@@ -167,11 +209,30 @@ def _worse_choices(tokens: _Tokens, gaps: Sequence[float], bound: Bound) -> list
     """
     twice = bound.times(2)
     limit = twice.limit(len(gaps)) if bound.quantiles else twice.worst
+    found = _tensor(gaps)
+    exactly = torch.tensor(tokens.settled, dtype=torch.bool) & (found > 2 * LOGPROB_FLOOR)
     return [
         f"logprobs: request {tokens.places[i][0]}, output token {tokens.places[i][1]} was chosen greedily "
-        f"{gaps[i]:.3g} logits below the reference's best (bound {limit:.3g})"
-        for i in broken(_tensor(gaps), twice).nonzero()[:, 0].tolist()
+        f"{gaps[i]:.3g} logits below the reference's best "
+        f"(bound {2 * LOGPROB_FLOOR if exactly[i] else limit:.3g})"
+        for i in (broken(found, twice) | exactly).nonzero()[:, 0].tolist()
     ]
+
+
+def _shifted(eager: TextScores, exact: TextScores, followed: TextScores) -> TextScores:
+    """Eager's scores so that they are as far from the followed ones as they are from the exact ones."""
+
+    def moved(name: str) -> tuple[float, ...]:
+        sides = (getattr(scores, name) for scores in (followed, eager, exact))
+        return tuple(f + (e - x) for f, e, x in zip(*sides, strict=True))
+
+    further = zip(followed.further_logprobs, eager.further_logprobs, exact.further_logprobs, strict=True)
+    return replace(
+        eager,
+        prompt_logprobs=moved("prompt_logprobs"),
+        output_logprobs=moved("output_logprobs"),
+        further_logprobs=tuple(tuple(f + (e - x) for f, e, x in zip(*step, strict=True)) for step in further),
+    )
 
 
 def _tensor(values: Sequence[float]) -> torch.Tensor:

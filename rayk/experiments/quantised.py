@@ -6,8 +6,11 @@ up in another order, and a last bit flips a quantisation step), and where there 
 two sides keep unlike formats, every token must be nearly as good as the reference's best, teacher-forced.
 
 The reference is transformers with a cache that rounds as the formats do: right engines agree with it to 1e-5
-where no step flips. How far off a token may be is measured (see `noise`) by the same reference with values
-that are a little off before they are rounded (References), which flips some steps.
+where no step flips. Of prompts whose rows were captured (kv_values) and engines in float32 it takes the steps
+that the engine took (`follow`, oracle.following): then each stored row must be a rounding of what belongs
+there, and a log probability that no other step could change keeps float32's own bound. Elsewhere,
+how far off a token may be is measured (see `noise`) by the same reference with values that are a little off
+before they are rounded (References), which flips some steps.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rayk.experiments.compare import TokenComparison
+from rayk.experiments.dequantised import dequantised, stored_kv
+from rayk.experiments.logprobs import Followed
 from rayk.experiments.references import References
+from rayk.kv.groups import KVCacheGroup
 from rayk.oracle.quantised import KVRounding
 from rayk.specs import Cell
 from rayk.types.rows import RequestRow
 
 if TYPE_CHECKING:
     from rayk.actors.cell_run import CellOutcome
+    from rayk.actors.commands import CapturedRows
 
 Prompts = Sequence[Sequence[int]]
 Tokens = Mapping[int, list[int]]
@@ -104,6 +111,32 @@ def compare_forced(
         f"{expected[first]}; teacher-forced {off}"
     )
     return TokenComparison(first, near, what)
+
+
+def follow(
+    row: RequestRow,
+    captured: Sequence[CapturedRows] | None,
+    references: References,
+    groups: Sequence[KVCacheGroup],
+) -> tuple[Followed | None, str]:
+    """What the reference says of a request given the prompt's keys and values that the prefill engine stored;
+    and which of them are wrong. None where it can tell nothing so: no rows were brought here, or not those
+    that the tokens were computed from."""
+    computed_again = row.num_attempts > 1 or row.recovered_by is not None or row.num_recomputed_tokens
+    if captured is None or not references.can_follow or computed_again:
+        return None, ""
+    rows, plain = dequantised(captured, groups, references.kv_scales)
+    prompt, output = row.prompt_token_ids, row.output_token_ids
+    scores, following = references.follow(prompt, output, stored_kv(rows, plain, len(prompt)))
+    first = following.first_unsettled
+    refused = min(following.refused, default=None)
+    what = ""
+    if refused is not None:
+        what = (
+            f"layer {refused.layer}, {refused.side} of head {refused.head}, token {refused.token}: no "
+            f"rounding of what the layers below make of the stored values ({len(following.refused)} rows)"
+        )
+    return Followed(scores, len(prompt) + len(output) if first is None else first), what
 
 
 def _key(cell: Cell, prompts: Prompts) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rayk.oracle.following import Following, StoredKV
+from rayk.oracle.kv_scales import checkpoint_kv_scales
 from rayk.oracle.quantised import KVRounding
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
@@ -37,8 +39,11 @@ class References:
         routed: bool = False,
         rounding: KVRounding | None = None,
     ) -> None:
-        """`rounding`: of a quantised cache. Eager code then rounds values that are off by JITTER: how much
-        changes where last bits push values over a step."""
+        """`rounding`: of a quantised cache, with the scales that the checkpoint holds. Eager code
+        then rounds values that are off by JITTER: how much changes where last bits push values over steps."""
+        self.kv_scales = checkpoint_kv_scales(Path(model)) if rounding is not None else {}
+        """Layer -> (k, v), as the checkpoint has them."""
+        rounding = rounding and rounding.scaled(self.kv_scales)
         self.dtype = dtype
         self.routed = routed and (dtype != "float32" or rounding is not None)
         """Whether errors are bounded as `noise` says of routed experts."""
@@ -86,6 +91,18 @@ class References:
             return exact, exact
         further = self._rough.score(prompt, output_ids).further_logprobs
         return exact, replace(self._eager.score(prompt, output_ids), further_logprobs=further)
+
+    @property
+    def can_follow(self) -> bool:
+        """Whether `follow` tells more than `scores`: float32 sums are so exact that they seldom flip a step,
+        and no route."""
+        return self._rounding is not None and self.dtype == "float32" and not self.routed
+
+    def follow(
+        self, prompt: Sequence[int], output_ids: Sequence[int], stored: StoredKV
+    ) -> tuple[TextScores, Following]:
+        """Exact scores of what an engine stored of the prompt, see oracle.following."""
+        return self._exact.follow(prompt, output_ids, stored)
 
     def kv(self, prompt: Sequence[int]) -> LayerKV:
         """The cache after the prompt."""

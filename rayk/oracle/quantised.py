@@ -42,6 +42,10 @@ class KVRounding:
         own = [self.kv_dtype, self.kv_scales, sorted(self.layer_scales.items()), self.jitter]
         return [*own, self.then.identity if self.then is not None else None]
 
+    def scaled(self, layer_scales: Mapping[int, tuple[float, float]]) -> KVRounding:
+        """The same with a checkpoint's scales."""
+        return replace(self, layer_scales=layer_scales, then=self.then and self.then.scaled(layer_scales))
+
     def jittered(self, amount: float) -> KVRounding:
         """The same of values that are off by a little."""
         return replace(self, jitter=amount, then=self.then and self.then.jittered(amount))
@@ -55,14 +59,19 @@ class KVRounding:
         if self.kv_dtype == "auto":
             return values
         if self.kv_dtype == "nvfp4":
-            rounded = _nvfp4(wide, scale)
-        elif self.kv_scales == "token_head":
-            own = wide.abs().amax(-1, keepdim=True) / E4M3_LARGEST
-            own = torch.where(own == 0, 1.0, own)
-            rounded = _e4m3(wide / own) * own
+            largest = by_blocks(wide).abs().amax(-1, keepdim=True)
+            rounded = round_blocks(wide, scale_blocks(largest, scale))
         else:
-            rounded = _e4m3(wide / scale) * scale
+            rounded = self.round_e4m3(wide, wide, scale)
         return rounded.to(values.dtype)
+
+    def round_e4m3(self, values: torch.Tensor, row: torch.Tensor, scale: float) -> torch.Tensor:
+        """values [..., D] float32 in fp8; `row` [..., D] is what a scale of its own is taken from."""
+        if self.kv_scales != "token_head":
+            return _e4m3(values / scale) * scale
+        own = row.abs().amax(-1, keepdim=True) / E4M3_LARGEST
+        own = torch.where(own == 0, 1.0, own)
+        return _e4m3(values / own) * own
 
     def attach(self, cache: Any) -> None:
         """From now on a transformers cache rounds what it is given."""
@@ -94,9 +103,19 @@ def _e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).float()
 
 
-def _nvfp4(values: torch.Tensor, scale: float) -> torch.Tensor:
-    blocks = values.view(*values.shape[:-1], -1, BLOCK)
-    scales = _e4m3(blocks.abs().amax(-1, keepdim=True) / E2M1_LARGEST / scale) * scale
+def by_blocks(values: torch.Tensor) -> torch.Tensor:
+    """[..., D] as [..., blocks, BLOCK]."""
+    return values.reshape(*values.shape[:-1], -1, BLOCK)
+
+
+def scale_blocks(largest: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scales of nvfp4 blocks by their largest elements [..., blocks, 1]; `scale`: the layer's."""
+    return _e4m3(largest / E2M1_LARGEST / scale) * scale
+
+
+def round_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """values [..., D] in e2m1, with scales [..., blocks, 1]."""
+    blocks = by_blocks(values)
     quotients = torch.where(scales == 0, 0.0, blocks / scales)
     levels = torch.tensor(E2M1_LEVELS)
     size = quotients.abs().clamp(max=E2M1_LARGEST).double()

@@ -23,6 +23,7 @@ from rayk.types.errors import CheckpointError, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rayk.oracle.following import Following, StoredKV
     from rayk.oracle.quantised import KVRounding
     from rayk.oracle.states import Fields
     from rayk.oracle.text import Text
@@ -192,6 +193,19 @@ class Reference:
         told = {name: tuple(values) for name, values in answer.items()}
         return TextScores(**told, further_logprobs=further)
 
+    def follow(
+        self, prompt: Sequence[int], output_ids: Sequence[int], stored: StoredKV
+    ) -> tuple[TextScores, Following]:
+        """As `score`, with the prompt's keys and values as an engine stored them where that may be right; and
+        what came of it. Not kept. Raises UserError as generate does.
+        """
+        from rayk.oracle.following import Following
+        from rayk.oracle.text import Text
+
+        assert self._rounding is not None, "nothing is rounded"
+        following = Following(self._rounding, stored)
+        return self._score(prompt, output_ids, Text(self._model, following)), following
+
     def caches(self, prompt_ids: Sequence[int]) -> list[Fields]:
         """What every layer keeps of the prompt, field -> [units, rows, elements]; see oracle.states.
 
@@ -293,18 +307,20 @@ class Reference:
         logits = _wide(fed)
         return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
 
-    def _score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
+    def _score(
+        self, prompt: Sequence[int], output_ids: Sequence[int], text: Text | None = None
+    ) -> TextScores:
         import torch
 
         self._check(prompt, len(output_ids))
         if output_ids:
             self._check(output_ids, 0)
-        text = torch.tensor([*prompt, *output_ids], device=self.device)
-        if len(text) < 2:
+        token_ids = torch.tensor([*prompt, *output_ids], device=self.device)
+        if len(token_ids) < 2:
             return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=(), further_logprobs=())
-        fed = text[:-1].tolist()
-        logits = _wide(self._text().feed_both(fed[: len(prompt)], fed[len(prompt) :]))
-        chosen = logits.gather(1, text[1:, None])[:, 0]
+        fed = token_ids[:-1].tolist()
+        logits = _wide((text or self._text()).feed_both(fed[: len(prompt)], fed[len(prompt) :]))
+        chosen = logits.gather(1, token_ids[1:, None])[:, 0]
         totals = logits.logsumexp(-1)
         logprobs = (chosen - totals).tolist()
         others = torch.linspace(0, logits.shape[1] - 1, NUM_FURTHER, device=self.device).long()

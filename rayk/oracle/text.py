@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rayk.oracle.following import Following
 from rayk.oracle.quantised import KVRounding
 from rayk.oracle.quiet import no_kernel_advice
 
@@ -18,7 +19,7 @@ RECURRENT_TYPES = frozenset({"linear_attention", "hybrid"})
 class Text:
     """What was fed so far. The model's families differ in how they are called; here they do not."""
 
-    def __init__(self, model: Any, rounding: KVRounding | None = None) -> None:
+    def __init__(self, model: Any, rounding: KVRounding | Following | None = None) -> None:
         """`rounding`: of the keys and values that are cached."""
         self._model = model
         self._num_tokens = 0

@@ -44,6 +44,8 @@ MEASURED = (
             f"{kind}logprob_bound",
             f"typical_{kind}logprob_error",
             f"typical_{kind}logprob_bound",
+            f"num_{kind}logprobs_settled",
+            f"max_settled_{kind}logprob_error",
         )
     ),
     "max_kv_value_error_of_bound",
