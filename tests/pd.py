@@ -80,6 +80,12 @@ class Side:
         """Blocks that can be handed out at all."""
         return self.engine.leader.manager.pool.num_blocks - 1
 
+    def has_all_blocks(self) -> bool:
+        """Whether nobody holds any. Raises what the engine died of."""
+        if self.engine.error is not None:
+            raise self.engine.error
+        return self.num_free_blocks == self.num_blocks
+
     @property
     def extensions(self) -> list[TransferExtension]:
         """Each rank's."""
@@ -243,10 +249,11 @@ class Pair:
         return first
 
     def check_all_free(self) -> None:
-        """Every block of both engines comes back, and nothing is left of any request."""
+        """Every block of both engines comes back, and nothing is left of any request. Raises what an engine
+        died of: it gives nothing back."""
         for side in (self.p, self.d):
             wait_until(
-                lambda side=side: side.num_free_blocks == side.num_blocks,  # type: ignore[misc]
+                side.has_all_blocks,
                 60.0,
                 lambda side=side: f"{side.num_free_blocks} of {side.num_blocks} free in {side.engine.name}",  # type: ignore[misc]
             )

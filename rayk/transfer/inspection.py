@@ -1,4 +1,5 @@
 """Looking into a transfer that failed: the first wrong byte of each cache, and what arrived all the same."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
