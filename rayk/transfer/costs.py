@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from rayk.types.errors import TransferError
 
 MAX_DESCRIPTORS = 1 << 16
-"""A request of more descriptors than these is staged wherever that takes fewer."""
+"""A request of more descriptors than these is staged wherever that takes fewer; no write has more, unless of
+one block."""
 
 
 @dataclass(frozen=True, slots=True)

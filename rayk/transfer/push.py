@@ -7,11 +7,12 @@ ends and tells the consumer ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from rayk.transfer import push_session as p
 from rayk.transfer.agent import Transfer, TransferAgent, TransferState
+from rayk.transfer.costs import MAX_DESCRIPTORS
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.plan import BlockReads, TransferPlan
 from rayk.transfer.push_link import ConsumerLink, PreparedWrites
@@ -20,6 +21,18 @@ from rayk.transfer.ticket import Reservation
 from rayk.types.errors import TransferError
 
 BlockTables = tuple[tuple[int, ...], ...]
+
+
+def parts_of(write: BlockReads, max_descriptors: int) -> Iterator[BlockReads]:
+    """A write in parts of so many descriptors at most, none of less than a block."""
+    size = max(1, max_descriptors // max(1, len(write.pattern.runs)))
+    for first in range(0, len(write.source_blocks), size):
+        part = slice(first, first + size)
+        yield replace(
+            write,
+            source_blocks=write.source_blocks[part],
+            destination_blocks=write.destination_blocks[part],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +226,7 @@ class _Side:
             return
 
     def _post(self, action: p.PostWrite) -> list[p.Event]:
-        """Start a session's write: as many of the agent's as there are patterns."""
+        """Start a session's write: as many of the agent's as there are patterns, or more."""
         chunk, reservation = self.chunk, self._push.reservation
         assert chunk is not None
         flight = self.flights[action.write] = _Flight()
@@ -224,7 +237,7 @@ class _Side:
             layers={self._push.link.layers[i] for i in action.layers},
             rows=range(action.start, action.stop),
         )
-        for write in writes:
+        for write in (part for whole in writes for part in parts_of(whole, MAX_DESCRIPTORS)):
             flight.failure = self._post_part(flight, write)
             if flight.failure is not None:
                 break

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.costs import MAX_DESCRIPTORS
+from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.pusher import Pusher
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError
@@ -75,6 +78,33 @@ def test_early_layers_are_written_before_the_last_is_computed(qwen3: Model) -> N
         assert (row.num_writes, row.num_early_writes) == (num_layers, num_layers - 1)
         assert row.num_layers_per_write == 1
         pair.check_all_free()
+
+
+@pytest.mark.parametrize("most", [1, 40])
+def test_long_writes_go_in_parts(qwen3: Model, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Of single blocks, or as many as there may be descriptors for; all together bring what one does."""
+    posted: list[tuple[int, int]] = []
+    real = LocalAgent.write
+
+    def write(agent: LocalAgent, handle: Any, ours: Any, theirs: Any, *more: Any) -> Any:
+        posted.append((len(ours), len(np.unique(ours % agent._handles[handle].local.num_blocks))))
+        return real(agent, handle, ours, theirs, *more)
+
+    monkeypatch.setattr(LocalAgent, "write", write)
+    rows = []
+    for limit in (MAX_DESCRIPTORS, most):
+        posted.clear()
+        monkeypatch.setattr("rayk.transfer.push.MAX_DESCRIPTORS", limit)
+        with Pair.open(qwen3.path, tp=(1, 2), layouts=("BLNHC", "BHLNC"), push=True) as pair:
+            (done,) = pair.complete([make_request("r", qwen3.prompts[2], NUM_TOKENS)])
+            assert done.token_ids == qwen3.expected[2]
+            pair.check_all_free()
+        assert all(size <= limit or blocks == 1 for size, blocks in posted)
+        assert sum(size for size, _ in posted) == sum(row.num_descriptors for row in rows_of(done))
+        rows.append([(row.bytes, row.num_descriptors) for row in rows_of(done)])
+        assert sum(row.num_writes for row in rows_of(done)) == len(posted)
+    assert rows[0] == rows[1]
+    assert len(posted) > len(rows[1])
 
 
 # Preemption
