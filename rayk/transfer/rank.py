@@ -352,10 +352,11 @@ class TransferRank:
     ) -> list[LayerProof]:
         """After a transfer that failed and has drained: what of it arrived all the same, by the digests.
 
-        Nothing where the producer is not connected (any more).
+        Nothing where the producer is not connected (any more); nor where rows are converted: what arrived is
+        proven by the producer's digests before a row is converted, and the wire cache's blocks go to the next
+        request when the transfer fails. Such a request is computed whole.
         """
         link = self._links.get(ticket.engine)
-        # What was converted cannot be told from the producer's digests.
         if link is None or link.wire is not None:
             return []
         return layer_proofs(
