@@ -93,7 +93,20 @@ class StopMessage:
         return seal([self.kind, *astuple(self)])
 
 
-PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage
+@dataclass(frozen=True, slots=True)
+class HelloMessage:
+    """Producer rank to consumer rank, when they are connected: nothing but a first message, so that the
+    network between them is set up before a request waits for it."""
+
+    kind: ClassVar[str] = "hello"
+    producer_rank: int
+
+    def encode(self) -> bytes:
+        """As a notification."""
+        return seal([self.kind, *astuple(self)])
+
+
+PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage | HelloMessage
 
 
 def decode_push(message: bytes) -> PushMessage | None:
@@ -110,6 +123,8 @@ def decode_push(message: bytes) -> PushMessage | None:
                 return StoppedMessage(str(reservation), int(rank), str(reason))
             case "stop", [reservation, rank, consumer]:
                 return StopMessage(str(reservation), int(rank), str(consumer))
+            case "hello", [rank]:
+                return HelloMessage(int(rank))
     except (ValueError, TypeError):
         pass
     return None

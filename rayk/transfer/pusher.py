@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, kept_layers, make_consumer_link
-from rayk.transfer.push_messages import StopMessage, StoppedMessage
+from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
 from rayk.transfer.reservation import StoppedTable
 from rayk.types.errors import RaykError, TransferError
 
@@ -239,6 +239,9 @@ class _Worker:
                 self._agent.remove_peer(consumer.agent_name)
         link = make_consumer_link(self._agent, self._me, producers, consumers, push_layers=self._push_layers)
         self.links[engine] = link
+        self._news_s = time.monotonic()
+        for rank in link.plans:
+            self._agent.notify(consumers[rank].agent_name, HelloMessage(self._me.tp_rank).encode())
 
     def begin(self, chunk: Chunk) -> None:
         """See Pusher."""

@@ -15,6 +15,7 @@ from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.costs import MAX_DESCRIPTORS
 from rayk.transfer.local_agent import LocalAgent
+from rayk.transfer.push_messages import HelloMessage, decode_push
 from rayk.transfer.pusher import Pusher
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError
@@ -77,6 +78,24 @@ def test_early_layers_are_written_before_the_last_is_computed(qwen3: Model) -> N
         (row,) = rows_of(done)
         assert (row.num_writes, row.num_early_writes) == (num_layers, num_layers - 1)
         assert row.num_layers_per_write == 1
+        pair.check_all_free()
+
+
+def test_ranks_that_write_to_each_other_say_hello_first(
+    qwen3: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a real network the first message takes long: no request waits for it."""
+    told: list[tuple[str, str]] = []
+    real = LocalAgent.notify
+
+    def notify(agent: LocalAgent, peer: str, message: bytes) -> None:
+        if isinstance(decode_push(message), HelloMessage):
+            told.append((agent.name.partition(".")[2], peer.partition(".")[2]))
+        real(agent, peer, message)
+
+    monkeypatch.setattr(LocalAgent, "notify", notify)
+    with Pair.open(qwen3.path, tp=(2, 4), push=True) as pair:
+        assert sorted(told) == [("0-push", "0"), ("0-push", "1"), ("1-push", "2"), ("1-push", "3")]
         pair.check_all_free()
 
 
