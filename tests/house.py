@@ -73,6 +73,7 @@ TORCH_FREE = (
     "rayk.kv.specs",
     "rayk.kv.fields",
     "rayk.kv.formats",
+    "rayk.kv.format_bounds",
     "rayk.kv.layout",
     "rayk.kv.groups",
     "rayk.kv.geometry",

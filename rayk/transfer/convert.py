@@ -19,7 +19,8 @@ import torch
 
 from rayk.kernels.quantise import Quantised, dequantise, quantise
 from rayk.kv.caches import FieldView
-from rayk.kv.formats import FORMATS, Floats, KVFormat, error_bound
+from rayk.kv.format_bounds import Floats, error_bound
+from rayk.kv.formats import FORMATS, KVFormat
 from rayk.kv.specs import with_block_size
 from rayk.transfer.diagnose import first_difference
 from rayk.transfer.ticket import TransferTicket

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rayk.kernels.quantise import Quantised, dequantise, quantise
-from rayk.kv.formats import FORMATS, error_bound
+from rayk.kv.format_bounds import error_bound
+from rayk.kv.formats import FORMATS
 from tests.markers import interpreted
 
 IMPLS = ("reference", pytest.param("triton", marks=interpreted))
