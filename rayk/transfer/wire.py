@@ -92,7 +92,13 @@ def wire_cache_for(
     caches = allocate(geometries[me.tp_rank], device, fill=None)
     address = agent.register(caches.buffer)
     # What the agent said of itself before does not cover the buffer: whoever pushes into it must know.
-    description = replace(me, geometry=caches.geometry, base_address=address, agent_metadata=agent.metadata())
+    description = replace(
+        me,
+        geometry=caches.geometry,
+        base_address=address,
+        agent_metadata=agent.metadata(),
+        kv_scales=producer.kv_scales,
+    )
     units = {(v.layer, v.group.spec.part): {f.name: f.units for f in v.fields} for v in own}
     views = [
         make_layer_view(layer, g.group, _field_views(g.group, caches.view(layer, part), units[layer, part]))
