@@ -60,7 +60,7 @@ def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
     where = loaded.where("faults")
     if fault.kind not in FAULT_POINTS:
         raise SpecError(
-            problem=f"not supported yet: fault kind {fault.kind!r}",
+            problem=f"unknown fault kind {fault.kind!r}",
             where=where,
             mend=f"supported: {', '.join(FAULT_POINTS)}",
         )

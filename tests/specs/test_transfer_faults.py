@@ -25,7 +25,7 @@ def cell_of(fault: dict[str, Any], **changes: Any) -> Cell:
     [
         ({"kind": "drop"}, {}, "fault drop needs a point"),
         ({"kind": "drop", "point": "prefill"}, {}, "fault drop cannot strike at 'prefill'"),
-        ({"kind": "lose", "point": "post"}, {}, "not supported yet: fault kind 'lose'"),
+        ({"kind": "lose", "point": "post"}, {}, "unknown fault kind 'lose'"),
         ({"kind": "drop", "point": "post", "delay_s": 1.0}, {}, "fault drop does not heed `delay_s`"),
         ({"kind": "drop", "point": "post", "role": "prefill"}, {}, "fault drop does not heed `role`"),
         ({"kind": "stop", "point": "post", "seed": 3}, {}, "fault stop does not heed `seed`"),
