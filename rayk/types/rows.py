@@ -92,8 +92,8 @@ class TransferRow:
     convert_ns: int = 0
     """Turning what arrived into the consumer's own KV format."""
     digest_ns: int = 0
-    """Digests of the request on the row's two ranks: the producer's before the ticket, the consumer's when all
-    was here."""
+    """Digests of the request on the two ranks of the row: the producer's before the ticket, the
+    consumer's when all was here."""
     num_layers_per_write: int | None = None
     """Layers that one write of a push brings; the last of a chunk of the prompt may bring fewer."""
     num_writes: int | None = None

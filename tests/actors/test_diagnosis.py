@@ -31,7 +31,7 @@ def prompts_of(path: Path) -> list[list[int]]:
 
 
 class Misread:
-    """Descriptors of reads name other blocks of the producer, or leave some out; fences are as they should."""
+    """Descriptors of reads name other blocks of the producer, or leave some out; fences are right."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.swaps: dict[int, int] = {}
