@@ -20,11 +20,12 @@ from rayk.experiments.dequantised import dequantised
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
-from rayk.experiments.verdict import Findings, recovered, untraced
+from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
 from rayk.kv.groups import measure_waste, waste_tokens
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell
+from rayk.specs.experiment import FaultSpec
 from rayk.types.errors import KVMismatch
 from rayk.types.rows import CellRow, RequestRow
 
@@ -93,14 +94,10 @@ class CellJudge:
             counts.checks_done.append("kv_bytes")
         mismatches = [e for o in outcomes for e in o.errors if isinstance(e, KVMismatch)]
         verdict, reason = findings.judge()
+        idle: list[FaultSpec] = []
         if verdict in ("PASS", "NEAR_TIE"):
-            requests = [row for o in outcomes for row in o.requests]
-            remarks = (
-                untraced(cell, requests),
-                recovered(requests, [e for o in outcomes for e in o.survived]),
-                reason,
-                self._unseen(cell, prompts, counts, bool(checked)),
-            )
+            idle, told = _of_faults(cell, outcomes)
+            remarks = (*told, reason, self._unseen(cell, prompts, counts, bool(checked)))
             reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
         return CellRow(
@@ -113,6 +110,7 @@ class CellJudge:
             checks_done=list(dict.fromkeys(counts.checks_done)),
             near_tie_tolerance=counts.near_tie_tolerance,
             expected_verdict=cell.expected_verdict,
+            has_idle_faults=bool(idle),
             prefill_effective_block_sizes=facts.get("prefill0", {}).get("block_sizes"),
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
             prefill_effective_kernel_block_sizes=facts.get("prefill0", {}).get("kernel_block_sizes"),
@@ -257,6 +255,14 @@ class CellJudge:
             counts.measured["max_kv_value_error_of_bound"] = max(share, compared.max_error_of_bound)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
+
+
+def _of_faults(cell: Cell, outcomes: Sequence[CellOutcome]) -> tuple[list[FaultSpec], tuple[str, str]]:
+    """Of a cell that passes: the faults that never struck, and what is to be said of its faults."""
+    requests = [row for o in outcomes for row in o.requests]
+    survived = [e for o in outcomes for e in o.survived]
+    idle = unrecovered(cell, requests, survived)
+    return idle, (untraced(cell, idle), recovered(requests, survived))
 
 
 def _ends(references: References, outcome: CellOutcome, index: int) -> dict[int, LayerKV]:

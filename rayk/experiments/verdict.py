@@ -66,12 +66,19 @@ def verdict_of(error: RaykError) -> str:
             return "ENGINE_ERROR"
 
 
-def untraced(cell: Cell, requests: Sequence[RequestRow] = ()) -> str:
-    """Which planted faults were to be found in a cell that passes all the same, or were to be recovered from
-    and were not; empty if none."""
+def unrecovered(cell: Cell, requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> list[FaultSpec]:
+    """Planted faults of a cell that passes which were to be recovered from, where nothing was recovered nor
+    any engine lost: they never struck. Faults that leave no trace by their nature are not among them."""
+    if survived or any(row.recovered_by for row in requests):
+        return []
+    return [f for f in cell.faults if is_known(f) and expected_of(f, cell.spec).is_recovered]
+
+
+def untraced(cell: Cell, idle: Sequence[FaultSpec] = ()) -> str:
+    """Which planted faults were to be found in a cell that passes all the same, or never struck (`idle`, see
+    `unrecovered`); empty if none."""
     faults = [f for f in cell.faults if verdict_of_fault(f, cell.spec) not in ("PASS", "NEAR_TIE")]
-    if not any(row.recovered_by for row in requests):
-        faults += [f for f in cell.faults if is_known(f) and expected_of(f, cell.spec).is_recovered]
+    faults += [f for f in idle if f not in faults]
     if not faults:
         return ""
     text = ", ".join(_described(fault) for fault in faults)

@@ -86,7 +86,7 @@ def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
             mend="mode: disaggregated",
         )
     _check_lease(fault, cell, loaded)
-    _check_fault_rank(fault, cell, where)
+    _check_fault_place(fault, cell, where)
 
 
 def _check_lease(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
@@ -116,9 +116,25 @@ def _check_fault_fields(fault: FaultSpec, where: str) -> None:
             )
 
 
-def _check_fault_rank(fault: FaultSpec, cell: Cell, where: str) -> None:
+def _check_fault_place(fault: FaultSpec, cell: Cell, where: str) -> None:
+    """Refuse an engine, a rank or a step at which nothing could ever strike."""
     role = committing_role(fault, cell.spec.transfer.mode)
-    engine = cell.decode if role == "decode" and cell.decode else cell.prefill
+    engine, num_engines = cell.prefill, cell.num_prefill_engines
+    if role == "decode" and cell.decode:
+        engine, num_engines = cell.decode, cell.num_decode_engines
+    if fault.engine is not None and fault.engine >= num_engines:
+        raise SpecError(
+            problem=f"fault {fault.kind}: engine {fault.engine} of {num_engines} {role} engines "
+            f"(cell {cell.cell_id})",
+            where=where,
+            mend=f"engine: 0 to {num_engines - 1}" if num_engines > 1 else "engine: 0, the only one",
+        )
+    if fault.step == 0:
+        raise SpecError(
+            problem=f"fault {fault.kind}: step 0 never comes: steps are counted from 1",
+            where=where,
+            mend="step: 1, or leave `step` out, which is the first as well",
+        )
     if fault.rank is not None and fault.rank >= engine.tp:
         raise SpecError(
             problem=f"fault {fault.kind}: rank {fault.rank} of a {role} engine of TP {engine.tp} "

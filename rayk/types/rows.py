@@ -121,6 +121,8 @@ class CellRow:
     near_tie_tolerance: float | None = None
     """Logit gap below which two tokens count as tied."""
     expected_verdict: str = "PASS"
+    has_idle_faults: bool = False
+    """Whether a planted fault was to be recovered from, and nothing was recovered, nor did anything fail."""
     prefill_effective_block_sizes: list[int] | None = None
     """Per KV group, tokens."""
     decode_effective_block_sizes: list[int] | None = None
@@ -159,8 +161,9 @@ class CellRow:
 
     @property
     def met(self) -> bool:
-        """Whether the cell ended as expected: NEAR_TIE passes for PASS, UNSUPPORTED is no failure."""
+        """Whether the cell ended as expected: NEAR_TIE passes for PASS, UNSUPPORTED is no failure. A fault
+        that never struck proves nothing."""
         allowed = {self.expected_verdict}
         if self.expected_verdict == "PASS":
             allowed |= {"NEAR_TIE", "UNSUPPORTED"}
-        return self.verdict in allowed
+        return self.verdict in allowed and not self.has_idle_faults

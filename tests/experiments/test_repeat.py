@@ -160,6 +160,49 @@ def test_a_pass_says_which_fault_left_no_trace(
     assert "no KV was handed over" in nothing.reason
 
 
+KILL = {"kind": "kill", "point": "post", "engine": 1}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "migrate"])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_fault_to_be_recovered_from_that_never_struck_is_unmet(
+    judge: CellJudge, policy: str, mode: str
+) -> None:
+    def cell_with(fault: dict[str, Any]) -> Cell:
+        fields = {"failure_policy": policy, "transfer": {"mode": mode, "lease_s": 1.0}, "faults": [fault]}
+        sampling = {"max_tokens": 3, "ignore_eos": True}
+        loaded = load_spec(spec(device="cpu", sampling=sampling, prefill={"num_engines": 2}, **fields))
+        (made,) = expand(loaded.spec, decoder())
+        return made
+
+    cell = cell_with(KILL)
+    assert cell.expected_verdict == "PASS"
+    idle = judge.judge(cell, PROMPTS, [outcome(cell, i) for i in range(2)])
+    assert (idle.verdict, idle.met) == ("PASS", False)
+    assert idle.reason == "fault kill at post (engine 1) left no trace"
+    # An engine that died though no request needed it any more.
+    died = outcome(cell, 1, survived=[EngineDied("prefill1", "killed")])
+    assert judge.judge(cell, PROMPTS, [outcome(cell, 0), died]).met
+    saved = outcome(cell, 1)
+    saved.requests[1].failure, saved.requests[1].recovered_by = "prefill1 died", policy
+    row = judge.judge(cell, PROMPTS, [outcome(cell, 0), saved])
+    assert row.met
+    assert row.reason == f"1 of 4 requests saved by {policy}: prefill1 died"
+    # What leaves no trace by its nature, and what may.
+    for kind, point in (
+        ("delay", "post"),
+        ("duplicate", "notify"),
+        ("reorder", "mid_transfer"),
+        ("drop", "lease_renewal"),
+        ("corrupt", "free"),
+        ("restart", "handshake"),
+        ("kill", "free"),
+    ):
+        silent = cell_with({"kind": kind, "point": point})
+        row = judge.judge(silent, PROMPTS, [outcome(silent, 0)])
+        assert (row.met, row.reason) == (True, ""), (kind, point)
+
+
 def test_pages_of_an_aggregated_engine_held_all_but_the_last_token(cell: Cell) -> None:
     class Caches:
         def kv(self, token_ids: list[int]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,28 @@ def cell_of(fault: dict[str, Any], **changes: Any) -> Cell:
             {"decode": {"tp": 2}},
             "rank 2 of a decode engine of TP 2",
         ),
+        (
+            {"kind": "kill", "point": "post", "engine": 2},
+            {"prefill": {"num_engines": 2}, "decode": {"num_engines": 3}},
+            "fault kill: engine 2 of 2 prefill engines (cell p1-d1",
+        ),
+        (
+            {"kind": "drop", "point": "post", "engine": 1},
+            {"prefill": {"num_engines": 2}},
+            "fault drop: engine 1 of 1 decode engines",
+        ),
+        (
+            {"kind": "drop", "point": "post", "engine": 1},
+            {"decode": {"num_engines": 2}, "transfer": {"mode": "push"}},
+            "fault drop: engine 1 of 1 prefill engines",
+        ),
+        (
+            {"kind": "kill", "point": "decode", "engine": 1},
+            {"mode": "aggregated", "decode": {"num_engines": 2}},
+            "fault kill: engine 1 of 1",
+        ),
+        ({"kind": "drop", "point": "post", "step": 0}, {}, "fault drop: step 0 never comes"),
+        ({"kind": "kill", "point": "prefill", "step": 0}, {}, "fault kill: step 0 never comes"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(
@@ -45,6 +68,33 @@ def test_what_cannot_be_meant_is_refused_by_name(
     with pytest.raises(SpecError) as caught:
         cell_of(fault, **changes)
     assert why in caught.value.problem
+
+
+def test_an_engine_or_step_that_is_not_there_is_refused_with_its_line_and_what_would_do(
+    tmp_path: Path,
+) -> None:
+    text = """\
+model: m
+device: cpu
+prompts: {random: {count: 3, input_tokens: [5]}}
+prefill: {num_engines: 2}
+faults:
+  - {kind: kill, point: post, GIVEN}
+"""
+    refused = {}
+    for given in ("engine: 2", "step: 0"):
+        (tmp_path / "s.yaml").write_text(text.replace("GIVEN", given))
+        with pytest.raises(SpecError) as caught:
+            plan_cells(load_spec(tmp_path / "s.yaml"), decoder(), device="cpu")
+        assert caught.value.where == f"{tmp_path / 's.yaml'}:5"
+        refused[given] = caught.value.mend
+    assert refused == {
+        "engine: 2": "engine: 0 to 1",
+        "step: 0": "step: 1, or leave `step` out, which is the first as well",
+    }
+    for good in ("engine: 1", "step: 1"):
+        (tmp_path / "s.yaml").write_text(text.replace("GIVEN", good))
+        assert len(plan_cells(load_spec(tmp_path / "s.yaml"), decoder(), device="cpu")) == 1
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

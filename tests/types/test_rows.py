@@ -46,6 +46,11 @@ def test_a_cell_meets_what_was_expected(expected: str, verdict: str, met: bool):
     assert CellRow(cell_id="c", axes={}, verdict=verdict, expected_verdict=expected).met == met
 
 
+@pytest.mark.parametrize("verdict", ["PASS", "NEAR_TIE"])
+def test_a_fault_that_never_struck_meets_nothing(verdict: str):
+    assert not CellRow(cell_id="c", axes={}, verdict=verdict, has_idle_faults=True).met
+
+
 def test_finish_reasons_are_their_names():
     assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error"]
 
