@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -88,6 +89,30 @@ def test_a_world_is_told_from_the_command_line(capsys: pytest.CaptureFixture[str
     assert told.endswith("verdict PASS; PASS, recovered is to come out\n")
     assert main(["--table"]) == 0
     assert capsys.readouterr().out == table_text() + "\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem", "allowed"),
+    [
+        ("foo:post", "no kind 'foo'", KINDS),
+        ("", "no kind ''", KINDS),
+        ("drop", "no point", POINTS),
+        ("kill:nope:prefill", "no point 'nope'", POINTS),
+        ("kill:post:x", "no role 'x'", ROLES),
+        ("kill:post:prefill:decode", "no role 'prefill:decode'", ROLES),
+        ("drop:post:prefill", "takes no role", RANK_KINDS),
+    ],
+)
+def test_an_unknown_fault_is_refused(
+    fault: str, problem: str, allowed: Sequence[str], capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["--fault", fault])
+    assert ended.value.code == 2
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert usage[0].startswith("usage:")
+    assert problem in line
+    assert ", ".join(allowed) in line
 
 
 @pytest.mark.parametrize("mode", MODES)

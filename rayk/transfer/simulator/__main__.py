@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from rayk.transfer.fault_table import MODES, Fault, expected, table_text
+from rayk.transfer.fault_table import KINDS, MODES, POINTS, RANK_KINDS, ROLES, Fault, expected, table_text
 from rayk.transfer.recovery import POLICIES
 from rayk.transfer.simulator.checks import check
 from rayk.transfer.simulator.world import World
 
 
 def parse_fault(text: str) -> Fault:
-    """KIND:POINT or KIND:POINT:ROLE."""
-    kind, _, rest = text.partition(":")
-    point, _, role = rest.partition(":")
-    return Fault(kind, point or None, role or None)
+    """KIND:POINT or KIND:POINT:ROLE, of the faults that the table knows. Raises ArgumentTypeError."""
+    kind, *rest = text.split(":")
+    if kind not in KINDS:
+        raise ArgumentTypeError(f"{text!r}: no kind {kind!r}; one of {', '.join(KINDS)}")
+    if not rest:
+        raise ArgumentTypeError(f"{text!r}: no point; {kind}:POINT, one of {', '.join(POINTS)}")
+    point, *roles = rest
+    if point not in POINTS:
+        raise ArgumentTypeError(f"{text!r}: no point {point!r}; one of {', '.join(POINTS)}")
+    if roles and kind not in RANK_KINDS:
+        raise ArgumentTypeError(
+            f"{text!r}: {kind} strikes a message and takes no role; only {', '.join(RANK_KINDS)} take one"
+        )
+    if len(roles) > 1 or not set(roles) <= set(ROLES):
+        raise ArgumentTypeError(f"{text!r}: no role {':'.join(roles)!r}; one of {', '.join(ROLES)}")
+    return Fault(kind, point, *roles)
 
 
 def story(world: World) -> str:
@@ -27,17 +40,38 @@ def story(world: World) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if anything is wrong with the world."""
     parser = argparse.ArgumentParser(prog="rayk.transfer.simulator", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fault", action="append", default=[], help="KIND:POINT[:prefill|decode]")
-    parser.add_argument("--mode", choices=MODES, default="pull")
-    parser.add_argument("--policy", choices=POLICIES, default="fail")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="decides everything that is drawn: the same world every time"
+    )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        type=parse_fault,
+        default=[],
+        metavar="KIND:POINT[:ROLE]",
+        help=f"strikes once; may be given again. KIND: {', '.join(KINDS)}. POINT: {', '.join(POINTS)}. "
+        f"ROLE, of {', '.join(RANK_KINDS)}: {' or '.join(ROLES)} [default: prefill]",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="pull",
+        help="the decode engine reads, or the prefill engine writes [default: pull]",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=POLICIES,
+        default="fail",
+        help="of a request whose transfer fails: it fails, the decode engine computes what is missing, or "
+        "another prefill engine takes it [default: fail]",
+    )
     parser.add_argument("--abort", action="store_true", help="a user gives a request up")
     parser.add_argument("--table", action="store_true", help="print what each fault must lead to, and end")
     asked = parser.parse_args(arguments)
     if asked.table:
         sys.stdout.write(table_text() + "\n")
         return 0
-    faults = [parse_fault(text) for text in asked.fault]
+    faults: list[Fault] = asked.fault
     world = World(
         asked.seed, faults, mode=asked.mode, policy=asked.policy, abort=asked.abort, tracing=True
     ).run()
