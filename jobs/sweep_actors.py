@@ -21,8 +21,8 @@ from rayk.types.errors import RaykError
 UCX = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "/tmp/rayk-ucx-%p.log"}
 """What makes UCX say which transport it chooses."""
 RDT_NOTES = {
-    "dense": "one tensor; pull only, whole tensors only: no head slices, no strides",
-    "blocks": "a tensor per block: a reader cannot pick some, nor lay them out anew; no leases",
+    "dense": "one tensor",
+    "blocks": "a tensor per block",
 }
 
 

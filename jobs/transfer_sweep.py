@@ -53,10 +53,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--spec", type=Path, default=HERE / "transfer_sweep.yaml")
     parser.add_argument("--out", type=Path, help="where tables and the report go")
     parser.add_argument("--address", help="a running Ray cluster; else a local one is started")
-    parser.add_argument("--limit", type=int, help="only so many cells, spread over all")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only so many cells, spread over all")
     parser.add_argument("--ceiling", action="store_true", help="measure rates instead")
     parser.add_argument("--check", action="store_true", help="with --ceiling: fail below 90 %% of bare NIXL")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.check and not options.ceiling:
+        parser.error("--check is of rates: only with --ceiling (bytes are always checked)")
+    return options
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
 
 
 def run(sweep: Sweep, options: argparse.Namespace) -> int:

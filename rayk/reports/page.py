@@ -15,6 +15,9 @@ from rayk.reports.text import csv_frame
 from rayk.reports.verdicts import format_value
 from rayk.types.errors import UserError
 
+SHORT_TEXT = 24
+"""A cell's text of no more characters stands on one line."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
@@ -92,7 +95,7 @@ def _body(section: Section) -> list[list[dict[str, Any]]]:
                 {
                     "text": text,
                     "value": float(row[column.key]) if column.spec and text else None,
-                    "kind": "num" if column.spec else "",
+                    "kind": "num" if column.spec else "short" if len(text) <= SHORT_TEXT else "",
                 }
                 for column, text in zip(section.columns, texts, strict=True)
             ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +16,8 @@ import torch
 
 from jobs.sweep_cells import load_sweep
 from jobs.sweep_oracle import POISON, content, fill, make_specs, wrong_bytes
+from jobs.sweep_report import CEILING_COLUMNS, write_results
+from jobs.transfer_sweep import parse_options
 from jobs.ucx_log import chosen_transport
 from rayk.kv.caches import allocate
 from rayk.kv.fields import PageField
@@ -109,6 +113,41 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, problem: str):
     path.write_text(text)
     with pytest.raises((SpecError, UserError), match=problem):
         load_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--limit", "0"], "argument --limit: '0' is not a number of 1 or more"),
+        (["--limit", "-2"], "argument --limit: '-2' is not a number of 1 or more"),
+        (["--check"], "only with --ceiling"),
+    ],
+)
+def test_options_that_would_check_nothing_are_refused(
+    arguments: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr(sys, "argv", ["transfer_sweep.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        parse_options()
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_short_texts_of_the_ceiling_stand_on_one_line(tmp_path: Path):
+    row = dict.fromkeys((column.key for column in CEILING_COLUMNS), None)
+    texts = {"tp": "1->1", "layouts": "BHLNC->LBHNC", "note": "a text of some length, which may take lines"}
+    write_results(load_sweep(SPEC), [row | texts], tmp_path / "run", 1.0, ceiling=True)
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    classes = {
+        html.unescape(text): kind for kind, text in re.findall(r'<td(?: class="(\w+)")?>([^<]+)</td>', page)
+    }
+    assert [classes[text] for text in texts.values()] == ["short", "short", ""]
+    nowrap = re.search(r"([^}]*)\{ white-space: nowrap; \}\s*table.data th\[data-sort", page)
+    assert nowrap is not None
+    assert "td.short" in nowrap[1]
 
 
 @pytest.mark.ray
