@@ -82,8 +82,6 @@ class DataReads:
             row.staged = True
             self._staged[index] = staged, self.clock()
             return self._ended(index, staged) if staged.begin() else []
-        row.num_descriptors += read.num_descriptors
-        row.num_descriptors_merged = (row.num_descriptors_merged or 0) + read.num_coalesced
         return self._post_direct(index, read)
 
     def poll(self, index: int) -> list[s.Event]:
@@ -136,6 +134,7 @@ class DataReads:
             self.link.prepared.give_back(read.pattern.key)
             return [s.ReadEnded(index, error.reason)]
         self._flights[index] = InFlight(transfer, began, self.clock() - began)
+        self._count_descriptors(read, read.num_descriptors, read.num_coalesced)
         return []
 
     def _ended(self, index: int, staged: StagedRead) -> list[s.Event]:
@@ -145,15 +144,20 @@ class DataReads:
     def _end_staged(self, index: int) -> None:
         staged, began_ns = self._staged.pop(index)
         row = self._row(staged.read)
-        row.num_descriptors += staged.num_descriptors
-        row.num_descriptors_merged = (row.num_descriptors_merged or 0) + staged.num_merged
         row.repack_ns += staged.repack_ns
+        self._count_descriptors(staged.read, staged.num_descriptors, staged.num_merged)
         self._count(staged.read, staged.post_ns, began_ns)
 
     def _count(self, read: BlockReads, post_ns: int, began_ns: int) -> None:
         row = self._row(read)
         row.post_ns += post_ns
         row.transfer_ns = max(row.transfer_ns, self.clock() - began_ns)
+
+    def _count_descriptors(self, read: BlockReads, num_descriptors: int, num_merged: int) -> None:
+        """Of what was posted: runs, or stretches where it is staged."""
+        row = self._row(read)
+        row.num_descriptors += num_descriptors
+        row.num_descriptors_merged = (row.num_descriptors_merged or 0) + num_merged
 
     def _row(self, read: BlockReads) -> TransferRow:
         return self._rows.setdefault(

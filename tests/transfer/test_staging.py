@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -238,6 +239,50 @@ def test_rows_say_what_was_chosen_and_what_the_other_would_have_cost():
         assert row.direct_cost_us is not None
         assert row.staged_cost_us is not None
     assert rows["auto"].staged == (rows["auto"].staged_cost_us < rows["auto"].direct_cost_us)
+
+
+@pytest.mark.parametrize(("mode", "num_bytes"), [("never", 512), ("always", 512), ("always", 1 << 20)])
+def test_rows_count_what_the_transport_was_asked_for(monkeypatch, mode, num_bytes):
+    """Whole stretches, of however many chunks, or runs; the reads of generations do not count."""
+    shape = Shape(tp=(1, 2), layouts=("BLNHC", "BHLNC"))
+    pair = local_pair(shape, staging=StagingSettings(mode, num_bytes))
+    asked: Counter[str] = Counter()
+    read = LocalAgent.read
+    fences = {
+        (agent.name, handle)
+        for rank, agent in zip(pair.consumer.ranks, pair.consumer.agents, strict=True)
+        for link in rank._links.values()
+        for handle in link.fences.values()
+    }
+
+    def counted(self, handle, local, remote):
+        if (self.name, handle) not in fences:
+            asked[self.name] += len(local)
+        return read(self, handle, local, remote)
+
+    monkeypatch.setattr(LocalAgent, "read", counted)
+    outcomes, _ = pair.transfer(shape.values(36))
+    for rank, outcome in outcomes.items():
+        assert {row.staged for row in outcome.rows} == {mode == "always"}
+        name = pair.consumer.agents[rank].name
+        assert sum(row.num_descriptors for row in outcome.rows) == asked[name] > 0
+
+
+def test_what_could_not_be_posted_was_not_asked(monkeypatch):
+    shape = Shape(layouts=("BLNHC", "BHLNC"))
+    counts = {}
+    for mode in ("never", "always"):
+        pair = local_pair(shape, staging=StagingSettings(mode, 1 << 20))
+
+        def refuse(self, *lists):
+            raise TransferError("", "no route")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalAgent, "read", refuse)
+            outcomes, _ = pair.transfer(shape.values(36))
+        assert "no route" in str(outcomes[0].error)
+        counts[mode] = [row.num_descriptors for row in outcomes[0].rows]
+    assert counts == {"never": [0], "always": [0]}
 
 
 def test_consecutive_blocks_are_one_descriptor():
