@@ -41,31 +41,44 @@ from rayk.transfer.recovery import POLICIES  # noqa: E402
 
 NO_FAULTS = "no faults"
 LENGTHS = [64, 300, 150, 400]
+MAX_BATCH_TOKENS = 256
+MIN_REQUESTS = 6
+"""Three reads of the first half of the requests are struck."""
 
 
-def draw_faults(num_requests: int, seed: int) -> list[dict[str, Any]]:
-    """Faults of one cell: which of the decode engine's reads, and which step of a prefill engine."""
+def draw_faults(num_requests: int, seed: int, mode: str = "pull") -> list[dict[str, Any]]:
+    """Faults of one cell: which of the decode engine's reads or of a prefill engine's writes, and which step
+    of the other prefill engine. At least MIN_REQUESTS requests; they take turns at the prefill engines."""
     draw = random.Random(seed)
     lost, changed, fenced = draw.sample(range(1, num_requests // 2 + 1), 3)
+    pusher = {"engine": 1} if mode == "push" else {}  # without it, each prefill engine would commit them
+    num_first_tokens = sum(LENGTHS[i % len(LENGTHS)] for i in range(0, num_requests, 2))
+    num_steps = -(-num_first_tokens // MAX_BATCH_TOKENS)  # that engine 0 takes at the least
     return [
-        {"kind": "drop", "point": "post", "step": lost},
-        {"kind": "corrupt", "point": "mid_transfer", "step": changed, "seed": draw.randrange(64)},
-        {"kind": "corrupt", "point": "notify", "step": fenced},
-        {"kind": "early_reuse", "request": draw.randrange(num_requests // 2), "engine": 1},
-        {"kind": "kill", "point": "prefill", "engine": 0, "step": draw.randint(4, 6)},
+        {"kind": "drop", "point": "post", "step": lost, **pusher},
+        {"kind": "corrupt", "point": "mid_transfer", "step": changed, "seed": draw.randrange(64), **pusher},
+        {"kind": "corrupt", "point": "notify", "step": fenced, **pusher},
+        # Requests of odd numbers are prefilled by engine 1.
+        {"kind": "early_reuse", "request": draw.randrange(num_requests // 2) | 1, "engine": 1},
+        {
+            "kind": "kill",
+            "point": "prefill",
+            "engine": 0,
+            "step": draw.randint(min(4, num_steps), min(6, num_steps)),
+        },
     ]
 
 
 def make_spec(options: argparse.Namespace) -> dict[str, Any]:
     """The experiment: a cell per policy, and one without faults."""
-    faults = draw_faults(options.requests, options.seed)
+    faults = draw_faults(options.requests, options.seed, options.mode)
     return {
         "name": "failure-policies",
         "model": str(TINY),
         "device": options.device,
         "prompts": {"random": {"count": options.requests, "input_tokens": LENGTHS, "seed": options.seed}},
         "sampling": {"max_tokens": options.max_tokens, "ignore_eos": True},
-        "engine": {"num_blocks": 512, "max_batch_tokens": 256, "max_seqs": 32},
+        "engine": {"num_blocks": 512, "max_batch_tokens": MAX_BATCH_TOKENS, "max_seqs": 32},
         "prefill": {"num_engines": 2},
         "transfer": {"mode": options.mode, "lease_s": 5.0},
         "matrix": [
@@ -195,7 +208,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="folder of the results (default: runs/failure-policies-<time>)"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.requests < MIN_REQUESTS:
+        parser.error(
+            f"--requests {options.requests}: at least {MIN_REQUESTS}; faults are drawn among their transfers"
+        )
+    return options
 
 
 if __name__ == "__main__":

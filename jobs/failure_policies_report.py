@@ -74,7 +74,8 @@ def about(options: argparse.Namespace) -> str:
     return (
         f"{options.requests} prompts at once, {options.repeats} times per policy, transfer mode "
         f"{options.mode}, transfers' deadline {options.transfer_s:g} s, seed {options.seed}; two prefill "
-        "engines, one decode engine. Each repeat commits every fault once."
+        "engines, one decode engine. Each repeat plants every fault once; one whose point is not passed that "
+        "often, because an engine died before, strikes nothing."
     )
 
 

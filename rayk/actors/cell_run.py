@@ -240,7 +240,8 @@ class CellRun:
             # Blocks to push into were reserved before the prompt was computed.
             stages["reserve"] += row.stage_ns.get("reserve", 0)
             row.stage_ns |= {**stages, "handover": max(0, waited)}
-            row.exposed_ns = time_ns - row.token_times_ns[0]
+            if event.error is None:
+                row.exposed_ns = time_ns - row.token_times_ns[0]
             self._ready_ns[row.request_id] = time_ns
         self._outcome.num_kv_bytes_checked += info.get("num_kv_bytes_checked", 0)
         for transfer in info.get("transfers", ()):
@@ -264,6 +265,8 @@ class CellRun:
     def _fail(self, row: RequestRow, error: RaykError) -> None:
         row.error = str(error)
         row.finish_reason = "error"
+        if row.exposed_ns is not None and row.token_times_ns[-1] < row.token_times_ns[0] + row.exposed_ns:
+            row.exposed_ns = None  # no decode step followed
         self._outcome.errors.append(error)
 
 

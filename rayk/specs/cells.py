@@ -29,6 +29,9 @@ from rayk.types.request import SamplingParams
 TABLED = (*KINDS, "kill_node")
 """Kinds of faults with points of a request's life."""
 
+UNHEEDED = {"push": ("transfer.staging", "transfer.staging_mib"), "pull": ("transfer.push_layers",)}
+"""Transfer mode -> what only the other mode heeds."""
+
 Models = DecoderConfig | Mapping[str, DecoderConfig]
 """The decoder of all cells, or each model's by its name in the spec."""
 
@@ -61,7 +64,8 @@ class Cell:
 
     cell_id: str
     axes: dict[str, Any]
-    """Every axis by its dotted name; None for decode.* and transfer.* of aggregated cells."""
+    """Every axis by its dotted name; None for what the cell does not heed: decode.* and transfer.* of
+    aggregated cells, UNHEEDED of the others."""
     mode: str
     prefill: EngineConfig
     """The engine of an aggregated cell, the prefill engine of a disaggregated one."""
@@ -177,19 +181,27 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
     for key, wanted in rule.items():
         options = wanted if isinstance(wanted, list) and key not in LIST_KEYS else [wanted]
         options = [{str(k): v for k, v in o.items()} if isinstance(o, dict) else o for o in options]
-        absent = cell.decode is None and key.startswith(("decode.", "transfer."))
+        if key == "faults":
+            named = wanted if isinstance(wanted, list) else [wanted]
+            options = [_plain_faults(FaultSpec.model_validate(fault) for fault in named)]
+        absent = _is_unheeded(key, cell.spec)
         found = cell.axes[key] if key in cell.axes else None if absent else _axis_value(cell.spec, key)
         if found not in options:
             return False
     return bool(rule)
 
 
+def _is_unheeded(name: str, spec: ExperimentSpec) -> bool:
+    """Whether nothing in a cell of this spec depends on an axis."""
+    if spec.mode == "aggregated":
+        return name.startswith(("decode.", "transfer."))
+    return name in UNHEEDED[spec.transfer.mode]
+
+
 def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, device: str | None) -> Cell:
     config = decoder_of(models, spec)
     aggregated = spec.mode == "aggregated"
-    axes = {name: _axis_value(spec, name) for name in names}
-    if aggregated:
-        axes |= {n: None for n in names if n.startswith(("decode.", "transfer."))}
+    axes = {name: None if _is_unheeded(name, spec) else _axis_value(spec, name) for name in names}
     prefill = _engine(spec, spec.prefill, config, device)
     decode = None if aggregated else _engine(spec, spec.decode, config, device)
     checks = _checks(spec, config)
@@ -345,8 +357,13 @@ def _axis_value(spec: ExperimentSpec, name: str) -> Any:
         shared: Any = spec if leaf in _OF_BOTH else spec.engine
         value = getattr(shared, leaf, None)
     if isinstance(value, list):
-        return [v.model_dump(exclude_none=True) if isinstance(v, FaultSpec) else v for v in value]
+        return _plain_faults(value) if name == "faults" else value
     return value
+
+
+def _plain_faults(faults: Iterable[FaultSpec]) -> list[dict[str, Any]]:
+    """Faults as data, defaults included: equal where they mean the same."""
+    return [fault.model_dump(exclude_none=True) for fault in faults]
 
 
 _DEFAULTS = ExperimentSpec.model_validate({"model": "m", "prompts": {"file": "f"}})

@@ -47,6 +47,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     for key, what in _not_supported(cell):
         raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
     _check_prompt_logprobs(cell, loaded)
+    _check_staging(cell, loaded)
     if why_no_groups(cell.engines, config) is not None:
         return  # unsupported: there is no cache that the rest could be held against
     check_kernel_blocks(cell, config, loaded)
@@ -85,6 +86,21 @@ def _check_prompt_logprobs(cell: Cell, loaded: LoadedSpec) -> None:
             "compute the sampled tokens only have no logits of the prompt's others",
             where=loaded.where("sampling.prompt_logprobs"),
             mend=f"{side}: {{fast_prefill: false}}, or leave prompt_logprobs out",
+        )
+
+
+def _check_staging(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse to stage what is pushed. Where mode or staging is an axis, it is meant for cells that pull."""
+    transfer = cell.spec.transfer
+    varied = {key for matrix in loaded.spec.matrix for key in matrix}
+    if cell.decode is None or varied & {"transfer.mode", "transfer.staging"}:
+        return
+    if transfer.mode == "push" and transfer.staging == "always":
+        raise SpecError(
+            problem="transfer.staging: always with transfer.mode: push: writes go straight into pages, only "
+            "reads are staged",
+            where=loaded.where("transfer.staging"),
+            mend="transfer: {mode: pull}, or staging: auto",
         )
 
 

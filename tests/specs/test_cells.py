@@ -67,6 +67,55 @@ def test_decode_and_transfer_axes_do_not_multiply_aggregated_cells() -> None:
     assert aggregated[0].axes["transfer.mode"] is None
 
 
+def test_what_a_transfer_mode_does_not_heed_does_not_multiply_its_cells() -> None:
+    matrix = {
+        "transfer.mode": ["pull", "push"],
+        "transfer.staging": ["auto", "never", "always"],
+        "transfer.staging_mib": [64, 8],
+        "transfer.push_layers": ["auto", 1],
+    }
+    found = cells(matrix=matrix)
+    by_mode = {
+        mode: [c for c in found if c.axes["transfer.mode"] == mode] for mode in matrix["transfer.mode"]
+    }
+    assert len(by_mode["pull"]) == 3 * 2
+    assert {c.spec.transfer.staging for c in by_mode["pull"]} == {"auto", "never", "always"}
+    assert {c.axes["transfer.push_layers"] for c in by_mode["pull"]} == {None}
+    assert [c.axes["transfer.push_layers"] for c in by_mode["push"]] == ["auto", 1]
+    assert {(c.axes["transfer.staging"], c.axes["transfer.staging_mib"]) for c in by_mode["push"]} == {
+        (None, None)
+    }
+    assert len({c.cell_id for c in found}) == len(found) == 8
+    left = cells(matrix=matrix, exclude=[{"transfer.staging": ["never", "always"]}])
+    assert [c.axes["transfer.mode"] for c in left] == ["pull", "pull", "push", "push"]
+
+
+KILL = {"kind": "kill", "point": "post", "engine": 1}
+LATE = {"kind": "delay", "point": "post", "delay_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("excluded", "left"),
+    [
+        ([KILL], [[], [KILL, LATE]]),
+        (KILL, [[], [KILL, LATE]]),
+        ([KILL | {"seed": 0, "role": None}], [[], [KILL, LATE]]),
+        ([], [[KILL], [KILL, LATE]]),
+        ([KILL, LATE | {"delay_s": 1}], [[], [KILL]]),
+        ([KILL | {"engine": 0}], [[], [KILL], [KILL, LATE]]),
+        ([KILL | {"seed": 1}], [[], [KILL], [KILL, LATE]]),
+    ],
+)
+def test_exclude_takes_faults_as_the_matrix_spells_them(excluded: Any, left: list[Any]) -> None:
+    found = cells(
+        matrix={"faults": [[], [KILL], [KILL, LATE]]},
+        exclude=[{"faults": excluded}],
+        prefill={"num_engines": 2},
+    )
+    told = [[f.model_dump(exclude_defaults=True) for f in c.faults] for c in found]
+    assert told == left
+
+
 def test_exclude_takes_points_lists_and_defaults() -> None:
     matrix = {"prefill.tp": [1, 2, 4], "decode.tp": [1, 2, 4]}
     left = ids(

@@ -29,7 +29,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
     [
         ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
         ({"arrival": {"rate": 2.0}}, "arrival.rate"),
-        ({"faults": [{"kind": "lose_notification"}]}, "fault kind 'lose_notification'"),
     ],
 )
 def test_what_comes_later_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
@@ -317,3 +316,15 @@ def test_cuda_needs_a_gpu() -> None:
     check_device("auto", num_gpus=0)
     assert resolve_device("auto", "cpu") == "cpu"
     assert resolve_device("cuda", "cpu") == "cuda"
+
+
+def test_staging_of_what_is_pushed_is_refused_unless_other_cells_pull() -> None:
+    with pytest.raises(SpecError) as caught:
+        plan(transfer={"mode": "push", "staging": "always"})
+    assert caught.value.problem.startswith("transfer.staging: always with transfer.mode: push")
+    assert caught.value.mend == "transfer: {mode: pull}, or staging: auto"
+    for staging in ("auto", "never"):
+        plan(transfer={"mode": "push", "staging": staging})
+    plan(transfer={"mode": "pull", "staging": "always"})
+    plan(transfer={"staging": "always"}, matrix={"transfer.mode": ["pull", "push"]})
+    plan(transfer={"mode": "push", "staging": "always"}, mode="aggregated")
