@@ -175,6 +175,8 @@ def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.Monk
     parts = ("status", "stop", "check_integrity", "dissolve", "run")
     worker = SimpleNamespace(**{part: Method(slow) for part in parts})
     replaced: list[tuple[str, int]] = []
+    transfer = SimpleNamespace(lease_s=None)
+    cell = SimpleNamespace(failure_policy="fail", spec=SimpleNamespace(transfer=transfer), faults=())
 
     async def end() -> tuple[CellOutcome, float]:
         coordinator = Coordinator("rayk/coordinator/x")
@@ -182,7 +184,7 @@ def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.Monk
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [worker])
         engine.start()
         outcome, started = CellOutcome(), time.monotonic()
-        await coordinator._end(engine, outcome)
+        await coordinator._end(engine, cell, outcome)  # type: ignore[arg-type]
         return outcome, time.monotonic() - started
 
     outcome, took_s = asyncio.run(end())

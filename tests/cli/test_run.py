@@ -56,7 +56,7 @@ def refused(*arguments: str | Path) -> str:
         ({"sampling": {"max_tokens": 5000}}, r"37 \+ max_tokens 5000 = 5037 tokens, over the model's 2048"),
         ({"engine": {"num_blocks": 3}}, r"need 4 KV blocks, over the prefill engine's pool of 2 \(3"),
         ({"device": "cuda"}, "device: cuda, but no GPU was found"),
-        ({"transfer": {"mode": "push"}}, "not supported yet: transfer.mode: push"),
+        ({"transfer": {"mode": "shove"}}, "transfer.mode"),
         ({"prompts": {"file": "none.jsonl"}}, r"none\.jsonl: cannot read the prompts file"),
         ({"exclude": [{"mode": "disaggregated"}]}, "no cell is left"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from rayk.actors.cell_run import CellOutcome
 from rayk.experiments import run as run_module
 from rayk.experiments.judge import CellJudge
+from rayk.experiments.quantised import Twins
 from rayk.reports import ResultWriter, exit_code, load
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.errors import DeviceError, UserError
@@ -43,6 +44,7 @@ class Judge(CellJudge):
 
     def __init__(self, error: Exception) -> None:
         self._errors = [error]
+        self.twins = Twins()
 
     def ask(self, cell: Cell, prompts: Any) -> None:
         raise self._errors[0]
