@@ -15,7 +15,7 @@ import pytest
 
 from rayk.engine.build import Completion
 from rayk.oracle.tiny import HYBRID
-from rayk.transfer.push_link import kept_layers
+from rayk.transfer.options import kept_layers
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.pd import NAN_POISON, Pair, make_request
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.actors.commands import EndPush, PushStep
+from rayk.transfer.options import kept_layers
 from rayk.transfer.push import Chunk
-from rayk.transfer.push_link import kept_layers
 from rayk.transfer.pusher import Pusher
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from rayk.cli.explanation import Explanation, Group, Units
+from rayk.cli.explained_reads import Units
+from rayk.cli.explanation import Explanation, Group
 from rayk.cli.places import counted
 
 READ, HELD = "●", "○"

@@ -74,6 +74,18 @@ def _explain(
             "--hybrid-kv/--no-hybrid-kv", help="Windowed and chunked layers keep what they see only."
         ),
     ] = True,
+    kv_dtype: Annotated[
+        str, typer.Option(metavar="auto|fp8_e4m3|nvfp4", help="What both engines keep KV in; auto: --dtype.")
+    ] = "auto",
+    kv_scales: Annotated[
+        str, typer.Option(help="Scales of both engines' fp8: tensor or token_head.")
+    ] = "tensor",
+    transfer_mode: Annotated[
+        str, typer.Option(metavar="pull|push", help="The decode engine reads, or the prefill engine writes.")
+    ] = "pull",
+    staging: Annotated[
+        str, typer.Option(metavar="auto|never|always", help="Whether pulls go through a staging buffer.")
+    ] = "auto",
     output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.text,
     side: Annotated[str, typer.Option(help="For --byte: prefill or decode.")] = "prefill",
     rank: Annotated[int, typer.Option(min=0, help="For --byte and --find: the rank.")] = 0,
@@ -98,8 +110,17 @@ def _explain(
     Exit 0: supported. 1: not, and why. 2: bad input.
     """
     from rayk.cli.explanation import explain_pair, locate
+    from rayk.types.errors import UserError
 
-    settings: dict[str, Any] = {"engine": {"num_blocks": num_blocks, "hybrid_kv": hybrid_kv}, "dtype": dtype}
+    if byte is not None and find is not None:
+        raise UserError("--byte and --find ask for opposite things", mend="one of them")
+    settings: dict[str, Any] = {
+        "engine": {"num_blocks": num_blocks, "hybrid_kv": hybrid_kv},
+        "dtype": dtype,
+        "kv_dtype": kv_dtype,
+        "kv_scales": kv_scales,
+        "transfer": {"mode": transfer_mode, "staging": staging},
+    }
     for name in SIDES:
         values = {k.removeprefix(f"{name}_"): v for k, v in axes.items() if k.startswith(f"{name}_")}
         settings[name] = {k: _value(k, v) for k, v in values.items() if v is not None}

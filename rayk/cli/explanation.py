@@ -10,9 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rayk.cli.explained_reads import (
+    Conversion,
+    Read,
+    Transfer,
+    Units,
+    explain_conversion,
+    explain_reads,
+    explain_transfer,
+    units_of,
+)
 from rayk.cli.places import counted, find_coordinate, name_byte
 from rayk.engine.plan import EnginePlan, plan_engine
-from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.kv.formats import engine_format
+from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
@@ -20,39 +31,10 @@ from rayk.models.families import load_config
 from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
-from rayk.transfer.plan import consecutive_tables, plan_transfer
-from rayk.transfer.wire_geometry import needs_conversion, wire_geometry
 from rayk.types.config import EngineConfig
-from rayk.types.errors import SpecError, UserError
+from rayk.types.errors import SpecError, TransferError, UserError
 
 DEFAULT_TOKENS = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Units:
-    """Global units of the fields that have the same."""
-
-    unit_name: str
-    """What they are: heads, groups, ..."""
-    fields: tuple[str, ...]
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
-    """What one consumer rank reads from one producer rank for one KV group."""
-
-    producer_rank: int
-    consumer_rank: int
-    group: int
-    kind: str
-    """Of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
-    layers: tuple[int, ...]
-    units: tuple[Units, ...]
-    bytes: int
-    num_descriptors: int
-    num_descriptors_merged: int
-    """Left when consecutive blocks of dense runs are read as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +134,9 @@ class Explanation:
     bytes: int = 0
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()
+    transfer: Transfer | None = None
+    conversion: Conversion | None = None
+    """None where both sides keep one format."""
     sharing: tuple[Sharing, ...] = ()
     fast_prefill: FastPrefill | None = None
     notes: tuple[str, ...] = ()
@@ -179,7 +164,10 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
     notes = _length_note(tokens, config, producer) if num_tokens is None else []
-    reads = _reads(producer, consumer, tokens)
+    try:
+        reads = explain_reads(producer, consumer, tokens, cell.spec.transfer)
+    except TransferError as error:
+        return Explanation(supported=False, reason=error.reason, num_tokens=tokens, **about)
     return Explanation(
         supported=True,
         reason="",
@@ -187,6 +175,8 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         bytes=sum(r.bytes for r in reads),
         num_descriptors=sum(r.num_descriptors for r in reads),
         reads=tuple(reads),
+        transfer=explain_transfer(producer, consumer, cell.spec.transfer),
+        conversion=explain_conversion(producer, consumer, reads, tokens),
         sharing=tuple(Sharing(layer=n, uses=source) for n, source in _sources(config).items()),
         fast_prefill=_fast_prefill(cell, config, tokens),
         notes=(*notes, *_border_notes(consumer, config, tokens)),
@@ -196,8 +186,11 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
 
 
 def _engine_text(engine: EngineConfig) -> str:
-    """`TP 2`, and the layout if one was asked for."""
-    return f"TP {engine.tp}" + (f", {engine.layout}" if engine.layout != "auto" else "")
+    """`TP 2`, and the layout and KV format if they were asked for."""
+    texts = [f"TP {engine.tp}"]
+    texts += [engine.layout] if engine.layout != "auto" else []
+    texts += [engine_format("", engine.kv_dtype, engine.kv_scales)] if engine.kv_dtype != "auto" else []
+    return ", ".join(texts)
 
 
 def locate(
@@ -323,45 +316,6 @@ def _capacity_tokens(rank: RankGeometry) -> int:
     return bisect_right(range(most + 1), rank.num_blocks - 1, key=partial(_num_blocks, rank)) - 1
 
 
-def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:
-    """Where a consumer rank's rows arrive: its own cache, or what is converted from."""
-    if not needs_conversion(producer, consumer):
-        return consumer
-    return wire_geometry(producer, consumer, producer.num_blocks)
-
-
-def _reads(producer: EnginePlan, consumer: EnginePlan, num_tokens: int) -> list[Read]:
-    reads = []
-    source_tables = consecutive_tables(producer.ranks[0], num_tokens)
-    for rank in (_landing(producer.ranks[0], r) for r in consumer.ranks):
-        plan = plan_transfer(producer.ranks, rank)
-        sums: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
-        tables = consecutive_tables(rank, num_tokens)
-        for part in plan.lower(num_tokens, source_tables, tables):
-            total = sums[part.producer_rank, part.source_group, part.group]
-            total[0] += part.num_bytes
-            total[1] += part.num_descriptors
-            total[2] += part.num_coalesced
-        for unit_reads in plan.reads:
-            num_bytes, descriptors, merged = sums[
-                unit_reads.producer_rank, unit_reads.source_group, unit_reads.group
-            ]
-            reads.append(
-                Read(
-                    producer_rank=unit_reads.producer_rank,
-                    consumer_rank=rank.tp_rank,
-                    group=unit_reads.group,
-                    kind=rank.groups[unit_reads.group].group.spec.kind,
-                    layers=unit_reads.layers,
-                    units=_units(rank.groups[unit_reads.group], unit_reads.units),
-                    bytes=num_bytes,
-                    num_descriptors=descriptors,
-                    num_descriptors_merged=merged,
-                )
-            )
-    return reads
-
-
 def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
     ranks = plan.ranks
     num_tokens = waste_tokens(config.max_positions)
@@ -400,7 +354,7 @@ def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: Decod
             rank.block_bytes - len(share.group.layers) * share.page_bytes
             for rank, share in zip(ranks, shares, strict=True)
         ),
-        units=tuple(_units(share, {f.field.name: f.units for f in share.fields}) for share in shares),
+        units=tuple(units_of(share, {f.field.name: f.units for f in share.fields}) for share in shares),
     )
 
 
@@ -410,14 +364,3 @@ def _sights(layers: Sequence[int], config: DecoderConfig) -> tuple[Sight, ...]:
         alike[config.layers[n].window, config.layers[n].chunk].append(n)
     alike.pop((None, None), None)
     return tuple(Sight(layers=tuple(ns), window=window, chunk=chunk) for (window, chunk), ns in alike.items())
-
-
-def _units(group: GroupGeometry, by_field: Mapping[str, tuple[int, ...]]) -> tuple[Units, ...]:
-    """Fields of like units together, in page order."""
-    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for f in group.fields:
-        if f.field.name in by_field:
-            alike.setdefault((f.field.unit_name, by_field[f.field.name]), []).append(f.field.name)
-    return tuple(
-        Units(unit_name=name, fields=tuple(fields), ids=ids) for (name, ids), fields in alike.items()
-    )

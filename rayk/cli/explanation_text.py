@@ -8,12 +8,26 @@ from typing import Any
 from rich.table import Table
 
 from rayk.cli.drawing import svg_drawing, text_drawing
-from rayk.cli.explanation import Explanation, FastPrefill, Group, Sharing, Sight, Units
+from rayk.cli.explained_reads import Conversion, Transfer, Units
+from rayk.cli.explanation import Explanation, FastPrefill, Group, Sharing, Sight
 from rayk.cli.guard import stdout
 from rayk.cli.places import counted, numbers
 
-HEAD = ("consumer", "producer", "group", "kind", "layers", "units", "bytes", "descriptors", "merged")
-LEFT = ("kind", "layers", "units")
+HEAD = (
+    "consumer",
+    "producer",
+    "group",
+    "kind",
+    "layers",
+    "units",
+    "bytes",
+    "descriptors",
+    "merged",
+    "direct, us",
+    "staged, us",
+    "way",
+)
+LEFT = ("kind", "layers", "units", "way")
 
 
 def print_text(explanation: Explanation) -> None:
@@ -54,12 +68,35 @@ def summary(explanation: Explanation) -> str:
 
 def remarks(explanation: Explanation) -> Iterator[str]:
     """Lines on the model and on numbers that may surprise."""
+    if explanation.conversion is not None:
+        yield conversion_text(explanation.conversion)
+    if explanation.transfer is not None:
+        yield transfer_text(explanation.transfer)
     if explanation.sharing:
         yield sharing_text(explanation.sharing)
     fast = explanation.fast_prefill
     if fast is not None and (fast.sides or explanation.sharing):
         yield fast_prefill_text(fast, explanation.num_tokens)
     yield from explanation.notes
+
+
+def conversion_text(conversion: Conversion) -> str:
+    """`decode converts on receive: float32 -> fp8_e4m3, ...`."""
+    formats = (", ".join(f) for f in (conversion.producer_formats, conversion.consumer_formats))
+    return (
+        f"decode converts on receive: {' -> '.join(formats)}; {conversion.wire_bytes:,} bytes on the wire "
+        f"become {conversion.kept_bytes:,}"
+    )
+
+
+def transfer_text(transfer: Transfer) -> str:
+    """How it travels, and what the expected times are of."""
+    costs = f"expected times are those of {transfer.costs}"
+    if transfer.mode == "pull":
+        return f"pull, staging {transfer.staging}; {costs}"
+    first, *others = transfer.push_layers
+    slower = ", ".join(f"{p.layers} from {p.from_layer_us:,.0f} us of computing a layer" for p in others)
+    return f"push, {first.layers} layers per write" + (f" ({slower})" if slower else "") + f"; {costs}"
 
 
 def fast_prefill_text(fast: FastPrefill, num_tokens: int) -> str:
@@ -172,6 +209,9 @@ def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
             f"{read.bytes:,}",
             f"{read.num_descriptors:,}",
             f"{read.num_descriptors_merged:,}",
+            f"{read.direct_us:,.0f}",
+            "" if read.staged_us is None else f"{read.staged_us:,.0f}",
+            read.way,
         )
         for read in explanation.reads
     ]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from rayk.kv.geometry import RankGeometry
 from rayk.transfer.agent import Handle, TransferAgent
-from rayk.transfer.costs import choose_push_layers, transfer_costs
+from rayk.transfer.costs import transfer_costs
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.link import PREPARED_PER_READ, PreparedReads, pattern_lists
-from rayk.transfer.plan import Pattern, TransferPlan, consecutive_tables, plan_pushes
+from rayk.transfer.options import choose_layers, kept_layers
+from rayk.transfer.plan import Pattern, TransferPlan, plan_pushes
 
 
 class PreparedWrites(PreparedReads):
@@ -26,11 +26,6 @@ class PreparedWrites(PreparedReads):
     def _make(self, pattern: Pattern) -> Handle:
         local, remote = pattern_lists(self._me, self._consumer, pattern)
         return self._agent.prepare(self._consumer.agent_name, local, remote, self._consumer.device)
-
-
-def kept_layers(geometry: RankGeometry) -> tuple[int, ...]:
-    """Layers that keep something, ascending."""
-    return tuple(sorted({layer for g in geometry.groups for layer in g.group.layers}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +81,11 @@ def make_consumer_link(
         for rank, plan in plans.items()
     }
 
+    costs = transfer_costs(agent.transport, me.device)
+
     @cache
     def choose(layer_ns: int) -> int:
-        return push_layers or _choose_layers(agent, me, plans, layers, layer_ns)
+        return push_layers or choose_layers(costs, me.geometry, plans, layer_ns)
 
     return ConsumerLink(
         tuple(consumers),
@@ -98,46 +95,6 @@ def make_consumer_link(
         frozenset(i for i, layer in enumerate(layers) if layer in late),
         choose,
     )
-
-
-CHOICE_TOKENS = 1024
-"""The prompt that the cost model chooses for."""
-
-
-def _choose_layers(
-    agent: TransferAgent,
-    me: CacheDescription,
-    plans: dict[int, TransferPlan],
-    layers: tuple[int, ...],
-    layer_ns: float,
-) -> int:
-    """What the cost model says, of the consumer rank that gets most."""
-    if not plans:
-        return len(layers)
-    tokens = min(CHOICE_TOKENS, _most_tokens(me.geometry))
-
-    def num_merged(plan: TransferPlan, count: int) -> int:
-        tables = consecutive_tables(me.geometry, tokens), consecutive_tables(plan.consumer, tokens)
-        return sum(w.num_coalesced for w in plan.lower(tokens, *tables, layers=layers[:count]))
-
-    def num_bytes(plan: TransferPlan) -> int:
-        tables = consecutive_tables(me.geometry, tokens), consecutive_tables(plan.consumer, tokens)
-        return sum(w.num_bytes for w in plan.lower(tokens, *tables))
-
-    most = max(plans.values(), key=num_bytes)
-    return choose_push_layers(
-        transfer_costs(agent.transport, me.device),
-        num_layers=len(layers),
-        num_bytes=num_bytes(most),
-        num_descriptors=lambda count: max(1, num_merged(most, count)),
-        layer_ns=layer_ns,
-    )
-
-
-def _most_tokens(geometry: RankGeometry) -> int:
-    """Tokens of a sequence alone in the engine, roughly: so many fit."""
-    per_group = max(1, (geometry.num_blocks - 1) // len(geometry.groups))
-    return per_group * min(g.block_size for g in geometry.groups)
 
 
 def _num_lists(plan: TransferPlan) -> int:

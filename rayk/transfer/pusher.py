@@ -18,8 +18,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rayk.kv.block_pool import NULL_BLOCK
+from rayk.transfer.options import kept_layers
 from rayk.transfer.push import Chunk, Push
-from rayk.transfer.push_link import ConsumerLink, kept_layers, make_consumer_link
+from rayk.transfer.push_link import ConsumerLink, make_consumer_link
 from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
 from rayk.transfer.reservation import StoppedTable
 from rayk.types.errors import RaykError, TransferError

@@ -17,9 +17,10 @@ import torch
 
 from rayk.kernels.copy_runs import RunTable, copy_runs, make_run_table
 from rayk.transfer.agent import DescriptorList, Handle, Transfer, TransferAgent, TransferState
-from rayk.transfer.costs import MAX_DESCRIPTORS, Option, TransferCosts, transfer_costs
+from rayk.transfer.costs import Option, TransferCosts, transfer_costs
 from rayk.transfer.extents import AREA_ALIGNMENT, Extents, Ints, make_extents
 from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.options import chunk_blocks, num_merged, read_option
 from rayk.transfer.plan import BlockReads, Pattern
 from rayk.types.errors import TransferError
 
@@ -140,33 +141,11 @@ class Staging:
 
     def option(self, read: BlockReads) -> Option:
         """What a read costs in either way."""
-        costs, num_blocks = self.costs, len(read.source_blocks)
-        direct_ns = costs.move_ns(read.num_descriptors, read.num_coalesced, read.num_bytes)
-        staged_ns, num_staged = 0.0, 0
-        parts = self.extents(read.pattern)
-        for part in parts:
-            num_chunks = -(-num_blocks // self.chunk_blocks(part))
-            num_staged += len(part) * num_blocks
-            staged_ns += costs.move_ns(
-                len(part) * num_blocks,
-                num_merged(part, read.source_blocks),
-                part.block_bytes * num_blocks,
-                num_chunks,
-            )
-            num_bytes = int(part.run_lengths.sum()) * num_blocks
-            staged_ns += costs.repack_ns(part.num_runs * num_blocks, num_bytes, num_chunks)
-        return Option(direct_ns, read.num_descriptors, staged_ns if parts else None, num_staged)
+        return read_option(read, self.extents(read.pattern), self.costs, self.settings.num_bytes)
 
     def chunk_blocks(self, part: Extents) -> int:
         """Blocks of a chunk: so many that a second one can arrive while the first is copied out."""
-        blocks = part.max_blocks(self.settings.num_bytes // 2) or part.max_blocks(self.settings.num_bytes)
-        return max(1, min(blocks, MAX_DESCRIPTORS // len(part)))
-
-
-def num_merged(part: Extents, source_blocks: Ints) -> int:
-    """Descriptors left when consecutive blocks of dense extents are read as one."""
-    steps = int((np.diff(source_blocks) == 1).sum())
-    return len(part) * len(source_blocks) - int(part.is_dense.sum()) * steps
+        return chunk_blocks(part, self.settings.num_bytes)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,207 @@
+"""The reads of `rayk explain`: what each moves, and what the cost model expects of it. Free of torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rayk.engine.plan import EnginePlan
+from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.specs.experiment import TransferSpec
+from rayk.transfer.costs import Option, choose_staged, transfer_costs
+from rayk.transfer.extents import make_extents
+from rayk.transfer.options import choose_layers, kept_layers, read_option
+from rayk.transfer.plan import BlockReads, consecutive_tables, plan_pushes, plan_transfer
+from rayk.transfer.wire_geometry import needs_conversion, wire_geometry
+
+COSTS = transfer_costs("nixl/UCX", "cpu")
+COSTS_OF = "NIXL between CPU processes of one host"
+LAYER_NS = tuple(1 << n for n in range(10, 28))
+"""What a layer may take to compute: 1 us to 134 ms."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """Global units of the fields that have the same."""
+
+    unit_name: str
+    """What they are: heads, groups, ..."""
+    fields: tuple[str, ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """What one consumer rank reads from one producer rank for one KV group."""
+
+    producer_rank: int
+    consumer_rank: int
+    group: int
+    kind: str
+    """Of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
+    layers: tuple[int, ...]
+    units: tuple[Units, ...]
+    bytes: int
+    num_descriptors: int
+    num_descriptors_merged: int
+    """Left when consecutive blocks of dense runs are read as one."""
+    direct_us: float
+    """What the cost model expects, blocks straight into pages."""
+    staged_us: float | None
+    """The same through the staging buffer; None where that cannot be, or it is pushed."""
+    way: str
+    """What would be chosen: direct, staged, or mixed where parts of it differ. A push: direct."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushLayers:
+    """Layers per write where computing a layer takes this long, and longer until the next entry."""
+
+    from_layer_us: float
+    layers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """How it travels."""
+
+    mode: str
+    """pull or push."""
+    staging: str
+    """auto, never or always; of pulls only."""
+    costs: str
+    """What the expected times are of."""
+    push_layers: tuple[PushLayers, ...]
+    """Of a push; of the producer rank that says fewest. A pull: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """The consumer keeps another format than the producer, and converts what arrives."""
+
+    producer_formats: tuple[str, ...]
+    consumer_formats: tuple[str, ...]
+    wire_bytes: int
+    """Of rows that are converted, as they travel: in the producer's format."""
+    kept_bytes: int
+    """The same rows in the consumer's."""
+
+
+def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:
+    """Where a consumer rank's rows arrive: its own cache, or what is converted from."""
+    if not needs_conversion(producer, consumer):
+        return consumer
+    return wire_geometry(producer, consumer, producer.num_blocks)
+
+
+def explain_reads(
+    producer: EnginePlan, consumer: EnginePlan, num_tokens: int, transfer: TransferSpec
+) -> list[Read]:
+    """All reads of a sequence of consecutive blocks.
+
+    Raises TransferError where it must be staged, and may not be.
+    """
+    reads = []
+    source_tables = consecutive_tables(producer.ranks[0], num_tokens)
+    for rank in (_landing(producer.ranks[0], r) for r in consumer.ranks):
+        plan = plan_transfer(producer.ranks, rank)
+        parts = list(plan.lower(num_tokens, source_tables, consecutive_tables(rank, num_tokens)))
+        options = [_option(part, transfer) for part in parts]
+        is_staged = [False] * len(parts)
+        if transfer.mode == "pull":
+            is_staged = choose_staged(transfer.staging, options)
+        sums: dict[tuple[int, ...], list[tuple[BlockReads, Option, bool]]] = defaultdict(list)
+        for part, option, staged in zip(parts, options, is_staged, strict=True):
+            sums[part.producer_rank, part.source_group, part.group].append((part, option, staged))
+        for read in plan.reads:
+            found = sums[read.producer_rank, read.source_group, read.group]
+            staged_ns = [option.staged_ns for _, option, _ in found if option.staged_ns is not None]
+            ways = {staged for _, _, staged in found}
+            reads.append(
+                Read(
+                    producer_rank=read.producer_rank,
+                    consumer_rank=rank.tp_rank,
+                    group=read.group,
+                    kind=rank.groups[read.group].group.spec.kind,
+                    layers=read.layers,
+                    units=units_of(rank.groups[read.group], read.units),
+                    bytes=sum(part.num_bytes for part, _, _ in found),
+                    num_descriptors=sum(part.num_descriptors for part, _, _ in found),
+                    num_descriptors_merged=sum(part.num_coalesced for part, _, _ in found),
+                    direct_us=sum(option.direct_ns for _, option, _ in found) / 1e3,
+                    staged_us=sum(staged_ns) / 1e3 if found and len(staged_ns) == len(found) else None,
+                    way="mixed" if len(ways) > 1 else "staged" if True in ways else "direct",
+                )
+            )
+    return reads
+
+
+def _option(read: BlockReads, transfer: TransferSpec) -> Option:
+    num_bytes = transfer.staging_mib << 20
+    extents = make_extents(read.pattern, COSTS.gap_bytes, num_bytes) if transfer.mode == "pull" else None
+    return read_option(read, extents or (), COSTS, num_bytes)
+
+
+def explain_transfer(producer: EnginePlan, consumer: EnginePlan, transfer: TransferSpec) -> Transfer:
+    """The choices beside each read's."""
+    return Transfer(
+        mode=transfer.mode,
+        staging=transfer.staging,
+        costs=COSTS_OF,
+        push_layers=_push_layers(producer, consumer, transfer) if transfer.mode == "push" else (),
+    )
+
+
+def _push_layers(
+    producer: EnginePlan, consumer: EnginePlan, transfer: TransferSpec
+) -> tuple[PushLayers, ...]:
+    most = len(kept_layers(producer.ranks[0]))
+    if transfer.push_layers != "auto":
+        return (PushLayers(from_layer_us=0.0, layers=min(transfer.push_layers, most)),)
+    landing = [_landing(producer.ranks[0], rank) for rank in consumer.ranks]
+    plans = [(rank, plan_pushes(rank, producer.ranks, landing)) for rank in producer.ranks]
+    found: list[PushLayers] = []
+    for layer_ns in (0, *LAYER_NS):
+        layers = min(choose_layers(COSTS, rank, plan, layer_ns) for rank, plan in plans if plan)
+        if not found or found[-1].layers != layers:
+            found.append(PushLayers(from_layer_us=layer_ns / 1e3, layers=layers))
+    return tuple(found)
+
+
+def explain_conversion(
+    producer: EnginePlan, consumer: EnginePlan, reads: Sequence[Read], num_tokens: int
+) -> Conversion | None:
+    """None where rows are kept as they arrive."""
+    if not needs_conversion(producer.ranks[0], consumer.ranks[0]):
+        return None
+    landing = _landing(producer.ranks[0], consumer.ranks[0])
+    converted = [g.group.spec.has_token_rows for g in landing.groups]
+    kept = 0
+    for rank in consumer.ranks:
+        tables = consecutive_tables(rank, num_tokens)
+        own = plan_transfer(consumer.ranks, rank).lower(num_tokens, tables, tables)
+        kept += sum(r.num_bytes for r in own if rank.groups[r.group].group.spec.has_token_rows)
+    return Conversion(
+        producer_formats=_formats(producer),
+        consumer_formats=_formats(consumer),
+        wire_bytes=sum(read.bytes for read in reads if converted[read.group]),
+        kept_bytes=kept,
+    )
+
+
+def _formats(plan: EnginePlan) -> tuple[str, ...]:
+    """Of token rows, in the order of groups."""
+    specs = [g.group.spec for g in plan.ranks[0].groups]
+    return tuple(dict.fromkeys(spec.dtype for spec in specs if spec.has_token_rows))
+
+
+def units_of(group: GroupGeometry, by_field: Mapping[str, tuple[int, ...]]) -> tuple[Units, ...]:
+    """Fields of like units together, in page order."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for f in group.fields:
+        if f.field.name in by_field:
+            alike.setdefault((f.field.unit_name, by_field[f.field.name]), []).append(f.field.name)
+    return tuple(
+        Units(unit_name=name, fields=tuple(fields), ids=ids) for (name, ids), fields in alike.items()
+    )
