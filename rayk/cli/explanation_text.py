@@ -261,7 +261,7 @@ def as_html(explanation: Explanation) -> str:
         for row in read_rows(explanation)
     )
     style = (
-        ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:960px;"
+        ":root{color-scheme:light dark}body{font:15px/1.5 system-ui,sans-serif;max-width:1160px;"
         "margin:32px auto;padding:0 16px}table{border-collapse:collapse;width:100%}"
         "th,td{text-align:right;padding:5px 10px;border-bottom:1px solid #8884}div{overflow-x:auto}"
         "figure{margin:16px 0;overflow-x:auto}figcaption{margin-bottom:6px}svg{max-width:100%;height:auto}"
