@@ -65,6 +65,13 @@ def choose(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
 ALIKE = EnginePair(tp=(1, 1))
 SPLIT = EnginePair(tp=(1, 2))
 MERGE = EnginePair(tp=(2, 1), layouts=("BHLNC", "BLNHC"))
+_FAULT_PAIRS = {
+    "producer_dies": (MERGE,),
+    "consumer_dies": (SPLIT,),
+    "cancel_in_the_middle": (SPLIT,),
+    "cancel_by_producer_in_the_middle": (MERGE, SPLIT),
+}
+"""Between which engines a fault is tried, besides engines that are alike."""
 
 
 def _requests() -> Iterator[Check]:
@@ -116,6 +123,7 @@ def _tp() -> Iterator[Check]:
         ((3, 2), 6, 6, "three ranks' heads go to two"),
         ((2, 3), 6, 6, "two ranks' heads go to three"),
         ((3, 1), 2, 6, "ranks hold unlike numbers of heads: a middle rank holds both"),
+        ((1, 3), 2, 6, "heads arrive where ranks hold unlike numbers of them: a middle rank gets both"),
     ):
         yield Check(
             id=f"tp.{tp[0]}-{tp[1]}" + (f"-{kv_heads}-heads" if kv_heads != 4 else ""),
@@ -140,12 +148,20 @@ def _blocks() -> Iterator[Check]:
                 pair=EnginePair(tp=tp, block_sizes=sizes, num_blocks=(180, 180)),
                 scenario="lengths" if tp == (1, 1) else "one_request",
             )
+    yield Check(
+        id="blocks.many",
+        proves="300 blocks of one request arrive, with ids over 255 (block size 1, TP 1 to 1)",
+        pair=EnginePair(block_sizes=(1, 1), num_blocks=(640, 660)),
+        scenario="many_blocks",
+    )
 
 
 def _groups() -> Iterator[Check]:
     for model, what in (
         ("sliding", "the tokens inside a window arrive; blocks before it are null"),
         ("chunked", "the tokens of the current chunk arrive; blocks before it are null"),
+        ("fp8-token-head", "fp8 keys and values arrive, with a float32 scale each per token and head"),
+        ("nvfp4", "4-bit keys and values arrive, which lie apart, with a scale per 16 elements"),
         ("mla", "latents, which every rank holds whole, arrive"),
         ("mamba1", "states of Mamba1 arrive"),
         ("mamba2", "states of Mamba2 arrive, with taps of x, B and C"),
@@ -175,6 +191,11 @@ def _faults() -> Iterator[Check]:
             "cancel_by_producer",
             "a request given up by its producers brings nothing of what their blocks hold then",
         ),
+        (
+            "cancel_by_producer_in_the_middle",
+            "requests given up by their producers while they are read or written bring nothing of what the "
+            "blocks hold then",
+        ),
         ("release_twice", "releases of unknown, finished and released requests change nothing"),
         (
             "stale_answer",
@@ -184,8 +205,7 @@ def _faults() -> Iterator[Check]:
         ("second_registration", "a second cache is refused"),
     ):
         yield Check(id=f"faults.{scenario}", proves=proves, pair=ALIKE, scenario=scenario, fault=scenario)
-        pair = {"producer_dies": MERGE, "consumer_dies": SPLIT, "cancel_in_the_middle": SPLIT}.get(scenario)
-        if pair is not None:
+        for pair in _FAULT_PAIRS.get(scenario, ()):
             yield Check(
                 id=f"faults.{scenario}-tp-{pair.tp[0]}-{pair.tp[1]}",
                 proves=f"{proves} (TP {pair.tp[0]} to {pair.tp[1]})",

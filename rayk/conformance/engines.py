@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rayk.kv.formats import NVFP4_BLOCK
 from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.layout import get_layout
@@ -26,6 +27,8 @@ WINDOW, CHUNK = 21, 24
 STATE_TOKENS = 256
 """Tokens per block of a state: longer than any request here."""
 DTYPE = "bfloat16"
+QUANTISED = {"fp8-token-head": "fp8_e4m3_token_head", "nvfp4": "nvfp4"}
+"""Model -> format of its keys and values (kv.formats): those with scales in the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,7 @@ class EnginePair:
             tp=self.tp,
             layouts=self.layouts,
             block_sizes=self.block_sizes,
+            kv_format=QUANTISED.get(self.model, DTYPE),
             fault=fault,
         )
 
@@ -79,6 +83,12 @@ Layers = list[tuple[KVCacheSpec, ...]]
 
 def _full(pair: EnginePair, block_size: int) -> FullAttentionSpec:
     heads = (pair.num_kv_heads, HEAD_SIZE, HEAD_SIZE, DTYPE, pair.num_query_heads)
+    return FullAttentionSpec(block_size, *heads)
+
+
+def _quantised(pair: EnginePair, block_size: int) -> FullAttentionSpec:
+    # As many elements as share a scale.
+    heads = (pair.num_kv_heads, NVFP4_BLOCK, NVFP4_BLOCK, QUANTISED[pair.model], pair.num_query_heads)
     return FullAttentionSpec(block_size, *heads)
 
 
@@ -112,6 +122,7 @@ _MODELS: dict[str, Callable[[EnginePair, int], Layers]] = {
     "full": lambda p, b: [(_full(p, b),)] * NUM_LAYERS,
     "sliding": lambda p, b: [(_sliding(p, b),)] * NUM_LAYERS,
     "chunked": lambda p, b: [(_chunked(p, b),)] * NUM_LAYERS,
+    **dict.fromkeys(QUANTISED, lambda p, b: [(_quantised(p, b),)] * NUM_LAYERS),
     "mla": lambda p, b: [(_latent(p, b),)] * NUM_LAYERS,
     "mamba1": lambda p, b: [(_mamba1(p),)] * NUM_LAYERS,
     "mamba2": lambda p, b: [(_mamba2(p),)] * NUM_LAYERS,

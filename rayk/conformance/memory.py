@@ -48,13 +48,9 @@ class RankMemory:
         """Blocks that some request has had."""
 
     def lend(self, request: KVRequest) -> None:
-        """Hand the request's blocks out: their generations go up."""
-        blocks = sorted({b for table in request.block_ids for b in table} - {NULL_BLOCK})
-        self.caches.generations[blocks] += 1
-        start = self.caches.geometry.generations_offset
-        self._mirror[start:] = self.caches.buffer[start:]
+        """Hand the request's blocks out."""
+        self._were_lent |= set(self._hand_out(request))
         self._lent[request.request_id] = request
-        self._were_lent |= set(blocks)
 
     def fill(self, request: KVRequest, seed: int) -> None:
         """Write the request's live rows, as its layers' kernels would."""
@@ -65,7 +61,7 @@ class RankMemory:
             for field in view.fields:
                 for slot, unit in enumerate(field.units):
                     raw = torch.from_numpy(wanted[field.name, unit].copy())
-                    field.view[block_ids, slot, rows] = raw.view(field.view.dtype)
+                    field.view.view(torch.uint8)[block_ids, slot, rows] = raw
         for start, stop in self._extents(request):
             self._mirror[start:stop] = self.caches.buffer[start:stop]
 
@@ -82,8 +78,9 @@ class RankMemory:
         return ""
 
     def take_back(self, request_id: str) -> None:
-        """The request's blocks are the engine's again: write over them at once."""
+        """The request's blocks are the engine's again, which hands them out and writes over them at once."""
         request = self._lent.pop(request_id)
+        self._hand_out(request)
         stamp = int(np.array(REUSED[self._side], dtype=np.uint8).view(np.int8))
         for start, stop in self._extents(request):
             self.caches.buffer[start:stop] = stamp
@@ -108,6 +105,14 @@ class RankMemory:
             if len(changed):
                 return f"the connector wrote into blocks that it sends; {self._name(start + int(changed[0]))}"
         return ""
+
+    def _hand_out(self, request: KVRequest) -> list[int]:
+        """The generations of the request's blocks, which are returned, go up: a reader can tell."""
+        blocks = sorted({b for table in request.block_ids for b in table} - {NULL_BLOCK})
+        self.caches.generations[blocks] += 1
+        start = self.caches.geometry.generations_offset
+        self._mirror[start:] = self.caches.buffer[start:]
+        return blocks
 
     def _name(self, byte: int) -> str:
         geometry = self.caches.geometry

@@ -181,8 +181,10 @@ class Rig:
         deadline_s: float | None = None,
         request_id: str = "",
         like: Job | None = None,
+        alike: Sequence[int] = (PRODUCER, CONSUMER),
     ) -> Job:
-        """A request in scattered blocks; `like`: in the blocks of another, which is over."""
+        """A request in scattered blocks; `like`: in the blocks of another, which is over on the sides
+        `alike`."""
         number = next(self._ids)
         if self.pool.facts.moves_whole_blocks_only:
             size = math.lcm(*self.pair.block_sizes)
@@ -191,7 +193,7 @@ class Rig:
         deadline_s = self.settings.request_s if deadline_s is None else deadline_s
         sides = []
         for side in (PRODUCER, CONSUMER):
-            tables = like.sides[side].block_ids if like else self._tables(side, num_tokens)
+            tables = like.sides[side].block_ids if like and side in alike else self._tables(side, num_tokens)
             for block in {b for table in tables for b in table} & set(self._free[side]):
                 self._free[side].remove(block)
             sides.append(
@@ -245,9 +247,14 @@ class Rig:
                 self._note(report)
 
     def wait(self, jobs: Sequence[Job], ranks: Sequence[RankName] | None = None) -> None:
-        """Poll until these ranks (all living ones) have reported these requests. Raises CheckFailed naming
-        the first that has not by its deadline, and some grace."""
-        ranks = self.ranks if ranks is None else ranks
+        """Poll until these ranks (all living ones) have reported these requests, which are over then. Raises
+        CheckFailed as `await_reports` does."""
+        self.await_reports(jobs, self.ranks if ranks is None else ranks)
+        self._settle(jobs)
+
+    def await_reports(self, jobs: Sequence[Job], ranks: Sequence[RankName]) -> None:
+        """Poll until these ranks have reported these requests; others may have them in flight. Raises
+        CheckFailed naming the first that has not by its deadline, and some grace."""
         deadline_s = max(job.sides[0].deadline_s for job in jobs) + self.settings.grace_s
         until = time.monotonic() + deadline_s
         while missing := [
@@ -262,7 +269,6 @@ class Rig:
                 )
             self.poll()
             time.sleep(REST_S)
-        self._settle(jobs)
 
     def expect_done(self, jobs: Iterable[Job], ranks: Sequence[RankName] | None = None) -> None:
         """These ranks reported these requests without an error."""

@@ -13,7 +13,10 @@ from rayk.conformance.rig import CONSUMER, PRODUCER, CheckFailed, Job, Rig, name
 
 PARTIAL, WHOLE = 37, 32
 """Tokens of a request: the last block is not full at block sizes of 16, 24 and 32; and is, at 16 and 32."""
+MANY = 300
+"""Tokens of a request that takes more blocks than a byte counts, where a block is one token."""
 ROUNDS = 4
+NUM_CANCELLED = 8
 
 
 def one_request(rig: Rig) -> None:
@@ -35,6 +38,11 @@ def lengths(rig: Rig) -> None:
     """Requests of many lengths, one after the other: around the borders of blocks, windows and chunks."""
     for num_tokens in (1, 15, 16, 17, 31, 33, 47, 49, 63):
         rig.transfer(rig.job(num_tokens))
+
+
+def many_blocks(rig: Rig) -> None:
+    """One request in many blocks."""
+    rig.transfer(rig.job(MANY))
 
 
 def many_at_once(rig: Rig) -> None:
@@ -121,6 +129,24 @@ def cancel_by_producer(rig: Rig) -> None:
     _over_or_refused(rig, job, late, CONSUMER)
 
 
+def cancel_by_producer_in_the_middle(rig: Rig) -> None:
+    """Producers give requests up that are under way, one after no poll, one after one, and so on; every other
+    time the blocks are another request's at once. Consumers fail, or hold what is right."""
+    jobs = [rig.job(PARTIAL, deadline_s=rig.settings.fault_s) for _ in range(NUM_CANCELLED)]
+    rig.follow(jobs, rig.begin(jobs))
+    others = []
+    for number, job in enumerate(jobs):
+        rig.release(PRODUCER, job.request_id)
+        rig.poll()
+        if number % 2:
+            rig.await_reports([job], rig.side(PRODUCER))
+            other = rig.job(PARTIAL, like=job, alike=[PRODUCER])
+            rig.follow([other], rig.begin([other]))
+            others.append(other)
+    rig.wait([*jobs, *others])
+    rig.expect_done(others)
+
+
 def release_twice(rig: Rig) -> None:
     """Releases of what is unknown, over, or released already change nothing."""
     for side in (PRODUCER, CONSUMER):
@@ -195,6 +221,7 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         whole_blocks,
         one_token,
         lengths,
+        many_blocks,
         many_at_once,
         second_halves_reversed,
         blocks_reused,
@@ -204,6 +231,7 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
         never_followed,
         cancel_in_the_middle,
         cancel_by_producer,
+        cancel_by_producer_in_the_middle,
         release_twice,
         stale_answer,
         same_request_twice,

@@ -60,6 +60,8 @@ class VllmConnector(BaseConnector):
         """One rank of attention on each side, alike; override it where the connector does more."""
         if case.kinds != ("full",):
             return "the adapter describes one group of full attention"
+        if case.kv_format != "bfloat16":
+            return "the adapter describes keys and values of plain elements"
         if case.tp != (1, 1):
             return "a rank's place in its TP group comes from vLLM's own process groups"
         if not case.is_alike:

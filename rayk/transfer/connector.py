@@ -98,6 +98,8 @@ class ConnectorCase:
     """Orders of the axes Layer, Block, Head, tokeN and Content in memory."""
     block_sizes: tuple[int, int]
     """Tokens per block of attention."""
+    kv_format: str = "bfloat16"
+    """Of keys and values: a name of rayk.kv.formats. Their scales, if any, are fields of the page."""
     fault: str = ""
     """What goes wrong; empty in a case where nothing does."""
 

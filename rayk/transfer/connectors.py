@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rayk.kv.caches import CanonicalKVCaches, FieldView
-from rayk.kv.fields import ITEMSIZE
+from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connector import ConnectorCase, Finished, KVRequest, Mode
 from rayk.transfer.handshake import CacheDescription, describe_cache
@@ -24,6 +23,7 @@ from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import LayerView, make_layer_view
+from rayk.transfer.wire import field_views
 
 NS_PER_S = 1_000_000_000
 _NETWORK = LocalNetwork()
@@ -35,16 +35,9 @@ def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
     for geometry in caches.geometry.groups:
         group = geometry.group
         for layer in group.layers:
+            units = {f.field.name: f.units for f in geometry.fields}
             bound = caches.view(layer, group.spec.part)
-            fields, start = [], 0
-            for f in geometry.fields:
-                stop = start + f.field.row_bytes // ITEMSIZE[f.field.dtype]
-                # Of several bundles each is a tensor of its own; fields of one lie side by side.
-                whole = not isinstance(bound, Mapping)
-                view = bound[..., start:stop] if whole else bound[f.field.bundle]  # type: ignore[index]
-                start = stop
-                fields.append(FieldView(f.field.name, view, f.units))
-            yield make_layer_view(layer, group, fields)
+            yield make_layer_view(layer, group, field_views(group, bound, units))
 
 
 class AgentConnector:

@@ -101,14 +101,14 @@ def wire_cache_for(
     )
     units = {(v.layer, v.group.spec.part): {f.name: f.units for f in v.fields} for v in own}
     views = [
-        make_layer_view(layer, g.group, _field_views(g.group, caches.view(layer, part), units[layer, part]))
+        make_layer_view(layer, g.group, field_views(g.group, caches.view(layer, part), units[layer, part]))
         for g in caches.geometry.groups
         for layer, part in g.group.keys
     ]
     return WireCache(caches, description, geometries, sorted_views(views))
 
 
-def _field_views(
+def field_views(
     group: KVCacheGroup, view: CacheView, units: Mapping[str, tuple[int, ...]]
 ) -> list[FieldView]:
     """The fields of one bound cache, with the units of the rank's own; scales have those of what they

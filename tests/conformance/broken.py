@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
+import time
 from dataclasses import replace
 
-from rayk.transfer.connector import Finished
-from tests.conformance.copying import RANKS, Copying
+from rayk.transfer.connector import Finished, KVRequest
+from rayk.transfer.connectors import layer_views
+from tests.conformance.copying import DELAY_POLLS, RANKS, Copying
 
 
 class NextHead(Copying):
@@ -193,3 +196,105 @@ class Dies(Copying):
     def push(self, request, consumer):
         print("a last word", flush=True)
         os._exit(3)
+
+
+class LosesBehind64(Copying):
+    """Forgets the blocks of a read behind the 64th."""
+
+    def copy(self, reads, theirs, shift=0):
+        first = {name: getattr(reads, name)[:64] for name in ("source_blocks", "destination_blocks")}
+        super().copy(replace(reads, **first), theirs, shift)
+
+
+class ByteIds(Copying):
+    """Cuts block ids to one byte."""
+
+    def copy(self, reads, theirs, shift=0):
+        cut = {name: getattr(reads, name) & 0xFF for name in ("source_blocks", "destination_blocks")}
+        super().copy(replace(reads, **cut), theirs, shift)
+
+
+class ScalesForgotten(Copying):
+    """Leaves scales as they were."""
+
+    def copy(self, reads, theirs, shift=0):
+        blocks = reads.destination_blocks.tolist()
+        scales = [f.view for v in layer_views(theirs.caches) for f in v.fields if f.name.endswith("_scale")]
+        were = [view[blocks].clone() for view in scales]
+        super().copy(reads, theirs, shift)
+        for view, was in zip(scales, were, strict=True):
+            view[blocks] = was
+
+
+class CheckThenRead(Copying):
+    """Pulls: sees in `receive` that the producer's blocks are lent, reads them some polls later, and does not
+    look again."""
+
+    mode = "pull"
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.offered: dict[str, tuple[KVRequest, float, set[str]]] = {}
+        """Requests of this producer rank: deadline, and consumer ranks that have yet to read."""
+        self.reading: dict[str, tuple[int, KVRequest, list[KVRequest]]] = {}
+        """Requests of this consumer rank: polls left, request, what each producer rank offered."""
+
+    def send(self, request, peers=()):
+        if request.request_id in self.offered:
+            raise ValueError(f"{request.request_id} is being sent")
+        self.offered[request.request_id] = (
+            request,
+            time.monotonic() + request.deadline_s,
+            set(self.consumers),
+        )
+        return pickle.dumps(self.name)
+
+    def receive(self, request, peers=()):
+        if request.request_id in self.reading:
+            raise ValueError(f"{request.request_id} is being received")
+        if any(p not in RANKS or request.request_id not in RANKS[p].offered for p in self.producers):
+            raise ValueError(f"{request.request_id} is not offered")
+        offers = [RANKS[p].offered[request.request_id][0] for p in self.producers]
+        self.reading[request.request_id] = (DELAY_POLLS, request, offers)
+        return b""
+
+    def poll(self):
+        for request_id, (polls_left, request, offers) in list(self.reading.items()):
+            self.reading[request_id] = (polls_left - 1, request, offers)
+            if not polls_left:
+                self.read(request, offers)
+        for request_id, (_, deadline, left) in list(self.offered.items()):
+            if not left or time.monotonic() > deadline:
+                del self.offered[request_id]
+                self.finish(request_id, "nobody read it in time" if left else "")
+        return super().poll()
+
+    def read(self, request, offers):
+        for rank, (name, offer) in enumerate(zip(self.producers, offers, strict=True)):
+            if name not in RANKS:
+                self.end(request.request_id, "a producer is gone")
+                return
+            for reads in self.plan(self.name).lower(offer.num_tokens, offer.block_ids, request.block_ids):
+                if reads.producer_rank == rank:
+                    RANKS[name].copy(reads, self)
+        self.end(request.request_id, "")
+
+    def end(self, request_id, error):
+        if self.reading.pop(request_id, None) is not None:
+            self.finish(request_id, error)
+            for name in self.producers:
+                if name in RANKS and request_id in RANKS[name].offered:
+                    RANKS[name].offered[request_id][2].discard(self.name)
+
+    def release(self, request_id):
+        self.end(request_id, "released")
+        if self.offered.pop(request_id, None) is not None:
+            self.finish(request_id, "released")
+
+    def held(self):
+        return super().held() | {"requests": len(self.offered) + len(self.reading)}
+
+    def close(self):
+        super().close()
+        self.offered.clear()
+        self.reading.clear()

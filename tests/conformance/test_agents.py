@@ -21,9 +21,12 @@ COVERING = (
     "tp.4-1-2-heads",
     "blocks.16-24",
     "groups.full+sliding-tp-1-2",
+    "blocks.many",
+    "groups.nvfp4-tp-2-1",
     "groups.mla",
     "groups.full+mamba2-tp-2-1",
     "faults.producer_dies",
+    "faults.cancel_by_producer_in_the_middle",
     "faults.stale_answer",
 )
 ROOT = str(Path(__file__).resolve().parents[2])

@@ -48,7 +48,7 @@ def run(kit: Kit, name: str, check_id: str, settings: Settings = PATIENT):
             "FreedEarly",
             None,
             "requests.one_request",
-            r"hold only 0xe7 .*the engine wrote into the producer's blocks .*reported too early",
+            r"hold only 0xe7 .*the engine wrote into the producer's blocks .*too early",
         ),
         ("SwappedKV", None, "requests.one_request", r"k, head 0, token 0: K and V swapped"),
         ("NullBlock", None, "requests.one_request", r"consumer rank 0: 4 bytes .*: the null block \(layer 0"),
@@ -86,6 +86,24 @@ def run(kit: Kit, name: str, check_id: str, settings: Settings = PATIENT):
         ),
         ("SecondCache", "requests.one_request", "faults.second_registration", r"register\(\) did not raise"),
         ("NoTwins", "requests.one_request", "faults.same_request_twice", r"in flight did not raise"),
+        ("LosesBehind64", "blocks.1-16", "blocks.many", r"token 64: tail not written: tokens 64 to 299 hold"),
+        (
+            "ByteIds",
+            "blocks.1-16",
+            "blocks.many",
+            r"as done: .*k, head 0, token 0: .*they hold what was there",
+        ),
+        ("ScalesForgotten", "groups.full+sliding", "groups.fp8-token-head", r"k_scale, head 0, token 0: "),
+        ("ScalesForgotten", "groups.full+sliding", "groups.nvfp4-tp-2-1", r"k_scale, head 0, token 0: "),
+        *(
+            (
+                "CheckThenRead",
+                "faults.cancel_by_producer",
+                f"faults.cancel_by_producer_in_the_middle{tp}",
+                r"as done: .*hold only 0xe7 .*the engine wrote into the producer's blocks .*too early",
+            )
+            for tp in ("", "-tp-2-1", "-tp-1-2")
+        ),
         ("DoneAnyhow", "requests.one_request", "faults.never_followed", r"as done: .*only 0x5a"),
     ],
 )

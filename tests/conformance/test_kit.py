@@ -167,5 +167,6 @@ def test_checks_cover_what_they_claim():
     assert {a for a, _ in some} == {b for _, b in some} == set(LAYOUTS)
     kinds = {kind for c in checks for kind in c.case.kinds}
     assert kinds == {"full", "sliding", "chunked", "mla", "mamba1", "mamba2", "gdn"}
+    assert {c.case.kv_format for c in checks} == {"bfloat16", "fp8_e4m3_token_head", "nvfp4"}
     with pytest.raises(UserError, match="did you mean faults"):
         choose(checks, ["fault"])

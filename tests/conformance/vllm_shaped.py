@@ -36,8 +36,8 @@ class Half:
         (request,) = scheduler_output.scheduled_new_reqs
         is_load = request.req_id in self.to_load
         self.to_load.discard(request.req_id)
-        token_ids = request.prompt_token_ids[:-1] if is_load else request.prompt_token_ids
-        return token_ids, request.block_ids[0], is_load
+        # The last token has no KV yet.
+        return request.prompt_token_ids[:-1], request.block_ids[0], is_load
 
     def bind_connector_metadata(self, metadata):
         self.metadata = metadata
