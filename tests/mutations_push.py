@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutation import Mutation
 
 ARRIVALS = "tests/transfer/test_arrivals.py"
+SESSION = "tests/transfer/test_push_session.py"
+RESERVATION = "tests/transfer/test_reservation.py"
 LEASE = "tests/transfer/test_lease.py"
 PUSH = "tests/actors/test_push.py"
 HANDOVER = "tests/actors/test_handover.py"
@@ -38,6 +40,41 @@ MESSAGES = (
         "if block != NULL_BLOCK and was != is_now:",
         "if was != is_now:",
         f"{ARRIVALS}::test_a_block_that_was_handed_out_again_is_named",
+    ),
+    Mutation(
+        "writes held for a void attempt are posted",
+        "rayk/transfer/push_session.py",
+        "        self._attempt_began_at = self._next_write\n        self._held.clear()\n",
+        "        self._attempt_began_at = self._next_write\n",
+        f"{SESSION}::test_writes_that_were_held_when_blocks_are_taken_again_are_never_posted",
+    ),
+    Mutation(
+        "an arrival counts void writes",
+        "rayk/transfer/push_session.py",
+        "NotifyArrived(self.attempt, self._next_write - self._attempt_began_at)",
+        "NotifyArrived(self.attempt, self._next_write)",
+        f"{SESSION}::test_an_arrival_counts_the_writes_of_one_attempt",
+    ),
+    Mutation(
+        "a prompt that was preempted is still computed",
+        "rayk/transfer/push_session.py",
+        "        self._gathered.clear()\n        self._is_computed = False\n",
+        "        self._gathered.clear()\n",
+        f"{SESSION}::test_blocks_taken_after_the_last_chunk_make_all_of_it_void",
+    ),
+    Mutation(
+        "all lives of an engine end at once",
+        "rayk/transfer/reservation.py",
+        "if (found.engine, found.epoch) == (engine, epoch):",
+        "if found.engine == engine:",
+        f"{RESERVATION}::test_the_end_of_one_life_says_nothing_of_the_next",
+    ),
+    Mutation(
+        "an arrival of any attempt is a rank's last word",
+        "rayk/transfer/reservation.py",
+        "found.attempts.items() if last == attempt}",
+        "found.attempts.items() if last >= 0}",
+        f"{RESERVATION}::test_an_arrival_of_the_tickets_attempt_is_a_ranks_last_word",
     ),
     Mutation(
         "a lease is renewed beyond its deadline",

@@ -82,6 +82,13 @@ SIMULATED = (
         WELL_PUSH,
     ),
     Mutation(
+        "who is preempted twice writes from blocks of others",
+        "rayk/transfer/push_session.py",
+        "        self._attempt_began_at = self._next_write\n        self._held.clear()\n",
+        "        self._attempt_began_at = self._next_write\n",
+        WELL_PUSH,
+    ),
+    Mutation(
         "an arrival is told with writes in flight",
         "rayk/transfer/push_session.py",
         "if not self._is_computed or self._in_flight:",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rayk.transfer import push_session as p
@@ -34,6 +36,10 @@ PUSH_DEADLINE = 400
 TICK = 7
 CHUNK = 6
 """A chunk of a prompt takes 1 to this long."""
+MAX_CHUNKS = 4
+MAX_PREEMPTIONS = 3
+PREEMPTED = 0.3
+"""Share of pushed prompts of several chunks that are preempted, once or more often."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,8 +50,8 @@ class Run:
     reserved: Reserved | None
     tables: Tables
     chunks: list[tuple[int, int]]
-    preempt_after: int | None
-    """Chunk after which the scheduler takes its blocks, once."""
+    preempt_after: list[int]
+    """Chunk after which the scheduler takes its blocks, one per attempt that it does not let finish."""
     attempt: int = 0
 
 
@@ -149,15 +155,24 @@ class Producer(Engine):
             if tables is None:
                 return
             self._waiting.popleft()
-            random = self.clock.random
-            cut = int(random.random() * job.num_tokens)
-            chunks = [(0, cut), (cut, job.num_tokens)] if cut else [(0, job.num_tokens)]
-            preempt = int(random.random() * len(chunks)) if reserved and random.random() < 0.3 else None
-            run = Run(job, reserved, tables, chunks, preempt)
+            chunks = self._chunks(job.num_tokens)
+            run = Run(job, reserved, tables, chunks, self._preemptions(len(chunks)) if reserved else [])
             self._running[job.job_id] = run
             if reserved is not None:
                 self._open_pushes(run, reserved)
-            self.clock.at(1 + int(random.random() * CHUNK), self._compute, run, 0)
+            self.clock.at(1 + int(self.clock.random.random() * CHUNK), self._compute, run, 0)
+
+    def _chunks(self, num_tokens: int) -> list[tuple[int, int]]:
+        draw = self.clock.random.random
+        cuts = {int(draw() * num_tokens) for _ in range(int(draw() * MAX_CHUNKS))} - {0}
+        return list(pairwise((0, *sorted(cuts), num_tokens)))
+
+    def _preemptions(self, num_chunks: int) -> list[int]:
+        """After the last chunk a prompt is handed over: it is not preempted there."""
+        draw = self.clock.random.random
+        if num_chunks == 1 or draw() >= PREEMPTED:
+            return []
+        return [int(draw() * (num_chunks - 1)) for _ in range(1 + int(draw() * MAX_PREEMPTIONS))]
 
     def _open_pushes(self, run: Run, reserved: Reserved) -> None:
         consumer = self.world.consumer_of(reserved)
@@ -182,7 +197,7 @@ class Producer(Engine):
         for layer in (0, 1):
             for push in pushes:
                 push.handle(p.LayersComputed((layer,), start, stop, is_last))
-        if run.preempt_after == index and not is_last:
+        if run.preempt_after[run.attempt : run.attempt + 1] == [index]:
             self._preempt(run, pushes)
             index = -1
         elif is_last:
@@ -193,7 +208,6 @@ class Producer(Engine):
     def _preempt(self, run: Run, pushes: list[Push]) -> None:
         self.clock.log(f"{self.name}: {run.job.job_id} is preempted")
         self.world.num_preempted += 1
-        run.preempt_after = None
         run.attempt += 1
         for push in pushes:
             push.handle(p.Preempted())
@@ -320,15 +334,25 @@ class Push:
                 clock.notify(self.producer, self.consumer, self.consumer, self._to, stopped.encode(), None)
         return []
 
+    def _is_computed(self, layer: int, position: int) -> bool:
+        index, row = self.producer.world.model.place(layer, position)
+        block, prompt = self.run.tables[layer][index], self.run.job.prompt
+        rows = (self.producer.memory.rows(layer, head, block)[row] for head in self._heads)
+        right = (right_rows(prompt, layer, head)[position] for head in self._heads)
+        return all(map(operator.eq, rows, right))
+
     def _post(self, action: p.PostWrite) -> None:
         world, job = self.producer.world, self.run.job
         copies = []
         for layer in action.layers:
             live = world.model.live_rows(layer, job.num_tokens)
+            positions = range(max(action.start, live.start), action.stop)
+            if any(not self._is_computed(layer, position) for position in positions):
+                world.violate(f"{job.job_id}: a write of rows that are not computed: {action}")
             # A block goes once, when its last live row is there.
             ends = {
                 world.model.place(layer, position)[0]
-                for position in range(max(action.start, live.start), action.stop)
+                for position in positions
                 if position == live.stop - 1 or (position + 1) % BLOCK_SIZE == 0
             }
             for index in sorted(ends):
