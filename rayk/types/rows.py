@@ -73,7 +73,8 @@ class TransferRow:
     group: int
     bytes: int
     num_descriptors: int
-    """Asked for, before neighbouring blocks are merged."""
+    """Asked of the transport, before neighbouring blocks are merged: runs, or the whole stretches of a
+    read that was staged. What could not be posted was not asked."""
     num_descriptors_merged: int | None = None
     """Left when consecutive blocks of dense runs go as one."""
     mode: str = "pull"
