@@ -66,7 +66,7 @@ class Side:
                 make_layer_view(
                     layer,
                     group,
-                    wire._field_views(group, caches.view(layer), {"k": units, "v": units}),
+                    wire.field_views(group, caches.view(layer), {"k": units, "v": units}),
                 )
                 for group in self.groups
                 for layer in group.layers
