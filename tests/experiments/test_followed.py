@@ -3,6 +3,7 @@ flipped steps would excuse."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,10 @@ def judged(
             pair.d.engine.collect(pair.start_decode(request, done), into=done)
             assert done.error is None, done.error
             outcome.requests.append(row_of(i, prompt, done))
-    judge = CellJudge(str(path), load_config(path), path / "none")
-    row = judge.judge(cell, prompts, [outcome])
-    unaided = compare_logprobs(outcome.requests, judge._references(cell), cell.sampling)
+    with tempfile.TemporaryDirectory() as folder:  # checkpoints are others', too
+        judge = CellJudge(str(path), load_config(path), Path(folder))
+        row = judge.judge(cell, prompts, [outcome])
+        unaided = compare_logprobs(outcome.requests, judge._references(cell), cell.sampling)
     return row, len(unaided.reasons)
 
 
