@@ -41,7 +41,7 @@ def test_both_packages_are_mutated_enough():
     assert per_package["rayk/kv"] >= 10
     assert per_package["rayk/transfer"] >= 10
     assert len({m.name for m in MUTATIONS}) == len(MUTATIONS)
-    assert len({(m.file, m.old, m.new) for m in MUTATIONS}) == len(MUTATIONS)
+    assert len({(m.file, m.old, m.new, m.test) for m in MUTATIONS}) == len(MUTATIONS)
 
 
 @pytest.mark.parametrize(
