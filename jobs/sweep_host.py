@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jobs.sweep_oracle import POISON, field_views, fill, make_specs, wrong_bytes
+from jobs.sweep_oracle import POISON, bound_fields, fill, make_specs, wrong_bytes
 from rayk.kv.caches import CanonicalKVCaches, allocate
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
@@ -115,7 +115,9 @@ class Host:
             )
             caches = allocate(geometry, torch.device("cpu"), fill=POISON)
             views = [
-                make_layer_view(layer, g, field_views(caches, g, layer)) for g in groups for layer in g.layers
+                make_layer_view(layer, g, bound_fields(caches, g, layer))
+                for g in groups
+                for layer in g.layers
             ]
             agent = self._agents[rank]
             described = describe_cache(agent, caches, engine=self._name, epoch=self._life, fingerprint={})
@@ -315,10 +317,8 @@ class Host:
                 by_peer.setdefault(read.producer_rank, []).append(read)
             for producer, reads in by_peer.items():
                 peer = self._peers[producer]
-                theirs = np.concatenate([_flat(r, peer.base_address, is_source=True) for r in reads])
-                ours = np.concatenate(
-                    [_flat(r, rank.description.base_address, is_source=False) for r in reads]
-                )
+                theirs = np.concatenate([peer.base_address + r.offsets()[0] for r in reads])
+                ours = np.concatenate([rank.description.base_address + r.offsets()[1] for r in reads])
                 sizes = np.concatenate(
                     [np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads]
                 )
@@ -401,14 +401,6 @@ class _Raw:
             if state is not TransferState.DONE:
                 raise TransferError("", "a bare read failed")
         return time.perf_counter() - began
-
-
-def _flat(read: BlockReads, base: int, *, is_source: bool) -> np.ndarray:
-    pattern = read.pattern
-    runs = pattern.runs.source if is_source else pattern.runs.destination
-    blocks = read.source_blocks if is_source else read.destination_blocks
-    strides = pattern.source_strides if is_source else pattern.destination_strides
-    return (base + runs[:, None] + blocks[None, :] * strides[:, None]).reshape(-1)
 
 
 def _fold(measured: Measured, num_ranks: int) -> None:

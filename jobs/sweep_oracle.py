@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, FieldView
-from rayk.kv.fields import FIELD_IDS, ITEMSIZE, PageField
+from rayk.kv.caches import CanonicalKVCaches, FieldView
+from rayk.kv.fields import FIELD_IDS, PageField
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import (
     ChunkedLocalSpec,
@@ -25,6 +25,7 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
+from rayk.transfer.wire import field_views
 
 POISON = 0x5A
 """What pages hold where nobody wrote."""
@@ -93,19 +94,12 @@ class Place:
     """uint8 [tokens, units, row_bytes]."""
 
 
-def field_views(caches: CanonicalKVCaches, group: KVCacheGroup, layer: int) -> list[FieldView]:
-    """The fields of a layer's bound cache: slices of attention's content, a state's bundles."""
-    bound = caches.view(layer, group.spec.part)
-    geometry = next(g for g in caches.geometry.groups if g.group.index == group.index)
-    views, start = [], 0
-    for f in group.spec.fields():
-        stop = start + f.row_bytes // ITEMSIZE[f.dtype]
-        view = bound[..., start:stop] if isinstance(bound, torch.Tensor) else bound[f.name]
-        assert view.dtype == TORCH_DTYPES[f.dtype], (view.dtype, f.dtype)
-        start = stop
-        units = f.shard(caches.geometry.tp_size, caches.geometry.tp_rank)
-        assert len(units) == view.shape[1] == len(geometry.field(f.name).units)
-        views.append(FieldView(f.name, view, units))
+def bound_fields(caches: CanonicalKVCaches, group: KVCacheGroup, layer: int) -> list[FieldView]:
+    """The fields of a layer's bound cache, with the units that its weights would be cut for."""
+    tp = caches.geometry.tp_size, caches.geometry.tp_rank
+    units = {f.name: f.shard(*tp) for f in group.spec.fields()}
+    views = field_views(group, caches.view(layer, group.spec.part), units)
+    assert all(len(v.units) == v.view.shape[1] for v in views)
     return views
 
 
@@ -119,7 +113,7 @@ def places(caches: CanonicalKVCaches, tables: Sequence[Sequence[int]], num_token
         rows = tokens % spec.block_size if spec.has_token_rows else np.zeros_like(tokens)
         blocks = torch.from_numpy(table[tokens // spec.block_size])
         for layer in group.layers:
-            for view, f in zip(field_views(caches, group, layer), spec.fields(), strict=True):
+            for view, f in zip(bound_fields(caches, group, layer), spec.fields(), strict=True):
                 right = torch.from_numpy(content(layer, f, view.units, tokens).copy())
                 yield Place(group, layer, view, blocks, torch.from_numpy(rows), tokens, right)
 

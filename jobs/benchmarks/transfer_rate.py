@@ -242,21 +242,13 @@ def same_descriptors(
             by_producer.setdefault(read.producer_rank, []).append(read)
         for producer_rank, reads in by_producer.items():
             producer = producers[producer_rank]
-            theirs = np.concatenate([_flat(r, producer.base_address, is_source=True) for r in reads])
-            ours = np.concatenate([_flat(r, rank.description.base_address, is_source=False) for r in reads])
+            theirs = np.concatenate([producer.base_address + r.offsets()[0] for r in reads])
+            ours = np.concatenate([rank.description.base_address + r.offsets()[1] for r in reads])
             sizes = np.concatenate([np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads])
             local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (ours, theirs))
             raw.append((agent, agent.prepare(producer.agent_name, local, remote), len(sizes)))
             lengths.append(sizes)
     return Raw(tuple(raw)), np.concatenate(lengths)
-
-
-def _flat(read: BlockReads, base: int, *, is_source: bool) -> np.ndarray:
-    pattern = read.pattern
-    runs = pattern.runs.source if is_source else pattern.runs.destination
-    blocks = read.source_blocks if is_source else read.destination_blocks
-    strides = pattern.source_strides if is_source else pattern.destination_strides
-    return (base + runs[:, None] + blocks[None, :] * strides[:, None]).reshape(-1)
 
 
 def large_descriptors(

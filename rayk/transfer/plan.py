@@ -146,6 +146,13 @@ class BlockReads:
         steps = (np.diff(self.source_blocks) == 1) & (np.diff(self.destination_blocks) == 1)
         return self.num_descriptors - int(dense.sum()) * int(steps.sum())
 
+    def offsets(self) -> tuple[Ints, Ints]:
+        """Where each descriptor lies in both buffers (source, destination), int64, run-major as `indices`."""
+        p, runs = self.pattern, self.pattern.runs
+        source = runs.source[:, None] + self.source_blocks * p.source_strides[:, None]
+        destination = runs.destination[:, None] + self.destination_blocks * p.destination_strides[:, None]
+        return source.reshape(-1), destination.reshape(-1)
+
     def indices(self, num_source_blocks: int, num_destination_blocks: int) -> tuple[Ints32, Ints32]:
         """Descriptor indices (source, destination), int32, run-major so that dense runs can merge."""
         num_runs = len(self.pattern.runs)
