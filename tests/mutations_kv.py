@@ -130,14 +130,14 @@ KV = (
         "rayk/kv/groups.py",
         "SLACK = 1.03",
         "SLACK = 1.0",
-        "tests/kv/test_groups.py::test_few_groups_are_worth_a_few_percent",
+        "tests/kv/test_groups.py::test_few_groups_are_worth_a_percent_of_what_they_cost",
     ),
     Mutation(
         "descriptors cost nothing",
         "rayk/kv/groups.py",
         "BLOCK_COST_BYTES = 8 << 10",
         "BLOCK_COST_BYTES = 0",
-        "tests/kv/test_groups.py::test_published_groupings",
+        "tests/kv/test_groups.py::test_beaten_groupings",
     ),
     Mutation(
         "grouping compared at the user's block size",
