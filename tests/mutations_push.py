@@ -11,6 +11,7 @@ LEASE = "tests/transfer/test_lease.py"
 PUSH = "tests/actors/test_push.py"
 HANDOVER = "tests/actors/test_handover.py"
 RECOMPUTE = "tests/actors/test_recompute.py"
+STRIKES = "tests/actors/test_strikes.py"
 
 MESSAGES = (
     Mutation(
@@ -169,6 +170,14 @@ ENGINES = (
         "self.leader.manager.lease(request_id, lease_id)",
         "self.leader.manager.free(request_id)",
         f"{RECOMPUTE}::test_reads_that_do_not_end_keep_their_blocks_and_the_request_goes_on",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a read that is posted late ends whoever polls it",
+        "rayk/transfer/strikes.py",
+        "            except TransferError:\n",
+        "            except ZeroDivisionError:\n",
+        f"{STRIKES}::test_a_read_that_is_posted_when_its_peer_is_dead_fails_and_ends_nobody_else[post]",
         needs_fixtures=True,
     ),
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rayk.transfer.agent import Transfer, TransferState
 from rayk.transfer.fault_table import RANK_KINDS
+from rayk.types.errors import TransferError
 
 REORDER_S = 0.05
 """What is to be overtaken waits this long for something to overtake it."""
@@ -105,6 +106,8 @@ class Held:
     release_agent: Callable[[Transfer], bool]
     clock: Callable[[], float] = time.monotonic
     overtaken: bool = False
+    _is_refused: bool = False
+    """It could not be posted."""
     _posted: list[Transfer] = field(default_factory=list)
     _since: float = 0.0
 
@@ -116,12 +119,16 @@ class Held:
     def poll(self) -> TransferState:
         """Where it stands, as its user is told."""
         states = [self.poll_agent(transfer) for transfer in self._posted]
-        if TransferState.FAILED in states:
+        if self._is_refused or TransferState.FAILED in states:
             return TransferState.FAILED
         if self.strike.kind == "drop" or self._waits:
             return TransferState.PENDING
         if not self._posted:
-            self._post()
+            try:
+                self._post()
+            except TransferError:
+                # The peer may be gone by now: whoever polls is told that it failed, as of any other read.
+                self._is_refused = True
             return self.poll()
         return TransferState.PENDING if TransferState.PENDING in states else TransferState.DONE
 

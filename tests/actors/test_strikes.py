@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rayk.actors.commands import Wire
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.transfer import strikes
 from rayk.transfer.fault_table import MESSAGE_KINDS, Fault, expected
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -20,7 +22,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import KVMismatch, TransferError
 from rayk.types.request import Request
 from tests.actors.cases import Model
-from tests.pd import Pair, make_request
+from tests.pd import Pair, make_request, wait_until
 
 NUM_TOKENS = 6
 LEASE_S = 0.4
@@ -138,3 +140,32 @@ def test_a_rank_strikes_itself_when_it_is_told_and_only_once() -> None:
     consumer.notify("p", StrikeMessage("prefill").encode())
     assert producer.notifications() == []
     assert struck == ["stop"]
+
+
+@pytest.mark.parametrize("point", ["post", "notify"])
+def test_a_read_that_is_posted_when_its_peer_is_dead_fails_and_ends_nobody_else(
+    model: Model, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    network, made, is_dead = LocalNetwork(), [], threading.Event()
+
+    def make(name: str) -> FaultyAgent:
+        def die(kind: str) -> None:
+            network.leave(name)
+            is_dead.set()
+
+        made.append(FaultyAgent(LocalAgent(name, network), die, "prefill" if name[0] == "p" else "decode"))
+        return made[-1]
+
+    with Pair.open(model.path, make_agent=make) as pair:
+        for agent in made:
+            agent.plant(Strike(kind="kill", point=point, remote="prefill"))
+        request = make_request("r", model.prompts[1], NUM_TOKENS)
+        prefilled = pair.prefill(request)
+        monkeypatch.setattr(strikes, "STRIKE_S", 3600.0)
+        stream = pair.start_decode(request, prefilled, transfer_s=60.0)
+        wait_until(is_dead.is_set)
+        monkeypatch.setattr(strikes, "STRIKE_S", 0.0)
+        done = pair.d.engine.collect(stream)
+        assert isinstance(done.error, TransferError)
+        assert "failed" in done.error.reason
+        wait_until(pair.d.has_all_blocks)  # raises what D died of, if it did
