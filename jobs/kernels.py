@@ -25,7 +25,7 @@ import torch
 from rayk.kernels.paged_attention import head_groups
 from rayk.kernels.quantise import QuantisedKV, quantised_kv
 from rayk.kernels.segments import Segments
-from rayk.kv.formats import FORMATS
+from rayk.kv.formats import FORMATS, LATENT_SIDES
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
@@ -80,6 +80,7 @@ def all_cases() -> Iterator[Case]:
         # Tiles of those are chosen for NVIDIA's registers; on AMD they run, and spill.
         if not target.startswith("gfx"):
             yield from _quantised_cases(target, (64, 128, 256), ("bfloat16", "float32"))
+            yield from _quantised_latent_cases(target, ("bfloat16", "float16", "float32"), (2, 16, 24, 128))
 
 
 def _copy_cases(target: str) -> Iterator[Case]:
@@ -94,6 +95,13 @@ def _quantised_cases(target: str, heads: Sequence[int], dtypes: Sequence[str]) -
         for phase in ("prefill", "split"):
             yield Case(target, phase, dtype, (head, head), kv=kv)
         yield Case(target, "store", dtype, (head, head), 1, "plain", kv=kv)
+
+
+def _quantised_latent_cases(target: str, dtypes: Sequence[str], heads: Sequence[int]) -> Iterator[Case]:
+    """DeepSeek's latents."""
+    for kv, dtype, group in product(QUANTISED, dtypes, heads):
+        for phase in ("mla", "mla-step"):
+            yield Case(target, phase, dtype, (512, 64), group, "plain", kv=kv)
 
 
 def _row_cases(target: str, head: int) -> Iterator[Case]:
@@ -147,6 +155,7 @@ def quick_cases() -> Iterator[Case]:
     for phase in ("prefill", "split"):
         yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
     yield from _quantised_cases("sm_90", (128,), ("bfloat16",))
+    yield from _quantised_latent_cases("sm_90", ("bfloat16",), (16, 128))
     for target in ("sm_90", "gfx942"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
@@ -287,7 +296,7 @@ def _attend_latents(case: Case) -> None:
     is_step = case.phase.endswith("-step")
     mla_attention_triton(
         torch.empty(num_requests if is_step else 256, case.group, width, dtype=dtype),
-        torch.empty(8, 16, width, dtype=dtype),
+        _cache(case, 1, LATENT_SIDES) if case.kv != "auto" else torch.empty(8, 16, width, dtype=dtype),
         torch.empty(num_requests, 64, dtype=torch.int32),
         torch.empty(num_requests + 1, dtype=torch.int32),
         torch.empty(num_requests, dtype=torch.int32),
@@ -335,24 +344,25 @@ def _segments(case: Case) -> Segments:
     )
 
 
-def _cache(case: Case, num_kv_heads: int) -> Any:
+def _cache(case: Case, num_kv_heads: int, sides: tuple[str, str] = ("k", "v")) -> Any:
     if case.kv != "auto":
-        return _quantised_cache(case, num_kv_heads)
+        return _quantised_cache(case, num_kv_heads, sides)
     return torch.empty(4, num_kv_heads, case.slots, sum(case.head), dtype=getattr(torch, case.dtype))
 
 
-def _quantised_cache(case: Case, num_kv_heads: int) -> QuantisedKV | None:
+def _quantised_cache(case: Case, num_kv_heads: int, sides: tuple[str, str]) -> QuantisedKV | None:
     widths: dict[str, int] = {}
-    for field in FORMATS[case.kv].fields(*case.head):
+    for field in FORMATS[case.kv].fields(*case.head, sides):
         widths[field.bundle] = widths.get(field.bundle, 0) + field.row_bytes
     bundles = {
         name: torch.empty(4, num_kv_heads, case.slots, width, dtype=torch.uint8)
         for name, width in widths.items()
     }
     if set(bundles) != {"kv"}:
-        return quantised_kv(bundles, *case.head)
+        return quantised_kv(bundles, *case.head, sides=sides)
     view = bundles["kv"]
-    return quantised_kv(view.view(torch.float8_e4m3fn) if case.kv == "fp8_e4m3" else view, *case.head)
+    view = view.view(torch.float8_e4m3fn) if case.kv == "fp8_e4m3" else view
+    return quantised_kv(view, *case.head, sides=sides)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

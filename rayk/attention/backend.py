@@ -50,6 +50,8 @@ class MlaParams:
     """Factor on q . row before the softmax."""
     latent_size: int
     """R, elements of a cached row that are its latent: the value, and the first part of the key."""
+    rope_size: int
+    """Dr, those of the rotated key, its other part."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,12 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         latent: torch.Tensor,
         rope: torch.Tensor,
-        cache: torch.Tensor,
+        cache: torch.Tensor | QuantisedKV,
         metadata: PagedAttentionMetadata,
         params: MlaParams,
     ) -> torch.Tensor:
-        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr], then attend q [T, Q, R + Dr].
+        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr], then attend q [T, Q, R + Dr]. A
+        quantised cache is one of a single head, of latents and rotated keys.
 
         Returns [T, Q, R]: each query head's weighted latents.
         """

@@ -75,10 +75,11 @@ def _plain_spec(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _plain(rows: Rows, spec: KVCacheSpec, scales: tuple[float, float]) -> Rows:
-    """Of one layer on one rank: what is no key or value stays."""
+    """Of one layer on one rank: what is of no attention stays."""
     fields = {f.name: f for f in spec.fields()}
     plain = {key: values for key, values in rows.items() if key[0] not in fields}
-    for side, scale in zip(("k", "v"), scales, strict=True):
+    sides = [name for name in fields if not name.endswith("_scale")]
+    for side, scale in zip(sides, scales, strict=True):
         for name, unit in rows:
             if name != side:
                 continue

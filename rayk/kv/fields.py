@@ -28,6 +28,7 @@ FIELD_IDS: Mapping[str, int] = MappingProxyType(
                 *("conv_x", "conv_b", "conv_c", "ssm"),
                 *("conv_q", "conv_k", "conv_v", "delta"),
                 *("k_scale", "v_scale"),
+                *("latent_scale", "rope_scale"),
             )
         )
     }

@@ -1,9 +1,11 @@
 """What a KV format is: how the keys and values of one (head, token) become bytes, and how far off they are.
 
+A latent cache has a latent and a rotated key in their place, of a single head.
+
 Plain formats hold elements as they are. Quantised ones hold `element * scale`, with scales of three kinds:
 
 - one per layer and side of the cache (k or v), float32, that no page holds: of the checkpoint, told in the
-  handshake (`fp8_e4m3`, and as the global scale of `nvfp4`);
+  handshake (`fp8_e4m3`, and as the global scale of `nvfp4`); a latent and its rotated key share one;
 - one per (head, token) and side, float32, in the page (`fp8_e4m3_token_head`);
 - one per 16 elements, e4m3, in the page (`nvfp4`: NVIDIA, "Introducing NVFP4", developer.nvidia.com, 2025).
 
@@ -31,6 +33,9 @@ NVFP4_BLOCK = 16
 SMALLEST_SCALE = 2.0**-126
 """Of a (head, token) whose values are all (nearly) zero: the smallest normal float32."""
 
+LATENT_SIDES = ("latent", "rope")
+"""What a latent cache keeps of a token: a latent vector and a rotated key."""
+
 Granularity = Literal["none", "tensor", "token_head", "block"]
 
 
@@ -39,7 +44,7 @@ class StoredField:
     """One field of a format: what is stored per (head, token), for a head of `elements` elements."""
 
     name: str
-    """A key of FIELD_IDS: k, v, k_scale or v_scale."""
+    """A key of FIELD_IDS: a side (k or v, latent or rope), or one with `_scale` behind it."""
     dtype: str
     """A key of ITEMSIZE."""
     row_bytes: int
@@ -76,13 +81,19 @@ class KVFormat:
         """Whether a float32 per layer and side multiplies what pages hold."""
         return self.scales in ("tensor", "block")
 
-    def fields(self, head_size_k: int, head_size_v: int) -> tuple[StoredField, ...]:
-        """What a (head, token) holds, in page order. Raises Unsupported for head sizes it cannot hold."""
-        sizes = {"k": head_size_k, "v": head_size_v}
+    def fields(
+        self, head_size_k: int, head_size_v: int, sides: tuple[str, str] = ("k", "v")
+    ) -> tuple[StoredField, ...]:
+        """What a (head, token) holds, in page order. Raises Unsupported for head sizes it cannot hold.
+
+        `sides`: what is kept in place of a key and a value, LATENT_SIDES maybe.
+        """
+        sizes = dict(zip(sides, (head_size_k, head_size_v), strict=True))
+        kept = "latents" if sides == LATENT_SIDES else "heads"
         if self.scales == "block":
             if any(size % NVFP4_BLOCK for size in sizes.values()):
                 raise Unsupported(
-                    f"{self.name} of heads of {head_size_k} and {head_size_v} elements: "
+                    f"{self.name} of {kept} of {head_size_k} and {head_size_v} elements: "
                     f"{NVFP4_BLOCK} elements share a scale (mend: kv_dtype fp8_e4m3 or auto)"
                 )
             return tuple(
@@ -102,7 +113,7 @@ class KVFormat:
         width = ITEMSIZE["float32"]
         if (head_size_k + head_size_v) % width:
             raise Unsupported(
-                f"{self.name} of heads of {head_size_k} and {head_size_v} elements: "
+                f"{self.name} of {kept} of {head_size_k} and {head_size_v} elements: "
                 f"their scales would not start at a multiple of {width} bytes (mend: kv_scales: tensor)"
             )
         return (*data, *(StoredField(f"{side}_scale", "float32", width, "kv") for side in sizes))

@@ -13,7 +13,7 @@ from math import gcd
 from typing import Any, Protocol, cast
 
 from rayk.kv.fields import ITEMSIZE, PageField
-from rayk.kv.formats import FORMATS, StoredField
+from rayk.kv.formats import FORMATS, LATENT_SIDES, StoredField
 
 CHANNELS_PER_UNIT = 16
 """Channels of a Mamba1 layer that stay together: a slice of so many starts at a multiple of 16 bytes."""
@@ -132,14 +132,18 @@ class FullAttentionSpec(_TokensSpec):
                 self.num_query_heads,
                 stored.bundle,
             )
-            for stored in self._stored()
+            for stored in _stored(self.dtype, self.head_size_k, self.head_size_v)
         )
 
-    def _stored(self) -> tuple[StoredField, ...]:
-        if self.dtype in FORMATS:
-            return FORMATS[self.dtype].fields(self.head_size_k, self.head_size_v)
-        sizes = (("k", self.head_size_k), ("v", self.head_size_v))
-        return tuple(StoredField(name, self.dtype, n * ITEMSIZE[self.dtype], "kv") for name, n in sizes)
+
+def _stored(
+    dtype: str, head_size_k: int, head_size_v: int, sides: tuple[str, str] = ("k", "v")
+) -> tuple[StoredField, ...]:
+    """Of a format, or of plain elements."""
+    if dtype in FORMATS:
+        return FORMATS[dtype].fields(head_size_k, head_size_v, sides)
+    sizes = zip(sides, (head_size_k, head_size_v), strict=True)
+    return tuple(StoredField(name, dtype, n * ITEMSIZE[dtype], "kv") for name, n in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,8 @@ class ChunkedLocalSpec(FullAttentionSpec):
 class MlaSpec(_TokensSpec):
     """Multi-head latent attention: per token one latent vector and one rotated key that all heads share.
 
-    One unit, which every rank holds (deepseek_v3/modeling_deepseek_v3.py:457).
+    One unit, which every rank holds (deepseek_v3/modeling_deepseek_v3.py:457). `dtype` is that of
+    FullAttentionSpec.
     """
 
     block_size: int
@@ -209,19 +214,23 @@ class MlaSpec(_TokensSpec):
         return "mla"
 
     def fields(self) -> tuple[PageField, ...]:
-        """The latent, then the rotated key, packed in the content axis of each token."""
-        size = ITEMSIZE[self.dtype]
+        """The latent, then the rotated key, packed in the content axis of each token; with scales where the
+        format has them.
+
+        Raises Unsupported for sizes that the format cannot hold.
+        """
         return tuple(
             PageField(
-                name,
+                stored.name,
                 1,
                 self.block_size,
-                width * size,
-                self.dtype,
+                stored.row_bytes,
+                stored.dtype,
                 self.num_query_heads,
+                stored.bundle,
                 unit_name="latent",
             )
-            for name, width in (("latent", self.latent_size), ("rope", self.rope_size))
+            for stored in _stored(self.dtype, self.latent_size, self.rope_size, LATENT_SIDES)
         )
 
 

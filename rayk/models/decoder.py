@@ -9,6 +9,7 @@ import torch
 
 from rayk.kernels.quantise import QuantisedKV
 from rayk.models.layers.attention import Attention
+from rayk.models.layers.mla import Mla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +133,11 @@ class Decoder:
     @property
     def kv_scales(self) -> dict[int, tuple[float, float]]:
         """Layer -> the scales (k, v) of its bound cache; empty where pages hold all that is needed."""
-        caches = {layer: owner.kv_cache for layer, owner in self.attention_layers.items()}
+        caches = {
+            layer: owner.kv_cache
+            for (layer, _), owner in self.cache_owners.items()
+            if isinstance(owner, Attention | Mla)
+        }
         return {
             layer: (cache.k_scale, cache.v_scale)
             for layer, cache in caches.items()

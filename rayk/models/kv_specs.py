@@ -9,7 +9,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rayk.kv.formats import FORMATS, engine_format
+from rayk.kv.formats import engine_format
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
 from rayk.kv.specs import (
     ChunkedLocalSpec,
@@ -21,7 +21,6 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
-from rayk.types.errors import Unsupported
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, LayerConfig
@@ -117,8 +116,6 @@ def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -
 
 def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
     assert config.mla is not None
-    if settings.dtype in FORMATS and FORMATS[settings.dtype].is_quantised:
-        raise Unsupported(f"a latent cache (MLA) of {settings.dtype} (mend: kv_dtype auto)")
     return MlaSpec(
         block_size=settings.block_size,
         latent_size=config.mla.latent_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,8 @@ _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_sc
 def checkpoint_kv_scales(folder: Path) -> dict[int, tuple[float, float]]:
     """Layer -> (k, v), 1 for the side that has none; layers without either are absent.
 
-    Of two names of a scale the shorter one counts.
+    Of two names of a scale the shorter one counts. Where latents are cached the key's scale is both, since a
+    latent and its rotated key have one in common.
     """
     found: dict[tuple[int, str], float] = {}
     names = [(name, file) for file in sorted(folder.glob("*.safetensors")) for name in _scale_names(file)]
@@ -22,6 +24,8 @@ def checkpoint_kv_scales(folder: Path) -> dict[int, tuple[float, float]]:
         with safe_open(file, framework="pt") as tensors:
             found[int(layer), side] = float(tensors.get_tensor(name).float().item())
     layers = sorted({layer for layer, _ in found})
+    if "kv_lora_rank" in json.loads((folder / "config.json").read_text()):
+        return {layer: (found.get((layer, "k"), 1.0),) * 2 for layer in layers}
     return {layer: (found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0)) for layer in layers}
 
 

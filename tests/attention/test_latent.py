@@ -52,7 +52,7 @@ def forward(name: str | AttentionBackend, batch: Batch, q: Tensor, window: int |
     ]
     backend = get_backend(name, "cpu") if isinstance(name, str) else name
     metadata = backend.build(common_of(batch), window)
-    return backend.forward_latent(q, *new, batch.cache[:, 0], metadata, MlaParams(0.2, LATENT))
+    return backend.forward_latent(q, *new, batch.cache[:, 0], metadata, MlaParams(0.2, LATENT, ROPE))
 
 
 def dense(batch: Batch, q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -180,7 +180,7 @@ class Piece:
 
 def brute_bundles(spec: KVCacheSpec) -> list[list[Piece]]:
     """Stretches of a page, each with the fields that interleave in it."""
-    if isinstance(spec, FullAttentionSpec) and spec.dtype not in ITEMSIZES:
+    if isinstance(spec, FullAttentionSpec | MlaSpec) and spec.dtype not in ITEMSIZES:
         return _quantised_bundles(spec)
     size = ITEMSIZES[spec.dtype]
     match spec:
@@ -227,23 +227,27 @@ def brute_bundles(spec: KVCacheSpec) -> list[list[Piece]]:
     raise AssertionError(spec)
 
 
-def _quantised_bundles(spec: FullAttentionSpec) -> list[list[Piece]]:
+def _quantised_bundles(spec: FullAttentionSpec | MlaSpec) -> list[list[Piece]]:
     """A byte an element, or half of one; scales of 4 bytes per (head, token), or of one per 16 elements."""
 
     def piece(name: str, row_bytes: int, itemsize: int = 1) -> Piece:
         return Piece(name, row_bytes, itemsize, spec.num_query_heads, lambda query: query // per_head)
 
-    per_head = spec.num_query_heads // spec.num_kv_heads
-    k, v = spec.head_size_k, spec.head_size_v
+    if isinstance(spec, MlaSpec):
+        per_head, a, b = spec.num_query_heads, "latent", "rope"
+        k, v = spec.latent_size, spec.rope_size
+    else:
+        per_head, a, b = spec.num_query_heads // spec.num_kv_heads, "k", "v"
+        k, v = spec.head_size_k, spec.head_size_v
     match spec.dtype:
         case "fp8_e4m3":
-            return [[piece("k", k), piece("v", v)]]
+            return [[piece(a, k), piece(b, v)]]
         case "fp8_e4m3_token_head":
-            return [[piece("k", k), piece("v", v), piece("k_scale", 4, 4), piece("v_scale", 4, 4)]]
+            return [[piece(a, k), piece(b, v), piece(f"{a}_scale", 4, 4), piece(f"{b}_scale", 4, 4)]]
         case "nvfp4":
             return [
-                [piece("k", k // 2), piece("k_scale", k // 16)],
-                [piece("v", v // 2), piece("v_scale", v // 16)],
+                [piece(a, k // 2), piece(f"{a}_scale", k // 16)],
+                [piece(b, v // 2), piece(f"{b}_scale", v // 16)],
             ]
     raise AssertionError(spec)
 
@@ -394,6 +398,8 @@ _TALL = mamba2(heads=6)
 
 _TOKEN_HEAD = full(dtype="fp8_e4m3_token_head", head_k=5, head_v=3)
 _NVFP4 = full(dtype="nvfp4", head_k=48, head_v=16)
+_TOKEN_LATENT = mla(dtype="fp8_e4m3_token_head")
+_NVFP4_LATENT = mla(latent=48, rope=16, dtype="nvfp4")
 CASES = [
     Case("one-group", {0: full(), 5: full()}, 1),
     Case("one-group-kernel-2", {0: full(), 5: full()}, 2, 2),
@@ -412,6 +418,8 @@ CASES = [
         "chunks", {0: chunked(6), 1: chunked(6), 2: chunked(6), 3: full()}, 2, kernel_by_kind={"chunked": 2}
     ),
     Case("latent", {0: mla(), 2: mla()}, 4, 2),
+    Case("latents-with-scales", {0: _TOKEN_LATENT, 1: _TOKEN_LATENT}, 2, 2),
+    Case("latents-of-four-bits", {0: _NVFP4_LATENT, 3: _NVFP4_LATENT}, 4, 2),
     Case("scales-behind-values", {0: _TOKEN_HEAD, 1: sliding(5, _TOKEN_HEAD)}, 3, 2),
     Case("blocks-of-four-bits", {0: _NVFP4, 1: sliding(5, _NVFP4), 2: _NVFP4}, 2, 2),
     Case("four-bits-beside-heads", {0: (_NVFP4, _TALL), 1: (_NVFP4, _TALL)}, 2, 2),

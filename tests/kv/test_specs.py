@@ -49,6 +49,8 @@ SPECS = [
     gdn(value_heads=24),
     full(dtype="fp8_e4m3"),
     full(dtype="fp8_e4m3_token_head", head_k=5, head_v=3),
+    *(mla(dtype=dtype) for dtype in ("fp8_e4m3", "fp8_e4m3_token_head")),
+    mla(latent=48, rope=16, dtype="nvfp4"),
     sliding(9, full(dtype="nvfp4", head_k=48, head_v=16)),
 ]
 

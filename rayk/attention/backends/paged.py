@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import Workspace, paged_attention
+from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
-from rayk.kv.formats import FORMATS
+from rayk.kv.formats import FORMATS, LATENT_SIDES
 
 if TYPE_CHECKING:
     import torch
 
     from rayk.attention.metadata import CommonAttentionMetadata
-    from rayk.kernels.quantise import QuantisedKV
     from rayk.kv.specs import KVCacheSpec
 
 MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
@@ -41,12 +41,12 @@ class PagedBackend:
         size the kernels know."""
         rows = {field.name: field.row_bytes for field in spec.fields()}
         names = tuple(name for name in rows if not name.endswith("_scale"))
-        if names not in (("k", "v"), ("latent", "rope")):
+        if names not in (("k", "v"), LATENT_SIDES):
             return f"pages hold {names}, not keys and values"
         if spec.dtype not in FORMATS:
             return f"KV dtype {spec.dtype} is not one of {', '.join(FORMATS)}"
         sizes = tuple(FORMATS[spec.dtype].elements(rows[name]) for name in names)
-        if names == ("latent", "rope"):
+        if names == LATENT_SIDES:
             most = MAX_LATENT_SIZES.get(self._attend_latent, sizes)
             if sizes[0] > most[0] or sizes[1] > most[1]:
                 return f"latents of {sizes} elements are larger than the {most} of {self.implementation}"
@@ -103,7 +103,7 @@ class PagedBackend:
         q: torch.Tensor,
         latent: torch.Tensor,
         rope: torch.Tensor,
-        cache: torch.Tensor,
+        cache: torch.Tensor | QuantisedKV,
         metadata: PagedAttentionMetadata,
         params: MlaParams,
     ) -> torch.Tensor:
@@ -114,7 +114,7 @@ class PagedBackend:
         store_kv(
             latent.unsqueeze(1),
             rope.unsqueeze(1),
-            cache.unsqueeze(1),
+            cache if isinstance(cache, QuantisedKV) else cache.unsqueeze(1),
             common.slot_mapping,
             impl=self._store,
         )

@@ -12,6 +12,7 @@ a key become NaN.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from rayk.kernels.mla_attention.tiles import choose_tiles
 from rayk.kernels.mla_attention.triton import mla_attention_kernel
 from rayk.kernels.paged_attention.splits import combine_splits_kernel
 from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits
+from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.target import current_target
 
 MAX_LATENT, MAX_ROPE = 512, 64
@@ -32,7 +34,7 @@ SPLITS_AT_ONCE = 8
 
 def mla_attention_triton(
     q: torch.Tensor,
-    cache: torch.Tensor,
+    cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -47,26 +49,31 @@ def mla_attention_triton(
     `num_splits` of a decode step follows from the shapes of q and block_table alone, unless given. `tiles`
     is for tests.
     """
-    rope_size = cache.shape[-1] - latent_size
+    pages = _pages(cache)
     assert latent_size <= MAX_LATENT, latent_size
-    assert rope_size <= MAX_ROPE, rope_size
-    assert q.stride(-1) == cache.stride(-1) == block_table.stride(-1) == 1
-    assert (cache.shape[1] - 1) * cache.stride(1) < 2**31, "offsets inside a block are 32-bit"
+    assert q.shape[-1] - latent_size <= MAX_ROPE, (q.shape, latent_size)
+    assert q.stride(-1) == block_table.stride(-1) == 1
     num_tokens, num_heads, _ = q.shape
     out_dtype = torch.float32 if INTERPRETED else q.dtype
     out = torch.empty(num_tokens, num_heads, latent_size, dtype=out_dtype, device=q.device)
     if num_tokens == 0:
         return out.to(q.dtype)
     is_decode = num_tokens == len(seq_lens)
-    mixed = q.dtype != cache.dtype
+    # Quantised pages are decoded into the queries' dtype; other unlike dtypes are multiplied in float32.
+    mixed = pages.scales == "none" and q.dtype != pages.rows.dtype
     tiles = tiles or choose_tiles(
         current_target(),
         decode_only=is_decode,
         num_rows=num_heads if is_decode else num_tokens * num_heads,
         itemsize=4 if mixed else q.element_size(),
+        scales=pages.scales,
     )
-    batch = (q, cache, block_table, query_start_loc, seq_lens)
-    arguments = _arguments(*batch, tiles, latent_size) | {"scale": float(scale), "ONE_TOKEN": is_decode}
+    batch = (block_table, query_start_loc, seq_lens)
+    arguments = _arguments(q, pages, *batch, tiles, latent_size) | {
+        "scale": float(scale) * pages.row_scale,
+        "ONE_TOKEN": is_decode,
+        "WIDEN": INTERPRETED or mixed,  # the interpreter has no bf16 arithmetic
+    }
     with launching():
         if is_decode:
             _decode(arguments, out, num_splits)
@@ -78,9 +85,43 @@ def mla_attention_triton(
     return out.to(q.dtype)
 
 
+@dataclass(frozen=True)
+class _Pages:
+    """A cache as the kernel takes it (see mla_attention_kernel)."""
+
+    rows: torch.Tensor
+    """[B, N, ...]: latents, then rotated keys unless they lie elsewhere. Bytes, of a quantised cache."""
+    ropes: torch.Tensor | None = None
+    token_scales: torch.Tensor | None = None
+    scales: str = "none"
+    row_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for view in (self.rows, self.ropes):
+            if view is not None:
+                assert view.stride(-1) == 1, "the content axis must be dense"
+                assert (view.shape[1] - 1) * view.stride(1) < 2**31, "offsets inside a block are 32-bit"
+        if self.token_scales is not None:
+            assert all(s % 4 == 0 for s in self.rows.stride()[:2]), "rows are whole float32s"
+
+
+def _pages(cache: torch.Tensor | QuantisedKV) -> _Pages:
+    if not isinstance(cache, QuantisedKV):
+        return _Pages(cache)
+    (rows, scales), (ropes, _) = cache.raw(cache.k), cache.raw(cache.v)
+    kind = cache.kv_format.scales
+    return _Pages(
+        rows[:, 0],
+        ropes[:, 0] if kind == "block" else None,
+        scales[:, 0] if kind == "token_head" and scales is not None else None,
+        kind,
+        cache.k_scale,
+    )
+
+
 def _arguments(
     q: torch.Tensor,
-    cache: torch.Tensor,
+    pages: _Pages,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -88,12 +129,15 @@ def _arguments(
     latent_size: int,
 ) -> dict[str, Any]:
     """What the kernel takes in either form."""
-    rope_size = cache.shape[-1] - latent_size
+    cache, rope_size = pages.rows, q.shape[-1] - latent_size
+    rope_strides = (0, 0) if pages.ropes is None else pages.ropes.stride()[:2]
     # An option that only NVIDIA's backend knows.
     limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     return {
         "q": q,
         "cache": cache,
+        "rope_cache": pages.ropes,
+        "scales_cache": pages.token_scales,
         "block_table": block_table,
         "query_start_loc": query_start_loc,
         "seq_lens": seq_lens,
@@ -104,6 +148,9 @@ def _arguments(
         "q_stride_h": q.stride(1),
         "stride_b": cache.stride(0),
         "stride_n": cache.stride(1),
+        "rope_stride_b": rope_strides[0],
+        "rope_stride_n": rope_strides[1],
+        "row_scale": pages.row_scale,
         "table_stride": block_table.stride(0),
         "NUM_HEADS": q.shape[1],
         "NUM_SLOTS": cache.shape[1],
@@ -113,8 +160,7 @@ def _arguments(
         "PADDED_ROPE": max(16, triton.next_power_of_2(rope_size)),
         "ROWS": tiles.rows,
         "TILE_KEYS": tiles.keys,
-        # Unlike dtypes are multiplied in float32; the interpreter has no bf16 arithmetic.
-        "WIDEN": INTERPRETED or q.dtype != cache.dtype,
+        "SCALES": pages.scales,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     } | limit

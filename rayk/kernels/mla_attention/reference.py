@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from rayk.kernels.quantise import QuantisedKV
+
 
 def mla_attention_reference(
     q: torch.Tensor,
-    cache: torch.Tensor,
+    cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -18,15 +20,24 @@ def mla_attention_reference(
     """Arguments and result as `mla_attention`. Computes in q's dtype, float32 at least."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], latent_size)
-    num_slots = cache.shape[1]
+    num_slots = cache.shape[-1 if isinstance(cache, QuantisedKV) else 1]
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, seq_len in enumerate(lens):
         num_queries = starts[r + 1] - starts[r]
         for i in range(num_queries):
             positions = torch.arange(seq_len - num_queries + i + 1, device=cache.device)
             blocks = block_table[r, positions // num_slots].long()
-            rows = cache[blocks, positions % num_slots].to(compute_dtype)  # [keys, R + Dr]
+            rows = _rows(cache, blocks, positions % num_slots, compute_dtype)
             scores = scale * (q[starts[r] + i].to(compute_dtype) @ rows.mT)  # [Q, keys]
             weights = torch.softmax(scores, dim=-1)
             out[starts[r] + i] = (weights @ rows[:, :latent_size]).to(q.dtype)
     return out
+
+
+def _rows(
+    cache: torch.Tensor | QuantisedKV, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """[keys, R + Dr]"""
+    if isinstance(cache, QuantisedKV):
+        return torch.cat(cache.gather(blocks, slots, dtype), dim=-1).squeeze(1)
+    return cache[blocks, slots].to(dtype)

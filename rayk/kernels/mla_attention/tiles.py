@@ -6,14 +6,20 @@ from rayk.kernels.paged_attention.tiles import Tiles
 from rayk.kernels.target import Target
 
 
-def choose_tiles(target: Target, *, decode_only: bool, num_rows: int, itemsize: int) -> Tiles:
+def choose_tiles(
+    target: Target, *, decode_only: bool, num_rows: int, itemsize: int, scales: str = "none"
+) -> Tiles:
     """Tiles that fit the target's shared memory and registers at a latent of 512 elements and a key of 64.
 
     num_rows: (token, query head) pairs that share keys, where the host knows them: those of one request in
-    a decode step, those of the batch otherwise. itemsize: bytes of an element as it is multiplied. The
-    weighted latents, rows x 512 float32, are what fills the registers. `make kernels` shows what each
-    choice takes, and fails where one spills.
+    a decode step, those of the batch otherwise. itemsize: bytes of an element as it is multiplied.
+    scales: KVFormat.scales of the cached rows. The weighted latents, rows x 512 float32, are what fills the
+    registers. `make kernels` shows what each choice takes, and fails where one spills.
     """
+    if scales != "none" and itemsize != 4:
+        # Codes and decoded elements are in registers together, and scales of tokens beside them.
+        rows = 16 if target.is_amd or num_rows <= 16 or scales == "token_head" else 32
+        return Tiles(rows, 16, 8, 1, None if target.is_amd else 255)
     if itemsize == 4:
         # Exact float32 products do not use tensor cores on NVIDIA.
         return Tiles(16, 16, 4, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)

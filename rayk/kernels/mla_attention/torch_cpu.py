@@ -1,7 +1,8 @@
 """Latent attention for CPUs: gather a sequence's rows into kept memory, then two matrix products.
 
 All (token, query head) pairs are rows of one problem, since they share their keys. Some tokens are taken at
-a time: enough for large products, few enough that the scores stay small.
+a time: enough for large products, few enough that the scores stay small. A quantised cache is gathered and
+dequantised token by token.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from rayk.kernels.paged_attention.torch_cpu import Workspace
+from rayk.kernels.quantise import QuantisedKV
 
 _SCORES_AT_ONCE = 1 << 22
 """Scores held at a time: 16 MiB in float32."""
@@ -18,7 +20,7 @@ _TOKENS_AT_ONCE = 64
 
 def mla_attention_torch(
     q: torch.Tensor,
-    cache: torch.Tensor,
+    cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -29,7 +31,6 @@ def mla_attention_torch(
 ) -> torch.Tensor:
     """Arguments and result as `mla_attention`; `workspace` is kept by the caller between calls."""
     workspace = workspace or Workspace()
-    num_slots = cache.shape[1]
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], latent_size)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
@@ -37,13 +38,29 @@ def mla_attention_torch(
         packed = slice(starts[r], starts[r + 1])
         if packed.start == packed.stop:
             continue
-        block_ids = block_table[r, : -(-seq_len // num_slots)]
-        gathered = workspace.take((len(block_ids), *cache.shape[1:]), cache.dtype)
-        torch.index_select(cache, 0, block_ids, out=gathered)
-        # What lies beyond the sequence in its last block is cut off here, and so never multiplied.
-        rows = gathered.flatten(0, 1)[:seq_len].to(compute_dtype)
+        rows = _gather(cache, block_table[r], seq_len, workspace, compute_dtype)
         out[packed] = _attend(q[packed].to(compute_dtype), rows, scale, latent_size).to(q.dtype)
     return out
+
+
+def _gather(
+    cache: torch.Tensor | QuantisedKV,
+    blocks: torch.Tensor,
+    seq_len: int,
+    workspace: Workspace,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The rows [seq_len, R + Dr] of one sequence; may be the workspace's."""
+    if isinstance(cache, QuantisedKV):
+        positions, num_slots = torch.arange(seq_len), cache.shape[2]
+        places = blocks[positions // num_slots].long(), positions % num_slots
+        return torch.cat(cache.gather(*places, dtype), dim=-1).squeeze(1)
+    num_slots = cache.shape[1]
+    block_ids = blocks[: -(-seq_len // num_slots)]
+    gathered = workspace.take((len(block_ids), *cache.shape[1:]), cache.dtype)
+    torch.index_select(cache, 0, block_ids, out=gathered)
+    # What lies beyond the sequence in its last block is cut off here, and so never multiplied.
+    return gathered.flatten(0, 1)[:seq_len].to(dtype)
 
 
 def _attend(q: torch.Tensor, rows: torch.Tensor, scale: float, latent_size: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rayk.kernels.paged_attention.content import load_values
 from rayk.kernels.paged_attention.splits import keys_per_split
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
@@ -35,11 +36,15 @@ def _attend(
     b_q_rope,
     b_position,
     cache,
+    rope_cache,
+    scales_cache,
     p_table,
     num_columns,
     num_blocks,
     stride_b,
     stride_n,
+    rope_stride_b,
+    rope_stride_n,
     first_key,
     end_key,
     scale,
@@ -47,6 +52,7 @@ def _attend(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Online softmax of query rows over cached rows first_key .. end_key - 1 of one sequence.
@@ -64,15 +70,24 @@ def _attend(
         o_column = o_key // NUM_SLOTS
         b_block = tl.load(p_table + o_column, mask=m_key & (o_column < num_columns), other=-1)
         m_block = (b_block >= 0) & (b_block < num_blocks)
-        p_row = cache + tl.where(m_block, b_block, 0).to(tl.int64) * stride_b + (o_key % NUM_SLOTS) * stride_n
+        b_block = tl.where(m_block, b_block, 0).to(tl.int64)
+        o_slot = o_key % NUM_SLOTS
+        p_row = cache + b_block * stride_b + o_slot * stride_n
+        p_rope = p_row + LATENT
+        p_scale = p_row
+        if SCALES == "block":
+            p_rope = rope_cache + b_block * rope_stride_b + o_slot * rope_stride_n
+        if SCALES == "token_head":
+            p_scale = scales_cache + b_block * (stride_b // 4) + o_slot * (stride_n // 4)
         # Masked also because these are the values: a weight of zero does not undo a NaN.
         m_latent = m_block[:, None] & (o_latent < LATENT)[None, :]
-        b_latent = tl.load(p_row[:, None] + o_latent[None, :], mask=m_latent, other=0.0)
+        b_latent = load_values(
+            p_row, p_scale, m_latent, m_block, o_latent, b_q_latent.dtype, LATENT, SCALES, WIDEN
+        )
         m_rope = m_block[:, None] & (o_rope < ROPE)[None, :]
-        b_rope = tl.load(p_row[:, None] + LATENT + o_rope[None, :], mask=m_rope, other=0.0)
-        if WIDEN:
-            b_latent = b_latent.to(tl.float32)
-            b_rope = b_rope.to(tl.float32)
+        b_rope = load_values(
+            p_rope, p_scale + 1, m_rope, m_block, o_rope, b_q_latent.dtype, ROPE, SCALES, WIDEN
+        )
         b_scores = tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
         b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee") * scale
         b_scores += tl.where(m_block, 0.0, float("nan"))[None, :]
@@ -95,12 +110,15 @@ def _attend(
 def mla_attention_kernel(
     q,
     cache,
+    rope_cache,
+    scales_cache,
     out,
     split_stats,
     block_table,
     query_start_loc,
     seq_lens,
     scale,
+    row_scale,
     num_requests,
     num_splits,
     num_columns,
@@ -109,6 +127,8 @@ def mla_attention_kernel(
     q_stride_h,
     stride_b,
     stride_n,
+    rope_stride_b,
+    rope_stride_n,
     table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -120,9 +140,14 @@ def mla_attention_kernel(
     TILE_KEYS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Any batch. Grid: (tokens * heads // ROWS + requests, 1).
+
+    cache holds latents then rotated keys, unless SCALES is block: then the keys lie in rope_cache, both with
+    their scales behind them. scales_cache: where tokens have scales, those of latents (float32; of rotated
+    keys behind each). row_scale: of the layer; `scale` has it, too.
 
     ONE_TOKEN: one token a request. Grid: (requests * cdiv(heads, ROWS), num_splits). With IS_SPLIT, out is
     [R, Q, num_splits, LATENT] float32, not divided, and split_stats [R, Q, num_splits, 2] float32 takes
@@ -171,11 +196,15 @@ def mla_attention_kernel(
         b_q_rope,
         num_before + o_token,
         cache,
+        rope_cache,
+        scales_cache,
         block_table + i_r.to(tl.int64) * table_stride,
         num_columns,
         num_blocks,
         stride_b,
         stride_n,
+        rope_stride_b,
+        rope_stride_n,
         first_key,
         end_key,
         scale,
@@ -183,8 +212,11 @@ def mla_attention_kernel(
         LATENT,
         ROPE,
         TILE_KEYS,
+        SCALES,
         WIDEN,
     )
+    if SCALES != "none":
+        b_acc *= row_scale
     b_out_row = (first_token.to(tl.int64) * NUM_HEADS + o_m) * num_splits + i_s
     m_row = o_m < num_queries * NUM_HEADS
     if IS_SPLIT:

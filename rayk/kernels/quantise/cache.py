@@ -1,17 +1,18 @@
-"""A paged cache of quantised keys and values, as kernels are given it.
+"""A paged cache of quantised keys and values, as kernels are given it; or of latents and rotated keys, which
+are in the place of the keys and of the values of a single head.
 
 Legend: B kernel blocks, H head slots, N token slots of a block, D elements of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rayk.kernels.quantise.reference import Quantised, dequantise_reference
-from rayk.kv.formats import FORMATS, KVFormat
+from rayk.kv.formats import FORMATS, KVFormat, StoredField
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,8 @@ class QuantisedKV:
     k_scale: float
     """The layer's own, where the format has one; else 1."""
     v_scale: float
+    sides: tuple[str, str] = ("k", "v")
+    """What k and v hold, by their names in FIELD_IDS."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -46,8 +49,12 @@ class QuantisedKV:
 
     def fields(self) -> dict[str, torch.Tensor]:
         """Every field that pages hold, by its name in FIELD_IDS: [B, H, N, elements], typed."""
-        found = {"k": self.k.data, "k_scale": self.k.scales, "v": self.v.data, "v_scale": self.v.scales}
-        return {name: view for name, view in found.items() if view is not None}
+        found: dict[str, torch.Tensor] = {}
+        for name, side in zip(self.sides, (self.k, self.v), strict=True):
+            found[name] = side.data
+            if side.scales is not None:
+                found[f"{name}_scale"] = side.scales
+        return found
 
     @staticmethod
     def raw(side: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -77,15 +84,15 @@ def quantised_kv(
     head_size_k: int,
     head_size_v: int,
     scales: tuple[float, float] = (1.0, 1.0),
+    sides: tuple[str, str] = ("k", "v"),
 ) -> QuantisedKV | None:
     """What a layer binds (kv.caches.CacheView) as kernels take it; None where elements are the values.
 
     The format shows in the view: e4m3 elements; bytes, where scales lie behind them; two bundles of bytes,
-    k and v. `scales`: the layer's for k and v.
+    one a side. `scales`: the layer's for k and v. `sides`: what is kept in their place.
     """
-    sizes = {"k": head_size_k, "v": head_size_v}
     if isinstance(view, Mapping):
-        assert set(view) == {"k", "v"}, f"bundles {sorted(view)}, not k and v"
+        assert set(view) == set(sides), f"bundles {sorted(view)}, not {' and '.join(sides)}"
         kv_format = FORMATS["nvfp4"]
         bundles = dict(view)
     elif view.dtype in (torch.float8_e4m3fn, torch.uint8):
@@ -93,10 +100,10 @@ def quantised_kv(
         bundles = {"kv": view}
     else:
         return None
-    typed = _split(kv_format, bundles, head_size_k, head_size_v)
-    k, v = (Quantised(typed[side], typed.get(f"{side}_scale")) for side in sizes)
+    typed = _split(bundles, kv_format.fields(head_size_k, head_size_v, sides))
+    k, v = (Quantised(typed[side], typed.get(f"{side}_scale")) for side in sides)
     layer = scales if kv_format.has_layer_scales else (1.0, 1.0)
-    return QuantisedKV(kv_format, head_size_k, head_size_v, k, v, *layer)
+    return QuantisedKV(kv_format, head_size_k, head_size_v, k, v, *layer, sides)
 
 
 def head_size_v(kv_cache: torch.Tensor | QuantisedKV, head_size_k: int) -> int:
@@ -104,13 +111,11 @@ def head_size_v(kv_cache: torch.Tensor | QuantisedKV, head_size_k: int) -> int:
     return kv_cache.head_size_v if isinstance(kv_cache, QuantisedKV) else kv_cache.shape[-1] - head_size_k
 
 
-def _split(
-    kv_format: KVFormat, bundles: Mapping[str, torch.Tensor], head_size_k: int, head_size_v: int
-) -> dict[str, torch.Tensor]:
+def _split(bundles: Mapping[str, torch.Tensor], fields: Sequence[StoredField]) -> dict[str, torch.Tensor]:
     """The fields of the bundles [B, H, N, bytes], each of its own dtype."""
     typed: dict[str, torch.Tensor] = {}
     ends = dict.fromkeys(bundles, 0)
-    for field in kv_format.fields(head_size_k, head_size_v):
+    for field in fields:
         bundle, start = bundles[field.bundle], ends[field.bundle]
         ends[field.bundle] = start + field.row_bytes
         dtype = getattr(torch, field.dtype)

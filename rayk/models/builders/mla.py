@@ -40,8 +40,16 @@ def build_mla(build: Build, index: int) -> Mla:
             bias=mla.bias,
         ),
     )
-    params = MlaParams(scale=mla.scale, latent_size=mla.latent_size)
-    return Mla(layer=index, weights=weights, params=params, backend=build.backend_for(index))
+    params = MlaParams(scale=mla.scale, latent_size=mla.latent_size, rope_size=mla.rope_size)
+    # A latent is neither key nor value: the key's scale is its own, as in vLLM, and the value's unused.
+    kv_scale, _ = build.kv_scales(index)
+    return Mla(
+        layer=index,
+        weights=weights,
+        params=params,
+        backend=build.backend_for(index),
+        kv_scale=kv_scale,
+    )
 
 
 def _query(

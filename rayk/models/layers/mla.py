@@ -10,12 +10,15 @@ without and with positions, V value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayk.kv.caches import FieldView
+from rayk.kernels.quantise import QuantisedKV, quantised_kv
+from rayk.kv.caches import CacheView, FieldView
+from rayk.kv.formats import LATENT_SIDES
 from rayk.models.layers.rope import rotate_into_halves
 
 if TYPE_CHECKING:
@@ -60,23 +63,38 @@ class Mla:
     """One rank's heads of one layer. Every rank caches the same latents."""
 
     def __init__(
-        self, *, layer: int, weights: MlaWeights, params: MlaParams, backend: AttentionBackend
+        self,
+        *,
+        layer: int,
+        weights: MlaWeights,
+        params: MlaParams,
+        backend: AttentionBackend,
+        kv_scale: float = 1.0,
     ) -> None:
+        """`kv_scale`: of latents and rotated keys, in a quantised cache of a format that has one."""
         self.layer = layer
         self.num_query_heads, self.nope_size, latent_size = weights.key.shape
         assert latent_size == params.latent_size, (latent_size, params)
         self.window: int | None = None
         self.params = params
         self.backend = backend
-        self.kv_cache: torch.Tensor | None = None
-        """[B, N, R + P]: the latent of a token slot, then its key."""
+        self.kv_scale = kv_scale
+        self.kv_cache: torch.Tensor | QuantisedKV | None = None
+        """[B, N, R + P]: the latent of a token slot, then its key; or what a quantised format makes of it."""
         self._weights = weights
 
-    def bind_kv_cache(self, view: torch.Tensor) -> None:
-        """Use `view` [B, 1, N, R + P] from now on; its head axis is dropped."""
+    def bind_kv_cache(self, view: CacheView) -> None:
+        """Use `view` [B, 1, N, R + P] from now on; its head axis is dropped, unless it is quantised."""
+        sizes = self.params.latent_size, self.params.rope_size
+        quantised = quantised_kv(view, *sizes, (self.kv_scale, self.kv_scale), LATENT_SIDES)
+        if quantised is not None:
+            assert quantised.shape[1] == 1, quantised.shape
+            self.kv_cache = quantised
+            return
+        assert not isinstance(view, Mapping), "a latent and its key lie side by side"
         assert view.dim() == 4, view.shape
         assert view.shape[1] == 1, view.shape
-        assert view.shape[3] > self.params.latent_size, (view.shape, self.params)
+        assert view.shape[3] == sum(sizes), (view.shape, self.params)
         assert view.stride(3) == 1, view.stride()
         self.kv_cache = view.squeeze(1)
 
@@ -85,8 +103,11 @@ class Mla:
         self.kv_cache = None
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """latent and rope [B, 1, N, size] of the bound cache; every rank holds the one unit."""
+        """latent and rope [B, 1, N, size] of the bound cache, of a quantised one all that it stores; every
+        rank holds the one unit."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
+        if isinstance(self.kv_cache, QuantisedKV):
+            return tuple(FieldView(name, view, (0,)) for name, view in self.kv_cache.fields().items())
         cache, size = self.kv_cache.unsqueeze(1), self.params.latent_size
         return FieldView("latent", cache[..., :size], (0,)), FieldView("rope", cache[..., size:], (0,))
 
