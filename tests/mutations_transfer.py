@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 FAMILIES = "tests/transfer/test_families.py"
 FAULTS = "tests/transfer/test_state_faults.py"
+COST = "tests/transfer/test_digest_cost.py"
 CUTS = "tests/transfer/test_cuts.py"
 GUARDS = "tests/transfer/test_guards.py"
 
@@ -67,18 +68,39 @@ STATES = (
         f"{FAMILIES}::test_every_family_arrives_verified",
     ),
     Mutation(
-        "only the first field is digested",
+        "only the first field is compared",
         "rayk/transfer/verify.py",
-        "            start = part.stop\n            yield part\n",
-        "            start = part.stop\n            yield part\n            break\n",
+        "np.flatnonzero(theirs != found[words.index])",
+        "np.flatnonzero((theirs != found[words.index]) & (lanes.field_index[words.lane] == 0))",
         f"{FAULTS}::test_b_and_c_read_as_shards_of_a_replica",
     ),
     Mutation(
         "a field's units are those of the view before",
-        "rayk/transfer/verify.py",
-        "part.words(found)[list(part.field.units)] = copied",
-        "part.words(found)[list(part.view.fields[0].units)[: len(part.field.units)]] = copied",
+        "rayk/transfer/digest_words.py",
+        "for unit in seen.units:",
+        "for unit in view.fields[0].units[: len(seen.units)]:",
         f"{FAMILIES}::test_every_family_arrives_verified",
+    ),
+    Mutation(
+        "row groups are counted from the request's first token",
+        "rayk/transfer/digest_words.py",
+        "first_group[self.view[lane]] + within",
+        "within",
+        f"{COST}::test_every_differing_word_is_named_and_no_other",
+    ),
+    Mutation(
+        "all units of a row are digested as its first",
+        "rayk/kernels/digest/views.py",
+        "of_unit[:, :, 0] += step[:, None]",
+        "of_unit[:, :, 0] += step[:1, None]",
+        f"{COST}::test_native_code_is_called_once",
+    ),
+    Mutation(
+        "rows are digested in the block of the row before",
+        "rayk/kernels/digest/native.cpp",
+        "place.block_ids[end] == place.block_ids[begin]",
+        "place.block_ids[end] >= 0",
+        f"{COST}::test_native_code_is_called_once",
     ),
     Mutation(
         "any dtype will do",

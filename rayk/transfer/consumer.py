@@ -292,7 +292,6 @@ class Consumption:
         ticket = self.ticket
         began = self.clock()
         found = compute_digests(self.views, self.block_tables, ticket.num_tokens, self.rows_per_group)
-        self._note_digest(self.clock() - began)
         self._wrong = compare_digests(
             self.views,
             ticket.digests,
@@ -301,6 +300,7 @@ class Consumption:
             ticket.num_tokens,
             self.rows_per_group,
         )
+        self._note_digest(self.clock() - began)
         mismatch = None
         if not self._wrong and self.converting is not None:
             mismatch = self.converting.finish(ticket, self.rows_per_group, self._data.rows, self.clock)

@@ -7,40 +7,27 @@ shards, layouts or block sizes hold the same words for the same KV at the same p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayk.kernels.digest import digest_rows
+from rayk.kernels.digest import DigestedView, DigestedViews, RowPlaces, digest_views
 from rayk.kv.caches import TORCH_DTYPES, FieldView
 from rayk.kv.fields import FIELD_IDS, PageField
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.specs import rows_per_block
+from rayk.kv.specs import KVCacheSpec, rows_per_block
+from rayk.transfer.digest_words import Ints, Lanes, Words, make_lanes
+from rayk.transfer.digest_words import Sources as Sources
 from rayk.types.errors import KVMismatch
 
 Digests = npt.NDArray[np.int64]
 """[words] of one rank: view by view, field by field, [global unit, live row group]."""
 Rows = dict[tuple[str, int], npt.NDArray[np.uint8]]
 """(field, global unit) -> uint8 [rows, row_bytes], rows in order of token position."""
-Sources = Mapping[tuple[int, str, int], int]
-"""(group, field, unit) -> the producer rank it is read from."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """Fields that lie side by side in the content of each (unit, row): digested in one pass."""
-
-    view: torch.Tensor
-    """[kernel blocks, local units, rows of a kernel block, elements of all]."""
-    units: tuple[int, ...]
-    field_indices: tuple[int, ...]
-    starts: tuple[int, ...]
-    """First element of each field, and the end of the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +39,20 @@ class LayerView:
     fields: tuple[FieldView, ...]
     """As in the spec's `fields()`; each [kernel blocks, local units, rows of a kernel block, elements]."""
 
-    @property
+    @cached_property
+    def seen(self) -> KVCacheSpec:
+        """What tells the live rows."""
+        return self.group.seen_by(self.layer)
+
+    @cached_property
     def kernel_block_size(self) -> int:
         """Rows of a kernel block."""
         return int(self.fields[0].view.shape[2])
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Kernel blocks."""
+        return int(self.fields[0].view.shape[0])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,19 +65,20 @@ class LayerView:
         return sum(len(f.units) * f.view.shape[3] * f.view.element_size() for f in self.fields)
 
     @cached_property
-    def packed(self) -> tuple[_Packed, ...]:
-        """All fields, those of one view together: K and V of attention."""
-        packed: list[_Packed] = []
-        for index, field in enumerate(self.fields):
-            if packed and (joined := _join(packed[-1], index, field)) is not None:
-                packed[-1] = joined
-            else:
-                packed.append(_Packed(field.view, field.units, (index,), (0, int(field.view.shape[3]))))
+    def packed(self) -> tuple[DigestedView, ...]:
+        """All fields, those that lie side by side in each (unit, row) together: K and V of attention."""
+        packed: list[DigestedView] = []
+        for field in self.fields:
+            alone = DigestedView(
+                field.view, self.layer, field.units, ((FIELD_IDS[field.name], 0, int(field.view.shape[3])),)
+            )
+            joined = _join(packed[-1], alone) if packed else None
+            packed[-1:] = [*packed[-1:], alone] if joined is None else [joined]
         return tuple(packed)
 
     def live_rows(self, num_tokens: int) -> range:
         """Positions of the live rows of a sequence."""
-        return self.group.seen_by(self.layer).live_rows(num_tokens)
+        return self.seen.live_rows(num_tokens)
 
     def places(
         self, block_table: Sequence[int], num_tokens: int
@@ -96,8 +94,8 @@ class LayerView:
         kernel_block, kernel_row = np.divmod(row, self.kernel_block_size)
         table = np.asarray(block_table, dtype=np.int64)
         ids = table[block] * (rows // self.kernel_block_size) + kernel_block
-        num_blocks = self.fields[0].view.shape[0]
-        assert np.all((ids >= 0) & (ids < num_blocks)), f"block ids outside 0 .. {num_blocks - 1}: {table}"
+        last = self.num_blocks - 1
+        assert np.all((ids >= 0) & (ids <= last)), f"block ids outside 0 .. {last}: {table}"
         device = self.fields[0].view.device
         return tuple(torch.from_numpy(a).to(device) for a in (ids, kernel_row, positions))  # type: ignore[return-value]
 
@@ -113,31 +111,42 @@ class WrongWord:
     row_group: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Where the words of one field of one view lie in the digest vector, and what they cover."""
+class CanonicalViews(tuple[LayerView, ...]):
+    """A rank's views in canonical order, with what their digests need to know whatever the request."""
 
-    view: LayerView
-    field_index: int
-    start: int
-    num_units: int
-    """Global ones."""
-    row_groups: range
+    @cached_property
+    def lanes(self) -> Lanes:
+        """What the rank has words of."""
+        return make_lanes(self)
 
-    @property
-    def field(self) -> FieldView:
-        """The view that is digested."""
-        return self.view.fields[self.field_index]
+    @cached_property
+    def kinds(self) -> tuple[LayerView, ...]:
+        """One view of each set whose live rows lie at the same places, whatever the request."""
+        return tuple(self[first] for first in np.unique(self.kind_of, return_index=True)[1])
 
-    @property
-    def stop(self) -> int:
-        """First word after these."""
-        return self.start + self.num_units * len(self.row_groups)
+    @cached_property
+    def kind_of(self) -> Ints:
+        """[views]: which of `kinds` each is of."""
+        seen: dict[object, int] = {}
+        keys = [(v.group.index, v.seen, v.kernel_block_size, v.num_blocks) for v in self]
+        return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
-    def words(self, digests: Digests) -> Digests:
-        """[..., global unit, row group] of [..., words]: a view."""
-        shape = (*digests.shape[:-1], self.num_units, len(self.row_groups))
-        return digests[..., self.start : self.stop].reshape(shape)
+    @cached_property
+    def digested(self) -> DigestedViews:
+        """The packed views of all, in order; their places are those of `kinds`."""
+        pairs = [(p, k) for view, k in zip(self, self.kind_of.tolist(), strict=True) for p in view.packed]
+        return DigestedViews(*map(tuple, zip(*pairs, strict=True)))
+
+    def row_groups(self, num_tokens: int, rows_per_group: int) -> list[range]:
+        """Of each of `kinds`: those that its live rows lie in."""
+        live = [view.live_rows(num_tokens) for view in self.kinds]
+        return [range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live]
+
+    def locate(self, row_groups: Sequence[range]) -> Words:
+        """The words of a request that has these row groups in each of `kinds`."""
+        first = np.array([r.start for r in row_groups], dtype=np.int64)
+        count = np.array([len(r) for r in row_groups], dtype=np.int64)
+        return self.lanes.locate(first[self.kind_of], count[self.kind_of])
 
 
 def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]) -> LayerView:
@@ -156,11 +165,12 @@ def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]
     return LayerView(layer, group, ordered)
 
 
-def _join(packed: _Packed, index: int, field: FieldView) -> _Packed | None:
-    """With one field more, if it lies just behind in each (unit, row) of the same memory."""
-    view, more = packed.view, field.view
+def _join(left: DigestedView, right: DigestedView) -> DigestedView | None:
+    """Both as one, if the right one's field lies just behind the left one's in each (unit, row) of the same
+    memory."""
+    view, more = left.kv_cache, right.kv_cache
     is_same = (
-        packed.units == field.units
+        left.units == right.units
         and view.dtype == more.dtype
         and view.shape[:3] == more.shape[:3]
         and view.stride() == more.stride()
@@ -169,9 +179,10 @@ def _join(packed: _Packed, index: int, field: FieldView) -> _Packed | None:
     )
     if not is_same:
         return None
-    stop = packed.starts[-1] + int(more.shape[3])
-    wide = view.as_strided((*view.shape[:3], stop), view.stride(), view.storage_offset())
-    return _Packed(wide, packed.units, (*packed.field_indices, index), (*packed.starts, stop))
+    ((field_id, _, num_elems),) = right.fields
+    start = int(view.shape[3])
+    wide = view.as_strided((*view.shape[:3], start + num_elems), view.stride(), view.storage_offset())
+    return DigestedView(wide, left.layer, left.units, (*left.fields, (field_id, start, num_elems)))
 
 
 def _check_view(where: str, page_field: PageField, found: FieldView) -> None:
@@ -183,9 +194,9 @@ def _check_view(where: str, page_field: PageField, found: FieldView) -> None:
     assert row_bytes == page_field.row_bytes, f"{where}: rows of {row_bytes} bytes, {page_field.row_bytes}"
 
 
-def sorted_views(views: Sequence[LayerView]) -> tuple[LayerView, ...]:
+def sorted_views(views: Sequence[LayerView]) -> CanonicalViews:
     """In canonical order, which both sides share, however they group layers, and digests are laid out in."""
-    return tuple(sorted(views, key=lambda v: (v.layer, v.group.spec.part)))
+    return CanonicalViews(sorted(views, key=lambda v: (v.layer, v.group.spec.part)))
 
 
 def compute_digests(
@@ -198,40 +209,17 @@ def compute_digests(
 
     Zero where this rank holds no such unit. `block_tables` per group, manager's ids.
     """
-    parts = list(_parts(views, num_tokens, rows_per_group))
-    part_of = {(part.view, part.field_index): part for part in parts}
-    places: dict[tuple[int | range, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    words: list[torch.Tensor] = []
-    digested: list[_Part] = []
-    for view, packed in ((v, packed) for v in views for packed in v.packed):
-        live = view.live_rows(num_tokens)
-        key = (view.group.index, live, view.kernel_block_size, packed.view.shape[0])
-        if key not in places:
-            places[key] = view.places(block_tables[view.group.index], num_tokens)
-        found_in = [part_of[view, index] for index in packed.field_indices]
-        word = digest_rows(
-            packed.view,
-            *places[key],
-            layer=view.layer,
-            units=packed.units,
-            fields=[
-                (FIELD_IDS[part.field.name], start, stop - start)
-                for part, (start, stop) in zip(found_in, pairwise(packed.starts), strict=True)
-            ],
-            rows_per_group=rows_per_group,
-            first_group=found_in[0].row_groups.start,
-            num_groups=len(found_in[0].row_groups),
-            are_places_checked=True,
-        )
-        words.append(word.reshape(-1))
-        digested += found_in
+    views = _canonical(views)
+    row_groups = views.row_groups(num_tokens, rows_per_group)
+    words = views.locate(row_groups)
+    places = [
+        RowPlaces(*view.places(block_tables[view.group.index], num_tokens), groups.start, len(groups))
+        for view, groups in zip(views.kinds, row_groups, strict=True)
+    ]
+    made = digest_views(views.digested, places, rows_per_group=rows_per_group)
+    found = np.zeros(words.num_in_all, dtype=np.int64)
     # The only wait for the device.
-    copied = torch.cat(words).cpu().numpy()
-    found = np.zeros(parts[-1].stop, dtype=np.int64)
-    stop = 0
-    for part in digested:
-        start, stop = stop, stop + len(part.field.units) * len(part.row_groups)
-        part.words(found)[list(part.field.units)] = copied[start:stop].reshape(len(part.field.units), -1)
+    found[words.index] = made.cpu().numpy()
     return found
 
 
@@ -248,16 +236,16 @@ def compare_digests(
     `expected`: [producer rank, words]. Of each unit only the rank in `sources` counts: replicas may differ
     in the last bit, since ranks compute them apart.
     """
+    views = _canonical(views)
+    lanes = views.lanes
+    words = views.locate(views.row_groups(num_tokens, rows_per_group))
+    theirs = expected[lanes.ranks(sources)[words.lane], words.index]
     wrong: list[WrongWord] = []
-    for part in _parts(views, num_tokens, rows_per_group):
-        view, field = part.view, part.field
-        units = list(field.units)
-        ranks = [sources[view.group.index, field.name, unit] for unit in units]
-        theirs = part.words(expected)[ranks, units]
-        ours = part.words(found)[units]
-        for u, g in np.argwhere(theirs != ours).tolist():
-            row_group = part.row_groups[g]
-            wrong.append(WrongWord(view.group.index, view.layer, part.field_index, units[u], row_group))
+    for at in np.flatnonzero(theirs != found[words.index]):
+        lane = words.lane[at]
+        view = views[lanes.view[lane]]
+        rest = (lanes.field_index[lane], lanes.unit[lane], words.row_group[at])
+        wrong.append(WrongWord(view.group.index, view.layer, *map(int, rest)))
     return sorted(wrong)
 
 
@@ -304,13 +292,6 @@ def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int) -> 
     return rows
 
 
-def _parts(views: Sequence[LayerView], num_tokens: int, rows_per_group: int) -> Iterator[_Part]:
-    """The digest vector's parts, from first to last word."""
-    start = 0
-    for view in views:
-        live = view.live_rows(num_tokens)
-        row_groups = range(live.start // rows_per_group, -(-live.stop // rows_per_group))
-        for index, page_field in enumerate(view.group.spec.fields()):
-            part = _Part(view, index, start, page_field.units, row_groups)
-            start = part.stop
-            yield part
+def _canonical(views: Sequence[LayerView]) -> CanonicalViews:
+    """Views that may be but some of a rank's."""
+    return views if isinstance(views, CanonicalViews) else CanonicalViews(views)

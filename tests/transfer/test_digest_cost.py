@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayk.kernels import digest as digest_module
+from rayk.kernels.digest import native, native_digest
 from rayk.transfer import verify
-from rayk.transfer.verify import LayerView, compute_digests
+from rayk.transfer.verify import LayerView, WrongWord, compare_digests, compute_digests
 from tests.transfer.cluster import Shape, local_pair
 
 
@@ -47,8 +48,9 @@ def test_one_pass_per_packed_view_and_one_copy(
     expected = rank.digests(37, tables)
     calls: list[str] = []
     monkeypatch.setattr(
-        verify, "digest_rows", count(calls, "pass", partial(digest_module.digest_rows, impl="reference"))
+        digest_module, "digest_rows_reference", count(calls, "pass", digest_module.digest_rows_reference)
     )
+    monkeypatch.setattr(digest_module, "native_digest", lambda: None)
     monkeypatch.setattr(LayerView, "places", count(calls, "places", LayerView.places))
     monkeypatch.setattr(torch.Tensor, "cpu", count(calls, "copy", torch.Tensor.cpu))
     with Reads() as reads:
@@ -58,6 +60,57 @@ def test_one_pass_per_packed_view_and_one_copy(
     assert calls.count("places") == len(pair.producer.groups())
     assert calls.count("copy") == 1
     assert reads.num == 0
+
+
+@pytest.mark.skipif(native_digest() is None, reason="no compiler")
+@pytest.mark.parametrize("family", [None, "mamba2", "qwen3_next"])
+def test_native_code_is_called_once(family: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the layers and groups; and nothing of the request is kept from one call to the next."""
+    pair = local_pair(Shape(family=family, dtype="bfloat16", window=13))
+    rank = pair.producer.ranks[0]
+    calls: list[str] = []
+    monkeypatch.setattr(native, "native_digest", lambda: count(calls, "call", native_digest()))
+    for number, num_tokens in enumerate((37, 5, 61)):
+        values, tables = pair.producer.shape.values(num_tokens), pair.producer.tables(num_tokens, number)
+        pair.producer.write(values, tables)
+        found = rank.digests(num_tokens, tables)
+        assert len(calls) == number + 1
+        with monkeypatch.context() as plain:
+            plain.setattr(digest_module, "native_digest", lambda: None)
+            assert (rank.digests(num_tokens, tables) == found).all()
+        assert (found != 0).all()
+
+
+@pytest.mark.parametrize("family", [None, "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (2, 4)], ids=str)
+def test_every_differing_word_is_named_and_no_other(family: str | None, tp: tuple[int, int]) -> None:
+    """Words changed one by one in each producer rank's vector, against a walk through every coordinate."""
+    pair = local_pair(Shape(family=family, units=4, window=13, tp=tp))
+    num_tokens, per_group = 37, 4
+    views = pair.consumer.ranks[0]._views
+    sources = pair.consumer.ranks[0].plan("p").sources
+    coordinates: list[tuple[int, int, int, int, int, str]] = []
+    for view in views:
+        live = view.live_rows(num_tokens)
+        groups = sorted({row // per_group for row in live})
+        for f, field in enumerate(view.group.spec.fields()):
+            for unit in range(field.units):
+                coordinates += [(view.group.index, view.layer, f, unit, g, field.name) for g in groups]
+    expected = np.random.default_rng(0).integers(-(2**63), 2**63, (tp[0], len(coordinates)))
+    found = np.zeros(len(coordinates), dtype=np.int64)
+    held = {(v.group.index, v.layer, f): set(s.units) for v in views for f, s in enumerate(v.fields)}
+    mine = [c[3] in held[c[:3]] for c in coordinates]
+    for i, (group, _, _, unit, _, name) in enumerate(coordinates):
+        if mine[i]:
+            found[i] = expected[sources[group, name, unit], i]
+    assert compare_digests(views, expected, found, sources, num_tokens, per_group) == []
+    for i, (group, layer, f, unit, row_group, name) in enumerate(coordinates):
+        for rank in range(tp[0]):
+            expected[rank, i] ^= 1
+            wrong = compare_digests(views, expected, found, sources, num_tokens, per_group)
+            counts = mine[i] and sources[group, name, unit] == rank
+            assert wrong == ([WrongWord(group, layer, f, unit, row_group)] if counts else [])
+            expected[rank, i] ^= 1
 
 
 def count(calls: list[str], name: str, function: Any) -> Any:

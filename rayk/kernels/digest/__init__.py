@@ -6,10 +6,43 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rayk.kernels.digest.native import digest_rows_native, native_digest
+from rayk.kernels.digest.native import digest_views_native, native_digest
 from rayk.kernels.digest.reference import digest_rows_reference
+from rayk.kernels.digest.views import DigestedView, DigestedViews, RowPlaces
 
-__all__ = ["digest_rows", "native_digest"]
+__all__ = ["DigestedView", "DigestedViews", "RowPlaces", "digest_rows", "digest_views", "native_digest"]
+
+
+def digest_views(
+    digested: DigestedViews, places: Sequence[RowPlaces], *, rows_per_group: int, impl: str | None = None
+) -> torch.Tensor:
+    """Digests of a request's rows in all views of a rank: int64 [words], view by view [F, H, num_groups].
+
+    View i holds the rows at `places[digested.place_of[i]]`, which the caller knows to be in range: to look at
+    them here would wait for the device. `impl` and integers as in `digest_rows`; native code is called once.
+    """
+    if not digested.views:
+        return torch.zeros(0, dtype=torch.int64)
+    name = impl or _default(digested.views[0].kv_cache.device)
+    if name == "native":
+        return digest_views_native(digested, places, rows_per_group)
+    words = []
+    for view, index in zip(digested.views, digested.place_of, strict=True):
+        at = places[index]
+        word = _implementation(name)(
+            view.kv_cache,
+            at.block_ids,
+            at.slots,
+            at.rows,
+            layer=view.layer,
+            units=view.units,
+            fields=view.fields,
+            rows_per_group=rows_per_group,
+            first_group=at.first_group,
+            num_groups=at.num_groups,
+        )
+        words.append(word.reshape(-1))
+    return torch.cat(words)
 
 
 def digest_rows(
@@ -24,7 +57,6 @@ def digest_rows(
     rows_per_group: int,
     first_group: int,
     num_groups: int,
-    are_places_checked: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Digest of the given rows of one layer: int64 [num_fields, H, num_groups]. `reference.py` defines it.
@@ -34,34 +66,17 @@ def digest_rows(
     num_elems) of the content axis. Row group g, counted from `first_group`, holds the positions
     (first_group + g) * rows_per_group and on; sums of positions nobody gave are 0.
 
-    `are_places_checked`: the caller knows that ids, slots and positions are in range; to look at them here
-    waits for the device.
-
     `impl`: reference, native or triton; None takes triton for CUDA tensors, and native for those of the CPU
     where it can be built. All give the same integers.
     """
-    num_blocks, num_heads, num_slots, content = kv_cache.shape
-    assert kv_cache.stride(-1) == 1, "the content axis must be dense"
-    assert len(units) == num_heads, "one global unit id per local head"
-    assert len(block_ids) == len(slots) == len(rows)
-    assert block_ids.dtype == slots.dtype == rows.dtype == torch.int64
-    assert all(0 <= start <= start + num_elems <= content for _, start, num_elems in fields)
-    if len(rows) > 0 and not are_places_checked:
-        _check_range(block_ids, num_blocks, "block id")
-        _check_range(slots, num_slots, "slot")
+    at = RowPlaces(block_ids, slots, rows, first_group, num_groups)
+    view = DigestedView(kv_cache, layer, tuple(units), tuple(fields))
+    if len(rows) > 0:
+        _check_range(block_ids, kv_cache.shape[0], "block id")
+        _check_range(slots, kv_cache.shape[2], "slot")
         _check_range(rows // rows_per_group - first_group, num_groups, "row group")
-    return _implementation(impl or _default(kv_cache.device))(
-        kv_cache,
-        block_ids,
-        slots,
-        rows,
-        layer=layer,
-        units=units,
-        fields=fields,
-        rows_per_group=rows_per_group,
-        first_group=first_group,
-        num_groups=num_groups,
-    )
+    words = digest_views(DigestedViews((view,), (0,)), [at], rows_per_group=rows_per_group, impl=impl)
+    return words.view(len(fields), len(units), num_groups)
 
 
 def _default(device: torch.device) -> str:
@@ -76,8 +91,8 @@ def _implementation(name: str) -> Callable[..., torch.Tensor]:
         from rayk.kernels.digest.triton import digest_rows_triton
 
         return digest_rows_triton
-    assert name in ("native", "reference"), f"unknown digest implementation {name!r}"
-    return digest_rows_native if name == "native" else digest_rows_reference
+    assert name == "reference", f"unknown digest implementation {name!r}"
+    return digest_rows_reference
 
 
 def _check_range(indices: torch.Tensor, size: int, what: str) -> None:

@@ -1,4 +1,7 @@
 // The digest of reference.py in C++; see there for what it is. Same words, same keys, same sums.
+//
+// One call reads all views of a rank. Mixing keeps up with memory that is read in order, and only then, so
+// rows are walked block by block, and in a block from its lowest address up, whatever the layout.
 
 #include <cstdint>
 #include <cstring>
@@ -7,6 +10,25 @@
 namespace {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+constexpr int64_t kTileRows = 64;
+
+// Rows that are walked together: of one view, or of one unit of it where a unit's rows lie side by side.
+// Bytes. `first` to `stop` are its entries.
+struct Bundle {
+    int64_t base, stride_b, stride_n, first, stop, place;
+};
+
+// One field of one unit: where it lies in a bundle's row, and K of (layer, field, unit).
+struct Entry {
+    int64_t offset, bytes;
+    uint64_t key;
+};
+
+// Row i (block_ids[i], slots[i]) holds position rows[i].
+struct Place {
+    const int64_t *block_ids, *slots, *rows;
+    int64_t num_rows, first_group;
+};
 
 inline uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -34,29 +56,60 @@ uint64_t field_sum(const char* row, int64_t num_bytes, uint64_t key, const uint6
     return row_sum<int8_t>(row, num_bytes, key, index_keys);
 }
 
+// Rows begin .. end of a place, all in one block.
+struct Tile {
+    const Place& place;
+    int64_t begin, end;
+    const int64_t* groups;
+};
+
+void digest_tile(const Tile& tile, const Bundle& bundle, const Entry* entries, const int64_t* outs,
+                 const uint64_t* index_keys, std::vector<uint64_t>& row_keys, uint64_t* out) {
+    const int64_t num_entries = bundle.stop - bundle.first;
+    row_keys.resize(num_entries * kTileRows);
+    for (int64_t e = 0; e < num_entries; ++e) {
+        const uint64_t key = entries[bundle.first + e].key + kGolden;
+        for (int64_t i = tile.begin; i < tile.end; ++i) {
+            row_keys[e * kTileRows + i - tile.begin] = mix(key ^ static_cast<uint64_t>(tile.place.rows[i]));
+        }
+    }
+    const char* block = reinterpret_cast<const char*>(bundle.base) +
+                        tile.place.block_ids[tile.begin] * bundle.stride_b;
+    for (int64_t i = tile.begin; i < tile.end; ++i) {
+        const char* row = block + tile.place.slots[i] * bundle.stride_n;
+        for (int64_t e = 0; e < num_entries; ++e) {
+            const Entry& entry = entries[bundle.first + e];
+            out[outs[bundle.first + e] + tile.groups[i]] += field_sum(
+                row + entry.offset, entry.bytes, row_keys[e * kTileRows + i - tile.begin], index_keys);
+        }
+    }
+}
+
 }  // namespace
 
-// Strides, starts and sizes are in bytes. keys [num_fields, num_heads] hold K of (layer, field, unit); out
-// [num_fields, num_heads, num_groups] is added to. The caller has checked every index.
-extern "C" void rayk_digest(const char* kv, int64_t stride_b, int64_t stride_h, int64_t stride_n,
-                            const int64_t* block_ids, const int64_t* slots, const int64_t* rows,
-                            int64_t num_rows, const uint64_t* keys, const int64_t* field_starts,
-                            const int64_t* field_bytes, int64_t num_fields, int64_t num_heads,
-                            int64_t rows_per_group, int64_t first_group, int64_t num_groups,
-                            uint64_t* out) {
-    int64_t most = 0;
-    for (int64_t f = 0; f < num_fields; ++f) most = field_bytes[f] > most ? field_bytes[f] : most;
-    std::vector<uint64_t> index_keys(most);
-    for (int64_t i = 0; i < most; ++i) index_keys[i] = mix(~kGolden ^ static_cast<uint64_t>(i));
-    for (int64_t i = 0; i < num_rows; ++i) {
-        const int64_t group = rows[i] / rows_per_group - first_group;
-        for (int64_t h = 0; h < num_heads; ++h) {
-            const char* row = kv + block_ids[i] * stride_b + h * stride_h + slots[i] * stride_n;
-            for (int64_t f = 0; f < num_fields; ++f) {
-                const int64_t at = f * num_heads + h;
-                const uint64_t key = mix((keys[at] + kGolden) ^ static_cast<uint64_t>(rows[i]));
-                out[at * num_groups + group] +=
-                    field_sum(row + field_starts[f], field_bytes[f], key, index_keys.data());
+// bundles in order of (place, base). outs: of each entry, its first word in `out`, one word a row group, which
+// is added to. most_words: of any entry. The caller has checked every index.
+extern "C" void rayk_digest(const Place* places, const Bundle* bundles, int64_t num_bundles,
+                            const Entry* entries, const int64_t* outs, int64_t rows_per_group,
+                            int64_t most_words, uint64_t* out) {
+    std::vector<uint64_t> index_keys(most_words), row_keys;
+    for (int64_t i = 0; i < most_words; ++i) index_keys[i] = mix(~kGolden ^ static_cast<uint64_t>(i));
+    std::vector<int64_t> groups;
+    for (int64_t first = 0, stop = 0; first < num_bundles; first = stop) {
+        const Place& place = places[bundles[first].place];
+        while (stop < num_bundles && bundles[stop].place == bundles[first].place) ++stop;
+        groups.resize(place.num_rows);
+        for (int64_t i = 0; i < place.num_rows; ++i) {
+            groups[i] = place.rows[i] / rows_per_group - place.first_group;
+        }
+        for (int64_t begin = 0, end = 0; begin < place.num_rows; begin = end) {
+            while (end < place.num_rows && end - begin < kTileRows &&
+                   place.block_ids[end] == place.block_ids[begin]) {
+                ++end;
+            }
+            const Tile tile{place, begin, end, groups.data()};
+            for (int64_t b = first; b < stop; ++b) {
+                digest_tile(tile, bundles[b], entries, outs, index_keys.data(), row_keys, out);
             }
         }
     }
