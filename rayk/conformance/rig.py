@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,11 @@ class Job:
     def request_id(self) -> str:
         """Of both sides."""
         return self.sides[0].request_id
+
+    def due_in(self, deadline_s: float) -> Job:
+        """The same with another deadline."""
+        producer, consumer = (replace(request, deadline_s=deadline_s) for request in self.sides)
+        return replace(self, sides=(producer, consumer))
 
 
 @dataclass(frozen=True, kw_only=True)

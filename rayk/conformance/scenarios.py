@@ -165,14 +165,15 @@ def release_twice(rig: Rig) -> None:
 
 def stale_answer(rig: Rig) -> None:
     """What the first half answered is used again when its request is over."""
-    job = rig.job(PARTIAL, deadline_s=rig.settings.fault_s)
+    job = rig.job(PARTIAL)
     answers = rig.begin([job])
     rig.follow([job], answers)
     rig.wait([job])
     rig.expect_done([job])
     second_side = 1 - rig.first_side
-    late = rig.try_half(job, second_side, answers[job.request_id])
-    _over_or_refused(rig, job, late, second_side)
+    again = job.due_in(rig.settings.fault_s)
+    late = rig.try_half(again, second_side, answers[job.request_id])
+    _over_or_refused(rig, again, late, second_side)
 
 
 def same_request_twice(rig: Rig) -> None:

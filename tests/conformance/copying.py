@@ -124,3 +124,25 @@ class Copying(BaseConnector):
         self.waiting.clear()
         self.sending.clear()
         RANKS.pop(self.name, None)
+
+
+class Slow(Copying):
+    """As right, and slower than what is to fail is waited for."""
+
+    SECONDS = 0.5
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.begins: dict[str, float] = {}
+
+    def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
+        answer = super().send(request, peers)
+        self.begins[request.request_id] = time.monotonic() + self.SECONDS
+        return answer
+
+    def poll(self):
+        now = time.monotonic()
+        for i, (_, *rest) in enumerate(self.sending):
+            if now < self.begins[rest[1].request_id]:
+                self.sending[i] = (DELAY_POLLS, *rest)
+        return super().poll()

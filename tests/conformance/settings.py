@@ -8,3 +8,5 @@ BRIEF = Settings(check_s=120.0, call_s=60.0, request_s=2.0, fault_s=1.0, grace_s
 """For requests that are never reported."""
 HANGING = Settings(check_s=120.0, call_s=5.0)
 """For calls that never return."""
+IMPATIENT = Settings(check_s=240.0, call_s=120.0, request_s=120.0, fault_s=0.3, grace_s=60.0)
+"""As PATIENT, but for what cannot succeed."""
