@@ -180,6 +180,27 @@ ENGINES = (
         f"{STRIKES}::test_a_read_that_is_posted_when_its_peer_is_dead_fails_and_ends_nobody_else[post]",
         needs_fixtures=True,
     ),
+    Mutation(
+        "a pushing connector writes into blocks for as long as its own request may take",
+        "rayk/transfer/push_connectors.py",
+        "min(sending.until_ns, stop_ns),",
+        "sending.until_ns,",
+        "tests/conformance/test_push_connectors.py::test_a_producer_that_comes_too_late_writes_nothing",
+    ),
+    Mutation(
+        "a pushing connector begins what nobody may write any more",
+        "rayk/transfer/push_connectors.py",
+        " or now >= stop_ns:",
+        ":",
+        "tests/conformance/test_push_connectors.py::test_a_reservation_that_is_over_is_refused",
+    ),
+    Mutation(
+        "a pushing connector calls what it never wrote a failure only at the deadline",
+        "rayk/transfer/push_connectors.py",
+        "if why or now >= room.stop_ns:",
+        "if now >= room.stop_ns:",
+        "tests/conformance/test_push_connectors.py::test_blocks_come_back_early_when_the_producer_gives_up",
+    ),
 )
 
 PUSHED = MESSAGES + ENGINES

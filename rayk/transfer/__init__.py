@@ -6,8 +6,9 @@
 state machines; `verify` computes and compares digests through the bound views; `rank` drives all of it
 for one rank from the engine's loop, without threads. `faults` plants errors for tests and experiments.
 
-`connector` is the protocol that others implement to move KV, and `connectors` two such over our agents; the
-names below are imported on first use. `rayk conformance` tries any of them.
+`connector` is the protocol that others implement to move KV; over our agents, `connectors` holds two that
+pull and `push_connectors` two that push. The names below are imported on first use. `rayk conformance` tries
+any of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayk.transfer.connector import BaseConnector, Connector, ConnectorCase, Finished, KVRequest
     from rayk.transfer.connectors import LocalConnector, NixlConnector
+    from rayk.transfer.push_connectors import LocalPushConnector, NixlPushConnector
 
 _HOMES = {
     "BaseConnector": "rayk.transfer.connector",
@@ -26,7 +28,9 @@ _HOMES = {
     "Finished": "rayk.transfer.connector",
     "KVRequest": "rayk.transfer.connector",
     "LocalConnector": "rayk.transfer.connectors",
+    "LocalPushConnector": "rayk.transfer.push_connectors",
     "NixlConnector": "rayk.transfer.connectors",
+    "NixlPushConnector": "rayk.transfer.push_connectors",
 }
 
 __all__ = [
@@ -36,7 +40,9 @@ __all__ = [
     "Finished",
     "KVRequest",
     "LocalConnector",
+    "LocalPushConnector",
     "NixlConnector",
+    "NixlPushConnector",
 ]
 
 

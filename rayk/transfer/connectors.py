@@ -26,8 +26,10 @@ from rayk.transfer.verify import LayerView, make_layer_view
 from rayk.transfer.wire import field_views
 
 NS_PER_S = 1_000_000_000
-_NETWORK = LocalNetwork()
+LOCAL_NETWORK = LocalNetwork()
 """Where the local connectors of this process find each other."""
+LOCAL_DELAY_POLLS = 2
+"""Polls that a copy within a process takes."""
 
 
 def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
@@ -89,7 +91,7 @@ class AgentConnector:
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
         """See Connector. Raises HandshakeMismatch."""
-        sides = [_engine(producers), _engine(consumers)]
+        sides = [one_engine(producers), one_engine(consumers)]
         self.rank.connect(*sides)
         if self.name in {d.agent_name for d in sides[1]}:
             self._producer = sides[0][0].engine
@@ -191,7 +193,7 @@ class LocalConnector(AgentConnector):
 
     def make_agent(self, name: str) -> TransferAgent:
         """An agent that copies."""
-        return LocalAgent(name, _NETWORK, delay_polls=2)
+        return LocalAgent(name, LOCAL_NETWORK, delay_polls=LOCAL_DELAY_POLLS)
 
 
 class NixlConnector(AgentConnector):
@@ -202,7 +204,7 @@ class NixlConnector(AgentConnector):
         return NixlAgent(name)
 
 
-def _engine(blobs: Sequence[bytes]) -> list[CacheDescription]:
+def one_engine(blobs: Sequence[bytes]) -> list[CacheDescription]:
     """The ranks of one engine, named after its first rank."""
     ranks: list[CacheDescription] = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - our own
     return [replace(rank, engine=ranks[0].agent_name) for rank in ranks]

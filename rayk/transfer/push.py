@@ -139,6 +139,11 @@ class Push:
             if rank is None or rank == side.rank:
                 side.handle(p.Failed(reason))
 
+    @property
+    def failure(self) -> str:
+        """Why it failed; empty where it has not."""
+        return next((side.why for side in self.sides.values() if side.why), "")
+
     def poll(self) -> None:
         """Make progress."""
         for side in self.sides.values():
@@ -173,7 +178,7 @@ class _Side:
         """Posted in this attempt."""
         self._sums: dict[int, _Sums] = {}
         """By the consumer's group, of this attempt."""
-        self._why = ""
+        self.why = ""
         """It failed."""
 
     def handle(self, event: p.Event) -> None:
@@ -208,9 +213,9 @@ class _Side:
             case p.Cancel(writes):
                 return [event for write in writes for event in self._cancel(write)]
             case p.Finish(error):
-                self._why = error.reason if isinstance(error, TransferError) else ""
+                self.why = error.reason if isinstance(error, TransferError) else ""
             case p.Drained():
-                self.tell_stopped(self._why)
+                self.tell_stopped(self.why)
         return []
 
     def tell_stopped(self, reason: str = "") -> None:

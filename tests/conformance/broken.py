@@ -8,8 +8,11 @@ import threading
 import time
 from dataclasses import replace
 
+from rayk.transfer.agent import TransferState
 from rayk.transfer.connector import Finished, KVRequest
-from rayk.transfer.connectors import layer_views
+from rayk.transfer.connectors import LOCAL_DELAY_POLLS, LOCAL_NETWORK, layer_views
+from rayk.transfer.local_agent import LocalAgent
+from rayk.transfer.push_connectors import LocalPushConnector
 from tests.conformance.copying import DELAY_POLLS, RANKS, Copying
 
 
@@ -298,3 +301,40 @@ class CheckThenRead(Copying):
         super().close()
         self.offered.clear()
         self.reading.clear()
+
+
+class _TellsFirst(LocalAgent):
+    """Tells of a write when it is posted, and takes it for done; its bytes follow two polls later."""
+
+    def write(self, handle, local_indices, remote_indices, notification=None):
+        peer = self._handles[handle].peer
+        transfer = super().write(handle, local_indices, remote_indices)
+        self.notify(peer, notification)
+        return transfer
+
+    def poll(self, transfer):
+        return TransferState.DONE
+
+    def release(self, transfer):
+        return True
+
+    def notifications(self):
+        for transfer in list(self._in_flight):
+            if LocalAgent.poll(self, transfer) is TransferState.DONE:
+                LocalAgent.release(self, transfer)
+        return super().notifications()
+
+
+class PushTellsFirst(LocalPushConnector):
+    """Sends the notification of a write before its bytes."""
+
+    def make_agent(self, name):
+        return _TellsFirst(name, LOCAL_NETWORK, delay_polls=LOCAL_DELAY_POLLS)
+
+
+class PushForgetsLayers(LocalPushConnector):
+    """Counts its layers by their first group: those behind are not written."""
+
+    def link_to(self, producers, consumers):
+        link = super().link_to(producers, consumers)
+        return replace(link, layers=link.layers[: len(self.caches.geometry.groups[0].group.layers)])

@@ -1,4 +1,4 @@
-"""Our own two connectors pass every check; on NIXL, ranks are processes."""
+"""Our own connectors, those that pull and those that push, pass every check; on NIXL, ranks are processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from rayk.conformance.catalog import all_checks, choose
 from rayk.conformance.runner import PASS, Kit
-from tests.conformance.settings import PATIENT
+from tests.conformance.settings import IMPATIENT, PATIENT
 
 COVERING = (
     "requests.one_request",
@@ -32,28 +32,37 @@ COVERING = (
 ROOT = str(Path(__file__).resolve().parents[2])
 
 
-def failures(target: str, checks) -> list[str]:
-    with Kit(target, path=[ROOT], settings=PATIENT) as kit:
+def failures(target: str, checks, settings=PATIENT) -> list[str]:
+    with Kit(target, path=[ROOT], settings=settings) as kit:
         results = list(kit.run_all(checks))
     assert results, "nothing was checked"
     return [f"{r.id}: {r.verdict} {r.reason}" for r in results if r.verdict != PASS]
 
 
-def test_the_local_connector_passes_every_check():
-    assert failures("rayk.transfer:LocalConnector", all_checks(every_layout=True)) == []
+@pytest.mark.parametrize("name", ["LocalConnector", "LocalPushConnector"])
+def test_a_local_connector_passes_every_check(name):
+    assert failures(f"rayk.transfer:{name}", all_checks(every_layout=True)) == []
 
 
 @pytest.mark.nixl
-def test_the_nixl_connector_passes_a_covering_selection():
-    assert failures("rayk.transfer:NixlConnector", choose(all_checks(), COVERING)) == []
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
+def test_a_nixl_connector_passes_a_covering_selection(name):
+    assert failures(f"rayk.transfer:{name}", choose(all_checks(), COVERING)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.nixl
-def test_the_nixl_connector_passes_every_check():
-    assert failures("rayk.transfer:NixlConnector", all_checks(every_layout=True)) == []
+@pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
+def test_a_nixl_connector_passes_every_check(name):
+    assert failures(f"rayk.transfer:{name}", all_checks(every_layout=True)) == []
 
 
 def test_a_connector_that_pushes_passes_every_check():
     checks = [c for c in all_checks() if not c.id.startswith("layouts.")]
     assert failures("tests.conformance.copying:Copying", checks) == []
+
+
+def test_what_a_right_connector_takes_is_no_failure():
+    """Only what cannot succeed is given little time: machines may be slow, and connectors."""
+    checks = choose(all_checks(), ["faults"])
+    assert failures("tests.conformance.copying:Slow", checks, IMPATIENT) == []

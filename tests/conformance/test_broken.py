@@ -104,6 +104,18 @@ def run(kit: Kit, name: str, check_id: str, settings: Settings = PATIENT):
             )
             for tp in ("", "-tp-2-1", "-tp-1-2")
         ),
+        (
+            "PushTellsFirst",
+            None,
+            "requests.one_request",
+            r"consumer rank 0 reported request-0 as done: .*only 0x5a.*reported before the bytes were there",
+        ),
+        (
+            "PushForgetsLayers",
+            "requests.one_request",
+            "groups.full+sliding",
+            r"as done: .*layer 1, group 1, .*only 0x5a .*never written",
+        ),
         ("DoneAnyhow", "requests.one_request", "faults.never_followed", r"as done: .*only 0x5a"),
     ],
 )
