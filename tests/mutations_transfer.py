@@ -96,13 +96,6 @@ STATES = (
         f"{COST}::test_native_code_is_called_once",
     ),
     Mutation(
-        "rows are digested in the block of the row before",
-        "rayk/kernels/digest/native.cpp",
-        "place.block_ids[end] == place.block_ids[begin]",
-        "place.block_ids[end] >= 0",
-        f"{COST}::test_native_code_is_called_once",
-    ),
-    Mutation(
         "any dtype will do",
         "rayk/transfer/verify.py",
         "assert view.dtype == dtype,",
