@@ -125,6 +125,14 @@ ENGINES = (
         needs_fixtures=True,
     ),
     Mutation(
+        "chunks that come after a push has failed are pushed",
+        "rayk/transfer/pusher.py",
+        "            self._stopped.stop(reservation_id)\n            self._computed",
+        "            self._computed",
+        f"{PUSH}::test_nothing_is_written_after_a_rank_said_that_it_stopped",
+        needs_fixtures=True,
+    ),
+    Mutation(
         "a new attempt goes on with the old one's writes",
         "rayk/transfer/push.py",
         "        self._num_writes = 0\n        self._sums.clear()",

@@ -339,6 +339,8 @@ class _Worker:
         """Forget pushes that are over, and hand back what nothing reads any more."""
         for reservation_id in [r for r, push in self.pushes.items() if push.is_over]:
             push = self.pushes.pop(reservation_id)
+            # Its consumers were told that nothing follows: chunks that are still to come are not pushed.
+            self._stopped.stop(reservation_id)
             self._computed.discard((reservation_id, push.attempt))
             self._over.put(reservation_id)
             self._news_s = time.monotonic()

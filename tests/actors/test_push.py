@@ -13,9 +13,10 @@ import torch
 
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.agent import Handle, Ints32, Transfer, TransferState
 from rayk.transfer.costs import MAX_DESCRIPTORS
-from rayk.transfer.local_agent import LocalAgent
-from rayk.transfer.push_messages import HelloMessage, decode_push
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.push_messages import HelloMessage, StoppedMessage, decode_push
 from rayk.transfer.pusher import Pusher
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError
@@ -288,3 +289,45 @@ def test_a_request_that_ends_where_it_was_prefilled(qwen3: Model) -> None:
         assert done.finish_reason is FinishReason.LENGTH
         assert done.token_ids == qwen3.expected[2][:1]
         pair.check_all_free()
+
+
+class UnluckyAgent(LocalAgent):
+    """Its first write fails. Notes what it writes, and that it says that nothing follows."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.said: list[str] = []
+
+    def write(
+        self, handle: Handle, ours: Ints32, theirs: Ints32, notification: bytes | None = None
+    ) -> Transfer:
+        self.said.append("write")
+        return super().write(handle, ours, theirs, notification)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        is_first = self.said == ["write"]
+        return TransferState.FAILED if is_first else super().poll(transfer)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        if isinstance(decode_push(message), StoppedMessage):
+            self.said.append("stopped")
+        super().notify(peer, message)
+
+
+def test_nothing_is_written_after_a_rank_said_that_it_stopped(qwen3: Model) -> None:
+    """Though the prompt is computed on: D may have handed the blocks out again."""
+    network, made = LocalNetwork(), []
+
+    def make(name: str) -> UnluckyAgent:
+        made.append(UnluckyAgent(name, network))
+        return made[-1]
+
+    with Pair.open(qwen3.path, make_agent=make, push=True, push_layers=4, max_batch_tokens=64) as pair:
+        request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
+        done = pair.p.engine.collect(pair.start_prefill(request, reservation=pair.reserve(request)))
+        late = pair.decode(request, done)
+        assert isinstance(late.error, TransferError)
+        assert "producer rank 0 stopped: a write to" in late.error.reason
+        pair.p.handover.settle("r")
+        pair.check_all_free()
+    assert [agent.said for agent in made if agent.said] == [["write", "stopped"]]
