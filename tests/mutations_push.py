@@ -12,6 +12,7 @@ PUSH = "tests/actors/test_push.py"
 HANDOVER = "tests/actors/test_handover.py"
 RECOMPUTE = "tests/actors/test_recompute.py"
 STRIKES = "tests/actors/test_strikes.py"
+WAITS = "tests/actors/test_waits.py"
 
 MESSAGES = (
     Mutation(
@@ -179,6 +180,13 @@ ENGINES = (
         "self.leader.manager.free(request_id)",
         f"{RECOMPUTE}::test_reads_that_do_not_end_keep_their_blocks_and_the_request_goes_on",
         needs_fixtures=True,
+    ),
+    Mutation(
+        "who lost a rank is believed before the rank itself",
+        "rayk/actors/engines.py",
+        "await asyncio.wait({self.died}, timeout=BLAME_S)",
+        "await asyncio.sleep(0)",
+        f"{WAITS}::test_what_a_rank_died_of_is_told_rather_than_that_another_lost_it[True]",
     ),
     Mutation(
         "a read that is posted late ends whoever polls it",

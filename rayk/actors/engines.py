@@ -11,12 +11,14 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
+from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
 
 T = TypeVar("T")
 
 CONTROL_S = 30.0
 """Deadline for a command."""
+BLAME_S = 1.0
+"""A rank that lost another one is believed after this long: what the other died of says more."""
 
 
 @dataclass(eq=False)
@@ -110,8 +112,11 @@ class EngineHandle:
         try:
             await ref
         except RayError as error:
+            found = translate(error, self.name, rank, node=self.node)
+            if isinstance(found, EngineDied) and found.cause.startswith(f"{CommError.__name__}: "):
+                await asyncio.wait({self.died}, timeout=BLAME_S)
             if not self.died.done():
-                self.died.set_exception(translate(error, self.name, rank, node=self.node))
+                self.died.set_exception(found)
                 # Nobody may be waiting when the engine dies between requests.
                 self.died.exception()
 

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
+from rayk.actors import engines as engines_module
 from rayk.actors import pool as pool_module
 from rayk.actors.cell_run import CellOutcome
 from rayk.actors.coordinator import Coordinator
 from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.nodes import EngineAsk, Node
 from rayk.actors.pool import WorkerPool
+from rayk.engine.leader import dead_engine
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, LayoutVetoed
+from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVetoed
 
 NODE = Node(node_id="n0", address="10.0.0.1", resources={"CPU": 8.0}, free={"CPU": 8.0}, labels={})
 CPU = {"CPU": 1.0}
@@ -198,3 +200,35 @@ def test_a_refused_layout_names_its_engine() -> None:
     refusal = LayoutVetoed((("BHLNC", "user", "asked for LHBNC"), ("LHBNC", "specs", "unlike")), "LHBNC")
     translated = translate(RayTaskError("load", "traceback", refusal), "decode0")
     assert str(translated) == "decode0: unlike; mend: any other layout (BHLNC)"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_a_rank_died_of_is_told_rather_than_that_another_lost_it(
+    monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    monkeypatch.setattr(engines_module, "BLAME_S", 60.0 if is_told else 0.01)
+
+    def failure(rank: int, error: Exception) -> RayTaskError:
+        return RayTaskError("run", "", dead_engine("d", error, rank))
+
+    async def lose() -> EngineDied:
+        ends: list[asyncio.Future[None]] = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        workers = [SimpleNamespace(run=Method(lambda end=end: asyncio.wait_for(end, None))) for end in ends]
+        engine = EngineHandle("d", "decode", 1, EngineConfig(model="m"), workers)
+        engine.start()
+        ends[0].set_exception(failure(0, CommError("gather_bytes", "rank 1 is gone")))
+        await asyncio.sleep(0.05)
+        if is_told:
+            ends[1].set_exception(failure(1, KeyError("a bug")))
+        else:
+            ends[1].set_result(None)
+        await engine.stopped()
+        died = engine.died.exception()
+        assert isinstance(died, EngineDied)
+        return died
+
+    assert str(asyncio.run(lose())) == (
+        "engine d rank 1 died: KeyError: 'a bug'"
+        if is_told
+        else "engine d rank 0 died: CommError: gather_bytes: rank 1 is gone"
+    )
