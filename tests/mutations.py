@@ -37,15 +37,15 @@ TRANSFER = (
     Mutation(
         "rows cut at the consumer's blocks only",
         "rayk/transfer/segments.py",
-        "for size in {source_block_size, destination_block_size}",
-        "for size in {destination_block_size}",
+        "dtype=np.int64) for n in self._sizes]",
+        "dtype=np.int64) for n in self._sizes[1:]]",
         f"{PLAN}::test_live_rows_arrive_for_any_blocks_groups_and_windows",
     ),
     Mutation(
         "last block dropped when it holds one row",
         "rayk/transfer/segments.py",
-        "np.arange(live.start // size * size, live.stop, size, dtype=np.int64)",
-        "np.arange(live.start // size * size, live.stop - 1, size, dtype=np.int64)",
+        "range(self._at(live.start), self._at(live.stop - 1) + 1)",
+        "range(self._at(live.start), self._at(live.stop - 2) + 1)",
         f"{PLAN}::test_live_rows_arrive_for_any_blocks_groups_and_windows",
     ),
     Mutation(
@@ -65,8 +65,8 @@ TRANSFER = (
     Mutation(
         "source indices counted in the consumer's blocks",
         "rayk/transfer/plan.py",
-        "source = runs * np.int32(num_source_blocks)",
-        "source = runs * np.int32(num_destination_blocks)",
+        "self._indices(num_source_blocks, self.source_blocks)",
+        "self._indices(num_destination_blocks, self.source_blocks)",
         f"{PLAN}::test_descriptor_indices_of_the_fixture",
     ),
     Mutation(

@@ -30,15 +30,15 @@ PARTS = (
     Mutation(
         "a segment moves when its first row is there",
         "rayk/transfer/segments.py",
-        "last = np.minimum(ends, live.stop) - 1",
-        "last = np.maximum(starts, live.start)",
+        "else min(found.stop, self._at(among.stop))",
+        "else min(found.stop, self._at(among.stop - 1) + 1)",
         PAIRS,
     ),
     Mutation(
         "layers that see less bring what others see",
         "rayk/transfer/segments.py",
-        "yield chosen, starts[members == code]",
-        "yield chosen, starts[members & code > 0]",
+        "yield chosen, range(first, stop)",
+        "yield chosen, range(first, borders[-1])",
         PAIRS,
     ),
     Mutation(

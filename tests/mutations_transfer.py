@@ -28,22 +28,22 @@ STATES = (
     Mutation(
         "a state's row is its token",
         "rayk/transfer/segments.py",
-        "destination_row = here // source.tokens_per_row, there // destination.tokens_per_row",
-        "destination_row = here // source.tokens_per_row, there",
+        "destination_row = here // self._tokens_per_row[0], there // self._tokens_per_row[1]",
+        "destination_row = here // self._tokens_per_row[0], there",
         f"{FAMILIES}::test_every_family_at_tp_pairs_even_and_uneven",
     ),
     Mutation(
         "a tail is cut short of its last rows",
         "rayk/transfer/segments.py",
-        "stop = np.minimum((last // quantum + 1) * quantum, num_rows)",
-        "stop = np.minimum((last // quantum + 0) * quantum + 1, num_rows)",
+        "stop = min((last // quantum + 1) * quantum, num_rows)",
+        "stop = min((last // quantum + 0) * quantum + 1, num_rows)",
         f"{CUTS}::test_a_tail_is_cut_at_a_sixteenth",
     ),
     Mutation(
         "what lies before a window moves with it",
         "rayk/transfer/segments.py",
-        "offsets = np.maximum(live.start - starts, 0),",
-        "offsets = np.maximum(live.start - starts, 0) * 0,",
+        "first = (here + max(live.start - start, 0))",
+        "first = (here + max(live.start - start, 0) * 0)",
         f"{CUTS}::test_a_window_is_cut_at_both_ends",
     ),
     Mutation(

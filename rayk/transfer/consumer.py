@@ -173,24 +173,22 @@ class Consumption:
 
     def _expected_generations(self) -> dict[int, s.Fence]:
         """Per producer rank, every block read from it, with its generation."""
+        ticket = self.ticket
+        known = [
+            dict(zip(*of, strict=True)) for of in zip(ticket.block_tables, ticket.generations, strict=True)
+        ]
         blocks: dict[int, dict[int, int]] = {}
         for read in self.reads:
-            known = dict(
-                zip(
-                    self.ticket.block_tables[read.source_group],
-                    self.ticket.generations[read.source_group],
-                    strict=True,
-                )
+            found, ids = known[read.source_group], read.source_blocks.tolist()
+            blocks.setdefault(read.producer_rank, {}).update(
+                zip(ids, map(found.__getitem__, ids), strict=True)
             )
-            mine = blocks.setdefault(read.producer_rank, {})
-            mine.update((b, known[b]) for b in read.source_blocks.tolist())
         assert all(NULL_BLOCK not in b for b in blocks.values())
-        return {
-            rank: s.Fence(
-                tuple(sorted(b)), tuple(b[i] for i in sorted(b)), functools.partial(self._contents, rank)
-            )
-            for rank, b in blocks.items()
-        }
+        fences = {}
+        for rank, generations in blocks.items():
+            ids, values = zip(*sorted(generations.items()), strict=True)
+            fences[rank] = s.Fence(ids, values, functools.partial(self._contents, rank))
+        return fences
 
     def _contents(self, producer_rank: int, block: int) -> str:
         """What a producer rank's block holds of what this rank reads."""

@@ -8,8 +8,9 @@ block after block, so that consecutive source blocks still join; copies then bri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -50,10 +51,15 @@ class Extents:
         """Copies a block."""
         return len(self.run_lengths)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes read per block, gaps included."""
         return int(self.lengths.sum())
+
+    @cached_property
+    def run_bytes(self) -> int:
+        """Bytes copied per block."""
+        return int(self.run_lengths.sum())
 
     @property
     def shifts(self) -> Ints:
@@ -66,6 +72,11 @@ class Extents:
         """Extents that fill their blocks: consecutive blocks join."""
         dense: npt.NDArray[np.bool_] = self.lengths == self.strides
         return dense
+
+    @cached_property
+    def num_dense(self) -> int:
+        """How many of them do."""
+        return int(self.is_dense.sum())
 
     @property
     def staged_strides(self) -> Ints:
@@ -82,6 +93,14 @@ class Extents:
 
     def max_blocks(self, num_bytes: int) -> int:
         """Blocks of the largest chunk that takes no more bytes than these; 0 where none fits."""
+        return self._most(num_bytes)
+
+    @cached_property
+    def _most(self) -> Callable[[int], int]:
+        # Asked for every request, of one buffer.
+        return lru_cache(maxsize=2)(self._max_blocks)
+
+    def _max_blocks(self, num_bytes: int) -> int:
         fixed = int((self.shifts + AREA_ALIGNMENT).sum())
         guess = max(0, num_bytes - fixed) // int(self.staged_strides.sum())
         # A chunk of one may fit where rounding up to whole areas was too careful.

@@ -31,8 +31,7 @@ def read_option(
             part.block_bytes * num_blocks,
             num_chunks,
         )
-        num_bytes = int(part.run_lengths.sum()) * num_blocks
-        staged_ns += costs.repack_ns(part.num_runs * num_blocks, num_bytes, num_chunks)
+        staged_ns += costs.repack_ns(part.num_runs * num_blocks, part.run_bytes * num_blocks, num_chunks)
     return Option(direct_ns, read.num_descriptors, staged_ns if parts else None, num_staged)
 
 
@@ -44,8 +43,11 @@ def chunk_blocks(part: Extents, staging_bytes: int) -> int:
 
 def num_merged(part: Extents, source_blocks: Ints) -> int:
     """Descriptors left when consecutive blocks of dense extents are read as one."""
-    steps = int((np.diff(source_blocks) == 1).sum())
-    return len(part) * len(source_blocks) - int(part.is_dense.sum()) * steps
+    num_descriptors = len(part) * len(source_blocks)
+    if not part.num_dense:
+        return num_descriptors
+    steps = int(np.count_nonzero(source_blocks[1:] - source_blocks[:-1] == 1))
+    return num_descriptors - part.num_dense * steps
 
 
 def kept_layers(geometry: RankGeometry) -> tuple[int, ...]:

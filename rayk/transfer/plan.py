@@ -14,6 +14,7 @@ the descriptors it adds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,7 +27,7 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
-from rayk.transfer.segments import ending_in, live_parts, rows_of, segment_starts, shared_segments
+from rayk.transfer.segments import Kind, Segments, shared_segments
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -97,6 +98,17 @@ class Pattern:
         """Rows of each unit and layer."""
         return self.key.num_rows
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of a block."""
+        return self.runs.num_bytes
+
+    @cached_property
+    def num_dense(self) -> int:
+        """Runs that fill their blocks on both sides: those of consecutive blocks are one."""
+        lengths = self.runs.lengths
+        return int(((lengths == self.source_strides) & (lengths == self.destination_strides)).sum())
+
 
 @dataclass(frozen=True, eq=False)
 class BlockReads:
@@ -129,22 +141,23 @@ class BlockReads:
     @property
     def num_bytes(self) -> int:
         """Bytes read."""
-        return self.pattern.runs.num_bytes * len(self.source_blocks)
+        return self.pattern.num_bytes * len(self.source_blocks)
 
     @property
     def num_descriptors(self) -> int:
         """One per run and block."""
         return len(self.pattern.runs) * len(self.source_blocks)
 
-    @property
+    @cached_property
     def num_coalesced(self) -> int:
         """Descriptors left when consecutive blocks of dense runs are read as one."""
-        runs = self.pattern.runs
-        dense = (runs.lengths == self.pattern.source_strides) & (
-            runs.lengths == self.pattern.destination_strides
-        )
-        steps = (np.diff(self.source_blocks) == 1) & (np.diff(self.destination_blocks) == 1)
-        return self.num_descriptors - int(dense.sum()) * int(steps.sum())
+        num_dense = self.pattern.num_dense
+        return self.num_descriptors - (num_dense * self._num_steps() if num_dense else 0)
+
+    def _num_steps(self) -> int:
+        """Blocks that follow their neighbour on both sides."""
+        here, there = self.source_blocks, self.destination_blocks
+        return int(np.count_nonzero((here[1:] - here[:-1] == 1) & (there[1:] - there[:-1] == 1)))
 
     def offsets(self) -> tuple[Ints, Ints]:
         """Where each descriptor lies in both buffers (source, destination), int64, run-major as `indices`."""
@@ -155,26 +168,27 @@ class BlockReads:
 
     def indices(self, num_source_blocks: int, num_destination_blocks: int) -> tuple[Ints32, Ints32]:
         """Descriptor indices (source, destination), int32, run-major so that dense runs can merge."""
-        num_runs = len(self.pattern.runs)
-        assert num_runs * max(num_source_blocks, num_destination_blocks) <= 2**31, "indices are int32"
-        runs = np.arange(num_runs, dtype=np.int32)[:, None]
-        source = runs * np.int32(num_source_blocks) + self.source_blocks.astype(np.int32)
-        destination = runs * np.int32(num_destination_blocks) + self.destination_blocks.astype(np.int32)
-        return source.reshape(-1), destination.reshape(-1)
+        return (
+            self._indices(num_source_blocks, self.source_blocks),
+            self._indices(num_destination_blocks, self.destination_blocks),
+        )
+
+    def _indices(self, num_blocks: int, blocks: Ints) -> Ints32:
+        num_descriptors = len(self.pattern.runs) * num_blocks
+        assert num_descriptors <= 2**31, "indices are int32"
+        first = np.arange(0, num_descriptors, num_blocks, dtype=np.int32)
+        return (first[:, None] + blocks.astype(np.int32)).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """The segments of some layers, whichever rank they are read from."""
+    """Consecutive segments of some layers, whichever rank they are read from."""
 
     layers: tuple[int, ...]
     from_blocks: Ints
     to_blocks: Ints
-    kinds: list[list[int]]
-    """(first row in the source block, in the destination's, number of rows, first live one, stop), all
-    different."""
-    kind_of: Ints
-    """Of each segment, the index of its kind."""
+    kinds: list[Kind]
+    """Of the first segment, of a period of those behind it, and of the last one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,68 +271,66 @@ class TransferPlan:
             if not kept:
                 continue
             # Blocks are as long on all ranks of an engine.
-            where = (read.source_group, read.group, kept)
+            where = read.source_group, read.group, kept
             if where not in cuts:
                 tables = sources[read.source_group], destinations[read.group]
-                cuts[where] = [
-                    self._cut(part, starts, live, rows, *tables)
-                    for part, starts, live in self._segments(replace(read, layers=kept), num_tokens)
-                ]
+                cuts[where] = list(self._cuts(where, num_tokens, rows, *tables))
             for cut in cuts[where]:
                 part = read if cut.layers == read.layers else replace(read, layers=cut.layers)
                 lowered += self._lower(part, cut)
         return lowered
 
-    def _segments(self, read: UnitReads, num_tokens: int) -> Iterator[tuple[UnitReads, Ints, range]]:
-        """(layers that move together, where their segments start, their live rows): all layers of the read,
-        but where some see fewer rows than others."""
-        source, destination = self._sides(read)
-        layers_of: dict[range, list[int]] = {}
-        for layer in read.layers:
-            live = destination.group.seen_by(layer).live_rows(num_tokens)
-            layers_of.setdefault(live, []).append(layer)
-        sizes = source.block_size, destination.block_size
-        starts_of = {live: segment_starts(live, *sizes) for live in layers_of}
-        if len(starts_of) == 1:
-            ((live, starts),) = starts_of.items()
-            yield read, starts, live
-            return
-        for lives, starts in shared_segments(starts_of):
-            together = {layer for live in lives for layer in layers_of[live]}
-            layers = tuple(n for n in read.layers if n in together)
-            hull = range(min(n.start for n in lives), max(n.stop for n in lives))
-            yield replace(read, layers=layers), starts, hull
+    @cached_property
+    def _segments(self) -> dict[tuple[int, int], Segments]:
+        """By group of the source and of the destination."""
+        return {(r.source_group, r.group): Segments(*self._sides(r)) for r in self.reads}
 
-    def _cut(
-        self, read: UnitReads, starts: Ints, live: range, among: range | None, source_table: Ints, table: Ints
-    ) -> _Cut:
-        source, destination = self._sides(read)
-        if among is not None:
-            starts = ending_in(among, source, destination, starts, live)
-        from_blocks = source_table[starts // source.block_size]
-        to_blocks = table[starts // destination.block_size]
-        assert np.all(from_blocks != NULL_BLOCK), "a live row lies in a null block of the producer"
-        assert np.all(to_blocks != NULL_BLOCK), "a live row lies in a null block of the consumer"
-        rows = rows_of(source, destination, starts)
-        parts = live_parts(source, starts, rows, live)
-        # Where a segment begins says how many rows it has; the first and the last may be live in part.
-        kind = rows[:, 0] * destination.rows + rows[:, 1]
-        is_partial = (parts[:, 0] > 0) | (parts[:, 1] < rows[:, 2])
-        kind[is_partial] = -1 - np.flatnonzero(is_partial)
-        kinds = np.hstack([rows, parts])
-        if len(kind) and (kind == kind[0]).all():
-            return _Cut(read.layers, from_blocks, to_blocks, kinds[:1].tolist(), np.zeros_like(kind))
-        _, first, kind_of = np.unique(kind, return_index=True, return_inverse=True)
-        return _Cut(read.layers, from_blocks, to_blocks, kinds[first].tolist(), kind_of)
+    def _cuts(
+        self,
+        where: tuple[int, int, tuple[int, ...]],
+        num_tokens: int,
+        among: range | None,
+        source_table: Ints,
+        table: Ints,
+    ) -> Iterator[_Cut]:
+        """Of layers of two groups, all together, but where some see fewer rows than others."""
+        source_group, group, layers = where
+        segments = self._segments[source_group, group]
+        layers_of: dict[range, list[int]] = {}
+        seen = self.consumer.groups[group].group.seen_by
+        for spec, seeing in itertools.groupby(layers, seen):
+            live = spec.live_rows(num_tokens)
+            layers_of.setdefault(live, []).extend(seeing)
+        for lives, found in shared_segments({live: segments.holding(live) for live in layers_of}):
+            together = {layer for live in lives for layer in layers_of[live]}
+            live = range(min(n.start for n in lives), max(n.stop for n in lives))
+            chosen = found if among is None else segments.ending_in(among, found, live)
+            if not chosen:
+                continue
+            starts = segments.starts(chosen)
+            here, there = segments.blocks(starts)
+            from_blocks, to_blocks = source_table[here], table[there]
+            assert _has_no_null(from_blocks), "a live row lies in a null block of the producer"
+            assert _has_no_null(to_blocks), "a live row lies in a null block of the consumer"
+            # All but the first and the last are live as a whole.
+            each = starts[0], *starts[1:-1][: segments.per_period], starts[-1]
+            kinds = [segments.kind(int(start), live) for start in each]
+            moved = layers if len(layers_of) == 1 else tuple(n for n in layers if n in together)
+            yield _Cut(moved, from_blocks, to_blocks, kinds)
 
     def _lower(self, read: UnitReads, cut: _Cut) -> Iterator[BlockReads]:
-        # Two kinds have one pattern where a cut does not pay.
         keys = [self._choose(read, *kind) for kind in cut.kinds]
-        if len(set(keys)) == 1:
+        # Two kinds have one pattern where a cut does not pay.
+        patterns = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        if len(patterns) == 1:
             yield BlockReads(self.pattern(keys[0]), cut.from_blocks, cut.to_blocks)
             return
-        for key in dict.fromkeys(keys):
-            here = np.isin(cut.kind_of, [i for i, k in enumerate(keys) if k == key])
+        first, *between, last = (patterns[key] for key in keys)
+        pattern_of = np.empty(len(cut.from_blocks), dtype=np.int64)
+        pattern_of[0], pattern_of[-1] = first, last
+        pattern_of[1:-1] = np.resize(between, max(0, len(pattern_of) - 2))
+        for key, index in patterns.items():
+            here = pattern_of == index
             yield BlockReads(self.pattern(key), cut.from_blocks[here], cut.to_blocks[here])
 
     def _choose(
@@ -329,10 +341,10 @@ class TransferPlan:
         if stop - first == num_rows:
             return whole
         cut = _key(read, source_row + first, destination_row + first, stop - first)
-        runs, cut_runs = self.pattern(whole).runs, self.pattern(cut).runs
+        of_all, of_part = self.pattern(whole), self.pattern(cut)
         # It joins no neighbour's descriptors and takes a read of its own, even where it has no more runs.
-        num_more = max(1, len(cut_runs) - len(runs))
-        return cut if runs.num_bytes - cut_runs.num_bytes > num_more * BLOCK_COST_BYTES else whole
+        num_more = max(1, len(of_part.runs) - len(of_all.runs))
+        return cut if of_all.num_bytes - of_part.num_bytes > num_more * BLOCK_COST_BYTES else whole
 
     def _sides(self, read: UnitReads) -> tuple[GroupGeometry, GroupGeometry]:
         return self.producers[read.producer_rank].groups[read.source_group], self.consumer.groups[read.group]
@@ -432,6 +444,11 @@ def _elect(
     return {
         rank: {name: tuple(units) for name, units in by_field.items()} for rank, by_field in elected.items()
     }
+
+
+def _has_no_null(blocks: Ints) -> bool:
+    # The null block is 0.
+    return int(np.count_nonzero(blocks)) == len(blocks)
 
 
 def _key(read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> PatternKey:

@@ -160,9 +160,10 @@ class DataReads:
         row.num_descriptors_merged = (row.num_descriptors_merged or 0) + num_merged
 
     def _row(self, read: BlockReads) -> TransferRow:
-        return self._rows.setdefault(
-            (read.producer_rank, read.group),
-            TransferRow(
+        where = read.producer_rank, read.group
+        row = self._rows.get(where)
+        if row is None:
+            row = self._rows[where] = TransferRow(
                 cell_id="",
                 repeat=0,
                 request_id=self.request_id,
@@ -172,5 +173,5 @@ class DataReads:
                 bytes=0,
                 num_descriptors=0,
                 transport=self.agent.transport,
-            ),
-        )
+            )
+        return row

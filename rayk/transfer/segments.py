@@ -1,12 +1,18 @@
 """Where the rows of a sequence are cut for a transfer. Pure.
 
-Positions are cut wherever a block of either side ends: a segment lies in one block on both sides. The first
-and the last segment may hold few live rows; `live_parts` says which rows around them are worth a cut.
+Positions are cut wherever a block of either side ends: a segment lies in one block on both sides. Segments
+are numbered from the sequence's first token on, and those a request moves are a range of these numbers. The
+first and the last of them may hold few live rows; `Segments.kind` says which rows around these are worth
+moving along.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,71 +26,85 @@ MAX_PARTS = 16
 """Segments are cut at this many places at most, so that requests of all lengths share a few patterns."""
 
 
-def segment_starts(live: range, source_block_size: int, destination_block_size: int) -> Ints:
-    """First positions of the segments that hold a live row: borders of either side's blocks, ascending."""
-    if not live:
-        return np.empty(0, dtype=np.int64)
-    borders = [
-        np.arange(live.start // size * size, live.stop, size, dtype=np.int64)
-        for size in {source_block_size, destination_block_size}
-    ]
-    if len(borders) == 1:
-        return borders[0]
-    starts: Ints = np.unique(np.concatenate(borders))
-    # Keep the last border at or before the first live row, and all after it.
-    return starts[np.searchsorted(starts, live.start, side="right") - 1 :]
+class Kind(NamedTuple):
+    """What a segment is, wherever its blocks lie; rows are those of one unit and layer."""
+
+    source_row: int
+    """First row in the source block."""
+    destination_row: int
+    num_rows: int
+    first: int
+    """First row, counted in the segment, of the part that holds the live ones."""
+    stop: int
+    """One behind its last."""
 
 
-def rows_of(source: GroupGeometry, destination: GroupGeometry, starts: Ints) -> Ints:
-    """[segments, 3]: first row in the source's block, in the destination's, and number of rows, of the
-    segments that start at these positions."""
-    here, there = starts % source.block_size, starts % destination.block_size
-    # A segment ends where the first block ends.
-    last = np.minimum(source.block_size - here, destination.block_size - there) - 1
-    source_row, destination_row = here // source.tokens_per_row, there // destination.tokens_per_row
-    num_rows = (here + last) // source.tokens_per_row - source_row + 1
-    also = (there + last) // destination.tokens_per_row - destination_row + 1
-    assert np.array_equal(num_rows, also), "a row stands for other tokens on the other side"
-    return np.stack([source_row, destination_row, num_rows], axis=1)
+class Segments:
+    """All segments between the blocks of two groups. They repeat after a period of both block sizes."""
+
+    def __init__(self, source: GroupGeometry, destination: GroupGeometry) -> None:
+        self._sizes = source.block_size, destination.block_size
+        self._tokens_per_row = source.tokens_per_row, destination.tokens_per_row
+        self._period = math.lcm(*self._sizes)
+        self.per_period = self._at(self._period)
+
+    def holding(self, live: range) -> range:
+        """Those that hold a live row."""
+        return range(self._at(live.start), self._at(live.stop - 1) + 1) if live else range(0)
+
+    def ending_in(self, among: range, found: range, live: range) -> range:
+        """Of these, which hold live rows, those whose last live row is one of `among`."""
+        if among.start >= live.stop:
+            return range(0)
+        stop = found.stop if among.stop >= live.stop else min(found.stop, self._at(among.stop))
+        return range(max(found.start, self._at(among.start)), stop)
+
+    def starts(self, found: range) -> range | Ints:
+        """First positions of these."""
+        size = self._sizes[0]
+        if self.per_period == 1:
+            return range(found.start * size, found.stop * size, size)
+        first, last = self._start(found[0]), self._start(found[-1])
+        borders = [np.arange(-(-first // n) * n, last + 1, n, dtype=np.int64) for n in self._sizes]
+        return np.unique(np.concatenate(borders))
+
+    def blocks(self, starts: range | Ints) -> tuple[slice | Ints, slice | Ints]:
+        """Where the blocks of segments with these first positions stand in the tables of both sides."""
+        if isinstance(starts, range):
+            here = slice(starts.start // starts.step, starts.stop // starts.step)
+            return here, here
+        return starts // self._sizes[0], starts // self._sizes[1]
+
+    def kind(self, start: int, live: range) -> Kind:
+        """Of the segment that starts here and holds a live row. All of its rows are moved where all are live;
+        else parts end at multiples of a sixteenth of it, and of a block as it was before it grew."""
+        here, there = start % self._sizes[0], start % self._sizes[1]
+        # A segment ends where the first block ends.
+        end = min(self._sizes[0] - here, self._sizes[1] - there) - 1
+        source_row, destination_row = here // self._tokens_per_row[0], there // self._tokens_per_row[1]
+        num_rows = (here + end) // self._tokens_per_row[0] - source_row + 1
+        also = (there + end) // self._tokens_per_row[1] - destination_row + 1
+        assert num_rows == also, "a row stands for other tokens on the other side"
+        first = (here + max(live.start - start, 0)) // self._tokens_per_row[0] - source_row
+        last = (here + live.stop - 1 - start) // self._tokens_per_row[0] - source_row
+        quantum = REFERENCE_BLOCK_SIZE * -(-num_rows // (MAX_PARTS * REFERENCE_BLOCK_SIZE))
+        stop = min((last // quantum + 1) * quantum, num_rows)
+        return Kind(source_row, destination_row, num_rows, first // quantum * quantum, stop)
+
+    def _at(self, position: int) -> int:
+        """The segment that holds a position: as many borders lie before it."""
+        return sum(position // size for size in self._sizes) - position // self._period
+
+    def _start(self, number: int) -> int:
+        """Where a segment starts: no later than if each were as long as it can be."""
+        return bisect_left(range(number * min(self._sizes)), number, key=self._at)
 
 
-def live_parts(source: GroupGeometry, starts: Ints, rows: Ints, live: range) -> Ints:
-    """[segments, 2]: first row, counted in the segment, and the one after the last, of the part that holds
-    the live rows; all rows where all are live. `starts`, `rows`: of segments that hold a live row.
-
-    Parts end at multiples of a sixteenth of the segment, and of a block as it was before it grew.
-    """
-    source_row, num_rows = rows[:, 0], rows[:, 2]
-    offsets = np.maximum(live.start - starts, 0), live.stop - 1 - starts
-    first, last = (
-        (starts % source.block_size + offset) // source.tokens_per_row - source_row for offset in offsets
-    )
-    quantum = REFERENCE_BLOCK_SIZE * -(-num_rows // (MAX_PARTS * REFERENCE_BLOCK_SIZE))
-    stop = np.minimum((last // quantum + 1) * quantum, num_rows)
-    return np.stack([first // quantum * quantum, stop], axis=1)
-
-
-def ending_in(
-    among: range, source: GroupGeometry, destination: GroupGeometry, starts: Ints, live: range
-) -> Ints:
-    """Of the segments that start at these positions and hold live rows, those whose last live row is one of
-    `among`."""
-    here, there = starts % source.block_size, starts % destination.block_size
-    ends = starts + np.minimum(source.block_size - here, destination.block_size - there)
-    last = np.minimum(ends, live.stop) - 1
-    kept: Ints = starts[(last >= among.start) & (last < among.stop)]
-    return kept
-
-
-def shared_segments(starts_of: Mapping[range, Ints]) -> Iterator[tuple[tuple[range, ...], Ints]]:
-    """(live rows of some layers, starts of the segments that hold live rows of just these): each segment that
-    starts at one of `starts_of` once. Borders of blocks are the same, however many rows live."""
-    lives = tuple(starts_of)
-    assert len(lives) < 63, "a bit for each"
-    starts = np.unique(np.concatenate(list(starts_of.values())))
-    members = np.zeros(len(starts), dtype=np.int64)
-    for bit, live in enumerate(lives):
-        members |= np.isin(starts, starts_of[live]).astype(np.int64) << bit
-    for code in np.unique(members).tolist():
-        chosen = tuple(live for bit, live in enumerate(lives) if code >> bit & 1)
-        yield chosen, starts[members == code]
+def shared_segments(found: Mapping[range, range]) -> Iterator[tuple[tuple[range, ...], range]]:
+    """`found`: live rows of some layers -> the segments that hold them. (live rows of some layers, segments
+    that hold live rows of just these): each segment once."""
+    borders = sorted({border for segments in found.values() for border in (segments.start, segments.stop)})
+    for first, stop in pairwise(borders):
+        chosen = tuple(live for live, segments in found.items() if first in segments)
+        if chosen:
+            yield chosen, range(first, stop)

@@ -14,10 +14,10 @@ import pytest
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.models.config import DecoderConfig
 from rayk.models.fingerprint import fingerprint
-from rayk.transfer import plan as plan_module
 from rayk.transfer.faults import FlipBit
 from rayk.transfer.handshake import check
 from rayk.transfer.plan import consecutive_tables, plan_transfer
+from rayk.transfer.segments import Segments
 from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch
 from tests.kv.decoders import decoder
@@ -187,17 +187,17 @@ def test_a_flipped_bit_counts_where_its_row_is_of_the_chunk(monkeypatch: pytest.
     assert caught == set(itertools.product(range(2), range(3)))
 
 
-def first_block_left_out(live: range, *sizes: int) -> Any:
-    return SEGMENT_STARTS(live, *sizes)[1:] if len(live) < TOKENS else SEGMENT_STARTS(live, *sizes)
+def first_block_left_out(segments: Segments, live: range) -> range:
+    return HOLDING(segments, live)[1:] if len(live) < TOKENS else HOLDING(segments, live)
 
 
-SEGMENT_STARTS = plan_module.segment_starts
+HOLDING = Segments.holding
 
 
 def test_a_chunk_whose_first_block_is_not_sent_is_named(monkeypatch: pytest.MonkeyPatch):
     """A fault planted in the plan, of the local group alone: digests do not use it."""
     monkeypatch.setitem(FAMILIES, "one chunk", one_chunk)
-    monkeypatch.setattr(plan_module, "segment_starts", first_block_left_out)
+    monkeypatch.setattr(Segments, "holding", first_block_left_out)
     pair, outcomes, tables = run(FLIPPED)
     found = diagnose(pair, outcomes[0], 0, tables)
     assert where(found) == (0, 0, "k", 0, 27)
@@ -210,10 +210,10 @@ def test_rows_of_the_chunk_before_do_not_make_up_for_it(monkeypatch: pytest.Monk
     this chunk: what is missing is named all the same."""
     monkeypatch.setitem(FAMILIES, "one chunk", one_chunk)
 
-    def shifted(live: range, *sizes: int) -> Any:
-        return SEGMENT_STARTS(live if len(live) == TOKENS else range(live.start + 1, live.stop), *sizes)
+    def shifted(segments: Segments, live: range) -> range:
+        return HOLDING(segments, live if len(live) == TOKENS else range(live.start + 1, live.stop))
 
-    monkeypatch.setattr(plan_module, "segment_starts", shifted)
+    monkeypatch.setattr(Segments, "holding", shifted)
     pair, outcomes, tables = run(FLIPPED)
     assert where(diagnose(pair, outcomes[0], 0, tables)) == (0, 0, "k", 0, 27)
 
