@@ -376,7 +376,7 @@ KV = (
     Mutation(
         "everything of a chunked layer is sent",
         "rayk/transfer/plan.py",
-        "live = destination.group.seen_by(layer).live_rows(num_tokens)",
+        "live = spec.live_rows(num_tokens)",
         "live = range(num_tokens)",
         f"{LOCAL}::test_local_layers_send_the_blocks_of_their_chunk_and_sharing_ones_nothing",
     ),

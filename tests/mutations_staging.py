@@ -10,14 +10,15 @@ COSTS = "tests/transfer/test_costs.py"
 CONVERT = "tests/transfer/test_convert.py"
 GUARDS = "tests/transfer/test_guards.py"
 COPY_RUNS = "tests/kernels/test_copy_runs.py"
+LATENTS = "tests/kernels/test_quantised_latents.py"
 QUANTISE = "tests/kernels/test_quantise.py"
 
 PARTS = (
     Mutation(
         "a layer sees what its group keeps",
         "rayk/transfer/plan.py",
-        "live = destination.group.seen_by(layer).live_rows(num_tokens)",
-        "live = destination.group.spec.live_rows(num_tokens)",
+        "live = spec.live_rows(num_tokens)",
+        "live = self.consumer.groups[group].group.spec.live_rows(num_tokens)",
         PAIRS,
     ),
     Mutation(
@@ -172,6 +173,34 @@ CONVERTED = (
         "return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)",
         "return tl.max(tl.where(x == x, tl.abs(x), 0.0), axis)",
         f"{QUANTISE}::test_nan_stays_nan_and_the_rest_finite",
+    ),
+    Mutation(
+        "a latents' scale is for scores alone",
+        "rayk/kernels/mla_attention/triton.py",
+        "b_acc *= row_scale",
+        "b_acc *= 1.0",
+        f"{LATENTS}::test_numbers_match_float64",
+    ),
+    Mutation(
+        "a rotated key has the latent's own scale",
+        "rayk/kernels/mla_attention/triton.py",
+        "p_rope, p_scale + 1, m_rope",
+        "p_rope, p_scale, m_rope",
+        f"{LATENTS}::test_numbers_match_float64",
+    ),
+    Mutation(
+        "latents have the scale of values",
+        "rayk/models/builders/mla.py",
+        "kv_scale, _ = build.kv_scales(index)",
+        "_, kv_scale = build.kv_scales(index)",
+        "tests/engine/test_quantised_latents.py::test_the_keys_scale_is_the_latents",
+    ),
+    Mutation(
+        "scales of latents are not told",
+        "rayk/models/decoder.py",
+        "if isinstance(owner, Attention | Mla)",
+        "if isinstance(owner, Attention)",
+        "tests/engine/test_quantised_latents.py::test_engines_with_other_scales_do_not_meet",
     ),
 )
 
