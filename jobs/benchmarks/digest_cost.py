@@ -15,12 +15,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from transfer_rate import SPEC, Case, Side, block_table, make_side  # noqa: E402
+from transfer_rate import CLOCK, NUM_LAYERS, SPEC, Case, Side, block_table, make_side  # noqa: E402
 
 from rayk.kernels.digest import digest_rows, native_digest  # noqa: E402
 from rayk.kv.fields import FIELD_IDS  # noqa: E402
@@ -28,14 +29,16 @@ from rayk.kv.fields import FIELD_IDS  # noqa: E402
 SIZES = (16, 128, 512, 1024)
 """Tokens: 2 MiB per block of 16."""
 MIB = 1 << 20
+TOKEN_BYTES = NUM_LAYERS * SPEC.num_kv_heads * (SPEC.head_size_k + SPEC.head_size_v) * 2
 ABOUT = """# What digests cost
 
     python jobs/benchmarks/digest_cost.py > jobs/benchmarks/results/digest_cost.md
 
 One request read over NIXL between two ranks of one process, whole heads, 32 layers of 64 KiB per block of 16
-tokens; times in ms, medians of {rounds} rounds. `own` and `theirs` are the digests of the consumer (after the
-read) and of the producer (before the ticket); percent is both, of the time of the read. `torch` is one side's
-digest in plain torch, what a machine without a compiler does.
+tokens; processor times in ms, medians of {rounds} rounds. `own` and `theirs` are the digests of the consumer
+(after the read, with the comparison) and of the producer (before the ticket); percent is both, of the time of
+the read. `sum` is what it takes to only add up as many bytes that lie in one piece: what reading memory alone
+costs a core. `torch` is one side's digest in plain torch, what a machine without a compiler does.
 
 {device}
 """
@@ -48,8 +51,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(ABOUT.format(rounds=options.rounds, device=_device()))
-    print("| tokens | MiB | read | read GB/s | own | theirs | digest GB/s | percent | torch |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| tokens | MiB | read | read GB/s | own | theirs | digest GB/s | sum | percent | torch |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     case = Case(("BHLNC", "BHLNC"), (1, 1), scattered=True)
     num_blocks = max(SIZES) // SPEC.block_size + 2
     sides = [make_side(case, side, num_blocks, 0) for side in (0, 1)]
@@ -62,12 +65,13 @@ def main() -> int:
     for num_tokens in SIZES:
         rows = [_round(sides, case, num_tokens, num_blocks, i) for i in range(options.rounds)]
         read, own, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
+        adding = statistics.median(_sum_ns(pages, num_tokens) for _ in range(options.rounds))
         plain = _torch_ns(sides[1], block_table(case, 1, num_tokens, num_blocks), num_tokens)
-        size = num_tokens * SPEC.num_kv_heads * 512 * 32
+        size = num_tokens * TOKEN_BYTES
         print(
             f"| {num_tokens} | {size / MIB:.0f} | {read / 1e6:.2f} | {size / read:.1f} | {own / 1e6:.2f} "
-            f"| {theirs / 1e6:.2f} | {2 * size / (own + theirs):.1f} | {100 * (own + theirs) / read:.0f} "
-            f"| {plain / 1e6:.0f} |",
+            f"| {theirs / 1e6:.2f} | {2 * size / (own + theirs):.1f} | {adding / 1e6:.2f} "
+            f"| {100 * (own + theirs) / read:.0f} | {plain / 1e6:.0f} |",
             flush=True,
         )
     for side in sides:
@@ -83,9 +87,9 @@ def _round(
     producer, consumer = (side.ranks[0] for side in sides)
     name = f"r{num_tokens}-{number}"
     producer.lease(name, time.monotonic_ns() + 60 * 10**9)
-    began = time.monotonic_ns()
+    began = CLOCK.now_ns()
     digests = producer.digests(num_tokens, tables[0])
-    theirs = time.monotonic_ns() - began
+    theirs = CLOCK.now_ns() - began
     ticket = producer.make_ticket(
         request_id=name, lease_id=name, num_tokens=num_tokens, block_tables=tables[0], digests=[digests]
     )
@@ -99,6 +103,14 @@ def _round(
     return row.transfer_ns, row.digest_ns, theirs
 
 
+def _sum_ns(pages: torch.Tensor, num_tokens: int) -> int:
+    """The bytes of so many tokens added up as int64 words, by numpy."""
+    words = pages.numpy()[: num_tokens * TOKEN_BYTES].view(np.int64)
+    began = CLOCK.now_ns()
+    words.sum()
+    return CLOCK.now_ns() - began
+
+
 def _torch_ns(side: Side, table: list[int], num_tokens: int) -> int:
     """One side's digest in plain torch."""
     view = side.caches[0].view(0)
@@ -106,7 +118,7 @@ def _torch_ns(side: Side, table: list[int], num_tokens: int) -> int:
     rows = torch.arange(num_tokens)
     blocks, slots = torch.tensor(table)[rows // SPEC.block_size], rows % SPEC.block_size
     fields = [(FIELD_IDS["k"], 0, SPEC.head_size_k), (FIELD_IDS["v"], SPEC.head_size_k, SPEC.head_size_v)]
-    began = time.monotonic_ns()
+    began = CLOCK.now_ns()
     for layer in range(4):
         digest_rows(
             view,
@@ -121,7 +133,7 @@ def _torch_ns(side: Side, table: list[int], num_tokens: int) -> int:
             num_groups=-(-num_tokens // 256),
             impl="reference",
         )
-    return (time.monotonic_ns() - began) * 8  # of 32 layers
+    return (CLOCK.now_ns() - began) * 8  # of 32 layers
 
 
 def _device() -> str:

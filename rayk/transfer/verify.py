@@ -28,6 +28,8 @@ Digests = npt.NDArray[np.int64]
 """[words] of one rank: view by view, field by field, [global unit, live row group]."""
 Rows = dict[tuple[str, int], npt.NDArray[np.uint8]]
 """(field, global unit) -> uint8 [rows, row_bytes], rows in order of token position."""
+_NUM_LOCATED = 4
+"""Numbers of row groups for which it is remembered where words lie: some MB each for the longest requests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +145,20 @@ class CanonicalViews(tuple[LayerView, ...]):
         return [range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live]
 
     def locate(self, row_groups: Sequence[range]) -> Words:
-        """The words of a request that has these row groups in each of `kinds`."""
-        first = np.array([r.start for r in row_groups], dtype=np.int64)
-        count = np.array([len(r) for r in row_groups], dtype=np.int64)
-        return self.lanes.locate(first[self.kind_of], count[self.kind_of])
+        """The words of a request that has these row groups in each of `kinds`. The last are kept: digests are
+        compared just after they are made, and most requests have as many row groups as another."""
+        key = tuple(row_groups)
+        if key not in self._located:
+            if len(self._located) >= _NUM_LOCATED:
+                self._located.clear()
+            first = np.array([r.start for r in row_groups], dtype=np.int64)
+            count = np.array([len(r) for r in row_groups], dtype=np.int64)
+            self._located[key] = self.lanes.locate(first[self.kind_of], count[self.kind_of])
+        return self._located[key]
+
+    @cached_property
+    def _located(self) -> dict[tuple[range, ...], Words]:
+        return {}
 
 
 def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]) -> LayerView:
