@@ -51,7 +51,7 @@ class Hosts:
             tables = self._get(d.tables.remote())
             found |= self._get(p.push.remote(ticket, tables, consumers))
             found["num_wrong_words"], found["wrong"] = self._get([d.verify.remote(ticket), d.check.remote()])
-        return {k: v for k, v in found.items() if k not in ("memcpy_s", "raw_s")}
+        return {k: v for k, v in found.items() if k not in ("memcpy_s", "raw_s", "of_raw")}
 
     def measure(self, cell: SweepCell, rounds: int) -> dict[str, Any]:
         """Times of one request, moved over and over; every byte checked after the last."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jobs.benchmarks.raw_reads import same_descriptors, take_turns
 from jobs.sweep_oracle import POISON, bound_fields, fill, make_specs, wrong_bytes
 from rayk.kv.caches import CanonicalKVCaches, allocate
 from rayk.kv.geometry import plan_rank
@@ -71,10 +72,12 @@ class Measured:
     staged: bool = False
 
     def summary(self) -> dict[str, Any]:
-        """Medians, by name."""
+        """Medians, by name; `of_raw`: that of the rounds' ratios, a part of bare NIXL's rate."""
         values = asdict(self)
         for name in ("wall_s", "cpu_s", "post_s", "raw_s", "memcpy_s"):
             values[name] = statistics.median(values[name]) if values[name] else None
+        ratios = [raw / wall for raw, wall in zip(self.raw_s, self.wall_s, strict=bool(self.raw_s))]
+        values["of_raw"] = statistics.median(ratios) if ratios else None
         return values
 
 
@@ -221,11 +224,12 @@ class Host:
         return not left
 
     def measure(self, ticket: TransferTicket, rounds: int) -> dict[str, Any]:
-        """Pull the request over and over, beside bare NIXL with the same descriptors and a copy of as many
-        bytes; another of the three begins each round."""
+        """Pull the request over and over, in turns with bare NIXL with the same descriptors; before each a
+        copy of as many bytes."""
         measured = Measured()
         self._receive(ticket, Measured())  # wires up, and makes every list
-        raw = self._prepare_raw(ticket)
+        sides = list(zip(self._agents, self._ranks, strict=False))
+        raw = same_descriptors(sides, self._peers, ticket, self._tables)
         source = torch.empty(raw.num_bytes, dtype=torch.int8).fill_(1)
         target = torch.empty_like(source).fill_(2)
 
@@ -233,18 +237,15 @@ class Host:
             self._receive(replace(ticket, request_id=f"{ticket.request_id}-{len(measured.wall_s)}"), measured)
 
         def bare() -> None:
-            measured.raw_s.append(raw.run())
+            measured.raw_s.append(raw.time_s())
 
         def copy() -> None:
             began = time.perf_counter()
             target.copy_(source)
             measured.memcpy_s.append(time.perf_counter() - began)
 
-        steps: list[Callable[[], None]] = [pull, bare, copy]
         before = _loopback_bytes()
-        for i in range(rounds):
-            for step in steps[i % 3 :] + steps[: i % 3]:
-                step()
+        take_turns(pull, bare, copy, rounds)
         measured.loopback_bytes = (_loopback_bytes() - before) // rounds
         measured.num_bytes //= rounds
         measured.num_descriptors //= rounds
@@ -309,23 +310,6 @@ class Host:
         measured.cpu_s.append(time.thread_time() - cpu)
         measured.post_s.append(post_s)
 
-    def _prepare_raw(self, ticket: TransferTicket) -> _Raw:
-        raw = _Raw()
-        for agent, rank in zip(self._agents, self._ranks, strict=False):
-            by_peer: dict[int, list[BlockReads]] = {}
-            for read in rank.plan(ticket.engine).lower(ticket.num_tokens, ticket.block_tables, self._tables):
-                by_peer.setdefault(read.producer_rank, []).append(read)
-            for producer, reads in by_peer.items():
-                peer = self._peers[producer]
-                theirs = np.concatenate([peer.base_address + r.offsets()[0] for r in reads])
-                ours = np.concatenate([rank.description.base_address + r.offsets()[1] for r in reads])
-                sizes = np.concatenate(
-                    [np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads]
-                )
-                local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (ours, theirs))
-                raw.add(agent, agent.prepare(peer.agent_name, local, remote), sizes)
-        return raw
-
 
 @dataclass(frozen=True, eq=False)
 class _Write:
@@ -368,39 +352,6 @@ class _Write:
         if state is not TransferState.DONE:
             raise TransferError("", "a write failed")
         return post_s
-
-
-@dataclass
-class _Raw:
-    """Reads prepared on bare NIXL."""
-
-    reads: list[tuple[NixlAgent, Handle, int]] = field(default_factory=list)
-    lengths: list[np.ndarray] = field(default_factory=list)
-
-    def add(self, agent: NixlAgent, handle: Handle, lengths: np.ndarray) -> None:
-        self.reads.append((agent, handle, len(lengths)))
-        self.lengths.append(lengths)
-
-    @property
-    def num_bytes(self) -> int:
-        return int(sum(part.sum() for part in self.lengths))
-
-    @property
-    def run_bytes(self) -> int:
-        """The median descriptor's."""
-        return int(np.median(np.concatenate(self.lengths)))
-
-    def run(self) -> float:
-        began = time.perf_counter()
-        for agent, handle, count in self.reads:
-            indices = np.arange(count, dtype=np.int32)
-            transfer = agent.read(handle, indices, indices)
-            while (state := agent.poll(transfer)) is TransferState.PENDING:
-                pass
-            agent.release(transfer)
-            if state is not TransferState.DONE:
-                raise TransferError("", "a bare read failed")
-        return time.perf_counter() - began
 
 
 def _fold(measured: Measured, num_ranks: int) -> None:

@@ -123,9 +123,10 @@ def write_results(sweep: Sweep, rows: Rows, out: Path | None, wall_s: float, *, 
         sections = [
             Section(
                 title="Rates",
-                note="Medians over rounds in which rayk, bare NIXL with the same descriptors and one dense "
-                "copy take turns. On one CPU host posting a transfer blocks until it is done. Ray RDT pulls "
-                "whole tensors: no head slices, no strides, no blocks picked or laid out anew, no leases.",
+                note="Medians over rounds in which rayk and bare NIXL with the same descriptors take turns, "
+                "with one dense copy before each. On one CPU host posting a transfer blocks until it is "
+                "done. Ray RDT pulls whole tensors: no head slices, no strides, no blocks picked or laid out "
+                "anew, no leases.",
                 columns=CEILING_COLUMNS,
                 rows=rows,
             )

@@ -8,10 +8,10 @@ producer's pages hold f(layer, field, unit, token, byte), the consumer's are poi
 every page is compared with what f says: the request's rows right, all else untouched. Digests are compared as
 in an engine, and every producer rank must be told when it may free. Exit status 1 for anything wrong.
 
-`--ceiling` times larger transfers: rayk, bare NIXL with the very same descriptors and one dense copy of as
-many bytes take turns in one process. CPU time, posting and waiting are told apart, descriptors before and
-after merging, and the transport that UCX says it chose for runs of that size, beside what the loopback
-network carried.
+`--ceiling` times larger transfers: rayk and bare NIXL with the very same descriptors take turns in one
+process, with a dense copy of as many bytes before each. CPU time, posting and waiting are told apart,
+descriptors before and after merging, and the transport that UCX says it chose for runs of that size, beside
+what the loopback network carried.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def measure_cell(cell: SweepCell, hosts: Any, rounds: int) -> dict[str, Any]:
         "memcpy_gb_per_s": None
         if found["memcpy_s"] is None
         else found["num_bytes"] / found["memcpy_s"] / 1e9,
-        "of_raw": None if raw is None else raw / seconds,
+        "of_raw": found["of_raw"],
         "cpu_ms": found["cpu_s"] * 1e3,
         "post_ms": found["post_s"] * 1e3,
         "wait_ms": max(0.0, seconds - found["post_s"]) * 1e3,

@@ -1,7 +1,7 @@
 """How fast rayk reads KV over NIXL, beside two ceilings of the same run.
 
 A producer process fills its pages through the views kernels use; this process reads them as a consumer
-engine does and checks every byte. In each round three things are timed in turn:
+engine does and checks every byte. In each round are timed, the first two in turns and the third before each:
 
   rayk     TransferRank: lower the plan, pick descriptors, read (and then fence and verify, shown apart)
   same     raw NIXL, the very same descriptors prepared beforehand as one list per pair of ranks
@@ -23,7 +23,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,16 +31,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from raw_reads import RawReads, same_descriptors, take_turns
 
 from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import get_layout
 from rayk.kv.specs import FullAttentionSpec, page_bytes
-from rayk.transfer.agent import DescriptorList, Handle, TransferState
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.nixl_agent import NixlAgent
-from rayk.transfer.plan import BlockReads
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
@@ -210,50 +209,9 @@ def check_bytes(side: Side, table: Sequence[int], num_tokens: int) -> None:
                 raise RuntimeError(f"layer {layer}: the bytes read are not the bytes written")
 
 
-@dataclass(frozen=True)
-class Raw:
-    """Reads prepared on bare NIXL: (agent, handle, number of descriptors)."""
-
-    reads: tuple[tuple[NixlAgent, Handle, int], ...]
-
-    def time_s(self) -> float:
-        """Time of all reads, one rank pair after the other, as one process must."""
-        began = CLOCK.now_ns()
-        for agent, handle, count in self.reads:
-            indices = np.arange(count, dtype=np.int32)
-            transfer = agent.read(handle, indices, indices)
-            while (state := agent.poll(transfer)) is TransferState.PENDING:
-                agent.notifications()
-            agent.release(transfer)
-            if state is not TransferState.DONE:
-                raise RuntimeError("a raw read failed")
-        return (CLOCK.now_ns() - began) / 1e9
-
-
-def same_descriptors(
-    side: Side, producers: Sequence[CacheDescription], ticket: TransferTicket, table: Sequence[int]
-) -> tuple[Raw, np.ndarray]:
-    """The descriptors rayk uses, flat; and the length of each."""
-    raw, lengths = [], []
-    for agent, rank in zip(side.agents, side.ranks, strict=True):
-        plan = rank.plan("p")
-        by_producer: dict[int, list[BlockReads]] = {}
-        for read in plan.lower(ticket.num_tokens, ticket.block_tables, [table]):
-            by_producer.setdefault(read.producer_rank, []).append(read)
-        for producer_rank, reads in by_producer.items():
-            producer = producers[producer_rank]
-            theirs = np.concatenate([producer.base_address + r.offsets()[0] for r in reads])
-            ours = np.concatenate([rank.description.base_address + r.offsets()[1] for r in reads])
-            sizes = np.concatenate([np.repeat(r.pattern.runs.lengths, len(r.source_blocks)) for r in reads])
-            local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (ours, theirs))
-            raw.append((agent, agent.prepare(producer.agent_name, local, remote), len(sizes)))
-            lengths.append(sizes)
-    return Raw(tuple(raw)), np.concatenate(lengths)
-
-
 def large_descriptors(
     side: Side, producers: Sequence[CacheDescription], num_bytes: int
-) -> tuple[Raw, torch.Tensor]:
+) -> tuple[RawReads, torch.Tensor]:
     """As many bytes from producer rank 0 (over and over if it has fewer), 1 MiB at a time; and where to."""
     agent, producer = side.agents[0], producers[0]
     landing = torch.zeros(num_bytes, dtype=torch.int8)
@@ -262,9 +220,9 @@ def large_descriptors(
     sizes = np.minimum(num_bytes - starts, MIB)
     theirs = producer.base_address + starts % (producer.geometry.pages_bytes // MIB * MIB)
     agent.add_peer(producer.agent_name, producer.agent_metadata)
-    local, remote = (DescriptorList(a, sizes, sizes, 1) for a in (here + starts, theirs))
-    handle = agent.prepare(producer.agent_name, local, remote)
-    return Raw(((agent, handle, len(sizes)),)), landing
+    raw = RawReads()
+    raw.add(agent, producer, here + starts, theirs, sizes)
+    return raw, landing
 
 
 def read_with_rayk(side: Side, ticket: TransferTicket, table: Sequence[int], name: str) -> dict[str, float]:
@@ -297,38 +255,39 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
         rank.connect(producers, [r.description for r in side.ranks])
     read_with_rayk(side, ticket, table, "warm-up")
     check_bytes(side, table, num_tokens)
-    same, lengths = same_descriptors(side, producers, ticket, table)
-    num_bytes = int(lengths.sum())
-    large, landing = large_descriptors(side, producers, num_bytes)
-    timed: dict[str, Callable[[], float]] = {"same": same.time_s, "large": large.time_s}
+    same = same_descriptors(list(zip(side.agents, side.ranks, strict=True)), producers, ticket, [table])
+    large, landing = large_descriptors(side, producers, same.num_bytes)
+    seconds: dict[str, list[float]] = {"same": [], "large": [], "rayk": []}
     stages: list[dict[str, float]] = []
 
-    def rayk() -> float:
+    def rayk() -> None:
         stages.append(read_with_rayk(side, ticket, table, f"r{len(stages)}"))
-        return stages[-1]["read"]
+        seconds["rayk"].append(stages[-1]["read"])
 
-    timed["rayk"] = rayk
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for i in range(rounds + 1):
-        # Another one begins each time, so that none is always the one with cold or warm caches.
-        names = [*timed][i % 3 :] + [*timed][: i % 3]
-        for name in names:
-            seconds[name].append(timed[name]())
+    def bare() -> None:
+        seconds["same"].append(same.time_s(CLOCK.now_ns))
+
+    def dense() -> None:
+        seconds["large"].append(large.time_s(CLOCK.now_ns))
+
+    take_turns(rayk, bare, dense, rounds + 1)
+    # It came twice a round.
+    twice = seconds["large"]
+    seconds["large"] = [(a + b) / 2 for a, b in zip(twice[::2], twice[1::2], strict=True)]
     check_bytes(side, table, num_tokens)
     side.close()
     del landing
-    return _row(case, num_bytes, lengths, {n: t[1:] for n, t in seconds.items()}, stages[1:])
+    return _row(case, same, {n: t[1:] for n, t in seconds.items()}, stages[1:])
 
 
 def _row(
     case: Case,
-    num_bytes: int,
-    lengths: np.ndarray,
+    same: RawReads,
     seconds: dict[str, list[float]],
     stages: list[dict[str, float]],
 ) -> dict[str, Any]:
     def rate(times: Sequence[float]) -> float:
-        return num_bytes / statistics.median(times) / 1e9
+        return same.num_bytes / statistics.median(times) / 1e9
 
     def ratio(ceiling: str) -> float:
         return statistics.median(c / r for c, r in zip(seconds[ceiling], seconds["rayk"], strict=True))
@@ -339,15 +298,15 @@ def _row(
     }
     return {
         **asdict(case),
-        "run_bytes": int(np.median(lengths)),
-        "num_descriptors": len(lengths),
-        "num_bytes": num_bytes,
+        "run_bytes": same.run_bytes,
+        "num_descriptors": same.num_descriptors,
+        "num_bytes": same.num_bytes,
         "rayk_gb_per_s": rate(seconds["rayk"]),
         "same_gb_per_s": rate(seconds["same"]),
         "large_gb_per_s": rate(seconds["large"]),
         "of_same": ratio("same"),
         "of_large": ratio("large"),
-        "with_verify_gb_per_s": num_bytes / (median_ms["all_ms"] / 1e3) / 1e9,
+        "with_verify_gb_per_s": same.num_bytes / (median_ms["all_ms"] / 1e3) / 1e9,
         **median_ms,
     }
 
