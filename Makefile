@@ -54,6 +54,7 @@ experiment: $(STAMP)
 
 quantised: $(STAMP)
 	$(BIN)/rayk checkpoint qwen3 checkpoints/qwen3-tiny
+	$(BIN)/rayk checkpoint deepseek_v3 checkpoints/deepseek-tiny
 	$(BIN)/rayk run jobs/quantised.yaml $(ARGS)
 
 hybrid groups: $(STAMP)

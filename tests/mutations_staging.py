@@ -194,6 +194,7 @@ CONVERTED = (
         "kv_scale, _ = build.kv_scales(index)",
         "_, kv_scale = build.kv_scales(index)",
         "tests/engine/test_quantised_latents.py::test_the_keys_scale_is_the_latents",
+        needs_fixtures=True,
     ),
     Mutation(
         "scales of latents are not told",
@@ -201,6 +202,7 @@ CONVERTED = (
         "if isinstance(owner, Attention | Mla)",
         "if isinstance(owner, Attention)",
         "tests/engine/test_quantised_latents.py::test_engines_with_other_scales_do_not_meet",
+        needs_fixtures=True,
     ),
 )
 

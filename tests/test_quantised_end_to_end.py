@@ -58,12 +58,17 @@ class Model:
         ]
 
 
-@pytest.fixture(scope="module", params=["qwen3", pytest.param("mistral", marks=slow), "bamba"])
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("mistral", marks=slow), "bamba", "deepseek_v3"])
 def model(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Model:
-    """Full attention; a sliding window; states beside attention."""
-    path = checkpoint(request.param)
+    """Full attention; a sliding window; states beside attention; latents."""
+    path = of_family(checkpoint, request.param)
     probe: list[int] = read_marker(path)["probes"][2]["prompt"]
     return Model(path, [probe[:5], probe[20:57], probe[60:170]], {})
+
+
+def of_family(checkpoint: Callable[..., Path], family: str) -> Path:
+    """Rotated keys of deepseek_v3 are 8 wide otherwise, and nvfp4's blocks 16."""
+    return checkpoint(family, **({"overrides": {"qk_rope_head_dim": 16}} if family == "deepseek_v3" else {}))
 
 
 def hand_over(model: Model, tp: tuple[int, int], names: tuple[str, str]) -> list[Completion]:
@@ -182,6 +187,16 @@ FAULTS: dict[str, tuple[str, str, Callable[[Fields], None], str, int, str]] = {
     "scale-bit": ("qwen3", "nvfp4", in_field("k_scale", flip), "k_scale", 3, "one flipped bit in byte 0"),
     "scale-tail": ("qwen3", "nvfp4", in_field("v_scale", blank_tail), "v_scale", 34, "tail not written: "),
     "projection": ("bamba", "fp8", exchange("conv_b", "conv_c"), "conv_b", 36, "conv_b and conv_c swapped"),
+    "latent-shift": ("deepseek_v3", "fp8", roll("latent", 1, 0), "latent", 0, "token t holds token t-1"),
+    "latent-scales": (
+        "deepseek_v3",
+        "fp8-token-head",
+        exchange("latent_scale", "rope_scale"),
+        "latent_scale",
+        0,
+        "rope_scale swapped",
+    ),
+    "rope-tail": ("deepseek_v3", "nvfp4", in_field("rope", blank_tail), "rope", 34, "tail not written: "),
     "state-heads": ("bamba", "nvfp4", roll("ssm", 1, 1), "ssm", 36, "holds head"),
 }
 """Family, format, change; the field and token that must be named, and how."""
@@ -192,7 +207,7 @@ def test_a_planted_fault_is_named(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     family, name, change, field, token, why = FAULTS[fault]
-    path = checkpoint(family)
+    path = of_family(checkpoint, family)
     Corrupted(monkeypatch, change)
     prompt = read_marker(path)["probes"][2]["prompt"][20:57]
     with Pair.open(path, tp=(2, 1), **FORMATS_OF[name]) as pair:
