@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayk.transfer.pusher import Pusher
+from rayk.transfer.pusher import Pusher, _Worker
 from rayk.types.errors import EngineDied
 from tests.actors.cases import NUM_TOKENS, Model
 from tests.pd import Pair, make_request, wait_until
@@ -30,6 +30,19 @@ def die() -> None:
     raise KeyError("a bug in the pusher")
 
 
+def dies_when_written(worker: _Worker) -> None:
+    """At the first layer that is computed when something was written: whoever watched from another thread
+    might look too late."""
+    computed = worker.computed
+
+    def compute(*arguments: Any) -> None:
+        if any(push.num_posted for push in worker.pushes.values()):
+            die()
+        computed(*arguments)
+
+    worker.computed = compute  # type: ignore[method-assign]
+
+
 def use_while_idle(model: Model, rank: int) -> None:
     with Pair.open(model.path, tp=(2, 1), push=True) as pair:
         pair.complete([make_request("r", model.prompts[1], NUM_TOKENS)])
@@ -41,9 +54,9 @@ def use_while_idle(model: Model, rank: int) -> None:
 def use_while_writing(model: Model, rank: int) -> None:
     with Pair.open(model.path, tp=(2, 1), push=True, push_layers=1, max_batch_tokens=8) as pair:
         request = make_request("r", model.prompts[2], NUM_TOKENS)
-        stream = pair.start_prefill(request, reservation=pair.reserve(request))
-        wait_until(lambda: pusher_of(pair, rank).num_posted > 0)
-        pusher_of(pair, rank)._post(die)
+        reservation = pair.reserve(request)
+        dies_when_written(pusher_of(pair, rank)._worker)
+        stream = pair.start_prefill(request, reservation=reservation)
         done = pair.p.engine.collect(stream)
         assert isinstance(done.error, EngineDied)
         assert "a bug in the pusher" in done.error.cause
