@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from rayk.kernels.copy_runs import copy_runs, make_run_table
+from rayk.kv.caches import empty_bytes
 from rayk.transfer.agent import DescriptorList, TransferState
 from rayk.transfer.costs import TransferCosts, transfer_costs
 from rayk.transfer.nixl_agent import NixlAgent
@@ -115,7 +116,7 @@ class Bench:
 
     def __init__(self, pipe: Connection) -> None:
         self.agent = NixlAgent(f"costs-d-{os.getpid()}")
-        self.memory = torch.zeros(REGION_BYTES, dtype=torch.int8)
+        self.memory = empty_bytes(REGION_BYTES, torch.device("cpu")).zero_()
         self.base = self.agent.register(self.memory)
         self.peer, self.remote, metadata = pipe.recv()
         self.agent.add_peer(self.peer, metadata)

@@ -6,6 +6,8 @@ elements (K then V).
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,12 +137,23 @@ def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0)
     `fill` is the byte written everywhere (tests poison with it); None leaves the memory as it comes.
     Generations start at zero.
     """
-    buffer = torch.empty(geometry.buffer_bytes, dtype=torch.int8, device=device)
+    buffer = empty_bytes(geometry.buffer_bytes, device)
     if fill is not None:
         buffer.fill_(fill)
     buffer[geometry.pages_bytes :] = 0
     tensors, references = _tensors(buffer[: geometry.pages_bytes], geometry)
     return CanonicalKVCaches(buffer, geometry, tensors, references)
+
+
+def empty_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """int8 [num_bytes], of huge pages where the host has them: who reads all of it, as digests and transfers
+    do, waits for address translation otherwise."""
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_bytes, dtype=torch.int8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.int8)
 
 
 def _tensors(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rayk.kernels.copy_runs import RunTable, copy_runs, make_run_table
+from rayk.kv.caches import empty_bytes
 from rayk.transfer.agent import DescriptorList, Handle, Transfer, TransferAgent, TransferState
 from rayk.transfer.costs import Option, TransferCosts, transfer_costs
 from rayk.transfer.extents import AREA_ALIGNMENT, Extents, Ints, make_extents
@@ -45,7 +46,7 @@ class StagingBuffer:
     """Registered memory that is lent in stretches, first come first served."""
 
     def __init__(self, agent: TransferAgent, num_bytes: int, device: torch.device) -> None:
-        self.memory = torch.empty(num_bytes + AREA_ALIGNMENT, dtype=torch.int8, device=device)
+        self.memory = empty_bytes(num_bytes + AREA_ALIGNMENT, device)
         self._skipped = -self.memory.data_ptr() % AREA_ALIGNMENT
         self.num_bytes = num_bytes
         agent.register(self.memory)

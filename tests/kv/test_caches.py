@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rayk.kv.caches import TORCH_DTYPES, BlockReference, CacheView, CanonicalKVCaches, FieldView, allocate
+from rayk.kv.caches import (
+    TORCH_DTYPES,
+    BlockReference,
+    CacheView,
+    CanonicalKVCaches,
+    FieldView,
+    allocate,
+    empty_bytes,
+)
 from rayk.kv.fields import ITEMSIZE
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import CacheKey, group_layers
@@ -273,6 +283,21 @@ def test_bind_refuses_other_owners_and_binds_none(wrong: set[CacheKey]):
 def test_what_is_not_kept_has_no_view(key: CacheKey):
     with pytest.raises(KeyError, match=f"layer {key[0]} keeps no {key[1]}"):
         make(BOUND, "BHLNC", 0).view(*key)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
+def test_a_cache_on_the_host_asks_for_huge_pages():
+    """The kernel's own word for it: flag hg of the mapping that the buffer lies in."""
+    buffer = empty_bytes(8 << 20, CPU)
+    assert (buffer.shape, buffer.dtype) == ((8 << 20,), torch.int8)
+    stretch: tuple[int, int] = (0, 0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            stretch = int(found[1], 16), int(found[2], 16)
+        if line.startswith("VmFlags") and stretch[0] <= buffer.data_ptr() < stretch[1]:
+            assert "hg" in line.split()
+            return
+    pytest.fail("the buffer is in no mapping")
 
 
 def test_every_dtype_of_a_spec_has_a_torch_dtype():
