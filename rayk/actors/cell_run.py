@@ -8,23 +8,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
 from rayk.actors.commands import CapturedRows
-from rayk.actors.diagnosis import diagnose
-from rayk.actors.engines import CONTROL_S, EngineHandle
-from rayk.actors.push_flow import reserved
-from rayk.actors.sampled import note_sampling, with_seed
+from rayk.actors.engines import EngineHandle
+from rayk.actors.flight import Flight, FlightRules, Way, note_failure
+from rayk.actors.sampled import with_seed
 from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
 from rayk.sched.policies import get_policy
 from rayk.specs import Cell
 from rayk.transfer.recovery import Recovery
-from rayk.transfer.ticket import TransferTicket
-from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+from rayk.transfer.ticket import Reservation
+from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
 
@@ -73,10 +73,12 @@ class CellRun:
         self._policy = get_policy(cell.policy)
         self._num_reservations = 0
         self._streams = asyncio.Semaphore(MAX_STREAMS)
-        self._ticket_ns: dict[str, int] = {}
-        """When each request's ticket came here."""
-        self._ready_ns: dict[str, int] = {}
-        """When each request could decode: its KV was proven, or (aggregated) its first token was there."""
+        self._rules = FlightRules(
+            is_push=cell.spec.transfer.mode == "push",
+            request_s=cell.deadlines.request_s,
+            transfer_s=cell.deadlines.transfer_s,
+            recomputes=cell.failure_policy == "recompute",
+        )
 
     async def run(self, prompts: Sequence[Sequence[int]]) -> None:
         """Connect the engines and run all prompts together. A failed request is a row with an error."""
@@ -121,9 +123,10 @@ class CellRun:
     async def _attempts(self, attempt: Attempt, row: RequestRow) -> None:
         """Place a request, and again as the failure policy says. Raises the error it does not survive."""
         recovery = Recovery(self._cell.spec.failure_policy, len(self._engines.prefill))
+        flight = Flight(self._rules, row, self, captures=self._capture)
         while True:
             try:
-                await self._attempt(attempt, row)
+                await flight.attempt(self._way(attempt))
             except RaykError as error:
                 again = next_attempt(recovery, self._engines, attempt, error)
                 row.failure = row.failure or str(error)
@@ -136,143 +139,35 @@ class CellRun:
                     row.recovered_by = recovery.policy
                 return
 
-    async def _attempt(self, attempt: Attempt, row: RequestRow) -> None:
-        """One way of a request through its engines. Raises what ends it."""
-        if attempt.computes_all:
-            await self._compute_all(attempt, row)
-            return
-        if self._engines.decode and self._cell.spec.transfer.mode == "push":
-            prefill = await self._engines.live("prefill", attempt.p)
-            decode = await self._engines.live("decode", attempt.d)
-            async with reserved(self._cell, prefill, decode, attempt.request, row) as reservation:
-                self._num_reservations += 1
-                reservation = as_it_arrives(self._cell, reservation, self._num_reservations)
-                await self._prefill(attempt, row, reservation=reservation)
-        else:
-            await self._prefill(attempt, row)
-
-    async def _prefill(self, attempt: Attempt, row: RequestRow, **given: Any) -> None:
-        """From the prompt on. `given`: more for the prefill engine."""
-        request = attempt.request
-        prefill = await self._engines.live("prefill", attempt.p)
-        row.prefill_engine = prefill.name
+    def _way(self, attempt: Attempt) -> Way:
+        """An attempt, with engines as they are when it comes to them."""
         has_decode = bool(self._engines.decode)
-        if not has_decode:
-            given["output_token_ids"] = tuple(row.output_token_ids)
-        mode = "prefill" if has_decode else "whole"
-        ticket = await self._stream(prefill, row, attempt, mode=mode, capture=self._capture, **given)
-        if ticket is None:
-            row.decode_engine = row.decode_engine or (None if has_decode else prefill.name)
-            row.kv_path = "none" if has_decode else "local"
-            return
-        self._ticket_ns[row.request_id] = time.monotonic_ns()
-        row.stage_ns["digest"] = max(0, self._ticket_ns[row.request_id] - row.token_times_ns[-1])
-        try:
-            await self._decode(attempt, row, prefill, ticket)
-        finally:
-            if row.finish_reason is None:  # nobody will release the lease of a request that failed
-                prefill.leader.settle.options(concurrency_group="control").remote(request.request_id)
+        return Way(
+            request=attempt.request,
+            prefill=None if attempt.computes_all else partial(self._engines.live, "prefill", attempt.p),
+            decode=partial(self._engines.live, "decode", attempt.d) if has_decode else None,
+            number=attempt.number,
+        )
 
-    async def _decode(
-        self, attempt: Attempt, row: RequestRow, prefill: EngineHandle, ticket: TransferTicket
-    ) -> None:
-        decode = await self._engines.live("decode", attempt.d)
-        row.decode_engine, row.kv_path = decode.name, "remote"
-        try:
-            await self._stream(
-                decode,
-                row,
-                attempt,
-                mode="decode",
-                ticket=ticket,
-                output_token_ids=tuple(row.output_token_ids),
-                transfer_s=self._cell.deadlines.transfer_s,
-                reserve_s=self._cell.deadlines.request_s,
-                recompute=self._cell.failure_policy == "recompute",
-            )
-        except KVMismatch as mismatch:
-            raise await diagnose(prefill, decode, ticket, mismatch, CONTROL_S) from None
+    # What flights tell: flight.FlightLog.
 
-    async def _compute_all(self, attempt: Attempt, row: RequestRow) -> None:
-        """The decode engine does without any KV from elsewhere."""
-        decode = await self._engines.live("decode", attempt.d)
-        row.decode_engine, row.kv_path = decode.name, "recomputed"
-        row.num_valid_tokens = 0
-        tokens = tuple(row.output_token_ids)
-        await self._stream(decode, row, attempt, mode="whole", capture=self._capture, output_token_ids=tokens)
-        row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
+    def delivered(self, row: RequestRow, event: RequestEvent) -> None:
+        """The row has it."""
 
-    async def _stream(
-        self, engine: EngineHandle, row: RequestRow, attempt: Attempt, **arguments: Any
-    ) -> TransferTicket | None:
-        """Follow a request on one engine; its ticket if it leaves with one. Raises its error."""
-        # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
-        index = len(arguments.get("output_token_ids", ()))
-        async for events in engine.stream(self._cell.deadlines.request_s, attempt.request, **arguments):
-            for event in events:
-                self._take(engine, row, _undelivered(event, len(row.output_token_ids) - index), attempt)
-                index += len(event.token_ids)
-                if event.error is not None:
-                    raise event.error
-                if event.payload is not None:
-                    assert isinstance(event.payload, TransferTicket)
-                    return event.payload
-                if event.finish_reason is not None:
-                    row.finish_reason = str(event.finish_reason)
-                    if row.token_times_ns:
-                        row.stage_ns["decode"] = row.token_times_ns[-1] - self._ready_ns[row.request_id]
-                    return None
-        raise DeadlineExceeded(f"the end of {attempt.request.request_id} on {engine.name}", 0.0)
+    def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
+        """Keep the rows."""
+        self._outcome.transfers += rows
+        self._outcome.num_kv_bytes_checked += num_kv_bytes_checked
 
-    def _take(self, engine: EngineHandle, row: RequestRow, event: RequestEvent, attempt: Attempt) -> None:
-        time_ns = event.time_ns + engine.clock_offset_ns
-        row.output_token_ids += event.token_ids
-        row.token_times_ns += [time_ns] * len(event.token_ids)
-        note_sampling(row, event)
-        if event.token_ids and "prefill" not in row.stage_ns:
-            before = row.stage_ns["queue"] + row.stage_ns.get("reserve", 0)
-            row.stage_ns["prefill"] = time_ns - row.arrival_ns - before
-            self._ready_ns[row.request_id] = time_ns
-        info = event.info
-        if "stage_ns" in info:
-            stages: dict[str, int] = info["stage_ns"]
-            waited = time_ns - self._ticket_ns[row.request_id] - sum(stages.values())
-            # Blocks to push into were reserved before the prompt was computed.
-            stages["reserve"] += row.stage_ns.get("reserve", 0)
-            row.stage_ns |= {**stages, "handover": max(0, waited)}
-            if event.error is None:
-                row.exposed_ns = time_ns - row.token_times_ns[0]
-            self._ready_ns[row.request_id] = time_ns
-        self._outcome.num_kv_bytes_checked += info.get("num_kv_bytes_checked", 0)
-        for transfer in info.get("transfers", ()):
-            transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
-            transfer.request_id, transfer.retries = row.request_id, attempt.number
-            self._outcome.transfers.append(transfer)
-        if "failure" in info:  # the decode engine went on by itself
-            row.failure = row.failure or str(info["failure"])
-            row.num_valid_tokens = info["num_valid_tokens"]
-            row.num_attempts += 1
-            # Where its read never began, nobody releases its lease.
-            lender = next(e for e in self._engines.prefill if e.name == row.prefill_engine)
-            lender.leader.settle.options(concurrency_group="control").remote(attempt.request.request_id)
-        if "captured" in info:
-            self._outcome.captured[row.prompt_index] = info["captured"]
-        if engine.role != "prefill" and "num_recomputed_tokens" in info:
-            row.num_recomputed_tokens = info["num_recomputed_tokens"]
-        if row.num_recomputed_tokens and row.kv_path == "remote":
-            row.kv_path = "recomputed"
+    def captured(self, row: RequestRow, rows: list[CapturedRows]) -> None:
+        """Keep them for the check of values."""
+        self._outcome.captured[row.prompt_index] = rows
+
+    def reserved(self, reservation: Reservation) -> Reservation:
+        """As it arrives: a fault may be planted on its way."""
+        self._num_reservations += 1
+        return as_it_arrives(self._cell, reservation, self._num_reservations)
 
     def _fail(self, row: RequestRow, error: RaykError) -> None:
-        row.error = str(error)
-        row.finish_reason = "error"
-        if row.exposed_ns is not None and row.token_times_ns[-1] < row.token_times_ns[0] + row.exposed_ns:
-            row.exposed_ns = None  # no decode step followed
+        note_failure(row, error)
         self._outcome.errors.append(error)
-
-
-def _undelivered(event: RequestEvent, num_known: int) -> RequestEvent:
-    """An event without the first `num_known` of its tokens: an earlier attempt delivered them."""
-    if num_known <= 0 or not event.token_ids:
-        return event
-    logprobs = None if event.logprobs is None else event.logprobs[num_known:]
-    return replace(event, token_ids=event.token_ids[num_known:], logprobs=logprobs)

@@ -32,12 +32,12 @@ def push_settings(cell: Cell, role: str) -> PushSettings | None:
 
 @contextlib.asynccontextmanager
 async def reserved(
-    cell: Cell, prefill: EngineHandle, decode: EngineHandle, request: Request, row: RequestRow
+    limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, row: RequestRow
 ) -> AsyncIterator[Reservation]:
-    """Blocks at the decode engine that the prefill engine may write the request's KV into. Given up at the
-    end, unless the request is over by then. Raises what ends the request."""
+    """Blocks at the decode engine that the prefill engine may write the request's KV into, for `limit_s` at
+    the longest. Given up at the end, unless the request is over by then. Raises what ends the request."""
     try:
-        reservation = await _reserve(cell, prefill, decode, request)
+        reservation = await _reserve(limit_s, prefill, decode, request)
         row.stage_ns["reserve"] = row.stage_ns.get("reserve", 0) + reservation[1]
         yield reservation[0]
     finally:
@@ -46,10 +46,9 @@ async def reserved(
 
 
 async def _reserve(
-    cell: Cell, prefill: EngineHandle, decode: EngineHandle, request: Request
+    limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request
 ) -> tuple[Reservation, int]:
     """The reservation, and how long it took (ns)."""
-    limit_s = cell.deadlines.request_s
     times = {"reserve_s": limit_s, "hold_s": limit_s}
     async for events in decode.stream(limit_s, request, mode="reserve", producer=prefill.name, **times):
         for event in events:

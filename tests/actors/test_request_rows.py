@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
-from rayk.actors.attempts import Attempt
-from rayk.actors.cell_run import CellOutcome, CellRun
 from rayk.actors.engines import EngineHandle
+from rayk.actors.flight import Flight, FlightRules, Way, note_failure
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.ticket import Reservation
 from rayk.types.config import EngineConfig
 from rayk.types.errors import TransferError
 from rayk.types.request import FinishReason, Request, SamplingParams
 from rayk.types.rows import RequestRow
+
+RULES = FlightRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
+
+
+class Unheard:
+    """A flight's log that nobody reads."""
+
+    def delivered(self, *_: object) -> None:
+        """No matter."""
+
+    transferred = captured = delivered
+
+    def reserved(self, reservation: Reservation) -> Reservation:
+        """As it is."""
+        return reservation
 
 
 @pytest.mark.parametrize(
@@ -31,17 +45,16 @@ def test_a_row_counts_what_its_decoding_engine_computed_again(
     role: str, kv_path: str, again: int, expected: tuple[int, str]
 ) -> None:
     async def take() -> RequestRow:
-        cell = SimpleNamespace(policy="round_robin", faults=())
-        run = CellRun(cell, 0, CellOutcome(), [], capture=False)  # type: ignore[arg-type]
         row = RequestRow(
             cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1], kv_path=kv_path
         )
         row.stage_ns |= {"queue": 0, "prefill": 0}
         info = {"num_preemptions": int(again > 0), "num_recomputed_tokens": again}
         request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
-        attempt = Attempt(request, 0, 0)
+        way = Way(request=request, prefill=None, decode=None)
         end = RequestEvent(request_id="r", token_ids=(5,), finish_reason=FinishReason.LENGTH, info=info)
-        run._take(EngineHandle("e", role, 1, EngineConfig(model="m"), []), row, end, attempt)
+        flight = Flight(RULES, row, Unheard())
+        flight._take(EngineHandle("e", role, 1, EngineConfig(model="m"), []), end, way)
         return row
 
     row = asyncio.run(take())
@@ -59,21 +72,21 @@ def test_a_request_that_failed_before_its_first_decode_step_exposed_nothing(
     lost = TransferError("r", "lost")
 
     async def take() -> RequestRow:
-        cell = SimpleNamespace(policy="round_robin", faults=())
-        run = CellRun(cell, 0, CellOutcome(), [], capture=False)  # type: ignore[arg-type]
         row = RequestRow(cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1])
         row.stage_ns |= {"queue": 0, "prefill": 0}
         row.output_token_ids, row.token_times_ns = [4], [100]
-        run._ticket_ns["r"] = 110
+        flight = Flight(RULES, row, Unheard())
+        flight._ticket_ns = 110
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [])
         info = {"stage_ns": {"reserve": 1}}
-        attempt = Attempt(Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams()), 0, 0)
+        request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
+        way = Way(request=request, prefill=None, decode=None)
         here = RequestEvent(request_id="r", time_ns=130, info=info, error=lost if refused else None)
-        run._take(engine, row, here, attempt)
+        flight._take(engine, here, way)
         assert row.exposed_ns == (None if refused else 30)
         for i in range(num_decoded):
-            run._take(engine, row, RequestEvent(request_id="r", token_ids=(5,), time_ns=140 + i), attempt)
-        run._fail(row, lost)
+            flight._take(engine, RequestEvent(request_id="r", token_ids=(5,), time_ns=140 + i), way)
+        note_failure(row, lost)
         return row
 
     row = asyncio.run(take())

@@ -1,0 +1,236 @@
+"""One request on its way through its engines: prefilled, handed over, decoded; its row says what happened.
+
+Runs on an event loop, inside the coordinator's actor for a cell's requests and in a server's front for
+those of clients. It sees requests and events, never a token loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rayk.actors.commands import CapturedRows
+from rayk.actors.diagnosis import diagnose
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.push_flow import reserved
+from rayk.actors.sampled import note_sampling
+from rayk.engine.leader import RequestEvent
+from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+from rayk.types.request import Request
+from rayk.types.rows import RequestRow, TransferRow
+
+FindEngine = Callable[[], Awaitable[EngineHandle]]
+"""An engine once it takes requests, asked for when it is needed: it may be formed anew meanwhile. Raises what
+it died of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlightRules:
+    """What holds for all requests of a deployment."""
+
+    is_push: bool
+    request_s: float
+    transfer_s: float
+    recomputes: bool
+    """Whether a decode engine goes on by itself where a transfer fails."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """The engines of one attempt."""
+
+    request: Request
+    """As the engines know it; later attempts have ids of their own."""
+    prefill: FindEngine | None
+    """None: the decode engine computes the prompt itself."""
+    decode: FindEngine | None
+    """None: the prefill engine decodes, too (aggregated)."""
+    number: int = 0
+    """Of the attempt, from 0."""
+
+
+class FlightLog(Protocol):
+    """Who wants to know what happens on the way."""
+
+    def delivered(self, row: RequestRow, event: RequestEvent) -> None:
+        """News that no earlier attempt has told."""
+        ...
+
+    def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
+        """A request's KV was moved."""
+        ...
+
+    def captured(self, row: RequestRow, rows: list[CapturedRows]) -> None:
+        """A copy of a prompt's KV rows, where that was asked for."""
+        ...
+
+    def reserved(self, reservation: Reservation) -> Reservation:
+        """Blocks to push into; what the prefill engine is told of them."""
+        ...
+
+
+class Flight:
+    """One request, over all its attempts. Fills its row."""
+
+    def __init__(
+        self, rules: FlightRules, row: RequestRow, log: FlightLog, *, captures: bool = False
+    ) -> None:
+        """`captures`: the prefill engine copies the prompt's KV rows out."""
+        self.row = row
+        self._rules = rules
+        self._log = log
+        self._captures = captures
+        self._ticket_ns = 0
+        """When its ticket came here."""
+        self._ready_ns = 0
+        """When it could decode: its KV was proven, or (aggregated) its first token was there."""
+        self._lender: EngineHandle | None = None
+
+    async def attempt(self, way: Way) -> None:
+        """One way of the request through its engines, behind what earlier ones delivered. Raises what ends
+        it."""
+        if way.prefill is None:
+            await self._compute_all(way)
+        elif way.decode is not None and self._rules.is_push:
+            prefill, decode = await way.prefill(), await way.decode()
+            async with reserved(self._rules.request_s, prefill, decode, way.request, self.row) as given:
+                await self._prefill(way, way.prefill, reservation=self._log.reserved(given))
+        else:
+            await self._prefill(way, way.prefill)
+
+    async def _prefill(self, way: Way, find: FindEngine, **given: Any) -> None:
+        """From the prompt on. `given`: more for the prefill engine."""
+        row = self.row
+        prefill = self._lender = await find()
+        row.prefill_engine = prefill.name
+        if way.decode is None:
+            given["output_token_ids"] = tuple(row.output_token_ids)
+        mode = "whole" if way.decode is None else "prefill"
+        ticket = await self._stream(prefill, way, mode=mode, capture=self._captures, **given)
+        if ticket is None:
+            row.decode_engine = row.decode_engine or (prefill.name if way.decode is None else None)
+            row.kv_path = "local" if way.decode is None else "none"
+            return
+        self._ticket_ns = time.monotonic_ns()
+        row.stage_ns["digest"] = max(0, self._ticket_ns - row.token_times_ns[-1])
+        try:
+            await self._decode(way, prefill, ticket)
+        finally:
+            if row.finish_reason is None:  # nobody will release the lease of a request that failed
+                prefill.leader.settle.options(concurrency_group="control").remote(way.request.request_id)
+
+    async def _decode(self, way: Way, prefill: EngineHandle, ticket: TransferTicket) -> None:
+        assert way.decode is not None, "a ticket is for somebody"
+        decode = await way.decode()
+        self.row.decode_engine, self.row.kv_path = decode.name, "remote"
+        try:
+            await self._stream(
+                decode,
+                way,
+                mode="decode",
+                ticket=ticket,
+                output_token_ids=tuple(self.row.output_token_ids),
+                transfer_s=self._rules.transfer_s,
+                reserve_s=self._rules.request_s,
+                recompute=self._rules.recomputes,
+            )
+        except KVMismatch as mismatch:
+            raise await diagnose(prefill, decode, ticket, mismatch, CONTROL_S) from None
+
+    async def _compute_all(self, way: Way) -> None:
+        """The decode engine does without any KV from elsewhere."""
+        assert way.decode is not None, "somebody has to"
+        row, decode = self.row, await way.decode()
+        row.decode_engine, row.kv_path = decode.name, "recomputed" if way.number else "local"
+        tokens = tuple(row.output_token_ids)
+        await self._stream(decode, way, mode="whole", capture=self._captures, output_token_ids=tokens)
+        if way.number:
+            row.num_valid_tokens = 0
+            row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
+
+    async def _stream(self, engine: EngineHandle, way: Way, **arguments: Any) -> TransferTicket | None:
+        """Follow the request on one engine; its ticket if it leaves with one. Raises its error."""
+        row = self.row
+        # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
+        index = len(arguments.get("output_token_ids", ()))
+        async for events in engine.stream(self._rules.request_s, way.request, **arguments):
+            for event in events:
+                self._take(engine, _undelivered(event, len(row.output_token_ids) - index), way)
+                index += len(event.token_ids)
+                if event.error is not None:
+                    raise event.error
+                if event.payload is not None:
+                    assert isinstance(event.payload, TransferTicket)
+                    return event.payload
+                if event.finish_reason is not None:
+                    row.finish_reason = str(event.finish_reason)
+                    if row.token_times_ns:
+                        row.stage_ns["decode"] = row.token_times_ns[-1] - self._ready_ns
+                    return None
+        raise DeadlineExceeded(f"the end of {way.request.request_id} on {engine.name}", 0.0)
+
+    def _take(self, engine: EngineHandle, event: RequestEvent, way: Way) -> None:
+        row, info = self.row, event.info
+        time_ns = event.time_ns + engine.clock_offset_ns
+        row.output_token_ids += event.token_ids
+        row.token_times_ns += [time_ns] * len(event.token_ids)
+        note_sampling(row, event)
+        if event.token_ids and "prefill" not in row.stage_ns:
+            before = row.stage_ns["queue"] + row.stage_ns.get("reserve", 0)
+            row.stage_ns["prefill"] = time_ns - row.arrival_ns - before
+            self._ready_ns = time_ns
+        if "stage_ns" in info:
+            self._take_stages(info["stage_ns"], time_ns, has_failed=event.error is not None)
+        self._take_transfers(info.get("transfers", ()), info.get("num_kv_bytes_checked", 0), way)
+        if "failure" in info:  # the decode engine went on by itself
+            row.failure = row.failure or str(info["failure"])
+            row.num_valid_tokens = info["num_valid_tokens"]
+            row.num_attempts += 1
+            # Where its read never began, nobody releases its lease.
+            assert self._lender is not None, "somebody lent it"
+            settle = self._lender.leader.settle.options(concurrency_group="control")
+            settle.remote(way.request.request_id)
+        if "captured" in info:
+            self._log.captured(row, info["captured"])
+        if engine.role != "prefill" and "num_recomputed_tokens" in info:
+            row.num_recomputed_tokens = info["num_recomputed_tokens"]
+        if row.num_recomputed_tokens and row.kv_path == "remote":
+            row.kv_path = "recomputed"
+        self._log.delivered(row, event)
+
+    def _take_stages(self, stages: dict[str, int], time_ns: int, *, has_failed: bool) -> None:
+        row = self.row
+        waited = time_ns - self._ticket_ns - sum(stages.values())
+        # Blocks to push into were reserved before the prompt was computed.
+        stages["reserve"] += row.stage_ns.get("reserve", 0)
+        row.stage_ns |= {**stages, "handover": max(0, waited)}
+        if not has_failed:
+            row.exposed_ns = time_ns - row.token_times_ns[0]
+        self._ready_ns = time_ns
+
+    def _take_transfers(self, transfers: Sequence[TransferRow], num_checked: int, way: Way) -> None:
+        row = self.row
+        for transfer in transfers:
+            transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
+            transfer.request_id, transfer.retries = row.request_id, way.number
+        if transfers or num_checked:
+            self._log.transferred(transfers, num_checked)
+
+
+def note_failure(row: RequestRow, error: RaykError) -> None:
+    """A request ends with this error."""
+    row.error = str(error)
+    row.finish_reason = "error"
+    if row.exposed_ns is not None and row.token_times_ns[-1] < row.token_times_ns[0] + row.exposed_ns:
+        row.exposed_ns = None  # no decode step followed
+
+
+def _undelivered(event: RequestEvent, num_known: int) -> RequestEvent:
+    """An event without the first `num_known` of its tokens: an earlier attempt delivered them."""
+    if num_known <= 0 or not event.token_ids:
+        return event
+    logprobs = None if event.logprobs is None else event.logprobs[num_known:]
+    return replace(event, token_ids=event.token_ids[num_known:], logprobs=logprobs)
