@@ -20,7 +20,8 @@ from rayk.actors.sampled import with_seed
 from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
-from rayk.sched.policies import get_policy
+from rayk.sched.loads import LoadBook
+from rayk.sched.policies import Asked, get_policy
 from rayk.specs import Cell
 from rayk.transfer.recovery import Recovery
 from rayk.transfer.ticket import Reservation
@@ -71,6 +72,9 @@ class CellRun:
         self._capture = capture
         self._engines = Engines(cell, engines, form_again)
         self._policy = get_policy(cell.policy)
+        self._loads = LoadBook()
+        for engine in engines:
+            self._loads.add(engine.name, engine.config.tp)
         self._num_reservations = 0
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._rules = FlightRules(
@@ -104,8 +108,7 @@ class CellRun:
         )
         self._outcome.requests.append(row)
         engines = self._engines
-        place = self._policy.place(request, len(engines.prefill), max(1, len(engines.decode)))
-        attempt = Attempt(request, *place)
+        attempt = self._place(request)
         try:
             async with self._streams:
                 row.stage_ns["queue"] = time.monotonic_ns() - row.arrival_ns
@@ -119,6 +122,9 @@ class CellRun:
         except asyncio.CancelledError:
             self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
             raise
+        finally:
+            if (over := self._loads.ended(row.request_id)) is not None:
+                self._policy.ended(*over)
 
     async def _attempts(self, attempt: Attempt, row: RequestRow) -> None:
         """Place a request, and again as the failure policy says. Raises the error it does not survive."""
@@ -139,6 +145,24 @@ class CellRun:
                     row.recovered_by = recovery.policy
                 return
 
+    def _place(self, request: Request) -> Attempt:
+        """Engines by the cell's policy. Where one died, an attempt finds that out and the failure policy says
+        what comes next."""
+        prefill, decode = ([e.name for e in side] for side in (self._engines.prefill, self._engines.decode))
+        asked = Asked(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.sampling.max_tokens,
+        )
+        placed = self._policy.place(asked, self._loads.of(prefill), self._loads.of(decode))
+        self._loads.placed(asked, placed)
+        return Attempt(
+            request,
+            p=prefill.index(placed.prefill) if placed.prefill is not None else 0,
+            d=decode.index(placed.decode) if placed.decode is not None else 0,
+            computes_all=placed.prefill is None,
+        )
+
     def _way(self, attempt: Attempt) -> Way:
         """An attempt, with engines as they are when it comes to them."""
         has_decode = bool(self._engines.decode)
@@ -153,6 +177,8 @@ class CellRun:
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """The row has it."""
+        if event.token_ids:
+            self._loads.prefilled(row.request_id)
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
         """Keep the rows."""

@@ -14,6 +14,7 @@ RaykError
 ├── KVMismatch            bytes arrived and are wrong
 ├── EngineDied            a rank of the engine is gone or failed
 ├── CommError             a collective failed or a peer is gone
+├── Overloaded            a server has no room for another request
 └── DeadlineExceeded      a wait ran past its deadline
 """
 
@@ -205,6 +206,18 @@ class CommError(RaykError):
 
     def __str__(self) -> str:
         return f"{self.operation}: {self.reason}"
+
+
+@dataclass
+class Overloaded(RaykError):
+    """A server's queue is full, or it is about to end. Nothing was started."""
+
+    reason: str
+    retry_after_s: float
+    """When it may be worth trying again."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; try again in {self.retry_after_s:.0f} s"
 
 
 @dataclass

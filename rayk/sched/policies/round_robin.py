@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 
-from rayk.types.request import Request
+from rayk.sched.policies import Asked, EngineLoad, Placed
 
 
 class RoundRobin:
@@ -16,10 +17,20 @@ class RoundRobin:
     def __init__(self) -> None:
         self._count = 0
 
-    def place(self, request: Request, num_prefill: int, num_decode: int) -> tuple[int, int]:
-        """(prefill engine index, decode engine index)."""
-        del request
+    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+        """The next of each side."""
+        del asked
         index = self._count
         self._count += 1
+        producer = prefill[index % len(prefill)].name
+        if not decode:
+            return Placed(prefill=producer, decode=None)
         # Without the round, 2 x 2 engines would only ever meet on the diagonal.
-        return index % num_prefill, (index + index // lcm(num_prefill, num_decode)) % num_decode
+        turn = index + index // lcm(len(prefill), len(decode))
+        return Placed(prefill=producer, decode=decode[turn % len(decode)].name)
+
+    def ended(self, asked: Asked, placed: Placed) -> None:
+        """No matter."""
+
+    def lost(self, engine: str) -> None:
+        """No matter."""

@@ -1,0 +1,68 @@
+"""What every engine has to do, kept up to date as requests come and go, for policies to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayk.sched.policies import Asked, EngineLoad, Placed
+
+
+class LoadBook:
+    """The load of each engine. An event costs the same however many requests there are."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, EngineLoad] = {}
+        self._placed: dict[str, tuple[Asked, Placed, bool]] = {}
+        """By request id; and whether its prompt is to be computed still."""
+
+    def add(self, name: str, tp: int = 1) -> EngineLoad:
+        """An engine that has nothing to do yet."""
+        assert name not in self._loads, f"{name} is there already"
+        self._loads[name] = EngineLoad(name=name, tp=tp)
+        return self._loads[name]
+
+    def of(self, names: Sequence[str]) -> list[EngineLoad]:
+        """The loads of these engines."""
+        return [self._loads[name] for name in names]
+
+    def remove(self, name: str) -> None:
+        """An engine is gone; its requests are accounted for as they end."""
+        del self._loads[name]
+
+    def placed(self, asked: Asked, placed: Placed) -> None:
+        """A request was given its engines."""
+        assert asked.request_id not in self._placed, f"{asked.request_id} is placed twice"
+        self._placed[asked.request_id] = (asked, placed, True)
+        self._count(asked, placed, 1)
+
+    def prefilled(self, request_id: str) -> None:
+        """Its prompt was computed. Requests that are over are passed over."""
+        if request_id in self._placed:
+            asked, placed, is_ahead = self._placed[request_id]
+            if is_ahead:
+                self._count_prompt(asked, placed, -1)
+                self._placed[request_id] = (asked, placed, False)
+
+    def ended(self, request_id: str) -> tuple[Asked, Placed] | None:
+        """A request is over, however it ended; where it was, None if that was told before."""
+        if request_id not in self._placed:
+            return None
+        self.prefilled(request_id)
+        asked, placed, _ = self._placed.pop(request_id)
+        self._count(asked, placed, -1, with_prompt=False)
+        return asked, placed
+
+    def _count(self, asked: Asked, placed: Placed, sign: int, *, with_prompt: bool = True) -> None:
+        for name in {placed.prefill, placed.decode} - {None}:
+            if name in self._loads:
+                self._loads[name].num_requests += sign
+        decoder = placed.decode or placed.prefill
+        if decoder in self._loads:
+            self._loads[decoder].num_output_tokens += sign * asked.max_tokens
+        if with_prompt:
+            self._count_prompt(asked, placed, sign)
+
+    def _count_prompt(self, asked: Asked, placed: Placed, sign: int) -> None:
+        computer = placed.prefill or placed.decode
+        if computer in self._loads:
+            self._loads[computer].num_prompt_tokens += sign * len(asked.prompt_token_ids)

@@ -1,0 +1,77 @@
+"""What a server's front asks of the engines behind it, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rayk.types.request import FinishReason, Request, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """One request to a server. Filled by its front."""
+
+    request: Request
+    priority: int = 0
+    """Of requests that wait for a place, lower ones go first; equal ones in order of arrival."""
+    deadline_s: float | None = None
+    """It must end so long after its arrival; None: the server's own limit alone."""
+    session: str | None = None
+    """Requests of one session are kept together where the policy heeds that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """News of one request. The last one has a finish reason; errors are raised."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One per token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """Once, if asked for: one per prompt token; the first has none."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token id behind finish_reason stop; None for the model's own EOS."""
+    num_cached_tokens: int | None = None
+    """With the last one: prompt tokens whose KV was in a prefix cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCard:
+    """What a front needs to know of the model it serves."""
+
+    model_id: str
+    folder: str
+    vocab_size: int
+    max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """Whether a server takes requests, and why not."""
+
+    is_ready: bool
+    reason: str = ""
+    engines: tuple[dict[str, object], ...] = field(default=())
+    """Of each: name, role, state, epoch, when it last took a step."""
+
+
+class Completer(Protocol):
+    """Completes prompts. Its methods run on one event loop."""
+
+    @property
+    def model(self) -> ModelCard:
+        """The model behind it."""
+        ...
+
+    def generate(self, ask: Ask) -> AsyncIterator[Delta]:
+        """The request's news as they come, the first token at once. Closing the iterator aborts the request
+        on every engine. Raises UserError (bad input), Overloaded (no room: nothing was started),
+        DeadlineExceeded, or what the engines died of."""
+        ...
+
+    async def health(self) -> Health:
+        """As it is now: every engine took a step lately."""
+        ...
