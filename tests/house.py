@@ -63,6 +63,11 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/", "jobs/benchmarks/"),
     "tokenizers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
     "pydantic": ("rayk/specs/", "rayk/serve/"),
+    "fastapi": ("rayk/serve/",),
+    "starlette": ("rayk/serve/",),
+    "uvicorn": ("rayk/serve/",),
+    "aiohttp": ("rayk/bench/",),
+    "prometheus_client": ("rayk/serve/", "rayk/actors/"),
 }
 """heavy package -> the only places that may import it."""
 
