@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from rayk.actors.commands import Connect, Describe, EndReads, Wire
-from rayk.actors.engines import CONTROL_S, EngineHandle
-from rayk.actors.placement import kill
+from rayk.actors.engines import EngineHandle
+from rayk.actors.forming import connect, end_reads, see_a_turn, until_it_hangs
 from rayk.specs import Cell
 from rayk.transfer.recovery import Failure, GiveUp, Migrate, Recovery, attempt_id, cause_of
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
@@ -23,7 +21,6 @@ from rayk.types.request import Request
 WIRE_S = 15.0
 """How long a producer may take to answer a first read. Idle engines look at the network every 50 ms."""
 
-TURN_POLL_S = 0.1
 NUM_TRIES = 3
 """A handshake whose messages get lost is tried so often."""
 
@@ -80,7 +77,7 @@ class Engines:
                 for left in reversed(range(NUM_TRIES)):
                     try:
                         pair = await self.live("prefill", p), await self.live("decode", d)
-                        await _connect(*pair, self._wire_s, is_push=self._is_push)
+                        await connect(*pair, self._wire_s, is_push=self._is_push)
                     except (TransferError, DeadlineExceeded, EngineDied):
                         if not left:
                             raise
@@ -125,7 +122,7 @@ class Engines:
             yield
             # A life that has begun is seen through: the next cell gets whole workers.
             if self._looks_for_hangs:
-                await asyncio.gather(*(_see_a_turn(e, self._cell.deadlines.transfer_s) for e in self._all))
+                await asyncio.gather(*(see_a_turn(e, self._cell.deadlines.transfer_s) for e in self._all))
             lost = [e for e in self._all if e.died.done() and e.name in self._formed]
             await asyncio.gather(*(self._formed[e.name] for e in lost), return_exceptions=True)
         finally:
@@ -142,7 +139,7 @@ class Engines:
     async def _look_after(self, engine: EngineHandle) -> None:
         """Until it dies; then replace it or have nobody wait for it."""
         patience_s = self._cell.deadlines.transfer_s
-        hangs = _until_it_hangs(engine, patience_s) if self._looks_for_hangs else None
+        hangs = until_it_hangs(engine, patience_s) if self._looks_for_hangs else None
         watcher = asyncio.create_task(hangs) if hangs is not None else None
         try:
             await asyncio.wait({engine.died})
@@ -150,9 +147,7 @@ class Engines:
             if watcher is not None:
                 watcher.cancel()
         if engine.role != "decode":
-            live = [d for d in self.decode if not d.died.done()]
-            ended = (d.call(EndReads(engine.name, engine.epoch), CONTROL_S) for d in live)
-            await asyncio.gather(*ended, return_exceptions=True)
+            await end_reads(engine, self.decode)
         formed = self._formed.get(engine.name)
         if formed is not None and not formed.done():
             try:
@@ -176,7 +171,7 @@ class Engines:
             pairs = [(engine, d) for d in self.decode]
         for p, d in pairs:
             if not p.died.done() and not d.died.done():
-                await _connect(p, d, self._wire_s, is_push=self._is_push)
+                await connect(p, d, self._wire_s, is_push=self._is_push)
 
 
 def next_attempt(recovery: Recovery, engines: Engines, attempt: Attempt, error: RaykError) -> Attempt | None:
@@ -198,57 +193,3 @@ def next_attempt(recovery: Recovery, engines: Engines, attempt: Attempt, error: 
     if isinstance(decision, Migrate):
         return replace(again, p=decision.producer, computes_all=False)
     return replace(again, computes_all=True)
-
-
-async def _connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: bool) -> None:
-    for engine in (p, d):
-        if not engine.descriptions:
-            engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
-    landings = await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
-    await _of(d, Wire(p.name, wire_s), (p, d))
-    if is_push:
-        await _of(p, Connect(p.descriptions, d.descriptions, tuple(landings)), (p, d))
-
-
-async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle]) -> list[Any]:
-    """An engine's answer. Raises what it or the other engine died of."""
-    answer = asyncio.create_task(engine.call(command, CONTROL_S))
-    try:
-        waiting: set[asyncio.Future[Any]] = {answer, *(e.died for e in both)}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for e in both:
-            e.raise_if_dead()
-        return await answer
-    finally:
-        answer.cancel()
-        await asyncio.gather(answer, return_exceptions=True)
-
-
-async def _until_it_hangs(engine: EngineHandle, patience_s: float) -> None:
-    """Look again and again until the engine is dead."""
-    while not engine.died.done():
-        await _see_a_turn(engine, patience_s)
-        await asyncio.sleep(patience_s / 2)
-
-
-async def _see_a_turn(engine: EngineHandle, patience_s: float) -> None:
-    """Declare an engine dead whose loop stands still for so long, and end it: an idle one turns, too."""
-    until, first = time.monotonic() + patience_s, None
-    while not engine.died.done():
-        status = engine.leader.status.options(concurrency_group="control").remote()
-        try:
-            found = await engine.guard(status, "a sign of life", max(0.1, until - time.monotonic()))
-        except EngineDied:
-            return
-        except RaykError:
-            found = {}
-        turns = found.get("num_turns", first)
-        if first is not None and turns != first:
-            return
-        first = turns
-        if time.monotonic() > until:
-            engine.declare_dead(f"it hangs: no turn in {patience_s:g} s")
-            for worker in engine.workers:
-                kill(worker)  # what is read from it can end only when it is gone
-            return
-        await asyncio.sleep(TURN_POLL_S)

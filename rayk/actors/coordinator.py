@@ -11,16 +11,15 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from rayk.actors.cell_run import CellOutcome, CellRun
-from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.engines import EngineHandle
+from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
 from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
 from rayk.actors.placement import this_node
 from rayk.actors.planted import PlantedFault
-from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
+from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
-from rayk.actors.receiving import IN_FLIGHT
 from rayk.actors.struck import faults_of
 from rayk.actors.worker import RankSpec
 from rayk.specs import Cell
@@ -29,15 +28,8 @@ from rayk.transfer.staging import StagingSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
-STOP_S = 10.0
-"""Deadline for each part of an engine's end; after it the workers are killed."""
 END_S = 20.0
 """Deadline for all of them together."""
-DRAIN_S = 12.0
-"""How long reads that are in flight at the end may take to end."""
-RELEASE_POLL_S = 0.02
-COMM_S = 60.0
-"""How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
 
 
 class Coordinator:
@@ -134,38 +126,28 @@ class Coordinator:
         return engine
 
     async def _form_engine(self, cell: Cell, engine: EngineHandle) -> None:
-        address = await engine.guard(engine.leader.reserve_address.remote(), "an address", CONTROL_S)
-        replies = [
-            worker.form.options(concurrency_group="control").remote(
-                RankSpec(
-                    engine=engine.name,
-                    epoch=engine.epoch,
-                    role=engine.role,
-                    rank=rank,
-                    config=engine.config,
-                    address=address,
-                    comm_timeout_s=COMM_S,
-                    # A ticket may wait for the consumer's blocks as long as its request may last.
-                    lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
-                    renewed_lease_s=cell.spec.transfer.lease_s,
-                    staging=_staging_of(cell, engine),
-                    push=push_settings(cell, engine.role),
-                    spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
-                    notices_deaths=_may_lose_engines(cell),
-                    faults=_planted(cell, engine, rank),
-                )
+        spans_nodes = len({n.node_id for n in self._nodes.values()}) > 1
+
+        def spec_of(rank: int, address: str) -> RankSpec:
+            return RankSpec(
+                engine=engine.name,
+                epoch=engine.epoch,
+                role=engine.role,
+                rank=rank,
+                config=engine.config,
+                address=address,
+                comm_timeout_s=COMM_S,
+                # A ticket may wait for the consumer's blocks as long as its request may last.
+                lease_s=cell.deadlines.request_s + cell.deadlines.transfer_s,
+                renewed_lease_s=cell.spec.transfer.lease_s,
+                staging=_staging_of(cell, engine),
+                push=push_settings(cell.spec.transfer) if engine.role == "prefill" else None,
+                spans_nodes=spans_nodes,
+                notices_deaths=_may_lose_engines(cell),
+                faults=_planted(cell, engine, rank),
             )
-            for rank, worker in enumerate(engine.workers)
-        ]
-        facts = await engine.guard(_all(replies), "forming", FORM_S)
-        engine.facts = {**facts[0], "node": engine.node, "buffer_bytes": [f["buffer_bytes"] for f in facts]}
-        before = time.monotonic_ns()
-        theirs = await engine.guard(engine.leader.clock_ns.remote(), "its clock", CONTROL_S)
-        after = time.monotonic_ns()
-        # Within one host both clocks are one and the offset is noise.
-        offset = (before + after) // 2 - theirs
-        engine.clock_offset_ns = 0 if before <= theirs <= after else offset
-        engine.start()
+
+        await form_engine(engine, spec_of)
 
     async def _end(self, engine: EngineHandle, cell: Cell, outcome: CellOutcome) -> None:
         """Free an engine's workers for the next one: by its leave if it lives, else by replacing them."""
@@ -192,36 +174,12 @@ class Coordinator:
     async def _stop(self, engine: EngineHandle, cell: Cell, outcome: CellOutcome) -> bool:
         """Let the loops end, then let the workers forget the engine; False where they must be replaced.
         Raises what the engine died of, and EngineDied where blocks leaked."""
-        engine.raise_if_dead()
-        leaked = await self._await_releases(engine, STOP_S + (cell.spec.transfer.lease_s or 0.0))
-        engine.leader.stop.options(concurrency_group="control").remote()
-        await engine.guard(engine.stopped(), "stopping", STOP_S)
-        await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
-        status = await engine.guard(engine.leader.status.remote(), "what it computed", STOP_S)
+        status, leaked = await stop_loops(engine, cell.spec.transfer.lease_s or 0.0)
         engine.facts["num_token_layers"] = status["num_token_layers"]
         outcome.ledgers[engine.name] = status["ledger"]
         if leaked:
             raise EngineDied(engine.name, f"blocks leaked: {', '.join(leaked)} never ended")
-        try:
-            await engine.guard(_all([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
-        except RaykError:
-            # All there is to tell was told: a transport that breaks down over reads behind a dead link, while
-            # it is taken apart, changes no verdict.
-            return False
-        return not status["leases"]
-
-    async def _await_releases(self, engine: EngineHandle, timeout_s: float) -> tuple[str, ...]:
-        """Every lease ends by its readers' notifications, or by its own deadline; those that do not. Blocks
-        left to reads that never end are no leak: they go with their worker."""
-        began = time.monotonic()
-        while True:
-            status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
-            leases = status.get("leases", ())
-            leaked = tuple(i for i in leases if not i.startswith(IN_FLIGHT))
-            waited_s = time.monotonic() - began
-            if not leases or waited_s > timeout_s or (not leaked and waited_s > DRAIN_S):
-                return leaked
-            await asyncio.sleep(RELEASE_POLL_S)
+        return await dissolve(engine) and not status["leases"]
 
 
 def _staging_of(cell: Cell, engine: EngineHandle) -> StagingSettings:
@@ -241,7 +199,3 @@ def _planted(cell: Cell, engine: EngineHandle, rank: int) -> tuple[PlantedFault,
     role = "decode" if engine.role == "decode" else "prefill"
     index = int(engine.name.removeprefix(role))
     return faults_of(cell, role, index, rank, engine.config.tp)
-
-
-async def _all(refs: Sequence[Any]) -> list[Any]:
-    return list(await asyncio.gather(*refs))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from rayk.actors.engines import EngineHandle
-from rayk.specs import Cell
+from rayk.specs.experiment import TransferSpec
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.request import Request
@@ -22,10 +22,9 @@ class PushSettings:
     """Layers that one write brings; None: as the cost model says."""
 
 
-def push_settings(cell: Cell, role: str) -> PushSettings | None:
-    """Of the ranks of an engine; None where they push nothing."""
-    transfer = cell.spec.transfer
-    if transfer.mode != "push" or role != "prefill":
+def push_settings(transfer: TransferSpec) -> PushSettings | None:
+    """Of the ranks of an engine that prefills; None where nothing is pushed."""
+    if transfer.mode != "push":
         return None
     return PushSettings(None if transfer.push_layers == "auto" else transfer.push_layers)
 

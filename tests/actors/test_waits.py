@@ -167,7 +167,7 @@ def test_a_cancelled_guard_leaves_nothing_running() -> None:
 
 def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is within its own; a cell must not wait for all of them one after the other."""
-    monkeypatch.setattr("rayk.actors.coordinator.STOP_S", 60.0)
+    monkeypatch.setattr("rayk.actors.forming.STOP_S", 60.0)
     monkeypatch.setattr("rayk.actors.coordinator.END_S", 0.1)
 
     async def slow() -> dict[str, object]:

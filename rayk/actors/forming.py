@@ -1,0 +1,163 @@
+"""The life of an engine on its workers: formed, connected to its partners, watched, ended.
+
+Runs inside the actor that owns the workers: a coordinator's for the engines of a cell, a server's fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rayk.actors.commands import Connect, Describe, EndReads, Wire
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.placement import kill
+from rayk.actors.pool import FORM_S
+from rayk.actors.receiving import IN_FLIGHT
+from rayk.actors.worker import RankSpec
+from rayk.types.errors import EngineDied, RaykError
+
+STOP_S = 10.0
+"""Deadline for each part of an engine's end; after it the workers are killed."""
+DRAIN_S = 12.0
+"""How long reads that are in flight at the end may take to end."""
+RELEASE_POLL_S = 0.02
+COMM_S = 60.0
+"""How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
+TURN_POLL_S = 0.1
+
+RankSpecs = Callable[[int, str], RankSpec]
+"""What a rank becomes, given the address that the ranks meet at."""
+
+
+async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
+    """Have an engine's workers become its ranks, and run their loops. Raises RaykError."""
+    address = await engine.guard(engine.leader.reserve_address.remote(), "an address", CONTROL_S)
+    replies = [
+        worker.form.options(concurrency_group="control").remote(spec_of(rank, address))
+        for rank, worker in enumerate(engine.workers)
+    ]
+    facts = await engine.guard(all_of(replies), "forming", FORM_S)
+    engine.facts = {**facts[0], "node": engine.node, "buffer_bytes": [f["buffer_bytes"] for f in facts]}
+    before = time.monotonic_ns()
+    theirs = await engine.guard(engine.leader.clock_ns.remote(), "its clock", CONTROL_S)
+    after = time.monotonic_ns()
+    # Within one host both clocks are one and the offset is noise.
+    offset = (before + after) // 2 - theirs
+    engine.clock_offset_ns = 0 if before <= theirs <= after else offset
+    engine.start()
+
+
+async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: bool) -> None:
+    """Handshake between two engines, and have the network between them set up within `wire_s`. Raises what
+    they refuse, or die of."""
+    for engine in (p, d):
+        if not engine.descriptions:
+            engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
+    landings = await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
+    await _of(d, Wire(p.name, wire_s), (p, d))
+    if is_push:
+        await _of(p, Connect(p.descriptions, d.descriptions, tuple(landings)), (p, d))
+
+
+async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle]) -> list[Any]:
+    """An engine's answer. Raises what it or the other engine died of."""
+    answer = asyncio.create_task(engine.call(command, CONTROL_S))
+    try:
+        waiting: set[asyncio.Future[Any]] = {answer, *(e.died for e in both)}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for e in both:
+            e.raise_if_dead()
+        return await answer
+    finally:
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+
+
+async def end_reads(lost: EngineHandle, readers: Sequence[EngineHandle]) -> None:
+    """Have engines that may be reading from a lost one fail those reads now, not at their deadlines."""
+    live = [d for d in readers if not d.died.done()]
+    ended = (d.call(EndReads(lost.name, lost.epoch), CONTROL_S) for d in live)
+    await asyncio.gather(*ended, return_exceptions=True)
+
+
+def _nobody(engine: EngineHandle) -> None:
+    del engine
+
+
+async def until_it_hangs(
+    engine: EngineHandle, patience_s: float, on_turn: Callable[[EngineHandle], None] = _nobody
+) -> None:
+    """Look again and again until the engine is dead. `on_turn` is told when it was seen to live."""
+    while not engine.died.done():
+        await see_a_turn(engine, patience_s)
+        if not engine.died.done():
+            on_turn(engine)
+        await asyncio.sleep(patience_s / 2)
+
+
+async def see_a_turn(engine: EngineHandle, patience_s: float) -> None:
+    """Declare an engine dead whose loop stands still for so long, and end it: an idle one turns, too."""
+    until, first = time.monotonic() + patience_s, None
+    while not engine.died.done():
+        status = engine.leader.status.options(concurrency_group="control").remote()
+        try:
+            found = await engine.guard(status, "a sign of life", max(0.1, until - time.monotonic()))
+        except EngineDied:
+            return
+        except RaykError:
+            found = {}
+        turns = found.get("num_turns", first)
+        if first is not None and turns != first:
+            return
+        first = turns
+        if time.monotonic() > until:
+            engine.declare_dead(f"it hangs: no turn in {patience_s:g} s")
+            for worker in engine.workers:
+                kill(worker)  # what is read from it can end only when it is gone
+            return
+        await asyncio.sleep(TURN_POLL_S)
+
+
+async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Let an engine's loops end once nobody reads from it any more, or `lease_s` and STOP_S are over.
+
+    What its leader says of itself then, and the leases that never ended. Raises what the engine died of.
+    """
+    engine.raise_if_dead()
+    leaked = await _await_releases(engine, STOP_S + lease_s)
+    engine.leader.stop.options(concurrency_group="control").remote()
+    await engine.guard(engine.stopped(), "stopping", STOP_S)
+    await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
+    return await engine.guard(engine.leader.status.remote(), "what it computed", STOP_S), leaked
+
+
+async def dissolve(engine: EngineHandle) -> bool:
+    """Let the workers forget an engine whose loops have ended; whether they did. All there is to tell was
+    told: a transport that breaks down over reads behind a dead link, while it is taken apart, changes
+    nothing."""
+    try:
+        await engine.guard(all_of([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
+    except RaykError:
+        return False
+    return True
+
+
+async def _await_releases(engine: EngineHandle, timeout_s: float) -> tuple[str, ...]:
+    """Every lease ends by its readers' notifications, or by its own deadline; those that do not. Blocks
+    left to reads that never end are no leak: they go with their worker."""
+    began = time.monotonic()
+    while True:
+        status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)
+        leases = status.get("leases", ())
+        leaked = tuple(i for i in leases if not i.startswith(IN_FLIGHT))
+        waited_s = time.monotonic() - began
+        if not leases or waited_s > timeout_s or (not leaked and waited_s > DRAIN_S):
+            return leaked
+        await asyncio.sleep(RELEASE_POLL_S)
+
+
+async def all_of(refs: Sequence[Any]) -> list[Any]:
+    """Every reply, in order."""
+    return list(await asyncio.gather(*refs))

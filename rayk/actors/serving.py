@@ -1,0 +1,67 @@
+"""What a server's fronts and its fleet of engines tell each other. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayk.kv.manager import Ledger
+from rayk.types.config import EngineConfig
+from rayk.types.errors import RaykError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCard:
+    """One life of an engine as a front reaches it. Filled by the fleet."""
+
+    name: str
+    role: str
+    epoch: int
+    config: EngineConfig
+    workers: tuple[Any, ...]
+    """Actor handles, rank 0 first."""
+    node: str = ""
+    clock_offset_ns: int = 0
+    """The fleet's clock minus rank 0's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """Where one attempt of a request goes."""
+
+    fleet: str
+    """The life of the fleet: cards of another one are void."""
+    prefill: tuple[str, int] | None
+    """Name and epoch; None: the decode engine computes the prompt itself."""
+    decode: tuple[str, int] | None
+    """None: the prefill engine does it all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """What a front tells of its requests, by their attempts' ids. Also its sign of life."""
+
+    prefilled: tuple[str, ...] = ()
+    """The first token is here."""
+    ended: tuple[str, ...] = ()
+    """Over, however it ended, or not wanted any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineAccount:
+    """What an engine left when it was stopped."""
+
+    engine: str
+    ledger: Ledger | None = None
+    """None: it did not live to tell."""
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    """The null block included, which is never free."""
+    leaked: tuple[str, ...] = ()
+    """Leases that never ended."""
+    errors: tuple[RaykError, ...] = field(default=())
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every block was given back."""
+        return not self.leaked and not self.errors and self.num_free_blocks == self.num_blocks - 1

@@ -1,0 +1,108 @@
+"""What a server is made of: its engines, its limits, and what becomes of requests whose engines are lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rayk.models.config import DecoderConfig
+from rayk.specs.cells import Cell
+from rayk.specs.experiment import TransferSpec
+from rayk.transfer.recovery import Policy as FailurePolicy
+from rayk.types.config import EngineConfig
+from rayk.types.serving import ModelCard
+
+MAX_STREAMS = 96
+"""Requests on one engine at once: each holds a thread of its worker's io group while it streams."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineEntry:
+    """One engine of a server."""
+
+    name: str
+    """prefill0, decode1, ..."""
+    role: str
+    """aggregated, prefill or decode; the latter two may be exchanged while it runs."""
+    config: EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """One server. All of its engines are aggregated, or none."""
+
+    model: ModelCard
+    engines: tuple[EngineEntry, ...]
+    policy: str = "round_robin"
+    failure_policy: FailurePolicy = "migrate"
+    """Of requests whose engine or transfer is lost: fail ends them; recompute has the decode engine go on by
+    itself where a transfer fails; migrate places them again, behind what was delivered. A lost engine's
+    requests are placed again by both."""
+    transfer: TransferSpec = TransferSpec()
+    placement: str = "auto"
+    gpus_per_worker: float | Literal["auto"] = 1.0
+    num_spares: int = 0
+    """Idle workers of one engine each, ready to take a lost engine's place."""
+    max_running: int | None = None
+    """Requests on engines at once; None: twice the rows of the engines that decode."""
+    max_waiting: int = 512
+    """Requests that wait for a place at once."""
+    max_attempts: int = 8
+    """Times one request is placed."""
+    request_s: float = 600.0
+    """A request lasts no longer."""
+    transfer_s: float = 30.0
+    hang_s: float = 15.0
+    """An engine whose loop stands still for so long is killed and formed again. Longer than any step."""
+    front_s: float = 15.0
+    """A front that was not heard of for so long is gone: its requests are aborted."""
+
+    @property
+    def is_aggregated(self) -> bool:
+        """Whether every engine does all of a request."""
+        return self.engines[0].role == "aggregated"
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks over all engines, spares aside."""
+        return sum(e.config.tp for e in self.engines)
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda, of all engines."""
+        return self.engines[0].config.device
+
+
+def model_card(folder: str, config: DecoderConfig, model_id: str) -> ModelCard:
+    """What fronts need to know of a checkpoint."""
+    return ModelCard(
+        model_id=model_id,
+        folder=folder,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+    )
+
+
+def settings_of(cell: Cell, model: ModelCard, **others: Any) -> ServerSettings:
+    """A server with the engines, policies and transfers of an experiment's cell, whose checks it has passed.
+
+    `others`: fields of ServerSettings that a cell does not have.
+    """
+    role = "aggregated" if cell.decode is None else "prefill"
+    engines = [
+        EngineEntry(name=f"prefill{i}", role=role, config=cell.prefill)
+        for i in range(cell.num_prefill_engines)
+    ]
+    if cell.decode is not None:
+        engines += [
+            EngineEntry(name=f"decode{i}", role="decode", config=cell.decode)
+            for i in range(cell.num_decode_engines)
+        ]
+    own: dict[str, Any] = {
+        "policy": cell.policy,
+        "failure_policy": cell.failure_policy,
+        "transfer": cell.spec.transfer,
+        "placement": cell.spec.placement,
+        "gpus_per_worker": cell.gpus_per_worker,
+    }
+    return ServerSettings(model=model, engines=tuple(engines), **(own | others))
