@@ -1,12 +1,13 @@
 """Placement policies: which engines a request runs on. One file each.
 
 A policy sees engines as `EngineLoad`s, which the coordinator keeps up to date, and is told what became of the
-requests it placed. What a decision costs depends on the number of engines, not of requests.
+requests it placed. What a decision costs depends on the number of engines and the prompt's length, not on the
+number of requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class EngineLoad:
     num_requests: int = 0
     """Placed here and not over."""
     num_prompt_tokens: int = 0
-    """Of prompts that are to be computed here and are not yet."""
+    """Of prompts that are to be computed here and are not yet, without those that it holds already."""
     num_output_tokens: int = 0
     """That requests decoding here, or about to, may still generate."""
 
@@ -45,6 +46,26 @@ class Placed:
     """None: the decode engine computes the prompt itself."""
     decode: str | None
     """None: there are no decode engines; the prefill engine does it all."""
+    num_cached_tokens: int = 0
+    """Of the prompt, that the engine which computes it is expected to hold already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySettings:
+    """What policies can be told; each heeds those that HEEDED names."""
+
+    output_cost: float = 1.0
+    """What an output token costs an engine, in prompt tokens computed."""
+    move_cost: float = 0.1
+    """What a prompt token costs whose KV is moved to a decode engine, in prompt tokens computed."""
+    block_tokens: int = 64
+    """Prompts are known by their prefixes of so many tokens, and multiples of it."""
+    index_blocks: int = 65536
+    """So many of these are remembered; the least recently asked for are forgotten."""
+    local_prompt_tokens: int = 64
+    """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
+    local_backlog_tokens: int = 512
+    """And only while so many, with these, are to be computed there."""
 
 
 class Policy(Protocol):
@@ -64,14 +85,43 @@ class Policy(Protocol):
         ...
 
 
-POLICIES = ("round_robin",)
+HEEDED: Mapping[str, tuple[str, ...]] = {
+    "round_robin": (),
+    "least_loaded": ("output_cost",),
+    "prefix_aware": ("output_cost", "move_cost", "block_tokens", "index_blocks"),
+    "conditional": (
+        *("output_cost", "move_cost", "block_tokens", "index_blocks"),
+        *("local_prompt_tokens", "local_backlog_tokens"),
+    ),
+    "session_affinity": ("output_cost",),
+}
+"""Policy -> the settings that it heeds."""
+
+POLICIES = tuple(HEEDED)
 """Names that `get_policy` knows."""
 
 
-def get_policy(name: str) -> Policy:
+def get_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """A new policy of this name. Raises UserError naming the choices."""
+    settings = settings or PolicySettings()
     if name == "round_robin":
         from rayk.sched.policies.round_robin import RoundRobin
 
         return RoundRobin()
+    if name == "least_loaded":
+        from rayk.sched.policies.least_loaded import LeastLoaded
+
+        return LeastLoaded(settings)
+    if name == "prefix_aware":
+        from rayk.sched.policies.prefix_aware import PrefixAware
+
+        return PrefixAware(settings)
+    if name == "conditional":
+        from rayk.sched.policies.conditional import Conditional
+
+        return Conditional(settings)
+    if name == "session_affinity":
+        from rayk.sched.policies.session_affinity import SessionAffinity
+
+        return SessionAffinity(settings)
     raise UserError(f"unknown policy {name!r}", mend=f"one of {', '.join(POLICIES)}")

@@ -1,0 +1,38 @@
+"""Requests go where least work is outstanding, on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
+from rayk.sched.work import Chooser, work
+
+
+class LeastLoaded:
+    """On each side the engine that would be through first with what it has and the request.
+
+    The work is (prompt tokens to compute + output_cost * output tokens to generate) / TP size, the request's
+    own included: its prompt's at a prefill engine, its output's at a decode engine.
+    """
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._output_cost = settings.output_cost
+        self._chooser = Chooser()
+
+    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+        """The least loaded of each side."""
+        price = self._output_cost
+        prompt, output = len(asked.prompt_token_ids), price * asked.max_tokens
+        own = prompt if decode else prompt + output
+        producer = self._chooser.least(prefill, lambda e: work(e, price, own))
+        if not decode:
+            return Placed(prefill=producer.name, decode=None)
+        consumer = self._chooser.least(decode, lambda e: work(e, price, output))
+        return Placed(prefill=producer.name, decode=consumer.name)
+
+    def ended(self, asked: Asked, placed: Placed) -> None:
+        """No matter: loads say it."""
+
+    def lost(self, engine: str) -> None:
+        """It counts as never picked."""
+        self._chooser.lost(engine)

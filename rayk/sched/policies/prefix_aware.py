@@ -1,0 +1,67 @@
+"""Requests go where most of their prompt is cached, as far as load allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
+from rayk.sched.prefix_index import PrefixIndex
+from rayk.sched.work import Chooser, work
+
+
+class PrefixAware:
+    """On each side the engine that would be through first, given what it is likely to hold.
+
+    prefill: (work + prompt tokens it does not hold) / TP size
+    decode: (work + move_cost * prompt tokens it does not hold + output_cost * max_tokens) / TP size
+
+    where work = prompt tokens to compute + output_cost * output tokens to generate. So a cached prefix is
+    worth a queue that is longer by as many tokens as it spares, and no longer one. An engine is taken to hold
+    what it was given from that moment on: requests that share a prefix and come together stay together.
+    """
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.index = PrefixIndex(settings.block_tokens, settings.index_blocks)
+        self._settings = settings
+        self._chooser = Chooser()
+
+    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+        """The cheapest of each side."""
+        keys = self.index.keys(asked.prompt_token_ids)
+        held = self.index.num_held_tokens(keys)
+        producer = self.producer(asked, prefill, held, is_alone=not decode)
+        consumer = self.consumer(asked, decode, held) if decode else None
+        names = [e.name for e in (producer, consumer) if e is not None]
+        self.index.put(keys, names)
+        return Placed(
+            prefill=producer.name,
+            decode=None if consumer is None else consumer.name,
+            num_cached_tokens=num_cached(asked, held, producer),
+        )
+
+    def producer(
+        self, asked: Asked, prefill: Sequence[EngineLoad], held: dict[str, int], *, is_alone: bool
+    ) -> EngineLoad:
+        """Who computes the prompt, and (`is_alone`) decodes, too."""
+        price = self._settings.output_cost
+        own = len(asked.prompt_token_ids) + (price * asked.max_tokens if is_alone else 0.0)
+        return self._chooser.least(prefill, lambda e: work(e, price, own - num_cached(asked, held, e)))
+
+    def consumer(self, asked: Asked, decode: Sequence[EngineLoad], held: dict[str, int]) -> EngineLoad:
+        """Who decodes."""
+        price, move = self._settings.output_cost, self._settings.move_cost
+        own = price * asked.max_tokens + move * len(asked.prompt_token_ids)
+        return self._chooser.least(decode, lambda e: work(e, price, own - move * num_cached(asked, held, e)))
+
+    def ended(self, asked: Asked, placed: Placed) -> None:
+        """No matter: its prefixes were noted when it was placed."""
+
+    def lost(self, engine: str) -> None:
+        """Its caches are gone."""
+        self.index.forget(engine)
+        self._chooser.lost(engine)
+
+
+def num_cached(asked: Asked, held: dict[str, int], engine: EngineLoad) -> int:
+    """Prompt tokens that an engine need not compute; the last one it always does, for its logits."""
+    return min(held.get(engine.name, 0), len(asked.prompt_token_ids) - 1)
