@@ -71,7 +71,7 @@ class CellRun:
         self._outcome = outcome
         self._capture = capture
         self._engines = Engines(cell, engines, form_again)
-        self._policy = get_policy(cell.policy)
+        self._policy = get_policy(cell.policy, cell.policy_settings)
         self._loads = LoadBook()
         for engine in engines:
             self._loads.add(engine.name, engine.config.tp)
@@ -88,9 +88,15 @@ class CellRun:
         """Connect the engines and run all prompts together. A failed request is a row with an error."""
         async with self._engines.watched():
             await self._engines.connect()
-            await asyncio.gather(*(self._request(i, tuple(p)) for i, p in enumerate(prompts)))
+            started_ns = time.monotonic_ns()
+            due_ns = self._cell.due_ns(len(prompts), self._repeat)
+            requests = zip(prompts, due_ns, strict=True)
+            await asyncio.gather(
+                *(self._request(i, tuple(p), started_ns + due) for i, (p, due) in enumerate(requests))
+            )
 
-    async def _request(self, index: int, prompt: tuple[int, ...]) -> None:
+    async def _request(self, index: int, prompt: tuple[int, ...], due_ns: int) -> None:
+        """From its arrival on. It counts from when it was due, however late it is got to."""
         request = Request(
             request_id=f"{self._cell.cell_id}/{self._repeat}/{index}",
             prompt_token_ids=prompt,
@@ -104,12 +110,13 @@ class CellRun:
             prompt_token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             seed=request.sampling.seed if request.sampling.temperature else None,
-            arrival_ns=time.monotonic_ns(),
+            arrival_ns=due_ns,
         )
         self._outcome.requests.append(row)
         engines = self._engines
-        attempt = self._place(request)
         try:
+            await _until(due_ns)
+            attempt = self._place(request)
             async with self._streams:
                 row.stage_ns["queue"] = time.monotonic_ns() - row.arrival_ns
                 async with asyncio.timeout(self._cell.deadlines.request_s):
@@ -197,3 +204,9 @@ class CellRun:
     def _fail(self, row: RequestRow, error: RaykError) -> None:
         note_failure(row, error)
         self._outcome.errors.append(error)
+
+
+async def _until(due_ns: int) -> None:
+    """Wait, where there is anything to wait for: requests that are due at once keep their order."""
+    while (left_ns := due_ns - time.monotonic_ns()) > 0:
+        await asyncio.sleep(left_ns / 1e9)

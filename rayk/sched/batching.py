@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill; preemption by recompute.
+"""Continuous batching with chunked prefill; preemption by recompute, of what the prefix cache has lost.
 
 A request has `tokens` (prompt, then generated) and `num_computed` of them have KV. A step computes the next
 tokens of as many requests as the token budget and the blocks allow; a request that has computed all its
@@ -39,6 +39,9 @@ class RequestState:
     """First prompt tokens that were computed at some time, here or where the request was prefilled."""
     num_recomputed_tokens: int = 0
     """Prompt tokens that were computed here though they had been before."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the prefix cache had when it was first admitted; None where the prompt was prefilled
+    elsewhere."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended it."""
@@ -64,6 +67,14 @@ class RequestState:
         self.num_computed = stop
         self.num_recomputed_tokens += max(0, min(end, self.num_prompt_seen) - start)
         self.num_prompt_seen = max(end, self.num_prompt_seen)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """First tokens that nobody need compute if their KV is there: not the last one, whose logits are
+        sampled, nor those whose logits tell of a prompt token nobody was told of yet."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.request.prompt_token_ids):
+            return len(self.tokens) - 1
+        return len(self.prompt_logprobs) - 1
 
     def append(self, token: int, max_positions: int) -> None:
         """Take a sampled token and decide whether the request is finished."""
@@ -139,6 +150,7 @@ class Scheduler:
     def add(self, request: Request) -> RequestState:
         """Queue a new request."""
         state = RequestState(request, self._eos_token_ids, list(request.prompt_token_ids))
+        state.num_cached_tokens = 0
         if request.sampling.prompt_logprobs is not None:
             state.prompt_logprobs = [None]
         self._waiting.append(state)
@@ -155,7 +167,7 @@ class Scheduler:
         num_prompt = len(request.prompt_token_ids)
         state = self.add(request)
         state.tokens += output_token_ids
-        state.prompt_logprobs = None  # told where the prompt was computed
+        state.prompt_logprobs = state.num_cached_tokens = None  # told where the prompt was computed
         state.num_computed = num_prompt if num_computed is None else num_computed
         state.num_prompt_seen = num_prompt
         assert 0 <= state.num_computed <= num_prompt, "tokens of the prompt"
@@ -216,6 +228,7 @@ class Scheduler:
                 continue  # aborted while the step ran
             start = share.num_computed_tokens
             state.advance(start, start + len(share.token_ids))
+            self.allocator.remember(state.request_id, state.tokens, state.num_computed)
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
@@ -267,22 +280,33 @@ class Scheduler:
         """Start waiting requests while rows, tokens and blocks last."""
         while self._waiting and self._rows and budget > 0:
             state = self._waiting[0]
+            is_new = state.num_computed == 0
+            if is_new:
+                wanted = state.max_cached_tokens
+                state.num_computed = self.allocator.match(state.request_id, state.tokens, wanted)
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
             updates = self.allocator.extend(state.request_id, state.num_computed + num_tokens)
             if updates is None:
                 self.is_short_of_blocks = True
+                if is_new and state.num_computed:
+                    self.allocator.unmatch(state.request_id)
+                    state.num_computed = 0
                 # Blocks come back when a running request ends; with none, later arrivals give theirs.
                 if not self._running and self._take_from_waiting(keep=state):
                     continue
                 break
             self._waiting.popleft()
+            if state.num_cached_tokens is not None and not state.num_preemptions:
+                state.num_cached_tokens = min(state.num_computed, len(state.request.prompt_token_ids))
             state.row = self._rows.pop()
             self._running.append(state)
             scheduled.append(self._share(state, num_tokens, updates))
             budget -= num_tokens
 
     def _share(self, state: RequestState, num_tokens: int, updates: BlockUpdates) -> ScheduledRequest:
+        held: tuple[int, ...] = ()
         if not state.tables_sent:
+            held = tuple(start for start, _ in updates)
             updates = tuple((0, table) for table in self.allocator.block_tables(state.request_id))
             state.tables_sent = True
         assert state.row is not None
@@ -293,6 +317,7 @@ class Scheduler:
             num_computed_tokens=state.num_computed,
             token_ids=tuple(state.tokens[state.num_computed : end]),
             new_block_ids=updates,
+            num_held_blocks=held,
             needs_logits=end == len(state.tokens),
             prompt_logits=state.prompt_logits(num_tokens),
         )

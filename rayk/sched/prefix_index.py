@@ -17,9 +17,9 @@ class PrefixIndex:
     """
 
     def __init__(self, block_tokens: int, max_blocks: int) -> None:
-        """`max_blocks`: so many prefixes are remembered."""
+        """`max_blocks`: so many prefixes are remembered; 0: none, and lookups cost nothing."""
         assert block_tokens > 0, block_tokens
-        assert max_blocks > 0, max_blocks
+        assert max_blocks >= 0, max_blocks
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
         self._holders: OrderedDict[int, int] = OrderedDict()
@@ -39,7 +39,10 @@ class PrefixIndex:
         Python's own hash of ints: it is the same in every process, and fast. Two prefixes that share a key
         cost a detour, not a wrong token: engines compare tokens.
         """
-        size, key, found = self._block_tokens, 0, []
+        size, key = self._block_tokens, 0
+        found: PrefixKeys = []
+        if not self._max_blocks:
+            return found
         for start in range(0, len(prompt_token_ids) - size + 1, size):
             key = hash((key, prompt_token_ids[start : start + size]))
             found.append(key)

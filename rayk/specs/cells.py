@@ -18,6 +18,8 @@ from rayk.kv.layout import resolve_layout
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.sched.arrivals import due_times
+from rayk.sched.policies import PolicySettings, heeds
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
@@ -65,7 +67,7 @@ class Cell:
     cell_id: str
     axes: dict[str, Any]
     """Every axis by its dotted name; None for what the cell does not heed: decode.* and transfer.* of
-    aggregated cells, UNHEEDED of the others."""
+    aggregated cells, UNHEEDED of the others; what its policy and its arrivals do not."""
     mode: str
     prefill: EngineConfig
     """The engine of an aggregated cell, the prefill engine of a disaggregated one."""
@@ -105,6 +107,26 @@ class Cell:
     def is_converted(self) -> bool:
         """Whether the decode side keeps another format than the prefill side."""
         return len(set(self.kv_formats)) > 1
+
+    @property
+    def policy_settings(self) -> PolicySettings:
+        """For `get_policy`. Engines without a prefix cache are not looked up in an index."""
+        settings = self.spec.policy_settings.settings()
+        return settings if any(e.prefix_caching for e in self.engines) else replace(settings, index_blocks=0)
+
+    def due_ns(self, num_requests: int, repeat: int) -> list[int]:
+        """When each request of a repeat arrives, in nanoseconds after its start."""
+        arrival = self.spec.arrival
+        if arrival.rate is None:
+            return [0] * num_requests
+        return due_times(
+            arrival.process,
+            rate=arrival.rate,
+            num_requests=num_requests,
+            burstiness=arrival.burstiness,
+            seed=arrival.seed,
+            stream=1 + repeat,
+        )
 
     @property
     def num_workers(self) -> int:
@@ -193,8 +215,13 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
 
 def _is_unheeded(name: str, spec: ExperimentSpec) -> bool:
     """Whether nothing in a cell of this spec depends on an axis."""
+    section, _, leaf = name.partition(".")
+    if section == "arrival":
+        return not spec.arrival.heeds(leaf)
+    if section == "policy_settings":
+        return not heeds(spec.policy, leaf, hands_over=spec.mode != "aggregated")
     if spec.mode == "aggregated":
-        return name.startswith(("decode.", "transfer."))
+        return section in ("decode", "transfer")
     return name in UNHEEDED[spec.transfer.mode]
 
 

@@ -119,12 +119,21 @@ def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loa
 
 def _not_supported(cell: Cell) -> list[tuple[str, str]]:
     """(key, what) of everything in the cell that a later version does."""
-    spec, engine = cell.spec, cell.spec.engine
-    found = [
-        ("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching),
-        ("arrival.rate", "arrival.rate (all requests arrive at once)", spec.arrival.rate is not None),
-    ]
+    engine = cell.spec.engine
+    found = [("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching)]
     return [(key, what) for key, what, wrong in found if wrong]
+
+
+def _check_arrivals(cell: Cell, num_requests: int, loaded: LoadedSpec) -> None:
+    """Refuse a load that the cell's deadline cuts off before all of it has arrived."""
+    last_s = max(cell.due_ns(num_requests, repeat)[-1] for repeat in range(cell.repeat)) / 1e9
+    if last_s >= cell.deadlines.cell_s:
+        raise SpecError(
+            problem=f"the last of {num_requests} requests arrives after {last_s:.1f} s, and the cell ends "
+            f"after deadlines.cell_s: {cell.deadlines.cell_s:g}",
+            where=loaded.where("arrival.rate"),
+            mend=f"deadlines: {{cell_s: {2 * last_s + 10:.0f}}}, or a higher arrival.rate",
+        )
 
 
 def check_prompts(
@@ -141,6 +150,7 @@ def check_prompts(
                 where=loaded.where("faults"),
                 mend=f"request: 0 to {len(prompts) - 1}",
             )
+    _check_arrivals(cell, len(prompts), loaded)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     length, max_tokens = len(prompts[longest]), cell.sampling.max_tokens
     total = length + max_tokens

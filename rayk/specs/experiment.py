@@ -14,7 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticKnownError
 
 from rayk.kv.layout import LAYOUTS
-from rayk.sched.policies import POLICIES
+from rayk.sched.arrivals import PROCESSES
+from rayk.sched.policies import POLICIES, PolicySettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
 
@@ -32,6 +33,7 @@ def _one_of(*choices: str) -> AfterValidator:
 
 Layout = Annotated[str, _one_of("auto", *LAYOUTS)]
 Policy = Annotated[str, _one_of(*POLICIES)]
+Process = Annotated[str, _one_of(*PROCESSES)]
 KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
 KVScales = Literal["tensor", "token_head"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -53,6 +55,7 @@ VERDICTS: tuple[str, ...] = get_args(Verdict)
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 NOT_AXES = ("name", "matrix", "exclude", "repeat")
 
@@ -194,9 +197,38 @@ class TransferSpec(StrictModel):
 
 
 class ArrivalSpec(StrictModel):
-    """When requests arrive; `rate` in requests per second, None = all at once."""
+    """When requests arrive; see sched.arrivals. Times depend on these, the prompts' number and the repeat
+    alone: they are the same in every cell."""
 
-    rate: Annotated[float, Field(gt=0)] | None = None
+    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Requests per second on average; None: all arrive at once."""
+    process: Process = "poisson"
+    burstiness: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Of gamma: its shape. 1 is poisson, less comes in bursts."""
+    seed: Count = 0
+
+    def heeds(self, leaf: str) -> bool:
+        """Whether anything depends on this key of the section."""
+        if leaf == "rate" or self.rate is None:
+            return leaf == "rate"
+        return not (leaf == "burstiness" and self.process != "gamma") and not (
+            leaf == "seed" and self.process == "constant"
+        )
+
+
+class PolicySpec(StrictModel):
+    """What policies can be told: the same fields under the same names as sched.policies.PolicySettings."""
+
+    output_cost: Cost = 1.0
+    move_cost: Cost = 0.1
+    block_tokens: PositiveInt = 64
+    index_blocks: Count = 65536
+    local_prompt_tokens: Count = 64
+    local_backlog_tokens: Count = 512
+
+    def settings(self) -> PolicySettings:
+        """For `get_policy`."""
+        return PolicySettings(**self.model_dump())
 
 
 class Deadlines(StrictModel):
@@ -250,6 +282,7 @@ class ExperimentSpec(StrictModel):
     transfer: TransferSpec = TransferSpec()
     engine: EngineSettings = EngineSettings()
     policy: Policy = "round_robin"
+    policy_settings: PolicySpec = PolicySpec()
     placement: Literal["auto", "pack", "spread"] = "auto"
     """auto: nodes as Ray chooses. pack: one node for a cell's engines. spread: prefill and decode engines on
     different nodes. An engine's own workers always share a node."""

@@ -28,7 +28,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
     ("changes", "problem"),
     [
         ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
-        ({"arrival": {"rate": 2.0}}, "arrival.rate"),
     ],
 )
 def test_what_comes_later_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:

@@ -61,7 +61,8 @@ class PolicySettings:
     block_tokens: int = 64
     """Prompts are known by their prefixes of so many tokens, and multiples of it."""
     index_blocks: int = 65536
-    """So many of these are remembered; the least recently asked for are forgotten."""
+    """So many of these are remembered; the least recently asked for are forgotten. 0: engines have no prefix
+    caches."""
     local_prompt_tokens: int = 64
     """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
     local_backlog_tokens: int = 512
@@ -99,6 +100,15 @@ HEEDED: Mapping[str, tuple[str, ...]] = {
 
 POLICIES = tuple(HEEDED)
 """Names that `get_policy` knows."""
+
+
+OF_HAND_OVERS = ("move_cost", "local_prompt_tokens", "local_backlog_tokens")
+"""Settings that say nothing where engines prefill and decode."""
+
+
+def heeds(policy: str, setting: str, *, hands_over: bool) -> bool:
+    """Whether anything depends on a setting."""
+    return setting in HEEDED[policy] and (hands_over or setting not in OF_HAND_OVERS)
 
 
 def get_policy(name: str, settings: PolicySettings | None = None) -> Policy:
