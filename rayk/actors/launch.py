@@ -1,10 +1,11 @@
-"""Clusters joined or started, GPU shares, and the coordinator of a run."""
+"""Clusters joined or started, GPU shares, the coordinator of a run and the fleet of a server."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ prepare_environment()
 import ray  # noqa: E402 - reads its environment once, when imported
 
 from rayk.actors.coordinator import Coordinator  # noqa: E402
+from rayk.actors.fleet import Fleet, engine_ask  # noqa: E402
 from rayk.actors.nodes import (  # noqa: E402
     Node,
     cell_asks,
@@ -27,11 +29,16 @@ from rayk.actors.nodes import (  # noqa: E402
 from rayk.actors.placement import live_nodes, on_this_node, this_node  # noqa: E402
 from rayk.actors.sessions import kept_sigterm, session_folder  # noqa: E402
 from rayk.specs import Cell  # noqa: E402
-from rayk.types.errors import DeviceError  # noqa: E402
+from rayk.specs.serving import ServerSettings  # noqa: E402
+from rayk.types.errors import DeadlineExceeded, DeviceError  # noqa: E402
 
 NAMESPACE = "rayk"
 OBJECT_STORE_BYTES = 160 << 20
 """Results and captured rows only; KV never enters the object store."""
+FLEET_CALLS = 4096
+"""Calls a fleet takes at once: one for each request that waits for a place."""
+NAME_S, NAME_POLL_S = 30.0, 0.2
+"""How long the name of a lost actor may take to be free."""
 
 
 @contextmanager
@@ -175,3 +182,41 @@ def start_coordinator(name: str, **arguments: Any) -> Any:
         )
         .remote(name, **arguments)
     )
+
+
+def fit_server(settings: ServerSettings) -> ServerSettings:
+    """The server with its workers' share of a GPU decided. Raises DeviceError when the cluster's nodes cannot
+    hold its engines."""
+    nodes, share = live_nodes(), settings.gpus_per_worker
+    if settings.device == "cuda":
+        available = sum(node.resources.get("GPU", 0.0) for node in nodes)
+        share = gpu_share(settings.num_workers, share, available)
+    else:
+        share = 0.0
+    decided = replace(settings, gpus_per_worker=share)
+    plan_nodes([engine_ask(e, decided) for e in decided.engines], nodes, decided.placement)
+    return decided
+
+
+def start_fleet(name: str, settings: ServerSettings) -> Any:
+    """A server's Fleet actor, on the driver's node; call its `start` next. Raises DeadlineExceeded when an
+    earlier one keeps the name."""
+    until = time.monotonic() + NAME_S
+    while True:
+        try:
+            return (
+                ray.remote(Fleet)
+                .options(
+                    name=name,
+                    num_cpus=0,
+                    max_concurrency=FLEET_CALLS,
+                    max_restarts=0,
+                    enable_task_events=False,
+                    scheduling_strategy=on_this_node(),
+                )
+                .remote(name, settings)
+            )
+        except ValueError as error:  # Ray frees a name only some time after its owner's death
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"the name {name}", NAME_S) from error
+        time.sleep(NAME_POLL_S)

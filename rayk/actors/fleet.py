@@ -1,0 +1,405 @@
+"""Fleet: a server's coordinator. It owns the workers; it forms, connects, watches and replaces engines, and
+says which of them each request goes to.
+
+A plain class whose async methods run in one Ray actor; `launch` makes it remote. Its workers end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayk.actors.desk import Desk
+from rayk.actors.engines import EngineHandle
+from rayk.actors.forming import (
+    COMM_S,
+    all_of,
+    connect,
+    dissolve,
+    end_reads,
+    form_engine,
+    stop_loops,
+    until_it_hangs,
+)
+from rayk.actors.nodes import EngineAsk, Node, worker_resources
+from rayk.actors.pool import WorkerPool, name_lost_nodes
+from rayk.actors.push_flow import push_settings
+from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
+from rayk.actors.worker import RankSpec
+from rayk.sched.policies import Asked, Placed, get_policy
+from rayk.specs.serving import MAX_STREAMS, EngineEntry, ServerSettings
+from rayk.transfer.staging import StagingSettings
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError, UserError
+from rayk.types.serving import Health
+
+WIRE_S = 15.0
+"""How long a producer may take to answer a first read."""
+NUM_TRIES = 3
+"""A handshake whose messages get lost is tried so often."""
+LOOK_S = 0.5
+"""How often fronts are looked after."""
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+"""Before each try to form a lost engine again; the last one for all that follow."""
+END_S = 30.0
+"""Deadline for an engine's end."""
+
+
+@dataclass(eq=False)
+class _Member:
+    """One engine over all its lives."""
+
+    entry: EngineEntry
+    role: str
+    handle: EngineHandle | None = None
+    state: str = "forming"
+    """forming, ready or lost."""
+    trouble: str = ""
+    """Why it is not ready."""
+    turned_s: float = 0.0
+    """When it was last seen to take a turn (time.monotonic)."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self.entry.name
+
+    @property
+    def life(self) -> EngineHandle:
+        """The one it lives now, or lived last."""
+        assert self.handle is not None, f"{self.name} was never formed"
+        return self.handle
+
+
+class Fleet:
+    """See the module. `start` it first."""
+
+    def __init__(self, name: str, settings: ServerSettings) -> None:
+        self.name = name
+        self._settings = settings
+        self._life = secrets.token_hex(4)
+        self._pool = WorkerPool(f"{name.rpartition('/')[2]}-{self._life}", keep=True)
+        self._members = {e.name: _Member(e, e.role) for e in settings.engines}
+        self._nodes: dict[str, Node] = {}
+        self._desk = Desk(
+            get_policy(settings.policy), max_waiting=settings.max_waiting, limit=self._max_running
+        )
+        self._epoch = 0
+        self._linked: set[tuple[str, int, str, int]] = set()
+        """Producer and its epoch, consumer and its epoch."""
+        self._wiring = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"Fleet({self.name})"
+
+    # The driver's.
+
+    async def start(self) -> dict[str, dict[str, Any]]:
+        """Form and connect all engines; the facts of each. Raises RaykError where one cannot be."""
+        asks = [engine_ask(m.entry, self._settings) for m in self._members.values()]
+        await self._pool.prepare(asks, self._placement, self._settings.model.folder)
+        await asyncio.gather(*(self._form(m) for m in self._members.values()))
+        for member in self._members.values():
+            await self._join(member)
+        for member in self._members.values():
+            self._tasks.append(asyncio.create_task(self._look_after(member)))
+        self._tasks.append(asyncio.create_task(self._look_after_fronts()))
+        return {m.name: m.life.facts for m in self._members.values()}
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no more requests and wait for those that are here; how many are left after `timeout_s`."""
+        self._desk.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._desk.drained()
+        except TimeoutError:
+            pass
+        return self._desk.num_running + self._desk.num_waiting
+
+    async def stop(self) -> list[EngineAccount]:
+        """End every engine and give the workers back; what each engine left."""
+        self._desk.is_draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        accounts = await asyncio.gather(*(self._end(m) for m in self._members.values()))
+        self._pool.free_all()
+        return list(accounts)
+
+    async def set_role(self, engine: str, role: str) -> None:
+        """Have an engine prefill from now on, or decode. Requests that are on it stay. Raises UserError."""
+        member = self._members.get(engine)
+        if member is None:
+            raise UserError(f"no engine {engine!r}", mend=f"one of {', '.join(self._members)}")
+        if self._settings.is_aggregated or role not in ("prefill", "decode"):
+            raise UserError(
+                f"{engine} cannot be {role!r}", mend="prefill or decode, of engines that are not aggregated"
+            )
+        async with self._wiring:
+            if member.role == role:
+                return
+            if not any(m.role == member.role for m in self._members.values() if m is not member):
+                raise UserError(
+                    f"{engine} is the only {member.role} engine", mend=f"make another one {member.role} first"
+                )
+            if member.state == "ready":
+                await self._connect_all(member, role)
+            member.role = role
+            if member.handle is not None:
+                member.handle.role = role
+            if member.state == "ready":
+                self._desk.open(engine, role, member.entry.config.tp)
+
+    async def pids(self) -> dict[str, list[int]]:
+        """Process ids of each engine's ranks, rank 0 first, of engines that live."""
+        found: dict[str, list[int]] = {}
+        for member in self._ready():
+            replies = [w.describe.remote() for w in member.life.workers]
+            found[member.name] = [
+                d["pid"] for d in await member.life.guard(all_of(replies), "its pids", 10.0)
+            ]
+        return found
+
+    # The fronts'.
+
+    async def place(
+        self, front: str, asked: Asked, *, priority: int = 0, deadline_s: float, again: bool = False
+    ) -> Seat:
+        """Engines for an attempt of a request, once there is room; `again`: it had a place and lost it.
+
+        Raises Overloaded, DeadlineExceeded. Every attempt must be told to have ended (`tell`), also one whose
+        place nobody waits for any more.
+        """
+        placed = await self._desk.place(front, asked, priority=priority, deadline_s=deadline_s, again=again)
+        return Seat(fleet=self._life, prefill=self._lives(placed.prefill), decode=self._lives(placed.decode))
+
+    async def tell(self, front: str, news: News) -> None:
+        """News of a front's attempts, and its sign of life."""
+        self._desk.tell(front, news)
+
+    async def leave(self, front: str) -> None:
+        """A front ends: its requests are aborted."""
+        self._abort(self._desk.forget(front))
+
+    async def roster(self) -> tuple[str, tuple[EngineCard, ...]]:
+        """This fleet's life, and the engines that take requests."""
+        cards = [
+            EngineCard(
+                name=m.name,
+                role=m.role,
+                epoch=m.life.epoch,
+                config=m.entry.config,
+                workers=tuple(m.life.workers),
+                node=m.life.node,
+                clock_offset_ns=m.life.clock_offset_ns,
+            )
+            for m in self._ready()
+        ]
+        return self._life, tuple(cards)
+
+    async def health(self) -> Health:
+        """Ready when every engine took a turn lately."""
+        now = time.monotonic()
+        rows, reasons = [], []
+        for member in self._members.values():
+            age_s = now - member.turned_s
+            if member.state == "ready" and age_s > 2 * self._settings.hang_s:
+                reasons.append(f"{member.name} took no step for {age_s:.0f} s")
+            elif member.state != "ready":
+                reasons.append(f"{member.name} is {member.state}: {member.trouble}".removesuffix(": "))
+            rows.append(
+                {
+                    "name": member.name,
+                    "role": member.role,
+                    "state": member.state,
+                    "epoch": member.handle.epoch if member.handle is not None else 0,
+                    "turned_s_ago": round(age_s, 3) if member.turned_s else None,
+                }
+            )
+        if self._desk.is_draining:
+            reasons.append("the server is about to end")
+        return Health(is_ready=not reasons, reason="; ".join(reasons), engines=tuple(rows))
+
+    # Engines.
+
+    @property
+    def _placement(self) -> str:
+        # Aggregated engines have nobody to be spread from.
+        placement = self._settings.placement
+        return "auto" if placement == "spread" and self._settings.is_aggregated else placement
+
+    def _ready(self) -> Iterator[_Member]:
+        return (m for m in self._members.values() if m.state == "ready")
+
+    def _lives(self, name: str | None) -> tuple[str, int] | None:
+        return None if name is None else (name, self._members[name].life.epoch)
+
+    def _max_running(self) -> int:
+        if self._settings.max_running is not None:
+            return self._settings.max_running
+        # Twice its rows: while some decode, others are prefilled and handed over.
+        rows = (m.entry.config.max_seqs for m in self._members.values() if m.role != "prefill")
+        return sum(min(2 * n, MAX_STREAMS) for n in rows)
+
+    async def _form(self, member: _Member) -> None:
+        """Make an engine of the workers that are in its place."""
+        self._epoch += 1
+        config = member.entry.config
+        workers, node = self._pool.engine(member.name, config.tp)
+        self._nodes[member.name] = node
+        member.state, member.trouble = "forming", ""
+        member.handle = EngineHandle(member.name, member.role, self._epoch, config, workers, str(node))
+        handle = member.handle
+        await form_engine(handle, lambda rank, address: self._rank_spec(handle, rank, address))
+
+    def _rank_spec(self, engine: EngineHandle, rank: int, address: str) -> RankSpec:
+        settings = self._settings
+        transfer = settings.transfer
+        return RankSpec(
+            engine=engine.name,
+            epoch=engine.epoch,
+            role=engine.role,
+            rank=rank,
+            config=engine.config,
+            address=address,
+            comm_timeout_s=COMM_S,
+            # A ticket may wait for the consumer's blocks as long as its request may last.
+            lease_s=settings.request_s + settings.transfer_s,
+            renewed_lease_s=transfer.lease_s,
+            # Roles may change: every engine can do both.
+            staging=StagingSettings(transfer.staging, transfer.staging_mib << 20),
+            push=push_settings(transfer),
+            spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
+            notices_deaths=True,
+        )
+
+    async def _join(self, member: _Member) -> None:
+        """Connect a new life of an engine to its partners; it takes requests from then on."""
+        async with self._wiring:
+            await self._connect_all(member, member.role)
+            member.life.raise_if_dead()
+            member.state, member.turned_s = "ready", time.monotonic()
+            self._desk.open(member.name, member.role, member.entry.config.tp)
+
+    async def _connect_all(self, member: _Member, role: str) -> None:
+        """Connect an engine that is to have this role to the engines of the other."""
+        if self._settings.is_aggregated:
+            return
+        for other in [m for m in self._ready() if m is not member and m.role != role]:
+            p, d = (member, other) if role == "prefill" else (other, member)
+            link = (p.name, p.life.epoch, d.name, d.life.epoch)
+            if link in self._linked:
+                continue
+            try:
+                await self._connect(p.life, d.life)
+            except EngineDied:
+                member.life.raise_if_dead()
+                continue  # the other one will connect in its next life
+            self._linked.add(link)
+
+    async def _connect(self, p: EngineHandle, d: EngineHandle) -> None:
+        is_push = self._settings.transfer.mode == "push"
+        for left in reversed(range(NUM_TRIES)):
+            try:
+                await connect(p, d, min(WIRE_S, self._settings.transfer_s), is_push=is_push)
+            except (TransferError, DeadlineExceeded):
+                if not left:
+                    raise
+            else:
+                return
+
+    async def _look_after(self, member: _Member) -> None:
+        """Watch an engine; when it is lost, form it again."""
+        while True:
+            await self._until_lost(member)
+            self._desk.lost(member.name)
+            member.state, member.trouble = "lost", str(member.life.died.exception())
+            self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
+            ending = asyncio.create_task(self._end_reads(member.life))
+            try:
+                await self._form_again(member)
+            finally:
+                ending.cancel()
+                await asyncio.gather(ending, return_exceptions=True)
+
+    async def _until_lost(self, member: _Member) -> None:
+        def on_turn(engine: EngineHandle) -> None:
+            if engine is member.handle:
+                member.turned_s = time.monotonic()
+
+        watcher = asyncio.create_task(until_it_hangs(member.life, self._settings.hang_s, on_turn))
+        try:
+            await asyncio.wait({member.life.died})
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def _end_reads(self, lost: EngineHandle) -> None:
+        if not self._settings.is_aggregated:
+            await end_reads(lost, [m.life for m in self._ready()])
+
+    async def _form_again(self, member: _Member) -> None:
+        """A new life in the same place, tried until it succeeds."""
+        for attempt in range(1 << 30):
+            await asyncio.sleep(PAUSES_S[min(attempt, len(PAUSES_S) - 1)])
+            try:
+                self._pool.replace_workers(member.name, member.entry.config.tp)
+                await self._pool.prepare(
+                    [engine_ask(member.entry, self._settings)], self._placement, self._settings.model.folder
+                )
+                await self._form(member)
+                await self._join(member)
+            except RaykError as error:
+                name_lost_nodes([error], self._nodes)
+                member.state, member.trouble = "lost", str(error)
+                member.life.declare_dead(str(error))
+            else:
+                return
+
+    async def _look_after_fronts(self) -> None:
+        """Abort the requests of fronts that are gone."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._abort(self._desk.gone(self._settings.front_s))
+
+    def _abort(self, attempts: list[tuple[str, Placed]]) -> None:
+        for name, placed in attempts:
+            for engine in {placed.prefill, placed.decode} - {None}:
+                member = self._members[str(engine)]
+                if member.state == "ready":
+                    member.life.leader.abort.options(concurrency_group="control").remote(name)
+
+    async def _end(self, member: _Member) -> EngineAccount:
+        """Stop an engine and see what came of its blocks."""
+        if member.handle is None or not member.handle.is_running:
+            return EngineAccount(engine=member.name, errors=(EngineDied(member.name, member.trouble),))
+        lease_s = self._settings.transfer.lease_s or 0.0
+        try:
+            async with asyncio.timeout(END_S + lease_s):
+                status, leaked = await stop_loops(member.handle, lease_s)
+                await dissolve(member.handle)
+        except TimeoutError:
+            error: RaykError = DeadlineExceeded(f"the end of {member.name}", END_S)
+            return EngineAccount(engine=member.name, errors=(error,))
+        except RaykError as found:
+            return EngineAccount(engine=member.name, errors=(found,))
+        return EngineAccount(
+            engine=member.name,
+            ledger=status["ledger"],
+            num_free_blocks=status["num_free_blocks"],
+            num_blocks=status["num_blocks"],
+            leaked=leaked,
+        )
+
+
+def engine_ask(entry: EngineEntry, settings: ServerSettings) -> EngineAsk:
+    """What an engine of a server needs of a node."""
+    share = settings.gpus_per_worker
+    assert share != "auto", "decided by the driver"
+    resources = worker_resources(entry.config.device, share)
+    return EngineAsk(name=entry.name, num_workers=entry.config.tp, resources=resources)

@@ -1,0 +1,372 @@
+"""Router: completes prompts on a fleet's engines. It lives in a front; tokens come straight from engines.
+
+Implements types.serving.Completer. A request whose engine, transfer or fleet is lost is placed again behind
+the tokens that were delivered; the client's stream goes on without repeated or missing ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rayk.actors.environment import prepare_environment
+
+prepare_environment()
+
+import ray  # noqa: E402 - reads its environment once, when imported
+from ray.exceptions import RayActorError, RayError  # noqa: E402
+
+from rayk.actors.commands import CapturedRows  # noqa: E402
+from rayk.actors.engines import EngineHandle, translate  # noqa: E402
+from rayk.actors.flight import Flight, FlightRules, Way, note_failure  # noqa: E402
+from rayk.actors.serving import News, Seat  # noqa: E402
+from rayk.engine.admission import bad_sampling, seeded  # noqa: E402
+from rayk.engine.leader import RequestEvent  # noqa: E402
+from rayk.sched.policies import Asked  # noqa: E402
+from rayk.specs.serving import ServerSettings  # noqa: E402
+from rayk.transfer.recovery import Cause, attempt_id, cause_of  # noqa: E402
+from rayk.transfer.ticket import Reservation  # noqa: E402
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, UserError  # noqa: E402
+from rayk.types.request import FinishReason, Request  # noqa: E402
+from rayk.types.rows import RequestRow, TransferRow  # noqa: E402
+from rayk.types.serving import Ask, Delta, Health, ModelCard  # noqa: E402
+
+NAMESPACE = "rayk"
+FLEET_POLL_S = 0.2
+"""How often a fleet that is not there is looked for."""
+HEALTH_S = 5.0
+"""A fleet that does not say how it is for so long is not well."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Before a request is placed again; doubled each time: the fleet may not know yet what the front has seen."""
+
+
+class Router:
+    """See the module. One event loop; `close` it there."""
+
+    def __init__(self, fleet: str, settings: ServerSettings, *, namespace: str = NAMESPACE) -> None:
+        """`fleet`: the name of its actor, in this namespace; it need not be there yet."""
+        self.name = secrets.token_hex(4)
+        self._settings = settings
+        self._link = _FleetLink(fleet, namespace, self.name)
+        self._rules = FlightRules(
+            is_push=settings.transfer.mode == "push",
+            request_s=settings.request_s,
+            transfer_s=settings.transfer_s,
+            recomputes=settings.failure_policy == "recompute",
+        )
+        self._numbers = itertools.count()
+        self._courier: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> ModelCard:
+        """The model behind it."""
+        return self._settings.model
+
+    async def generate(self, ask: Ask) -> AsyncIterator[Delta]:
+        """See Completer.generate."""
+        request = self._admitted(ask.request)
+        if self._courier is None:
+            self._courier = asyncio.create_task(self._link.carry(self._settings.front_s / 5))
+        stream = _Stream(self._link)
+        task = asyncio.create_task(self._drive(ask, request, stream))
+        task.add_done_callback(lambda _: stream.end())
+        try:
+            while (delta := await stream.next()) is not None:
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def health(self) -> Health:
+        """As the fleet says; not ready where it does not."""
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                found: Health = await self._link.call("health", until=time.monotonic())
+        except (RaykError, TimeoutError) as error:
+            return Health(is_ready=False, reason=str(error) or "the engines do not say how they are")
+        return found
+
+    async def close(self) -> None:
+        """Abort what is under way, and tell the fleet that this front ends."""
+        if self._courier is not None:
+            self._courier.cancel()
+            await asyncio.gather(self._courier, return_exceptions=True)
+            self._courier = None
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await self._link.call("leave", self.name, until=time.monotonic())
+        except (RaykError, TimeoutError):
+            pass  # then it misses the front by itself
+
+    def _admitted(self, request: Request) -> Request:
+        """The request as engines will know it. Raises UserError for what no engine would take."""
+        prompt, card = request.prompt_token_ids, self.model
+        if not prompt:
+            raise UserError("the prompt is empty")
+        problem = bad_sampling(request.sampling)
+        if problem is not None:
+            raise problem
+        outside = next((t for t in prompt if not 0 <= t < card.vocab_size), None)
+        if outside is not None:
+            raise UserError(f"token id {outside} is outside the vocabulary of {card.vocab_size}")
+        max_tokens = request.sampling.max_tokens
+        if len(prompt) + max_tokens > card.max_positions:
+            raise UserError(
+                f"prompt of {len(prompt)} + max_tokens {max_tokens} exceeds the model's "
+                f"{card.max_positions} positions"
+            )
+        # Engines tell requests apart by name, whoever named them. Every attempt draws with the same seed.
+        return seeded(replace(request, request_id=f"{request.request_id}@{self.name}.{next(self._numbers)}"))
+
+    async def _drive(self, ask: Ask, request: Request, stream: _Stream) -> None:
+        """One request to its end, over all its attempts. Raises what ends it."""
+        limit_s = min(self._settings.request_s, ask.deadline_s or self._settings.request_s)
+        until = time.monotonic() + limit_s
+        row = RequestRow(
+            cell_id="",
+            repeat=0,
+            request_id=request.request_id,
+            prompt_index=0,
+            prompt_token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            arrival_ns=time.monotonic_ns(),
+        )
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._attempts(ask, request, Flight(self._rules, row, stream), stream, until)
+        except TimeoutError:
+            error = DeadlineExceeded(f"request {ask.request.request_id}", limit_s)
+            note_failure(row, error)
+            raise error from None
+
+    async def _attempts(
+        self, ask: Ask, request: Request, flight: Flight, stream: _Stream, until: float
+    ) -> None:
+        for number in itertools.count():
+            name = attempt_id(request.request_id, number)
+            attempt = replace(request, request_id=name)
+            stream.attempt = name
+            engines: list[EngineHandle] = []
+            try:
+                seat = await self._place(ask, attempt, until, again=number > 0)
+                await self._fly(seat, attempt, flight, engines, number)
+            except RaykError as error:
+                if not self._may_try_again(error, engines, number):
+                    raise
+            else:
+                return
+            finally:
+                self._link.ended(name)
+                if not stream.is_over:
+                    for engine in engines:
+                        engine.leader.abort.options(concurrency_group="control").remote(name)
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
+
+    async def _place(self, ask: Ask, attempt: Request, until: float, *, again: bool) -> Seat:
+        asked = Asked(
+            request_id=attempt.request_id,
+            prompt_token_ids=attempt.prompt_token_ids,
+            max_tokens=attempt.sampling.max_tokens,
+            session=ask.session,
+        )
+        left_s = max(0.0, until - time.monotonic())
+        place = partial(self._link.call, "place", self.name, asked, until=until)
+        seat: Seat = await place(priority=ask.priority, deadline_s=left_s, again=again)
+        return seat
+
+    async def _fly(
+        self, seat: Seat, attempt: Request, flight: Flight, engines: list[EngineHandle], number: int
+    ) -> None:
+        """One attempt. `engines`: filled with those it meets."""
+
+        async def find(key: tuple[str, int]) -> EngineHandle:
+            engine = await self._link.engine(seat.fleet, key)
+            engines.append(engine)
+            return engine
+
+        way = Way(
+            request=attempt,
+            prefill=None if seat.prefill is None else partial(find, seat.prefill),
+            decode=None if seat.decode is None else partial(find, seat.decode),
+            number=number,
+        )
+        await flight.attempt(way)
+        row = flight.row
+        if row.finish_reason == FinishReason.ABORT:
+            # Nobody here asked for that: the fleet took this front for gone.
+            row.finish_reason = None
+            raise EngineDied(engines[-1].name, "it was told to abort the request")
+
+    def _may_try_again(self, error: RaykError, engines: Sequence[EngineHandle], number: int) -> bool:
+        if self._settings.failure_policy == "fail" or number + 1 >= self._settings.max_attempts:
+            return False
+        if isinstance(error, EngineDied):
+            return True
+        names = [e.name for e in engines] or [""]
+        cause = cause_of(error, producer=names[0], consumer=names[-1])
+        return cause not in (Cause.DEADLINE, Cause.REFUSED)
+
+
+class _Stream:
+    """What comes back of one request, in order. Implements flight.FlightLog."""
+
+    def __init__(self, link: _FleetLink) -> None:
+        self.attempt = ""
+        """The one that is under way."""
+        self.is_over = False
+        """Whether its last news are here."""
+        self._link = link
+        self._news: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self._has_prompt_logprobs = False
+
+    async def next(self) -> Delta | None:
+        """All that came since the last call, as one; None at the end."""
+        delta = await self._news.get()
+        while delta is not None and delta.finish_reason is None and not self._news.empty():
+            more = self._news.get_nowait()
+            if more is None:
+                self.end()  # next time
+                break
+            delta = _joined(delta, more)
+        return delta
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._news.put_nowait(None)
+
+    def delivered(self, row: RequestRow, event: RequestEvent) -> None:
+        """On to the client."""
+        is_aborted = event.finish_reason is FinishReason.ABORT
+        finish_reason = None if is_aborted else event.finish_reason
+        prompt_logprobs = None if self._has_prompt_logprobs else event.prompt_logprobs
+        if not event.token_ids and prompt_logprobs is None and finish_reason is None:
+            return
+        if len(row.output_token_ids) == len(event.token_ids):
+            self._link.prefilled(self.attempt)
+        self._has_prompt_logprobs |= prompt_logprobs is not None
+        self.is_over = finish_reason is not None
+        self._news.put_nowait(
+            Delta(
+                token_ids=event.token_ids,
+                logprobs=event.logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=finish_reason,
+                stop_reason=event.stop_reason,
+                num_cached_tokens=row.num_cached_tokens if self.is_over else None,
+            )
+        )
+
+    def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
+        """Nobody asks for that."""
+
+    def captured(self, row: RequestRow, rows: list[CapturedRows]) -> None:
+        """Nothing is captured."""
+        raise AssertionError("a server captures nothing")
+
+    def reserved(self, reservation: Reservation) -> Reservation:
+        """As it is."""
+        return reservation
+
+
+class _FleetLink:
+    """A front's way to the fleet: found again when it was lost, told of what ends, asked for engines."""
+
+    def __init__(self, fleet: str, namespace: str, front: str) -> None:
+        self._name = fleet
+        self._namespace = namespace
+        self._front = front
+        self._fleet: Any = None
+        self._life = ""
+        self._engines: dict[tuple[str, int], EngineHandle] = {}
+        self._asking = asyncio.Lock()
+        self._prefilled: list[str] = []
+        self._ended: list[str] = []
+        self._has_news = asyncio.Event()
+
+    async def call(self, method: str, *args: Any, until: float, **kwargs: Any) -> Any:
+        """Ask the fleet, and again where it is lost meanwhile, but at `until` (time.monotonic) for the last
+        time. Raises what it raises, and EngineDied where it is not there."""
+        while True:
+            try:
+                if self._fleet is None:
+                    get: Callable[..., Any] = ray.get_actor
+                    self._fleet = await asyncio.to_thread(get, self._name, namespace=self._namespace)
+                return await getattr(self._fleet, method).remote(*args, **kwargs)
+            except (RayActorError, ValueError) as error:
+                self._fleet = None
+                if time.monotonic() >= until:
+                    raise EngineDied("fleet", f"{self._name} is not there") from error
+            except RayError as error:
+                raise translate(error, "fleet") from None
+            await asyncio.sleep(FLEET_POLL_S)
+
+    async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
+        """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
+        async with self._asking:
+            if life != self._life or key not in self._engines:
+                found, cards = await self.call("roster", until=time.monotonic())
+                if found != self._life:
+                    self._life, self._engines = found, {}
+                self._engines = {
+                    (c.name, c.epoch): self._engines.get((c.name, c.epoch))
+                    or EngineHandle(
+                        c.name,
+                        c.role,
+                        c.epoch,
+                        c.config,
+                        list(c.workers),
+                        c.node,
+                        clock_offset_ns=c.clock_offset_ns,
+                    )
+                    for c in cards
+                }
+        if life != self._life or key not in self._engines:
+            raise EngineDied(key[0], "it was lost before the request came to it")
+        return self._engines[key]
+
+    def prefilled(self, attempt: str) -> None:
+        """Its first token is here."""
+        self._prefilled.append(attempt)
+        self._has_news.set()
+
+    def ended(self, attempt: str) -> None:
+        """It is over."""
+        self._ended.append(attempt)
+        self._has_news.set()
+
+    async def carry(self, period_s: float) -> None:
+        """Tell the fleet what is new at once, and every `period_s` that this front lives."""
+        while True:
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._has_news.wait()
+            except TimeoutError:
+                pass
+            self._has_news.clear()
+            news = News(prefilled=tuple(self._prefilled), ended=tuple(self._ended))
+            self._prefilled, self._ended = [], []
+            with contextlib.suppress(EngineDied):  # with the fleet went all that it knew
+                await self.call("tell", self._front, news, until=time.monotonic())
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    """Two deltas as one, the later one's end included."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = (*(first.logprobs or ()), *(second.logprobs or ()))
+    return replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+    )
