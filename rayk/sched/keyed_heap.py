@@ -8,7 +8,7 @@ K = TypeVar("K", bound=Any)
 
 
 class KeyedHeap(Generic[K]):
-    """Names by their keys, least first. `push` and `remove` cost O(log n); of equal keys, either comes first.
+    """Names by their keys, least first; of equal keys, either. `push` and `discard` cost O(log n).
 
     The standard library's heapq can only mark an item in its middle as gone, and keeps it.
     """
@@ -39,9 +39,11 @@ class KeyedHeap(Generic[K]):
         self._items.append((key, name))
         self._rise(len(self._items) - 1)
 
-    def remove(self, name: str) -> None:
-        """A name that is there."""
-        index = self._at.pop(name)
+    def discard(self, name: str) -> None:
+        """Without this name, if it is there."""
+        index = self._at.pop(name, None)
+        if index is None:
+            return
         last = self._items.pop()
         if index < len(self._items):
             self._items[index] = last

@@ -80,9 +80,8 @@ class WaitingRoom(Generic[T]):
         found = self._waiting.pop(name, None)
         if found is None:
             return None
-        self._turns.remove(name)
-        if found.deadline_ns is not None:
-            self._deadlines.remove(name)
+        self._turns.discard(name)
+        self._deadlines.discard(name)
         self._rest()
         return found.item
 
@@ -92,16 +91,15 @@ class WaitingRoom(Generic[T]):
             deadline_ns = self._waiting[name].deadline_ns
             if deadline_ns is None or now_ns < deadline_ns:
                 return self.leave(name)
-            self._turns.remove(name)  # `expire` finds it by its deadline
+            self._turns.discard(name)  # `expire` finds it by its deadline
         return None
 
     def expire(self, now_ns: int) -> list[T]:
         """Let out all whose deadline has passed, the longest past first."""
         found = []
         while (name := self._deadlines.first) is not None and self._deadlines.key_of(name) <= now_ns:
-            self._deadlines.remove(name)
-            if name in self._turns:
-                self._turns.remove(name)
+            self._deadlines.discard(name)
+            self._turns.discard(name)
             found.append(self._waiting.pop(name).item)
         self._rest()
         return found
