@@ -27,7 +27,7 @@ def make_leader(
 ) -> Leader:
     """Rank 0's scheduler, block manager and leader. `load_decoder`: the model's tokenizer."""
     config = rank.config
-    manager = KVCacheManager(rank.plan.groups, config.num_blocks)
+    manager = KVCacheManager(rank.plan.groups, config.num_blocks, prefix_caching=config.prefix_caching)
     scheduler = Scheduler(
         manager,
         max_batch_tokens=config.max_batch_tokens,

@@ -302,6 +302,7 @@ class Leader:
             state = self.scheduler.add(request)
         else:
             state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
+            self.manager.remember(request.request_id, state.tokens, state.num_computed)
         if request.sampling.stop:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
             for token in state.output_token_ids:
@@ -327,6 +328,8 @@ class Leader:
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
             info["num_recomputed_tokens"] = state.num_recomputed_tokens
+            if state.num_cached_tokens is not None:
+                info["num_cached_tokens"] = state.num_cached_tokens
             if state.request.sampling.temperature:
                 info["seed"] = state.request.sampling.seed
         prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None

@@ -190,7 +190,7 @@ class EngineLoop:
             return None
         if self._on_step is not None:
             self._on_step(batch.step)
-        assigned = tuple(b for r in batch.requests for _, ids in r.new_block_ids for b in ids if b)
+        assigned = tuple(b for r in batch.requests for b in r.fresh_blocks())
         if assigned:
             self._extension.blocks_assigned(assigned)
         logits = self._rank.step(batch)

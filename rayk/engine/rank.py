@@ -28,7 +28,6 @@ from rayk.models.loader import load_decoder
 from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
-from rayk.types.errors import UserError
 
 PROMPT_LOGITS = 1 << 23
 """Logits of prompt tokens that exist at once."""
@@ -57,8 +56,6 @@ class EngineRank:
         size), LayoutVetoed, or UserError for a setting.
         """
         assert comm.size == config.tp, (comm.size, config.tp)
-        if config.prefix_caching:
-            raise UserError("prefix_caching is not supported yet", mend="prefix_caching: false")
         self.config = config
         self.comm = comm
         self.device = torch.device(config.device)

@@ -1,4 +1,8 @@
-"""Block tables of requests over all KV groups, and leases on blocks that a transfer still reads."""
+"""Block tables of requests over all KV groups, and leases on blocks that a transfer still reads.
+
+With prefix caching full blocks are found again by the tokens in them, while somebody holds them and after.
+Several tables may then hold a block; nobody writes into it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.prefix_cache import PrefixCache, PrefixKeys
 from rayk.kv.specs import max_live_blocks
 from rayk.types.allocator import BlockUpdates
 
@@ -18,6 +23,8 @@ class _Table:
 
     blocks: list[int]
     num_trimmed: int = 0
+    num_named: int = 0
+    """First entries that are in the prefix cache, or will not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +42,27 @@ class Ledger:
         return self.num_leased - self.num_freed
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """What is here already of a sequence that comes from elsewhere."""
+
+    num_tokens: int
+    """The live rows of so many first tokens."""
+    blocks: tuple[tuple[int, ...], ...]
+    """Per group, those that hold them, from the first live one on."""
+
+
 class KVCacheManager:
     """Allocates blocks of all groups from one pool. Implements types.allocator.BlockAllocator."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], num_blocks: int) -> None:
+    def __init__(
+        self, groups: Sequence[KVCacheGroup], num_blocks: int, *, prefix_caching: bool = False
+    ) -> None:
         self.groups = tuple(groups)
-        self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(groups) if prefix_caching else None
+        self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
+        self._keys: dict[str, PrefixKeys] = {}
+        """Of requests that are here, as far as they were needed."""
         self._tables: dict[str, list[_Table]] = {}
         self._leases: dict[str, list[list[int]]] = {}
         self._reserved: dict[str, int] = {}
@@ -74,20 +96,91 @@ class KVCacheManager:
         self._tables[request_id] = tables
         return tuple(updates)
 
-    def reserve_live(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
+    def match(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> int:
+        """Give a request that has no blocks those of its longest cached prefix; see BlockAllocator."""
+        assert request_id not in self._tables, f"{request_id} has blocks already"
+        if self.prefixes is None or max_tokens < self.prefixes.unit_tokens:
+            return 0
+        keys = self._keys_of(request_id, token_ids, max_tokens)
+        unit = self.prefixes.unit_tokens
+        num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_blocks)
+        if not num_tokens:
+            return 0
+        tables = []
+        for g in self.groups:
+            wanted = _live_blocks(g, num_tokens)
+            blocks = self.prefixes.blocks(g.index, keys, wanted)
+            self.pool.share(blocks)
+            first = num_tokens // g.spec.block_size - len(blocks)
+            tables.append(_Table([NULL_BLOCK] * first + blocks, first, first + len(blocks)))
+        self._tables[request_id] = tables
+        return num_tokens
+
+    def unmatch(self, request_id: str) -> None:
+        """The request cannot go on yet: it gives back what `match` found."""
+        for t in self._tables.pop(request_id):
+            self.pool.free(t.blocks)
+
+    def remember(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Blocks that are full now can be found by what is in them; see BlockAllocator."""
+        tables = self._tables.get(request_id)
+        if self.prefixes is None or tables is None:
+            return
+        for g, t in zip(self.groups, tables, strict=True):
+            num_full = num_computed_tokens // g.spec.block_size
+            if num_full <= t.num_named:
+                continue
+            keys = self._keys_of(request_id, token_ids, num_computed_tokens)
+            for index in range(t.num_named, num_full):
+                block, key = t.blocks[index], keys[(index + 1) * g.spec.block_size]
+                if block != NULL_BLOCK and self.prefixes.put(g.index, key, block):
+                    self.pool.keep(block)
+            t.num_named = num_full
+
+    def find_held(
+        self, request_id: str, token_ids: Sequence[int], num_tokens: int, unit_tokens: int
+    ) -> HeldPrefix:
+        """How much is here of a sequence of `num_tokens` tokens that can be had from elsewhere: of its live
+        rows, those before a multiple of `unit_tokens`."""
+        nothing = HeldPrefix(0, tuple(() for _ in self.groups))
+        if self.prefixes is None:
+            return nothing
+
+        def wanted(g: KVCacheGroup, n: int) -> range | None:
+            first = g.spec.live_rows(num_tokens).start
+            if n <= first:
+                return range(0)
+            size = g.spec.block_size
+            return range(first // size, n // size) if n % size == 0 else None
+
+        keys = self._keys_of(request_id, token_ids, num_tokens)
+        held = self.prefixes.longest(keys, num_tokens, unit_tokens, wanted)
+        if not held:
+            return nothing
+        ranges = [wanted(g, held) or range(0) for g in self.groups]
+        blocks = [self.prefixes.blocks(g.index, keys, r) for g, r in zip(self.groups, ranges, strict=True)]
+        return HeldPrefix(held, tuple(map(tuple, blocks)))
+
+    def reserve_live(
+        self, request_id: str, num_tokens: int, held: HeldPrefix | None = None
+    ) -> BlockUpdates | None:
         """Tables for a request whose first `num_tokens` tokens arrive from elsewhere: only live blocks exist.
+        `held`: what need not arrive, from `find_held` just now.
 
         None, and nothing changed, when blocks are short.
         """
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0
-        for g in self.groups:
+        for g, here in zip(self.groups, held.blocks if held else [()] * len(self.groups), strict=True):
             live = g.spec.live_rows(num_tokens)
             first = live.start // g.spec.block_size
-            count = -(-num_tokens // g.spec.block_size) - first
-            tables.append(_Table([NULL_BLOCK] * first, first))
+            count = -(-num_tokens // g.spec.block_size) - first - len(here)
+            tables.append(_Table([NULL_BLOCK] * first + list(here), first, _first_whole(g, num_tokens)))
             needed += count
+            self.pool.share(here)
         if needed > self.pool.num_free_blocks:
+            for t in tables:
+                self.pool.free(t.blocks)
             return None
         for g, t in zip(self.groups, tables, strict=True):
             t.blocks += self.pool.allocate(-(-num_tokens // g.spec.block_size) - len(t.blocks))
@@ -101,6 +194,7 @@ class KVCacheManager:
         assert new_id not in self._tables, f"{new_id} has blocks already"
         self._tables[new_id] = self._tables.pop(old_id)
         self._reserved[new_id] = self._reserved.pop(old_id)
+        self._keys.pop(old_id, None)
 
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
         """Free blocks wholly before the live rows of their group."""
@@ -117,6 +211,7 @@ class KVCacheManager:
 
     def free(self, request_id: str) -> None:
         """Give back what the request holds; unknown requests hold nothing."""
+        self._keys.pop(request_id, None)
         for t in self._tables.pop(request_id, []):
             self.pool.free(t.blocks)
         self._num_freed += self._reserved.pop(request_id, 0)
@@ -129,6 +224,7 @@ class KVCacheManager:
     def lease(self, request_id: str, lease_id: str) -> None:
         """The request is over but its blocks stay, held by the lease, until `release`."""
         assert lease_id not in self._leases, f"lease {lease_id} exists"
+        self._keys.pop(request_id, None)
         self._leases[lease_id] = [t.blocks for t in self._tables.pop(request_id)]
         self._num_leased += _num_real(self._leases[lease_id])
         self._num_freed += self._reserved.pop(request_id, 0)
@@ -175,8 +271,35 @@ class KVCacheManager:
                 held.update(b for b in blocks if b != NULL_BLOCK)
         for block in range(1, self.pool.num_blocks):
             assert held[block] == self.pool.references(block), f"block {block}: references differ"
+        if self.prefixes is not None:
+            kept = [b for b in range(self.pool.num_blocks) if self.pool.is_kept(b)]
+            assert all(b in self.prefixes for b in kept), "a block is kept under no name"
+            assert len(kept) == len(self.prefixes), "a name stands for a block that is not kept"
         aside = sum(self._reserved.values()) + sum(map(_num_real, self._leases.values()))
         assert aside == self.ledger.num_held, f"the ledger holds {self.ledger.num_held} blocks, not {aside}"
+
+    def _keys_of(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> PrefixKeys:
+        """The keys of a request's blocks, as far as its first `num_tokens` tokens."""
+        assert self.prefixes is not None
+        keys = self._keys.get(request_id)
+        if keys is None:
+            keys = self._keys[request_id] = self.prefixes.make_keys()
+        keys.extend(token_ids, num_tokens)
+        return keys
+
+
+def _live_blocks(group: KVCacheGroup, num_tokens: int) -> range:
+    """Those that a sequence whose tokens end where a block does needs to go on."""
+    size = group.spec.block_size
+    return range(group.spec.live_rows(num_tokens).start // size, num_tokens // size)
+
+
+def _first_whole(group: KVCacheGroup, num_tokens: int) -> int:
+    """Of a sequence of which only live rows arrived: the first block that will hold all that it should. Where
+    tokens have rows, the one that begins with a row that every layer sees."""
+    size = group.spec.block_size
+    first = max(group.seen_by(layer).live_rows(num_tokens).start for layer in group.layers)
+    return -(-first // size) if group.spec.has_token_rows else first // size
 
 
 def _num_real(tables: Sequence[Sequence[int]]) -> int:

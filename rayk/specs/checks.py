@@ -44,8 +44,6 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
     if "tokens" in cell.checks:
         _check_greedy(cell, loaded)
-    for key, what in _not_supported(cell):
-        raise SpecError(problem=f"not supported yet: {what}", where=loaded.where(key))
     _check_prompt_logprobs(cell, loaded)
     _check_staging(cell, loaded)
     if why_no_groups(cell.engines, config) is not None:
@@ -115,13 +113,6 @@ def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loa
                 where=loaded.where("sampling.stop"),
                 mend="sampling: {stop_token_ids: [...]}",
             ) from error
-
-
-def _not_supported(cell: Cell) -> list[tuple[str, str]]:
-    """(key, what) of everything in the cell that a later version does."""
-    engine = cell.spec.engine
-    found = [("engine.prefix_caching", "prefix_caching: true", engine.prefix_caching)]
-    return [(key, what) for key, what, wrong in found if wrong]
 
 
 def _check_arrivals(cell: Cell, num_requests: int, loaded: LoadedSpec) -> None:

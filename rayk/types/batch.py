@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayk.types.request import TokenLogprobs
@@ -23,8 +23,17 @@ class ScheduledRequest:
     """Per KV group: (index in the block table where the new ids go, new block ids)."""
     needs_logits: bool
     """Whether the last token's logits are sampled (false inside a chunked prefill)."""
+    num_held_blocks: tuple[int, ...] = ()
+    """Per KV group: how many of the new ids, the first ones, hold KV of this request's tokens already, from a
+    cache or another engine: they were not handed out for this step. Empty: none."""
     prompt_logits: tuple[int, int] = (0, 0)
     """[start, stop) in `token_ids`: tokens whose logits tell how likely the prompt's next token was."""
+
+    def fresh_blocks(self) -> Iterator[int]:
+        """Blocks that were handed out for this step: nothing in them is anybody's."""
+        num_held = self.num_held_blocks or (0,) * len(self.new_block_ids)
+        for (_, ids), held in zip(self.new_block_ids, num_held, strict=True):
+            yield from (block for block in ids[held:] if block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,8 @@ class Stepped:
         """Forget all requests; at most the rank's own number of blocks are handed out from now on."""
         assert num_blocks <= self.config.num_blocks
         self.rank.caches.buffer.fill_(NAN_POISON)
-        self.manager = KVCacheManager(self.rank.plan.groups, num_blocks)
+        caching = self.config.prefix_caching
+        self.manager = KVCacheManager(self.rank.plan.groups, num_blocks, prefix_caching=caching)
         self.scheduler = Scheduler(
             self.manager,
             max_batch_tokens=self.config.max_batch_tokens,

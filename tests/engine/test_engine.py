@@ -298,9 +298,6 @@ def test_errors_at_the_start_are_raised_as_they_are(qwen3: Model, tp: int, tmp_p
         ThreadEngine(EngineConfig(model=str(tmp_path / "nothing"), tp=tp), timeout_s=20)
     with pytest.raises(Unsupported):
         ThreadEngine(EngineConfig(model=str(qwen3.path), tp=3), timeout_s=20)
-    for setting in ("prefix_caching",):
-        with pytest.raises(UserError, match=f"{setting} is not supported yet"):
-            ThreadEngine(EngineConfig(model=str(qwen3.path), tp=tp, **{setting: True}), timeout_s=20)
 
 
 def test_one_rank_that_cannot_start_does_not_hang_the_others(

@@ -20,6 +20,7 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
     num_groups = draw(st.integers(1, 4))
     rows = draw(st.lists(st.integers(0, 300), max_size=6, unique=True))
     ids = st.lists(INT32, max_size=5).map(tuple)
+    held = st.tuples(*[st.integers(0, 5)] * num_groups).map(lambda counts: counts if any(counts) else ())
     return ScheduledBatch(
         step=draw(INT32),
         requests=tuple(
@@ -29,6 +30,7 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
                 num_computed_tokens=draw(INT32),
                 token_ids=draw(st.lists(INT32, min_size=1, max_size=9).map(tuple)),
                 new_block_ids=tuple((draw(INT32), draw(ids)) for _ in range(num_groups)),
+                num_held_blocks=draw(held),
                 needs_logits=draw(st.booleans()),
                 prompt_logits=(draw(INT32), draw(INT32)),
             )
@@ -47,7 +49,7 @@ def without_ids(batch: ScheduledBatch) -> ScheduledBatch:
 def test_a_batch_survives_the_header(batch: ScheduledBatch) -> None:
     payload = encode_batch(batch)
     assert decode_batch(payload) == without_ids(batch)
-    num_ids = sum(2 + len(ids) for r in batch.requests for _, ids in r.new_block_ids)
+    num_ids = sum(3 + len(ids) for r in batch.requests for _, ids in r.new_block_ids)
     assert len(np.frombuffer(payload, np.int32)) == 3 + 6 * len(batch.requests) + num_ids + batch.num_tokens
 
 

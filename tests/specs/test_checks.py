@@ -24,19 +24,6 @@ def plan(config: Any = None, **changes: Any) -> Any:
     return plan_cells(load_spec(spec(**changes)), config or decoder(), device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"engine": {"prefix_caching": True}}, "prefix_caching: true"),
-    ],
-)
-def test_what_comes_later_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        plan(**changes)
-    assert caught.value.problem.startswith("not supported yet: ")
-    assert problem in caught.value.problem
-
-
 def test_backends_and_comms_must_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(SpecError, match="attention_backend: triton cannot run on device cpu"):
