@@ -128,6 +128,27 @@ def reference() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Address of a cluster of this test session: two logical GPUs, no dashboard."""
+    from rayk.actors.environment import prepare_environment
+
+    prepare_environment()
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 4,
+            "num_gpus": 2,
+            "object_store_memory": 150 << 20,
+            "include_dashboard": False,
+        },
+    )
+    yield cluster.address
+    cluster.shutdown()
+
+
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Uninitialised tensors hold NaN or an out-of-range integer instead of what memory had."""

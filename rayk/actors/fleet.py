@@ -86,7 +86,9 @@ class Fleet:
         self._members = {e.name: _Member(e, e.role) for e in settings.engines}
         self._nodes: dict[str, Node] = {}
         self._desk = Desk(
-            get_policy(settings.policy), max_waiting=settings.max_waiting, limit=self._max_running
+            get_policy(settings.policy, settings.policy_settings),
+            max_waiting=settings.max_waiting,
+            limit=self._max_running,
         )
         self._epoch = 0
         self._linked: set[tuple[str, int, str, int]] = set()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
+from rayk.sched.policies import PolicySettings
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import TransferSpec
 from rayk.transfer.recovery import Policy as FailurePolicy
@@ -34,6 +35,7 @@ class ServerSettings:
     model: ModelCard
     engines: tuple[EngineEntry, ...]
     policy: str = "round_robin"
+    policy_settings: PolicySettings = PolicySettings()
     failure_policy: FailurePolicy = "migrate"
     """Of requests whose engine or transfer is lost: fail ends them; recompute has the decode engine go on by
     itself where a transfer fails; migrate places them again, behind what was delivered. A lost engine's
@@ -100,6 +102,7 @@ def settings_of(cell: Cell, model: ModelCard, **others: Any) -> ServerSettings:
         ]
     own: dict[str, Any] = {
         "policy": cell.policy,
+        "policy_settings": cell.policy_settings,
         "failure_policy": cell.failure_policy,
         "transfer": cell.spec.transfer,
         "placement": cell.spec.placement,

@@ -1,36 +1,15 @@
-"""One Ray cluster for all tests that need one."""
+"""Specs of small experiments, and what tests of them wait for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import CheckpointFactory
-
-
-@pytest.fixture(scope="session")
-def ray_address() -> Iterator[str]:
-    """Address of a cluster of this test session: two logical GPUs, no dashboard."""
-    from rayk.actors.environment import prepare_environment
-
-    prepare_environment()
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "num_gpus": 2,
-            "object_store_memory": 150 << 20,
-            "include_dashboard": False,
-        },
-    )
-    yield cluster.address
-    cluster.shutdown()
 
 
 @pytest.fixture

@@ -1,0 +1,185 @@
+"""Where a server's requests are let in, wait and are turned away: real event loops, no engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from rayk.actors.desk import Desk
+from rayk.actors.serving import News
+from rayk.sched.policies import Asked, Placed, get_policy
+from rayk.types.errors import DeadlineExceeded, Overloaded
+
+
+def make_desk(max_running: int = 1, max_waiting: int = 2, *, opened: bool = True) -> Desk:
+    desk = Desk(get_policy("round_robin"), max_waiting=max_waiting, limit=lambda: max_running)
+    if opened:
+        desk.open("decode0", "decode", 1)
+        desk.open("prefill0", "prefill", 1)
+    return desk
+
+
+def place(desk: Desk, name: str, *, again: bool = False, **how: Any) -> asyncio.Task[Placed]:
+    """The request's call, begun."""
+    asked = Asked(request_id=name, prompt_token_ids=(1, 2), max_tokens=3)
+    call: Coroutine[Any, Any, Placed] = desk.place(
+        how.get("front", "f"),
+        asked,
+        priority=how.get("priority", 0),
+        deadline_s=how.get("deadline_s", 60.0),
+        again=again,
+    )
+    return asyncio.ensure_future(call)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def ended(*names: str) -> News:
+    return News(ended=names)
+
+
+def test_whoever_waits_comes_in_by_priority_when_a_request_ends() -> None:
+    async def run() -> None:
+        desk = make_desk()
+        calls = {"a": place(desk, "a")}
+        await settle()
+        calls |= {"b": place(desk, "b"), "c": place(desk, "c", priority=-1)}
+        await settle()
+        assert calls["a"].result() == Placed(prefill="prefill0", decode="decode0")
+        assert (desk.num_running, desk.num_waiting) == (1, 2)
+        desk.tell("f", ended("a"))
+        await settle()
+        assert calls["c"].done()
+        assert not calls["b"].done()
+        desk.tell("f", ended("c", "b"))
+        await settle()
+        assert calls["b"].cancelled()
+        assert (desk.num_running, desk.num_waiting) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place() -> None:
+    async def run() -> None:
+        desk = make_desk(max_waiting=1)
+        first, second, third = (place(desk, name) for name in "abc")
+        await settle()
+        with pytest.raises(Overloaded):
+            third.result()
+        again = place(desk, "d", again=True)
+        await settle()
+        assert not again.done()
+        desk.tell("f", ended("a"))
+        await settle()
+        assert again.done(), "before one that waits since longer, but for the first time"
+        assert not second.done()
+        second.cancel()
+        assert first.done()
+
+    asyncio.run(run())
+
+
+def test_without_an_engine_of_a_side_requests_wait_until_there_is_one() -> None:
+    async def run() -> None:
+        desk = make_desk(max_running=8, max_waiting=8)
+        desk.lost("decode0")
+        call = place(desk, "a")
+        await settle()
+        assert not call.done()
+        desk.open("decode1", "decode", 2)
+        await settle()
+        assert call.result().decode == "decode1"
+
+    asyncio.run(run())
+
+
+def test_who_waits_past_the_deadline_is_told_so_and_leaves() -> None:
+    async def run() -> None:
+        desk = make_desk(opened=False)
+        call = place(desk, "a", deadline_s=0.05)
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(call, 30)
+        assert desk.num_waiting == 0
+        await asyncio.wait_for(desk.drained(), 30)
+
+    asyncio.run(run())
+
+
+def test_an_engine_has_one_role_at_a_time() -> None:
+    async def run() -> None:
+        desk = make_desk(max_running=8)
+        desk.open("decode1", "decode", 1)
+        desk.open("decode1", "prefill", 1)
+        placed = [await place(desk, name) for name in "abcd"]
+        assert {p.decode for p in placed} == {"decode0"}
+        assert {p.prefill for p in placed} == {"prefill0", "decode1"}
+
+    asyncio.run(run())
+
+
+def test_a_silent_fronts_attempts_are_given_back_with_their_engines() -> None:
+    async def run() -> None:
+        now_ns = 0
+        desk = Desk(get_policy("round_robin"), max_waiting=4, limit=lambda: 2, clock=lambda: now_ns)
+        desk.open("prefill0", "aggregated", 1)
+        calls = [place(desk, name, front=front) for name, front in (("a", "x"), ("b", "y"), ("c", "x"))]
+        await settle()
+        assert [c.done() for c in calls] == [True, True, False]
+        now_ns = 10**10
+        desk.tell("y", News())
+        assert desk.gone(5.0) == [("a", Placed(prefill="prefill0", decode=None))]
+        await settle()
+        assert calls[2].cancelled()
+        assert desk.num_running == 1
+        assert desk.gone(5.0) == []
+
+    asyncio.run(run())
+
+
+def test_what_ended_before_it_came_never_takes_a_place() -> None:
+    async def run() -> None:
+        desk = make_desk()
+        desk.tell("f", ended("a"))
+        with pytest.raises(DeadlineExceeded):
+            await place(desk, "a")
+        assert desk.num_running == 0
+
+    asyncio.run(run())
+
+
+def test_asking_twice_for_an_attempt_takes_one_place() -> None:
+    async def run() -> None:
+        desk = make_desk(max_running=3)
+        assert await place(desk, "a") == await place(desk, "a")
+        assert desk.num_running == 1
+
+    asyncio.run(run())
+
+
+def test_a_desk_that_drains_takes_only_what_it_had_taken_before() -> None:
+    async def run() -> None:
+        desk = make_desk(max_running=1, max_waiting=4)
+        first, waiting = place(desk, "a"), place(desk, "b")
+        await settle()
+        desk.is_draining = True
+        with pytest.raises(Overloaded):
+            await place(desk, "c")
+        drained = asyncio.ensure_future(desk.drained())
+        again = place(desk, "a~1", again=True)
+        await settle()
+        assert not drained.done()
+        desk.tell("f", ended("a"))
+        await settle()
+        desk.tell("f", ended("a~1"))
+        await settle()
+        desk.tell("f", ended("b"))
+        await asyncio.wait_for(drained, 30)
+        assert all(call.done() for call in (first, waiting, again))
+
+    asyncio.run(run())
