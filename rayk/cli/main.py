@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
+from rayk.cli.bench import bench
 from rayk.cli.checkpoint import checkpoint
 from rayk.cli.conformance import conformance
 from rayk.cli.doctor import doctor
 from rayk.cli.explain import explain
 from rayk.cli.report import report
 from rayk.cli.run import run
+from rayk.cli.serve import serve
 
 app = typer.Typer(
     name="rayk",
@@ -45,9 +47,17 @@ def _root(
 
 
 app.command(epilog="Example: rayk run jobs/hetero_tp.yaml --out runs/mine --set prompts.random.count=3")(run)
+app.command(
+    epilog="Example: rayk serve checkpoints/qwen3-tiny --prefill-tp 2 --decode-tp 1 --port 8000 "
+    "--set engine.max_seqs=32"
+)(serve)
 app.command(epilog="Example: rayk checkpoint qwen3 checkpoints/qwen3-tiny --seed 0")(checkpoint)
 app.command(epilog="Example: rayk report runs/monday runs/tuesday --format html")(report)
 app.command(epilog="Example: rayk doctor")(doctor)
+app.command(
+    epilog="Example: rayk bench --url http://127.0.0.1:8000 --rate 2 --rate 4 --num-requests 300 "
+    "--input-tokens 64-256 --output-tokens 32 --slo ttft=200ms,tpot=20ms"
+)(bench)
 app.command(
     epilog="Example: rayk explain --model checkpoints/qwen3-tiny --prefill-tp 1 --decode-tp 2 "
     "--prefill-layout LBHNC --format json"

@@ -15,6 +15,7 @@ import yaml
 
 from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
+from rayk.reports.load_tables import is_load
 from rayk.reports.plots import make_plots
 from rayk.reports.result import Result, load
 from rayk.reports.staging import COLUMNS, staging_records
@@ -30,7 +31,13 @@ def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
     """
     result = load(directory)
     path = Path(out) if out is not None else Path(directory) / "report.html"
-    write_text(path, render(result))
+    if is_load(result.cells):
+        from rayk.reports.load_page import load_page
+        from rayk.reports.page import write_page  # which is made of this module
+
+        write_page(load_page(result), path)
+    else:
+        write_text(path, render(result))
     return path
 
 

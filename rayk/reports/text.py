@@ -11,13 +11,18 @@ import pandas as pd
 
 from rayk.reports.files import TABLES, atomic_path
 from rayk.reports.grids import verdict_grids
+from rayk.reports.load_tables import is_load
 from rayk.reports.result import Result
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.verdicts import format_value, headline, table_rows, told_columns
 
 
 def markdown(result: Result) -> str:
-    """Headline, verdict matrices and cells as GitHub Markdown."""
+    """Headline, verdict matrices and cells as GitHub Markdown; of a bench its rates and latencies."""
+    if is_load(result.cells):
+        from rayk.reports.load_page import load_markdown  # which takes its tables from here
+
+        return load_markdown(result.cells)
     lines = [f"# {headline(result.cells)}", ""]
     for grid in verdict_grids(result.cells):
         lines += [f"## {grid['title']}", ""]

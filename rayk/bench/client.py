@@ -1,0 +1,191 @@
+"""One request over HTTP: sent, its server-sent events stamped as they are read, its tokens counted.
+
+Tokens are counted by what the server says of them, token ids of each chunk or usage at the end, never by
+chunks: a chunk may carry several tokens, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from rayk.bench.load import Load
+from rayk.bench.prompts import Planned
+
+OK, REFUSED, TIMEOUT, FAILED, ABORTED = "ok", "refused", "timeout", "failed", "aborted"
+"""How a request ended: answered; turned away with 429; later than its deadline; any other error; cancelled by
+this side. Outcomes of a row."""
+TOO_MANY_REQUESTS = 429
+_SHOWN = 300
+"""Characters of a server's error that are kept."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Observed:
+    """What happened to one request. Times are time.monotonic_ns; filled by `send` as news come."""
+
+    planned: Planned
+    due_ns: int = 0
+    """When it was to be sent; the time of sending in a closed load."""
+    sent_ns: int = 0
+    """When its sending began."""
+    ended_ns: int = 0
+    """When its answer, or its failure, was complete."""
+    status: int | None = None
+    outcome: str = ABORTED
+    error: str | None = None
+    chunk_ns: list[int] = field(default_factory=list)
+    """When each chunk that carries tokens was read."""
+    chunk_tokens: list[int] = field(default_factory=list)
+    """How many tokens each of them carries, where the server says so."""
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """As the server counts them; None where it does not say."""
+        if self.chunk_tokens and len(self.chunk_tokens) == len(self.chunk_ns):
+            return sum(self.chunk_tokens)
+        count = self.usage.get("completion_tokens")
+        return count if isinstance(count, int) else None
+
+    @property
+    def token_ns(self) -> list[int] | None:
+        """When each token was read, those of one chunk at once; None where chunks do not say what they carry
+        and there are more tokens, or fewer, than chunks."""
+        if self.chunk_tokens and len(self.chunk_tokens) == len(self.chunk_ns):
+            pairs = zip(self.chunk_ns, self.chunk_tokens, strict=True)
+            return [at for at, count in pairs for _ in range(count)]
+        return list(self.chunk_ns) if self.num_output_tokens == len(self.chunk_ns) else None
+
+
+class EventLines:
+    """Data of server-sent events, from bytes cut anywhere (WHATWG HTML, 9.2.6: lines end in CR LF, LF or CR;
+    an empty line ends an event; its data lines are joined by line feeds)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """The data of every event that is complete by now."""
+        text = self._rest + received
+        # A CR at the end may be the first half of a CR LF.
+        held = b"\r" if text.endswith(b"\r") else b""
+        lines = text[: len(text) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = lines.pop() + held
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+def request_body(load: Load, planned: Planned, model: str) -> bytes:
+    """The request as JSON; a field of the load that is None takes one away."""
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": planned.max_tokens,
+        "temperature": load.temperature,
+        "seed": planned.seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": load.ignore_eos,
+        "return_token_ids": True,
+    }
+    if load.use_chat:
+        body["messages"] = [{"role": "user", "content": planned.prompt}]
+    else:
+        body["prompt"] = planned.prompt
+    fields = {name: value for name, value in (body | dict(load.body)).items() if value is not None}
+    return json.dumps(fields).encode()
+
+
+async def send(
+    session: aiohttp.ClientSession, url: str, body: bytes, seen: Observed, timeout_s: float
+) -> None:
+    """Send a request and fill in what comes of it. Raises only asyncio.CancelledError."""
+    seen.sent_ns = time.monotonic_ns()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _exchange(session, url, body, seen)
+    except TimeoutError:
+        seen.outcome, seen.error = TIMEOUT, f"no end within {timeout_s:g} s"
+    except (aiohttp.ClientError, OSError) as error:
+        seen.outcome, seen.error = FAILED, f"{type(error).__name__}: {error}"[:_SHOWN]
+    finally:
+        seen.ended_ns = time.monotonic_ns()
+
+
+async def _exchange(session: aiohttp.ClientSession, url: str, body: bytes, seen: Observed) -> None:
+    async with session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+        seen.status = response.status
+        if response.status != 200:
+            text = (await response.read()).decode(errors="replace")
+            seen.outcome = REFUSED if response.status == TOO_MANY_REQUESTS else FAILED
+            seen.error = f"HTTP {response.status}: {_message(text)}"[:_SHOWN]
+            return
+        lines = EventLines()
+        async for received in response.content.iter_any():
+            now = time.monotonic_ns()
+            for data in lines.feed(received):
+                if data == b"[DONE]":
+                    _conclude(seen)
+                    continue
+                if not take_event(seen, data, now):
+                    return
+        if seen.outcome != OK:
+            seen.outcome, seen.error = FAILED, "the stream ended before the answer did"
+
+
+def _conclude(seen: Observed) -> None:
+    """The stream says that it is complete."""
+    if seen.finish_reason is None:
+        seen.outcome, seen.error = FAILED, "the stream ended without a finish reason"
+    elif not seen.chunk_ns:
+        seen.outcome, seen.error = FAILED, "the answer has no tokens"
+    else:
+        seen.outcome = OK
+
+
+def take_event(seen: Observed, data: bytes, now_ns: int) -> bool:
+    """Note what an event says; false where it is an error, which ends the request."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or event.get("error"):
+        seen.outcome, seen.error = (
+            FAILED,
+            f"in the stream: {_message(data.decode(errors='replace'))}"[:_SHOWN],
+        )
+        return False
+    seen.usage = event.get("usage") or seen.usage
+    for choice in event.get("choices") or ():
+        token_ids = choice.get("token_ids")
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+        if token_ids or (token_ids is None and text):
+            seen.chunk_ns.append(now_ns)
+            if token_ids:
+                seen.chunk_tokens.append(len(token_ids))
+                seen.output_token_ids += token_ids
+        seen.finish_reason = choice.get("finish_reason") or seen.finish_reason
+    return True
+
+
+def _message(text: str) -> str:
+    """The message of an OpenAI error body, or the text itself."""
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        return text.strip()
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,180 @@
+"""What a load is: how requests arrive, what they ask, and what counts as a good answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayk.bench.arrivals import PROCESSES
+from rayk.types.errors import UserError
+
+METRICS = ("ttft", "tpot", "itl", "e2e")
+"""TTFT, TPOT, ITL and E2E, as columns begin with them."""
+_UNITS_MS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slo:
+    """What a request must keep to count as good: all limits, of those that are set. Milliseconds."""
+
+    limits_ms: Mapping[str, float] = field(default_factory=dict)
+    """ttft, tpot or e2e -> the most it may be; `itl` -> the most that any gap of the request may be."""
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={limit:g}ms" for name, limit in self.limits_ms.items())
+
+
+def parse_slo(text: str) -> Slo:
+    """From `ttft=200ms,tpot=20ms`. Raises UserError."""
+    limits: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        match = _TIME.fullmatch(value)
+        if name not in METRICS or match is None or name in limits:
+            known = ", ".join(METRICS)
+            raise UserError(
+                problem=f"not an objective: {part!r}",
+                where="--slo",
+                mend=f"each of {known} once, with a time in us, ms or s: ttft=200ms,tpot=20ms",
+            )
+        limits[name] = float(match[1]) * _UNITS_MS[match[2]]
+    return Slo(limits_ms=limits)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """How many tokens: `values` in turn, or uniform between two ends."""
+
+    values: tuple[int, ...] = ()
+    uniform: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.values)) if self.uniform is None else "-".join(map(str, self.uniform))
+
+
+def parse_lengths(text: str, *, where: str) -> Lengths:
+    """From `128`, `5,37,300` (in turn) or `64-256` (uniform, both ends included). Raises UserError."""
+    match = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+    if match and 0 < int(match[1]) <= int(match[2]):
+        return Lengths(uniform=(int(match[1]), int(match[2])))
+    parts = [part.strip() for part in text.split(",")]
+    if match or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserError(
+            problem=f"not a number of tokens: {text!r}", where=where, mend="128, 5,37,300 (in turn) or 64-256"
+        )
+    return Lengths(values=tuple(map(int, parts)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """One load on one server: a cell of the report. Checked by `check_load`."""
+
+    url: str
+    """The server's, without /v1."""
+    model: str | None = None
+    """None: the first that the server names."""
+    api_key: str | None = field(default=None, repr=False)
+    use_chat: bool = False
+    """Chat completions with texts instead of completions."""
+    rate: float | None = None
+    """Requests per second of an open load."""
+    concurrency: int | None = None
+    """Requests in flight of a closed load: each that ends lets the next one go."""
+    process: str = "poisson"
+    """Of an open load: a key of arrivals.PROCESSES."""
+    burstiness: float = 1.0
+    trace: Path | None = None
+    """Arrivals and lengths of a trace; see trace.py."""
+    trace_speed: float = 1.0
+    """How many times faster than it was recorded."""
+    trace_block_tokens: int = 512
+    """What a block of 512 tokens of the trace becomes; prompts and answers shrink alike."""
+    num_requests: int | None = None
+    """None: 100, or all of a trace or a file."""
+    input_tokens: Lengths = Lengths(values=(128,))
+    output_tokens: Lengths = Lengths(values=(64,))
+    prefix_tokens: int = 0
+    """Of these, at a random prompt's start, that are one of `num_prefixes` stretches."""
+    num_prefixes: int = 1
+    token_ids: tuple[int, int] | None = None
+    """Lowest and highest id of random prompts; None: what the server says of its vocabulary."""
+    prompts: Path | None = None
+    """Lines of {"prompt": text} or {"prompt_token_ids": [...]}, instead of random prompts."""
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that every request has besides."""
+    seed: int = 0
+    slo: Slo = field(default_factory=Slo)
+    warmup: int | None = None
+    """Requests cut at the start; None: as many as MSER-5 finds."""
+    cooldown: int | None = None
+    """Requests cut at the end; None: those that came when the load was about to run out."""
+    timeout_s: float = 600.0
+    """Of each request."""
+    failed_share: float = 0.01
+    """More failures than this make the load INVALID."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests leave at times that do not depend on answers."""
+        return self.concurrency is None
+
+    @property
+    def arrival(self) -> str:
+        """poisson, gamma, constant, trace or closed."""
+        if self.trace is not None:
+            return "trace"
+        return "closed" if self.concurrency is not None else self.process
+
+    @property
+    def name(self) -> str:
+        """A cell's id, e.g. `poisson rate=4` or `closed concurrency=8`."""
+        if self.trace is not None:
+            return f"trace {self.trace.name} speed={self.trace_speed:g}"
+        if self.concurrency is not None:
+            return f"closed concurrency={self.concurrency}"
+        shape = f" burstiness={self.burstiness:g}" if self.process == "gamma" else ""
+        return f"{self.process} rate={self.rate:g}{shape}"
+
+
+def check_load(load: Load) -> None:
+    """Raises UserError for what cannot be sent."""
+    ways = [load.rate is not None, load.concurrency is not None, load.trace is not None]
+    checks = (
+        (
+            sum(ways) == 1,
+            "a load has a rate, a concurrency or a trace",
+            "one of --rate, --concurrency, --trace",
+        ),
+        (load.rate is None or load.rate > 0, f"--rate {load.rate}", "requests per second, above 0"),
+        (load.concurrency is None or load.concurrency > 0, f"--concurrency {load.concurrency}", "at least 1"),
+        (load.process in PROCESSES, f"--arrival {load.process}", f"one of {', '.join(PROCESSES)}"),
+        (load.burstiness > 0, f"--burstiness {load.burstiness}", "above 0; 1 is Poisson's"),
+        (load.trace_speed > 0, f"--trace-speed {load.trace_speed}", "above 0; 2 is twice as fast"),
+        (load.trace_block_tokens > 0, f"--trace-block {load.trace_block_tokens}", "at least 1"),
+        (
+            load.num_requests is None or load.num_requests > 0,
+            f"--num-requests {load.num_requests}",
+            "at least 1",
+        ),
+        (
+            load.num_prefixes > 0 and load.prefix_tokens >= 0,
+            "shared prefixes",
+            "--num-prefixes of at least 1",
+        ),
+        (load.timeout_s > 0, f"--timeout {load.timeout_s}", "seconds, above 0"),
+        (0 <= load.failed_share <= 1, f"--allow-failed {load.failed_share}", "a share between 0 and 1"),
+        (load.warmup is None or load.warmup >= 0, f"--warmup {load.warmup}", "a number of requests"),
+        (load.cooldown is None or load.cooldown >= 0, f"--cooldown {load.cooldown}", "a number of requests"),
+        (load.url.startswith(("http://", "https://")), f"--url {load.url}", "http://HOST:PORT"),
+        (not (load.use_chat and load.prompts is None), "--chat without texts", "--prompts FILE with texts"),
+        (not (load.prompts and load.trace), "--prompts and --trace", "one of them"),
+    )
+    for holds, problem, mend in checks:
+        if not holds:
+            raise UserError(problem=problem, mend=mend)

@@ -1,0 +1,120 @@
+"""What requests ask: drawn or read before the load begins, so that sending costs nothing but sending."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rayk.bench.arrivals import due_times
+from rayk.bench.load import Lengths, Load
+from rayk.bench.trace import prompt_tokens, read_trace, scaled
+from rayk.types.errors import UserError
+
+NUM_REQUESTS = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """One request before it is sent."""
+
+    index: int
+    due_ns: int | None
+    """After the load's start; None: when a request in flight ends."""
+    prompt: str | list[int]
+    """A text or token ids."""
+    max_tokens: int
+    seed: int
+
+
+def plan_requests(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
+    """The requests of a load, in order of their time. Raises UserError.
+
+    token_ids: lowest and highest id of random prompts. One seed draws the same prompts at any rate.
+    """
+    if load.trace is not None:
+        return _from_trace(load, load.trace, token_ids)
+    prompts: list[str | list[int]]
+    if load.prompts is not None:
+        read = read_prompts(load.prompts)
+        count = load.num_requests or len(read)
+        prompts = [read[i % len(read)] for i in range(count)]
+    else:
+        count = load.num_requests or NUM_REQUESTS
+        prompts = list(random_prompts(load, count, token_ids))
+    output_tokens = draw_lengths(load.output_tokens, count, [load.seed, 5])
+    due: list[int] | list[None] = [None] * count
+    if load.rate is not None:
+        due = due_times(
+            load.process, rate=load.rate, num_requests=count, burstiness=load.burstiness, seed=load.seed
+        )
+    rows = zip(due, prompts, output_tokens, strict=True)
+    return [
+        Planned(index=i, due_ns=at, prompt=prompt, max_tokens=tokens, seed=load.seed + i)
+        for i, (at, prompt, tokens) in enumerate(rows)
+    ]
+
+
+def random_prompts(load: Load, count: int, token_ids: tuple[int, int]) -> list[list[int]]:
+    """Uniform token ids; the first `prefix_tokens` of each are one of `num_prefixes` stretches, in turn."""
+    low, high = token_ids
+    draw = np.random.default_rng([load.seed, 4])
+    lengths = draw_lengths(load.input_tokens, count, [load.seed, 6])
+    prefixes = draw.integers(low, high + 1, (load.num_prefixes, load.prefix_tokens)).tolist()
+    found = []
+    for i, length in enumerate(lengths):
+        shared: list[int] = prefixes[i % load.num_prefixes][:length]
+        found.append([*shared, *draw.integers(low, high + 1, length - len(shared)).tolist()])
+    return found
+
+
+def draw_lengths(lengths: Lengths, count: int, seed: list[int]) -> list[int]:
+    """Numbers of tokens of `count` requests."""
+    if lengths.uniform is None:
+        return [lengths.values[i % len(lengths.values)] for i in range(count)]
+    low, high = lengths.uniform
+    drawn: list[int] = np.random.default_rng(seed).integers(low, high + 1, count).tolist()
+    return drawn
+
+
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """Prompts of a file of JSON lines, as experiments read them. Raises UserError that names the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(problem=f"cannot read the prompts: {error}", where=str(path)) from error
+    found = [_read(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise UserError(problem="no prompts in the file", where=str(path))
+    return found
+
+
+def _read(line: str, where: str) -> str | list[int]:
+    mend = '{"prompt": "text"} or {"prompt_token_ids": [1, 2]}'
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(problem=f"not JSON: {error}", where=where, mend=mend) from error
+    row = row if isinstance(row, dict) else {}
+    text, ids = row.get("prompt"), row.get("prompt_token_ids")
+    if isinstance(text, str) and text and ids is None:
+        return text
+    if isinstance(ids, list) and ids and text is None and all(type(i) is int and i >= 0 for i in ids):
+        return ids
+    raise UserError(problem="not a prompt", where=where, mend=mend)
+
+
+def _from_trace(load: Load, path: Path, token_ids: tuple[int, int]) -> list[Planned]:
+    block = load.trace_block_tokens
+    return [
+        Planned(
+            index=i,
+            due_ns=round(row.at_ns / load.trace_speed),
+            prompt=prompt_tokens(row, index=i, block_tokens=block, token_ids=token_ids, seed=load.seed),
+            max_tokens=scaled(row.num_output_tokens, block),
+            seed=load.seed + i,
+        )
+        for i, row in enumerate(read_trace(path, limit=load.num_requests))
+    ]

@@ -1,0 +1,67 @@
+"""One row of requests.parquet per request of a load: columns as a run's where the meaning is the same."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from rayk.bench.client import OK, Observed
+from rayk.bench.load import Slo
+
+NS_PER_MS = 1e6
+WARMUP, MEASURED, COOLDOWN = "warmup", "measured", "cooldown"
+
+
+def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo: Slo) -> dict[str, Any]:
+    """Latencies count from the time the request was due. Of a request that failed they are of what came
+    before, and `is_good` is false."""
+    prompt = seen.planned.prompt
+    times = seen.chunk_ns
+    tokens = seen.token_ns
+    count = seen.num_output_tokens
+    details = seen.usage.get("prompt_tokens_details") or {}
+    row: dict[str, Any] = {
+        "cell_id": cell_id,
+        "repeat": 0,
+        "request_id": f"{cell_id}/{seen.planned.index}",
+        "prompt_index": seen.planned.index,
+        "prompt_token_ids": prompt if isinstance(prompt, list) else None,
+        "output_token_ids": seen.output_token_ids or None,
+        "error": seen.error,
+        "num_prompt_tokens": seen.usage.get("prompt_tokens"),
+        "num_cached_tokens": details.get("cached_tokens"),
+        "ttft_ms": (times[0] - seen.due_ns) / NS_PER_MS if times else None,
+        "tpot_ms": (times[-1] - times[0]) / NS_PER_MS / (count - 1)
+        if times and count and count > 1
+        else None,
+        "itl_ms": [(b - a) / NS_PER_MS for a, b in pairwise(tokens)] if tokens else None,
+        "e2e_ms": (times[-1] - seen.due_ns) / NS_PER_MS if times else None,
+        "finish_reason": seen.finish_reason if seen.outcome == OK else "error",
+        "seed": seen.planned.seed,
+        "outcome": seen.outcome,
+        "http_status": seen.status,
+        "phase": phase,
+        "num_output_tokens": count,
+        "max_tokens": seen.planned.max_tokens,
+        "num_chunks": len(times),
+        "due_ms": (seen.due_ns - began_ns) / NS_PER_MS,
+        "send_lag_ms": (seen.sent_ns - seen.due_ns) / NS_PER_MS if seen.sent_ns else None,
+        "ended_ms": (seen.ended_ns - began_ns) / NS_PER_MS if seen.ended_ns else None,
+    }
+    return row | {"is_good": is_good(row, slo)}
+
+
+def is_good(row: dict[str, Any], slo: Slo) -> bool:
+    """Whether the request was answered within every objective. What is not known is not kept, but for an
+    answer of one token, which has no TPOT and no gaps to keep."""
+    if row["outcome"] != OK:
+        return False
+    has_gaps = row["num_output_tokens"] != 1
+    for name, limit_ms in slo.limits_ms.items():
+        value = row[f"{name}_ms"]
+        if name in ("tpot", "itl") and not has_gaps:
+            continue
+        worst = max(value, default=None) if isinstance(value, list) else value
+        if worst is None or worst > limit_ms:
+            return False
+    return True

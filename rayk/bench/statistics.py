@@ -1,0 +1,169 @@
+"""Estimates from one run of a simulated or real system, whose values depend on each other.
+
+Requests that follow each other share queues and batches, so that intervals for independent samples are too
+narrow. These are made by batch means: values in order of arrival are cut into contiguous batches, whose means
+are nearly independent (Law, Simulation Modeling and Analysis, 9.5.3; 10 to 30 batches: Schmeiser, Operations
+Research 30, 1982). Values may be infinite: a request that failed is infinitely late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CONFIDENCE = 0.95
+NUM_BATCHES = 20
+MIN_BATCHES = 5
+MIN_VALUES = 2 * MIN_BATCHES
+"""Of fewer there is no interval."""
+WARMUP_BATCH = 5
+"""Values per batch of `warmup_length`: the 5 of MSER-5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value and the interval that holds the true one with a confidence of CONFIDENCE."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def relative_width(self) -> float:
+        """Half the interval, as a share of the value; infinite where that is 0 or infinite."""
+        if self.value <= 0 or not math.isfinite(self.high):
+            return math.inf
+        return (self.high - self.low) / 2 / self.value
+
+
+def mean(values: Sequence[float]) -> Estimate | None:
+    """The mean of values in order of arrival; None of fewer than MIN_VALUES. Never narrower than the interval
+    of independent values."""
+    if len(values) < MIN_VALUES:
+        return None
+    data = np.asarray(values, dtype=np.float64)
+    means = batch_means(data)
+    half = _t(len(means)) * max(_error(means), _error(data))
+    center = float(data.mean())
+    return Estimate(center, center - half, center + half)
+
+
+def quantile(values: Sequence[float], share: float) -> Estimate | None:
+    """The smallest value that at least `share` of the values do not exceed, if the sample supports it.
+
+    The interval is of order statistics (Woodruff, JASA 47, 1952; Le Boudec, Performance Evaluation, theorem
+    2.1), with the error of the share at or below the quantile by batch means of that indicator (Heidelberger
+    and Lewis, Operations Research 32, 1984), and never less than independent values have. The rule for what a
+    sample supports: both ends of the interval must be values of the sample. Else there is no value beyond
+    which the quantile certainly does not lie, and None is returned; see `num_needed`.
+    """
+    count = len(values)
+    if count < MIN_VALUES:
+        return None
+    data = np.asarray(values, dtype=np.float64)
+    ordered = np.sort(data)
+    value = float(ordered[math.ceil(share * count) - 1])
+    means = batch_means((data <= value).astype(np.float64))
+    error = max(_error(means), math.sqrt(share * (1 - share) / count))
+    ranks = _ranks(count, share, _t(len(means)) * error)
+    if ranks is None:
+        return None
+    return Estimate(value, float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
+
+
+def num_needed(share: float) -> int:
+    """Independent values of which `quantile` gives this quantile: 12 for p50, 58 for p90, 618 for p99."""
+    count = MIN_VALUES
+    while _ranks(count, share, _t(num_batches(count)) * math.sqrt(share * (1 - share) / count)) is None:
+        count += 1
+    return count
+
+
+def batch_means(values: np.ndarray) -> np.ndarray:
+    """Means of contiguous batches of nearly equal size."""
+    return np.array([batch.mean() for batch in np.array_split(values, num_batches(len(values)))])
+
+
+def num_batches(num_values: int) -> int:
+    """NUM_BATCHES, or as many as have two values each."""
+    return min(NUM_BATCHES, num_values // 2)
+
+
+def drift(values: Sequence[float]) -> float | None:
+    """Growth from the first batch to the last along the batch means' line of least squares, as a share of
+    their mean, where it is significant (two-sided t test of the slope at 1%); else None."""
+    if len(values) < MIN_VALUES or not np.all(np.isfinite(values)):
+        return None
+    means = batch_means(np.asarray(values, dtype=np.float64))
+    count = len(means)
+    at = np.arange(count) - (count - 1) / 2
+    slope = float(at @ means / (at @ at))
+    rest = means - means.mean() - slope * at
+    error = math.sqrt(float(rest @ rest) / (count - 2) / float(at @ at))
+    average = float(means.mean())
+    if average <= 0 or abs(slope) <= student_t(0.995, count - 2) * error:
+        return None
+    return slope * (count - 1) / average
+
+
+def warmup_length(values: Sequence[float]) -> int | None:
+    """How many values to cut at the start, by MSER-5 (White, Simulation 69, 1997; White, Cobb and Spratt,
+    Winter Simulation Conference 2000): the cut that leaves the mean with the least standard error.
+
+    None where that is half the values or more: no steady state was reached. Infinite values must not be
+    among them.
+    """
+    means = _blocks(np.asarray(values, dtype=np.float64), WARMUP_BATCH)
+    if len(means) < 2:
+        return 0
+    errors = [float(((means[d:] - means[d:].mean()) ** 2).sum()) / (len(means) - d) ** 2
+              for d in range(len(means) - 1)]  # fmt: skip
+    best = int(np.argmin(errors))
+    return best * WARMUP_BATCH if best < len(means) / 2 else None
+
+
+def _blocks(values: np.ndarray, size: int) -> np.ndarray:
+    """Means of whole blocks."""
+    count = len(values) // size
+    means: np.ndarray = values[: count * size].reshape(count, size).mean(axis=1)
+    return means
+
+
+def _error(values: np.ndarray) -> float:
+    """Standard error of the mean of independent values."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _ranks(count: int, share: float, half: float) -> tuple[int, int] | None:
+    """Ranks (from 1) of the ends of a quantile's interval; None where one is not in the sample."""
+    low, high = math.floor(count * (share - half)), math.ceil(count * (share + half)) + 1
+    return (low, high) if low >= 1 and high <= count else None
+
+
+def _t(num_means: int) -> float:
+    return student_t((1 + CONFIDENCE) / 2, num_means - 1)
+
+
+def student_t(share: float, degrees: int) -> float:
+    """The quantile of Student's t distribution, share in (0.5, 1), by bisection of its distribution function
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4: a finite sum for whole degrees of freedom)."""
+    low, high = 0.0, 1e4
+    while high - low > 1e-9 * max(1.0, high):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, degrees) < 2 * share - 1 else (low, middle)
+    return (low + high) / 2
+
+
+def _within(t: float, degrees: int) -> float:
+    """Probability that a t-distributed value lies within -t and t."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = degrees % 2 == 1
+    total, term = 0.0, cosine if is_odd else 1.0
+    for k in range(1 if is_odd else 0, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total

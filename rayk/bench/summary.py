@@ -1,0 +1,193 @@
+"""From the requests of a load to its numbers and a verdict on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rayk.bench.client import OK, REFUSED, TIMEOUT, Observed
+from rayk.bench.generator import NS_PER_S, Sent
+from rayk.bench.load import METRICS, Load
+from rayk.bench.rows import COOLDOWN, MEASURED, WARMUP, request_row
+from rayk.bench.statistics import Estimate, mean, quantile, warmup_length
+from rayk.bench.verdict import judge
+
+NS_PER_MS = 1e6
+PERCENTILES = (50, 90, 99)
+MIN_TO_CUT = 40
+"""Fewer requests are all measured: there is no telling what of them is warm-up."""
+
+
+def find_phases(load: Load, seen: Sequence[Observed]) -> list[str]:
+    """WARMUP, MEASURED or COOLDOWN of each request, in order of due times.
+
+    Both cuts are by when requests *came*, which does not depend on how they fared. Warm-up is as long as
+    MSER-5 finds in TTFT or E2E, whichever is longer, and in a closed load at least the requests that were
+    sent at once. Cool-down begins a median E2E before the last request was due: from there on the load runs
+    out while requests are in flight. Where less than half would be left there was no steady state, and
+    nothing is cut.
+    """
+    count = len(seen)
+    first = load.warmup if load.warmup is not None else _auto_warmup(load, seen)
+    last = count - load.cooldown if load.cooldown is not None else _auto_end(seen)
+    if load.warmup is None and load.cooldown is None and last - first < count / 2:
+        first, last = 0, count
+    first = min(first, count)
+    last = max(first, last)
+    return [WARMUP] * first + [MEASURED] * (last - first) + [COOLDOWN] * (count - last)
+
+
+def _auto_warmup(load: Load, seen: Sequence[Observed]) -> int:
+    if len(seen) < MIN_TO_CUT:
+        return 0
+    found = [load.concurrency or 0]
+    for take in (_ttft_ns, _e2e_ns):
+        known = [(i, value) for i, s in enumerate(seen) if (value := take(s)) is not None]
+        cut = warmup_length([value for _, value in known])
+        # Where there is no steady state `judge` says so.
+        found.append(known[cut][0] if cut else 0)
+    return max(found)
+
+
+def _auto_end(seen: Sequence[Observed]) -> int:
+    lives = [value for s in seen if (value := _e2e_ns(s)) is not None]
+    if len(seen) < MIN_TO_CUT or not lives:
+        return len(seen)
+    end_ns = seen[-1].due_ns - float(np.median(lives))
+    return sum(s.due_ns <= end_ns for s in seen)
+
+
+def _ttft_ns(seen: Observed) -> float | None:
+    return seen.chunk_ns[0] - seen.due_ns if seen.outcome == OK else None
+
+
+def _e2e_ns(seen: Observed) -> float | None:
+    return seen.chunk_ns[-1] - seen.due_ns if seen.outcome == OK else None
+
+
+def summarize(load: Load, model: str, sent: Sent) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The row of cells.parquet and those of requests.parquet."""
+    phases = find_phases(load, sent.requests)
+    rows = [
+        request_row(seen, cell_id=load.name, phase=phase, began_ns=sent.began_ns, slo=load.slo)
+        for seen, phase in zip(sent.requests, phases, strict=True)
+    ]
+    measured = [row for row in rows if row["phase"] == MEASURED]
+    cell = {
+        "cell_id": load.name,
+        **_axes(load, model),
+        "num_requests": len(rows),
+        "num_measured": len(measured),
+        "num_warmup": phases.count(WARMUP),
+        "num_cooldown": phases.count(COOLDOWN),
+        "num_failed": sum(row["outcome"] != OK for row in measured),
+        "num_refused": sum(row["outcome"] == REFUSED for row in measured),
+        "num_timeouts": sum(row["outcome"] == TIMEOUT for row in measured),
+        **_rates(sent, phases, measured),
+        **_generator(sent),
+        "wall_s": (sent.ended_ns - sent.began_ns) / NS_PER_S,
+    }
+    for name in METRICS:
+        cell |= _latency(name, measured)
+    verdict, reasons = judge(load, cell, rows)
+    return cell | {"verdict": verdict, "reason": "; ".join(reasons), "met": verdict != "INVALID"}, rows
+
+
+def _axes(load: Load, model: str) -> dict[str, Any]:
+    open_only = load.rate if load.rate is not None else None
+    return {
+        "url": load.url,
+        "model": model,
+        "arrival": load.arrival,
+        "rate": open_only,
+        "concurrency": load.concurrency,
+        "burstiness": load.burstiness if load.arrival == "gamma" else None,
+        "seed": load.seed,
+        "slo": str(load.slo) or None,
+    }
+
+
+def _rates(sent: Sent, phases: Sequence[str], measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What went through in the measured window: from the first measured request's due time to that of the
+    first one of the cool-down; without cool-down to the end of the last answer.
+
+    Tokens count where they were read, also those of requests that came before the window.
+    """
+    if not measured:
+        return {"window_s": 0.0}
+    first, after = phases.index(MEASURED), len(phases) - phases.count(COOLDOWN)
+    begin_ns = sent.requests[first].due_ns
+    end_ns = (
+        sent.requests[after].due_ns
+        if after < len(phases)
+        else max(s.ended_ns for s in sent.requests[first:after])
+    )
+    window_s = (end_ns - begin_ns) / NS_PER_S
+    if window_s <= 0:
+        return {"window_s": 0.0}
+    answered = [s for s in sent.requests if s.outcome == OK]
+    ended = sum(begin_ns < s.chunk_ns[-1] <= end_ns for s in answered)
+    tokens = sum(_tokens_within(s, begin_ns, end_ns) for s in sent.requests)
+    in_flight_ns = sum(max(0, min(s.ended_ns, end_ns) - max(s.sent_ns, begin_ns)) for s in sent.requests)
+    good = sum(row["is_good"] for row in measured)
+    return {
+        "window_s": window_s,
+        "offered_per_s": len(measured) / window_s,
+        "answered_per_s": ended / window_s,
+        "output_tokens_per_s": tokens / window_s,
+        "goodput_per_s": good / window_s,
+        "good_share": good / len(measured),
+        "failed_share": sum(row["outcome"] != OK for row in measured) / len(measured),
+        "mean_in_flight": in_flight_ns / NS_PER_S / window_s,
+    }
+
+
+def _tokens_within(seen: Observed, begin_ns: int, end_ns: int) -> float:
+    """Tokens read in the window; where chunks do not say what they carry, each has an equal part."""
+    counts: Sequence[float] = seen.chunk_tokens
+    if len(counts) != len(seen.chunk_ns):
+        counts = [(seen.num_output_tokens or 0) / len(seen.chunk_ns)] * len(seen.chunk_ns)
+    return sum(n for at, n in zip(seen.chunk_ns, counts, strict=True) if begin_ns < at <= end_ns)
+
+
+def _generator(sent: Sent) -> dict[str, Any]:
+    """How punctual the generator was, and how much of a core it took."""
+    late_ms = [(s.sent_ns - s.due_ns) / NS_PER_MS for s in sent.requests if s.sent_ns]
+    loop_ms = [lag / NS_PER_MS for lag in sent.loop_lags_ns]
+    told: dict[str, Any] = {"generator_cpu_share": sent.cpu_ns / max(1, sent.ended_ns - sent.began_ns)}
+    for name, lags in (("send", late_ms), ("loop", loop_ms)):
+        for percent in (50, 90, 99):
+            value = float(np.percentile(lags, percent, method="inverted_cdf")) if lags else None
+            told[f"{name}_lag_ms_p{percent}"] = value
+    return told
+
+
+def _latency(name: str, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and percentiles of a metric with their intervals; None where the sample does not support one.
+
+    Percentiles are of all measured requests: one that failed is infinitely late, and a percentile that falls
+    on such requests is None. Means are of what was answered.
+    """
+    values: list[float] = []
+    for row in measured:
+        value = row[f"{name}_ms"]
+        if row["outcome"] != OK:
+            values.append(math.inf)
+        elif isinstance(value, list):
+            values += value
+        elif value is not None:
+            values.append(value)
+    told: dict[str, Any] = {f"num_{name}_values": len(values)}
+    told |= _columns(f"{name}_ms_mean", mean([v for v in values if v < math.inf]))
+    for percent in PERCENTILES:
+        told |= _columns(f"{name}_ms_p{percent}", quantile(values, percent / 100))
+    return told
+
+
+def _columns(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    parts = (("", "value"), ("_low", "low"), ("_high", "high"))
+    found = {f"{name}{end}": getattr(estimate, part) if estimate else None for end, part in parts}
+    return {key: value if value is None or math.isfinite(value) else None for key, value in found.items()}

@@ -1,0 +1,130 @@
+"""Whether a load's numbers can be trusted: VALID, NOISY (imprecise) or INVALID (not what they say)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rayk.bench.client import OK
+from rayk.bench.load import METRICS, Load
+from rayk.bench.rows import MEASURED
+from rayk.bench.statistics import drift, warmup_length
+
+VALID, NOISY, INVALID = "VALID", "NOISY", "INVALID"
+
+MAX_LAG_SHARE = 0.1
+"""Of the median TTFT: as late as this the generator may be."""
+MIN_LAG_MS = 2.0
+"""Less is never held against it: timers of event loops are no finer than a millisecond."""
+MAX_CPU_SHARE = 0.9
+"""Of a core: an event loop that takes more has a queue of its own."""
+MAX_WIDTH = 0.1
+"""Half an interval's width, of its mean."""
+MAX_DRIFT = 0.2
+"""Growth or decline of a latency through the measured window."""
+
+Row = dict[str, Any]
+
+
+def judge(load: Load, cell: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
+    """The verdict on a load and every reason for it, those that make it INVALID first."""
+    measured = [row for row in rows if row["phase"] == MEASURED]
+    invalid = [*_generator_faults(cell), *_load_faults(load, cell, measured)]
+    noisy = [] if not measured else [*_imprecise(cell), *_unsteady(load, cell, measured)]
+    verdict = INVALID if invalid else NOISY if noisy else VALID
+    return verdict, [*invalid, *noisy]
+
+
+def _generator_faults(cell: Row) -> list[str]:
+    """What the generator itself could not do."""
+    limit_ms = _lag_limit_ms(cell)
+    found = [
+        f"the generator does not keep up: {what} is {cell[f'{name}_lag_ms_p90']:.1f} ms at p90, "
+        f"{limit_ms:.1f} ms are allowed"
+        for name, what in (
+            ("send", "requests leave late, which"),
+            ("loop", "its event loop wakes late, which"),
+        )
+        if (cell[f"{name}_lag_ms_p90"] or 0) > limit_ms
+    ]
+    if cell["generator_cpu_share"] > MAX_CPU_SHARE:
+        found.append(f"the generator is busy: it took {cell['generator_cpu_share']:.0%} of a core")
+    return found
+
+
+def _lag_limit_ms(cell: Row) -> float:
+    return float(max(MIN_LAG_MS, MAX_LAG_SHARE * (cell["ttft_ms_p50"] or cell["ttft_ms_mean"] or 0)))
+
+
+def _load_faults(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
+    """Where what was measured is not the load that was asked for."""
+    answered = [row for row in measured if row["outcome"] == OK]
+    if not answered:
+        errors = sorted({row["error"] for row in measured if row["error"]})
+        return [f"no request was answered{f': {errors[0]}' if errors else ''}"]
+    found = []
+    if cell["failed_share"] > load.failed_share:
+        first = next(row["error"] for row in measured if row["outcome"] != OK)
+        share = f"{cell['num_failed']} of {len(measured)} requests failed ({cell['failed_share']:.1%})"
+        found.append(f"{share}, {load.failed_share:.1%} are allowed; the first: {first}")
+    unlike = [
+        r for r in answered if load.ignore_eos and r["num_output_tokens"] not in (None, r["max_tokens"])
+    ]
+    if unlike:
+        one = unlike[0]
+        found.append(
+            f"{len(unlike)} answers are not as long as asked, such as request {one['prompt_index']}: "
+            f"{one['num_output_tokens']} tokens instead of {one['max_tokens']}"
+        )
+    cut = [r for r in answered if _prompt_differs(r) and not load.use_chat]
+    if cut:
+        found.append(
+            f"the server counts other prompts than were sent, such as {cut[0]['num_prompt_tokens']} tokens "
+            f"of {len(cut[0]['prompt_token_ids'])}"
+        )
+    return found
+
+
+def _prompt_differs(row: Row) -> bool:
+    sent, counted = row["prompt_token_ids"], row["num_prompt_tokens"]
+    return sent is not None and counted is not None and len(sent) != counted
+
+
+def _imprecise(cell: Row) -> list[str]:
+    """Numbers that another run may well not find again."""
+    found = []
+    for name in METRICS:
+        value, high = cell[f"{name}_ms_mean"], cell[f"{name}_ms_mean_high"]
+        if value and (high - value) / value > MAX_WIDTH:
+            found.append(f"the mean {name.upper()} is known to {(high - value) / value:.0%} only")
+    if cell["ttft_ms_mean"] is None:
+        found.append("too few requests for intervals")
+    limit_ms = _lag_limit_ms(cell)
+    late = [cell[f"{name}_lag_ms_p99"] or 0 for name in ("send", "loop")]
+    if max(late) > limit_ms:
+        found.append(f"1% of the generator's stamps are {max(late):.1f} ms late or more")
+    if cell["failed_share"]:
+        found.append(f"{cell['num_failed']} requests failed: means are of the answered ones")
+    if cell["num_tpot_values"] == 0:
+        found.append("the server does not say how many tokens it sent: no TPOT")
+    return found
+
+
+def _unsteady(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
+    """Where there is no steady state to have a mean of."""
+    found = []
+    for name in ("ttft", "e2e"):
+        values = [row[f"{name}_ms"] for row in measured if row["outcome"] == OK]
+        share = drift(values)
+        if share is not None and abs(share) > MAX_DRIFT:
+            way = "grows" if share > 0 else "falls"
+            found.append(
+                f"no steady state: {name.upper()} {way} by {abs(share):.0%} of its mean while measured"
+                + (", as when a server gets more than it can do" if share > 0 and load.is_open else "")
+            )
+        elif warmup_length(values) is None:
+            found.append(f"no steady state: {name.upper()} settles only in the second half")
+    if not cell["num_cooldown"] and load.cooldown is None and not math.isclose(cell["window_s"], 0):
+        found.append("the load was too short to cut off its end")
+    return found

@@ -1,0 +1,239 @@
+"""`rayk bench`: send loads to a server, measure, judge the measurement."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rayk.cli.guard import guarded, stderr, stdout
+from rayk.types.errors import UserError
+
+if TYPE_CHECKING:
+    from rayk.bench import Load
+
+
+class Arrival(StrEnum):
+    """How requests of an open load arrive."""
+
+    poisson = "poisson"
+    gamma = "gamma"
+    constant = "constant"
+
+
+@guarded
+def bench(
+    url: Annotated[str, typer.Option(help="The server, http://HOST:PORT.")],
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Requests per second, whatever the server does (open loop); repeatable."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Requests in flight, each of which lets the next one go (closed loop); repeatable."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Arrivals, lengths and shared prefixes in Mooncake's format, JSON lines."),
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(help="Of each load [default: 100; all of a trace or a file].")
+    ] = None,
+    arrival: Annotated[Arrival, typer.Option(help="How requests of a rate arrive.")] = Arrival.poisson,
+    burstiness: Annotated[
+        float, typer.Option(help="Of gamma: its shape. 1 is Poisson, less comes in bursts.")
+    ] = 1.0,
+    trace_speed: Annotated[float, typer.Option(help="2 sends a trace twice as fast.")] = 1.0,
+    trace_block: Annotated[
+        int, typer.Option(help="Tokens that a trace's blocks of 512 become; all lengths shrink alike.")
+    ] = 512,
+    input_tokens: Annotated[
+        str, typer.Option(help="Of random prompts: 128, or 5,37,300 in turn, or 64-256 uniform.")
+    ] = "128",
+    output_tokens: Annotated[str, typer.Option(help="Of answers, likewise.")] = "64",
+    prefix_tokens: Annotated[int, typer.Option(help="Of a random prompt, shared with others.")] = 0,
+    num_prefixes: Annotated[int, typer.Option(help="Shared prefixes there are, in turn.")] = 1,
+    token_ids: Annotated[
+        str | None, typer.Option(help="LOW-HIGH ids of random prompts [default: the server's vocabulary].")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='Lines of {"prompt": text} or {"prompt_token_ids": [..]}, instead of random ones.'),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send texts as chat completions.")] = False,
+    slo: Annotated[
+        str, typer.Option(help="What a good answer keeps: ttft=200ms,tpot=20ms,itl=..,e2e=..")
+    ] = "",
+    warmup: Annotated[
+        int | None, typer.Option(help="Requests cut at the start [default: by MSER-5].")
+    ] = None,
+    cooldown: Annotated[
+        int | None, typer.Option(help="Requests cut at the end [default: when the load runs out].")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have exactly the tokens asked for.")] = True,
+    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.0,
+    body: Annotated[
+        str, typer.Option(help="JSON object of fields that every request has besides; null takes one away.")
+    ] = "{}",
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    allow_failed: Annotated[
+        float, typer.Option(help="Share of failed requests above which a load is INVALID.")
+    ] = 0.01,
+    model: Annotated[str | None, typer.Option(help="[default: the server's first]")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the results [default: runs/bench-<time>].")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="NOISY loads fail, too.")] = False,
+) -> None:
+    """Send load to an OpenAI-compatible server: TTFT, TPOT, ITL, E2E, goodput, and whether to believe them.
+
+    Open loads (--rate, --trace) send on schedule and count latencies from when a request was due; closed ones
+    (--concurrency) from when it was sent. Without either, one request at a time. Percentiles appear where the
+    sample supports them, with 95% intervals by batch means.
+
+    Exit 0: every load is VALID or NOISY. 1: some is INVALID (the generator did not keep up, requests failed,
+    answers were not as asked). 2: bad input, or no server. 130: interrupted; what was measured is on disk.
+    """
+    from rayk.bench.load import Load, parse_lengths, parse_slo
+
+    base = Load(
+        url=url.rstrip("/").removesuffix("/v1"),
+        model=model,
+        api_key=api_key,
+        use_chat=chat,
+        process=arrival.value,
+        burstiness=burstiness,
+        trace=trace,
+        trace_speed=trace_speed,
+        trace_block_tokens=trace_block,
+        num_requests=num_requests,
+        input_tokens=parse_lengths(input_tokens, where="--input-tokens"),
+        output_tokens=parse_lengths(output_tokens, where="--output-tokens"),
+        prefix_tokens=prefix_tokens,
+        num_prefixes=num_prefixes,
+        token_ids=None if token_ids is None else _parse_ids(token_ids),
+        prompts=prompts,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        body=_parse_body(body),
+        seed=seed,
+        slo=parse_slo(slo),
+        warmup=warmup,
+        cooldown=cooldown,
+        timeout_s=timeout,
+        failed_share=allow_failed,
+    )
+    raise typer.Exit(send_loads(_spread(base, rate or [], concurrency or []), out, strict=strict))
+
+
+def _spread(base: Load, rates: list[float], concurrencies: list[int]) -> list[Load]:
+    """A load per rate and per concurrency; one request at a time if there is neither, nor a trace."""
+    if base.trace is not None and not rates and not concurrencies:
+        return [base]
+    loads = [replace(base, rate=rate) for rate in rates]
+    loads += [replace(base, concurrency=count) for count in concurrencies]
+    return loads or [replace(base, concurrency=1)]
+
+
+def send_loads(loads: list[Load], out: Path | None, *, strict: bool) -> int:
+    """Send them, print the tables, return the exit code. Raises UserError for bad input."""
+    from rayk.bench.run import run_bench
+    from rayk.cli.interrupts import interrupts
+    from rayk.reports import collect_environment, load
+    from rayk.reports.load_page import load_tables, reasons
+
+    now = datetime.datetime.now().astimezone()
+    folder = out or Path("runs") / f"bench-{now:%Y%m%d-%H%M%S}"
+    environment = collect_environment(command=_without_key(sys.argv), seeds={"load": loads[0].seed})
+    progress = BenchProgress()
+    with interrupts(progress.stop), progress:
+        run_bench(loads, folder, environment=environment, watcher=progress)
+    result = load(folder)
+    console = stdout()
+    for table in load_tables(result.cells):
+        console.print(table)
+    for text in reasons(result.cells):
+        stderr().print(text, markup=False)
+    stderr().print(f"report: {folder / 'report.html'}", markup=False)
+    verdicts = set(result.cells["verdict"])
+    return int("INVALID" in verdicts or (strict and "NOISY" in verdicts))
+
+
+def _without_key(command: list[str]) -> list[str]:
+    """The command line as it may be kept."""
+    kept = [re.sub(r"(?<=^--api-key=).+", "...", word) for word in command]
+    return ["..." if before == "--api-key" else word for before, word in zip(["", *kept], kept, strict=False)]
+
+
+def _parse_ids(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+    if match is None or int(match[1]) > int(match[2]):
+        raise UserError(problem=f"not a range of token ids: {text!r}", where="--token-ids", mend="100-999")
+    return int(match[1]), int(match[2])
+
+
+def _parse_body(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(problem=f"not JSON: {error}", where="--body", mend='{"priority": 1}') from error
+    if not isinstance(body, dict):
+        raise UserError(problem="not an object", where="--body", mend='{"priority": 1}')
+    return body
+
+
+class BenchProgress:
+    """Implements bench.run.Watcher: a bar on a terminal, a line per load elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = stderr()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+            # Drawing is taken from the generator's own time.
+            refresh_per_second=2,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> BenchProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def stop(self) -> None:
+        """A signal arrived."""
+        self._bar.stop()
+        self._console.print("rayk: stopping (once more to stop at once)")
+
+    def begin(self, load: Load, num_requests: int) -> None:
+        """A load starts."""
+        self._bar.reset(self._task, total=num_requests, description=load.name)
+
+    def ended(self, outcome: str) -> None:
+        """A request has ended."""
+        del outcome
+        self._bar.advance(self._task)
+
+    def end(self, cell: Mapping[str, Any]) -> None:
+        """A load is on disk."""
+        self._console.print(f"{cell['verdict']:<8} {cell['cell_id']}  {cell['wall_s']:.1f} s", markup=False)

@@ -1,0 +1,226 @@
+"""The report of a bench: what was sent, what came back, how sure that is, and whether to believe it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS
+from rayk.reports.page import Column, Page, Plot, Section, text_rows
+from rayk.reports.result import Result
+from rayk.reports.text import markdown_table
+
+TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
+"""Verdict -> the chip it wears."""
+STYLES = {"VALID": "green", "NOISY": "yellow", "INVALID": "bold red"}
+MAX_POINTS = 4000
+"""Requests that a plot shows; every k-th of more."""
+NOTE = (
+    "Times in ms, from when a request was due (closed: sent) to its first and its last token. The interval "
+    "in brackets holds the true value with 95% confidence, by batch means over requests in order of arrival. "
+    "A percentile is given where both ends of its interval lie within the sample: of independent requests "
+    "from 12 on for p50, 58 for p90, 618 for p99. Requests that failed count as infinitely late in "
+    "percentiles; means are of what was answered. Measured are the requests between warm-up (MSER-5) and the "
+    "time when the load begins to run out."
+)
+RATES = (
+    Column(title="load", key="cell_id"),
+    Column(title="verdict", key="verdict"),
+    Column(title="offered/s", key="offered_per_s", spec=".2f"),
+    Column(title="answered/s", key="answered_per_s", spec=".2f"),
+    Column(title="goodput/s", key="goodput_per_s", spec=".2f"),
+    Column(title="good %", key="good_percent", spec=".1f"),
+    Column(title="tokens/s", key="output_tokens_per_s", spec=",.1f"),
+    Column(title="in flight", key="mean_in_flight", spec=".1f"),
+    Column(title="measured", key="num_measured", spec=",d"),
+    Column(title="of", key="num_requests", spec=",d"),
+    Column(title="failed", key="num_failed", spec=",d"),
+    Column(title="of them 429", key="num_refused", spec=",d"),
+    Column(title="timed out", key="num_timeouts", spec=",d"),
+)
+LATENCIES = (
+    Column(title="load", key="cell_id"),
+    Column(title="metric", key="metric"),
+    *(Column(title=name, key=name) for name in STATISTICS),
+    Column(title="values", key="num_values", spec=",d"),
+)
+GENERATOR = (
+    Column(title="load", key="cell_id"),
+    *(
+        Column(title=f"{what} late, p{percent} ms", key=f"{name}_lag_ms_p{percent}", spec=".2f")
+        for name, what in (("send", "sent"), ("loop", "stamped"))
+        for percent in (50, 90, 99)
+    ),
+    Column(title="CPU %", key="cpu_percent", spec=".0f"),
+)
+
+
+def headline(cells: pd.DataFrame) -> str:
+    """E.g. `2 loads: 1 VALID, 1 NOISY`."""
+    counts = cells["verdict"].value_counts().to_dict()
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if verdict in counts)
+    return f"{len(cells)} load{'s'[: len(cells) != 1]}: {told}"
+
+
+def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row per load: what went through."""
+    return [
+        {
+            **_plain(cell),
+            "good_percent": _times(cell["good_share"], 100),
+            "cpu_percent": _times(cell["generator_cpu_share"], 100),
+        }
+        for cell in cells.to_dict(orient="records")
+    ]
+
+
+def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
+    """A row per load and metric: `12.3 (11.9-12.8)`, empty where the sample supports no value."""
+    return [
+        {
+            "cell_id": cell["cell_id"],
+            "metric": metric.upper(),
+            **{name: _estimate(cell, f"{metric}_ms_{name}") for name in STATISTICS},
+            "num_values": cell[f"num_{metric}_values"],
+        }
+        for cell in cells.to_dict(orient="records")
+        for metric in METRICS
+    ]
+
+
+def _estimate(cell: Mapping[Any, Any], name: str) -> str:
+    value, low, high = (cell[f"{name}{end}"] for end in ("", "_low", "_high"))
+    if _is_nothing(value):
+        return ""
+    ends = [_short(low), "" if _is_nothing(high) else _short(high)]
+    return f"{_short(value)} ({'-'.join(ends)})" if ends[1] else f"{_short(value)} (over {ends[0]})"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _times(value: Any, factor: float) -> float | None:
+    return None if _is_nothing(value) else float(value) * factor
+
+
+def _plain(cell: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key): None if _is_nothing(value) else value for key, value in cell.items()}
+
+
+def load_tables(cells: pd.DataFrame) -> list[Table]:
+    """Rates and latencies for a terminal."""
+    tables = []
+    rates, latencies = rate_rows(cells), latency_rows(cells)
+    for title, columns, rows in (
+        (headline(cells), RATES, rates),
+        ("Latencies, ms (95%)", LATENCIES, latencies),
+    ):
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in columns:
+            table.add_column(column.title, justify="right" if column.spec else "left", overflow="fold")
+        for texts in text_rows(columns, rows):
+            table.add_row(*(Text(text, style=STYLES.get(text, "")) for text in texts))
+        tables.append(table)
+    return tables
+
+
+def reasons(cells: pd.DataFrame) -> list[str]:
+    """`load: VERDICT: reason`, one line per load that has one."""
+    return [
+        f"{cell['cell_id']}: {cell['verdict']}: {cell['reason']}"
+        for cell in cells.to_dict(orient="records")
+        if cell["reason"]
+    ]
+
+
+def load_markdown(cells: pd.DataFrame) -> str:
+    """The tables as GitHub Markdown."""
+    lines = [f"# {headline(cells)}", ""]
+    for title, columns, rows in (
+        ("Rates", RATES, rate_rows(cells)),
+        ("Latencies, ms", LATENCIES, latency_rows(cells)),
+        ("Generator", GENERATOR, rate_rows(cells)),
+    ):
+        texts = text_rows(columns, rows)
+        lines += [f"## {title}", "", *markdown_table([c.title for c in columns], texts), ""]
+    lines += [NOTE, "", *(f"- {text}" for text in reasons(cells))]
+    return "\n".join(lines)
+
+
+def load_page(result: Result) -> Page:
+    """The report of a bench's folder."""
+    cells = result.cells
+    counts = cells["verdict"].value_counts().to_dict()
+    tokens = result.requests["num_output_tokens"].sum()
+    return Page(
+        eyebrow=f"rayk bench · {', '.join(dict.fromkeys(cells['model']))}",
+        title=headline(cells),
+        chips=[(TONES[verdict], f"{counts[verdict]} {verdict}") for verdict in VERDICTS if verdict in counts],
+        stats=[
+            (f"{len(result.requests):,}", "requests"),
+            (f"{int(tokens):,}", "output tokens"),
+            (f"{cells['wall_s'].sum():,.0f} s", "under load"),
+        ],
+        sections=[
+            Section(title="Rates", note=_rates_note(cells), columns=RATES, rows=rate_rows(cells)),
+            Section(
+                title="Verdicts", text="\n".join(reasons(cells)) or "Nothing is held against any number."
+            ),
+            Section(title="Latencies", note=NOTE, columns=LATENCIES, rows=latency_rows(cells)),
+            Section(
+                title="Requests",
+                note="One mark per request, where it was due; hollow ones are warm-up and cool-down.",
+                plots=[_scatter(result, name) for name in ("ttft", "e2e")],
+            ),
+            Section(title="The generator", note=GENERATOR_NOTE, columns=GENERATOR, rows=rate_rows(cells)),
+            Section(title="Spec", text=result.spec_yaml),
+        ],
+        environment=result.environment,
+        footer="Tables: cells.parquet and requests.parquet, beside this file.",
+    )
+
+
+GENERATOR_NOTE = (
+    "How late requests left after they were due, and how late the generator's event loop woke up, some "
+    "hundred times a second: times are no finer than that. Latencies contain both."
+)
+
+
+def _rates_note(cells: pd.DataFrame) -> str:
+    slos = ", ".join(dict.fromkeys(text for text in cells["slo"] if isinstance(text, str)))
+    kept = f"a request is good if it keeps {slos}" if slos else "without objectives every answer is good"
+    return f"Per second of the measured window; {kept}. Requests that failed are not good."
+
+
+def _scatter(result: Result, metric: str) -> Plot:
+    data: list[dict[str, Any]] = []
+    for cell_id, rows in result.requests.dropna(subset=[f"{metric}_ms"]).groupby("cell_id", sort=False):
+        rows = rows.iloc[:: math.ceil(len(rows) / MAX_POINTS) or 1]
+        symbols = ["circle" if phase == "measured" else "circle-open" for phase in rows["phase"]]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": str(cell_id),
+                "x": (rows["due_ms"] / 1000).tolist(),
+                "y": rows[f"{metric}_ms"].tolist(),
+                "marker": {"size": 6, "opacity": 0.7, "symbol": symbols},
+            }
+        )
+    layout = {
+        "height": 340,
+        "xaxis": {"title": {"text": "due, s"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": f"{metric.upper()}, ms"}, "rangemode": "tozero"},
+    }
+    return Plot(id=metric, title=f"{metric.upper()}, ms", data=data, layout=layout)
