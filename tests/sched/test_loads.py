@@ -20,7 +20,8 @@ def brute(placed: dict[str, tuple[Asked, Placed]], ahead: set[str]) -> list[Engi
             found[name].num_requests += 1
         found[place.decode or place.prefill or ""].num_output_tokens += asked.max_tokens
         if request_id in ahead:
-            found[place.prefill or place.decode or ""].num_prompt_tokens += len(asked.prompt_token_ids)
+            computer = found[place.prefill or place.decode or ""]
+            computer.num_prompt_tokens += len(asked.prompt_token_ids) - place.num_cached_tokens
     return list(found.values())
 
 
@@ -41,7 +42,8 @@ def test_loads_are_the_sums_over_requests(seed: int) -> None:
                 max_tokens=draw.randint(1, 9),
             )
             p, d = draw.choice(["p0", "p1", None]), draw.choice(["d0", "d1", None])
-            place = Placed(prefill=p, decode=d if p else "d0")
+            cached = draw.randint(0, len(asked.prompt_token_ids) - 1)
+            place = Placed(prefill=p, decode=d if p else "d0", num_cached_tokens=cached)
             placed[str(i)] = (asked, place)
             ahead.add(str(i))
             book.placed(asked, place)

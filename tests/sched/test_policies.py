@@ -1,16 +1,35 @@
-"""Placement policies."""
+"""Placement policies, each against its formula computed from all requests that are under way."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 from itertools import product
 
 import pytest
 
-from rayk.sched.policies import POLICIES, Asked, EngineLoad, Placed, get_policy
+from rayk.sched.loads import LoadBook
+from rayk.sched.policies import (
+    HEEDED,
+    POLICIES,
+    Asked,
+    EngineLoad,
+    Placed,
+    Policy,
+    PolicySettings,
+    get_policy,
+    heeds,
+)
 from rayk.types.errors import UserError
 
 ASKED = Asked(request_id="r", prompt_token_ids=(1,))
+SETTINGS = PolicySettings(
+    output_cost=1.7, move_cost=0.3, block_tokens=4, local_prompt_tokens=9, local_backlog_tokens=20
+)
+TP = {"p0": 1, "p1": 2, "p2": 4, "d0": 2, "d1": 1, "d2": 2}
 
 
 def loads(side: str, count: int) -> list[EngineLoad]:
@@ -30,16 +49,323 @@ def test_round_robin_shares_equally_and_lets_every_pair_meet(num_prefill: int, n
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_listed_policy_places_on_what_there_is(name: str) -> None:
-    policy = get_policy(name)
-    assert policy.place(ASKED, loads("p", 1), []) == Placed(prefill="p0", decode=None)
-    placed = policy.place(ASKED, loads("p", 1), loads("d", 1))
+@pytest.mark.parametrize("session", [None, "s"])
+def test_every_listed_policy_places_on_what_there_is(name: str, session: str | None) -> None:
+    policy, asked = get_policy(name), replace(ASKED, session=session)
+    assert policy.place(asked, loads("p", 1), []) == Placed(prefill="p0", decode=None)
+    placed = policy.place(asked, loads("p", 1), loads("d", 1))
     assert placed.prefill in ("p0", None)
     assert placed.decode == "d0"
-    policy.ended(ASKED, placed)
+    policy.ended(asked, placed)
     policy.lost("d0")
+    policy.lost("nobody")
+    assert policy.place(asked, loads("p", 1), loads("d", 1)).decode == "d0"
 
 
 def test_an_unknown_policy_names_the_choices() -> None:
     with pytest.raises(UserError, match="round_robin"):
         get_policy("round_robbin")
+
+
+# --- what a policy should see, from all requests that are under way ----------------------------------
+
+
+class World:
+    """Requests come and go at random; everything is remembered and summed up anew for each question."""
+
+    def __init__(self, seed: int, name: str, settings: PolicySettings = SETTINGS) -> None:
+        self.draw = random.Random(seed)
+        self.settings = settings
+        self.policy: Policy = get_policy(name, settings)
+        self.book = LoadBook()
+        for engine, tp in TP.items():
+            self.book.add(engine, tp)
+        self.running: dict[str, tuple[Asked, Placed]] = {}
+        self.ahead: set[str] = set()
+        self.given: list[tuple[tuple[int, ...], set[str]]] = []
+        """(prompt, engines that were given it and live)"""
+
+    def some_request(self, i: int) -> Asked:
+        prompt = self.draw.choices((1, 2), weights=(6, 1), k=self.draw.randint(1, 40))
+        session = self.draw.choice([None, "a", "b", "c"])
+        return Asked(
+            request_id=str(i),
+            prompt_token_ids=tuple(prompt),
+            max_tokens=self.draw.randint(1, 30),
+            session=session,
+        )
+
+    def play(self, num: int, check: Callable[[Asked, list[str], list[str], Placed], None]) -> list[Placed]:
+        """Place `num` requests, of which some end; `check` sees each decision before it counts."""
+        found = []
+        for i in range(num):
+            prefill = self.draw.sample(["p0", "p1", "p2"], self.draw.randint(1, 3))
+            decode = self.draw.sample(["d0", "d1", "d2"], self.draw.choice([0, 1, 2, 3, 3]))
+            asked = self.some_request(i)
+            placed = self.policy.place(asked, self.book.of(prefill), self.book.of(decode))
+            check(asked, prefill, decode, placed)
+            found.append(placed)
+            self.running[asked.request_id] = (asked, placed)
+            self.ahead.add(asked.request_id)
+            self.book.placed(asked, placed)
+            names = {placed.prefill, placed.decode} - {None}
+            self.given.append((asked.prompt_token_ids, {str(n) for n in names}))
+            self.some_news()
+        return found
+
+    def some_news(self) -> None:
+        for request_id in list(self.running):
+            fate = self.draw.random()
+            if fate < 0.2:
+                self.ahead.discard(request_id)
+                self.book.prefilled(request_id)
+            elif fate < 0.3:
+                self.ahead.discard(request_id)
+                self.policy.ended(*self.running.pop(request_id))
+                self.book.ended(request_id)
+        if self.draw.random() < 0.05:
+            lost = self.draw.choice(list(TP))
+            self.policy.lost(lost)
+            self.given = [(prompt, names - {lost}) for prompt, names in self.given]
+
+    def held(self, asked: Asked, engine: str) -> int:
+        """Tokens of whole blocks that the prompt shares with one that the engine was given; never all."""
+        best = 0
+        for prompt, names in self.given:
+            if engine in names:
+                pairs = enumerate(zip(prompt, asked.prompt_token_ids, strict=False))
+                ends = min(len(prompt), len(asked.prompt_token_ids))
+                shared = next((i for i, (a, b) in pairs if a != b), ends)
+                best = max(best, shared // self.settings.block_tokens * self.settings.block_tokens)
+        return min(best, len(asked.prompt_token_ids) - 1)
+
+    def prompt_ahead(self, engine: str) -> int:
+        """Tokens to be computed there."""
+        placed = [self.running[i] for i in self.ahead]
+        return sum(
+            len(asked.prompt_token_ids) - place.num_cached_tokens
+            for asked, place in placed
+            if (place.prefill or place.decode) == engine
+        )
+
+    def work(self, engine: str, more: float) -> float:
+        outputs = sum(a.max_tokens for a, p in self.running.values() if (p.decode or p.prefill) == engine)
+        tokens = self.prompt_ahead(engine) + self.settings.output_cost * outputs
+        return (tokens + more) / TP[engine]
+
+
+def assert_least(chosen: str | None, costs: dict[str, float]) -> None:
+    assert chosen is not None
+    assert costs[chosen] == pytest.approx(min(costs.values())), costs
+
+
+def assert_least_loaded(
+    world: World, asked: Asked, prefill: list[str], decode: list[str], placed: Placed
+) -> None:
+    output = world.settings.output_cost * asked.max_tokens
+    own = len(asked.prompt_token_ids) + (0 if decode else output)
+    assert_least(placed.prefill, {e: world.work(e, own) for e in prefill})
+    if decode:
+        assert_least(placed.decode, {e: world.work(e, output) for e in decode})
+    assert (placed.decode is None) == (not decode)
+    assert placed.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_least_loaded_takes_who_has_least_to_do(seed: int) -> None:
+    world = World(seed, "least_loaded")
+    assert len(world.play(250, partial(assert_least_loaded, world))) == 250
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prefix_aware_weighs_what_is_held_against_what_is_to_do(seed: int) -> None:
+    world = World(seed, "prefix_aware")
+    num_held = []
+
+    def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
+        num, settings = len(asked.prompt_token_ids), world.settings
+        held = {e: world.held(asked, e) for e in TP}
+        output = settings.output_cost * asked.max_tokens
+        own = num + (0 if decode else output)
+        assert_least(placed.prefill, {e: world.work(e, own - held[e]) for e in prefill})
+        assert placed.num_cached_tokens == held[str(placed.prefill)]
+        if decode:
+            more = {e: output + settings.move_cost * (num - held[e]) for e in decode}
+            assert_least(placed.decode, {e: world.work(e, more[e]) for e in decode})
+        num_held.append(placed.num_cached_tokens)
+
+    world.play(250, check)
+    assert sum(map(bool, num_held)) > 50, "the world has prefixes to share"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_conditional_computes_little_prompts_where_they_are_decoded(seed: int) -> None:
+    world = World(seed, "conditional")
+    local: Counter[bool] = Counter()
+
+    def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
+        if not decode:
+            assert placed.prefill in prefill
+            return
+        assert placed.decode in decode
+        num_new = len(asked.prompt_token_ids) - world.held(asked, placed.decode)
+        is_little = num_new <= 9 and num_new + world.prompt_ahead(placed.decode) <= 20
+        assert (placed.prefill is None) == is_little
+        computer = placed.prefill or placed.decode
+        assert placed.num_cached_tokens == world.held(asked, computer)
+        local[is_little] += 1
+
+    world.play(400, check)
+    assert min(local[True], local[False]) > 40
+
+
+def test_a_prompt_that_is_cached_at_the_decode_engine_is_computed_there() -> None:
+    policy = get_policy("conditional", replace(SETTINGS, local_prompt_tokens=4))
+    prompt = tuple(range(40))
+    asked = Asked(request_id="a", prompt_token_ids=prompt)
+    sides = loads("p", 1), loads("d", 1)
+    first = policy.place(asked, *sides)
+    assert (first.prefill, first.num_cached_tokens) == ("p0", 0)
+    again = policy.place(replace(asked, request_id="b", prompt_token_ids=(*prompt, 99, 98)), *sides)
+    assert (again.prefill, again.decode, again.num_cached_tokens) == (None, "d0", 40)
+    policy.lost("d0")
+    after = policy.place(replace(asked, request_id="c"), *sides)
+    assert (after.prefill, after.num_cached_tokens) == ("p0", 39), "the prefill engine has it still"
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "prefix_aware"])
+def test_shares_are_in_proportion_to_tp_sizes(name: str) -> None:
+    policy, book = get_policy(name), LoadBook()
+    for engine, tp in {"p0": 1, "p1": 3, "d0": 2, "d1": 6}.items():
+        book.add(engine, tp)
+    found: Counter[str | None] = Counter()
+    for i in range(400):
+        asked = Asked(request_id=str(i), prompt_token_ids=(i,) * 10, max_tokens=7)
+        placed = policy.place(asked, book.of(["p0", "p1"]), book.of(["d0", "d1"]))
+        book.placed(asked, placed)
+        found.update([placed.prefill, placed.decode])
+    assert found == {"p0": 100, "p1": 300, "d0": 100, "d1": 300}
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "prefix_aware", "conditional"])
+def test_idle_engines_that_are_alike_take_turns(name: str) -> None:
+    policy = get_policy(name)
+    found = Counter(
+        policy.place(
+            Asked(request_id=str(i), prompt_token_ids=(i,) * 100), loads("p", 3), loads("d", 2)
+        ).prefill
+        for i in range(30)
+    )
+    assert found == {"p0": 10, "p1": 10, "p2": 10}
+
+
+# --- sessions ---------------------------------------------------------------------------------------
+
+
+def place_sessions(
+    policy: Policy, prefill: list[EngineLoad], decode: list[EngineLoad], num: int
+) -> list[Placed]:
+    asks = (replace(ASKED, session=f"user {i}") for i in range(num))
+    return [policy.place(asked, prefill, decode) for asked in asks]
+
+
+def test_a_session_stays_whatever_the_load_and_moves_only_with_its_engine() -> None:
+    policy = get_policy("session_affinity")
+    prefill, decode = loads("p", 4), loads("d", 3)
+    before = place_sessions(policy, prefill, decode, 300)
+    prefill[0].num_prompt_tokens = decode[0].num_output_tokens = 10**6
+    assert place_sessions(policy, prefill[::-1], decode[::-1], 300) == before
+    policy.lost("p2")
+    left = [e for e in prefill if e.name != "p2"]
+    after = place_sessions(policy, left, decode, 300)
+    assert [p.decode for p in after] == [p.decode for p in before]
+    moved = [(a.prefill, b.prefill) for a, b in zip(before, after, strict=True) if a != b]
+    assert {a for a, _ in moved} == {"p2"}
+    assert len(moved) == sum(p.prefill == "p2" for p in before)
+    assert {b for _, b in moved} == {"p0", "p1", "p3"}, "its sessions are spread over those left"
+    assert place_sessions(policy, prefill, decode, 300) == before, "they come back with it"
+    assert place_sessions(get_policy("session_affinity"), prefill, decode, 300) == before, "in any process"
+
+
+def test_an_engine_that_joins_takes_its_share_and_moves_nobody_else() -> None:
+    policy = get_policy("session_affinity")
+    before = place_sessions(policy, loads("p", 4), [], 1000)
+    after = place_sessions(policy, loads("p", 5), [], 1000)
+    moved = [b.prefill for a, b in zip(before, after, strict=True) if a != b]
+    assert set(moved) == {"p4"}
+    assert abs(len(moved) - 200) < 5 * (1000 * 0.2 * 0.8) ** 0.5
+
+
+def test_sessions_are_spread_in_proportion_to_tp_sizes() -> None:
+    policy, num = get_policy("session_affinity"), 8000
+    engines = [EngineLoad(name=f"p{i}", tp=tp) for i, tp in enumerate((1, 2, 1, 4))]
+    found = Counter(p.prefill for p in place_sessions(policy, engines, [], num))
+    for engine in engines:
+        share = engine.tp / 8
+        assert abs(found[engine.name] - num * share) < 5 * (num * share * (1 - share)) ** 0.5
+
+
+def test_sessions_that_share_a_prefill_engine_do_not_share_a_decode_engine() -> None:
+    places = place_sessions(get_policy("session_affinity"), loads("p", 2), loads("d", 2), 2000)
+    found = Counter((p.prefill, p.decode) for p in places)
+    assert all(abs(count - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for count in found.values())
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_without_a_session_requests_go_where_least_is_to_do(seed: int) -> None:
+    world = World(seed, "session_affinity")
+    places: dict[str, Placed] = {}
+
+    def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
+        if asked.session is None:
+            assert_least_loaded(world, asked, prefill, decode, placed)
+            places[asked.request_id] = placed
+
+    world.play(200, check)
+    assert len(places) > 20
+
+
+# --- settings ---------------------------------------------------------------------------------------
+
+
+OTHER = PolicySettings(
+    output_cost=0.1,
+    move_cost=9.0,
+    block_tokens=16,
+    index_blocks=4,
+    local_prompt_tokens=30,
+    local_backlog_tokens=10,
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("setting", [f.name for f in fields(PolicySettings)])
+def test_a_setting_changes_decisions_of_policies_that_heed_it_and_no_others(name: str, setting: str) -> None:
+    changed = replace(SETTINGS, **{setting: getattr(OTHER, setting)})
+    worlds = [
+        [World(seed, name, settings).play(150, lambda *_: None) for seed in range(4)]
+        for settings in (SETTINGS, changed)
+    ]
+    assert (worlds[0] != worlds[1]) == (setting in HEEDED[name])
+    assert heeds(name, setting, hands_over=True) == (setting in HEEDED[name])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("setting", [f.name for f in fields(PolicySettings)])
+def test_settings_of_hand_overs_say_nothing_where_there_are_none(name: str, setting: str) -> None:
+    found = []
+    for settings in (SETTINGS, replace(SETTINGS, **{setting: getattr(OTHER, setting)})):
+        policy, draw, book = get_policy(name, settings), random.Random(3), LoadBook()
+        for engine in ("p0", "p1", "p2"):
+            book.add(engine, TP[engine])
+        for i in range(300):
+            prompt = tuple(draw.choices((1, 2), weights=(6, 1), k=draw.randint(1, 40)))
+            asked = Asked(request_id=str(i), prompt_token_ids=prompt, max_tokens=draw.randint(1, 30))
+            placed = policy.place(asked, book.of(["p0", "p1", "p2"]), [])
+            book.placed(asked, placed)
+            if i > 20:
+                book.ended(str(i - draw.randint(1, 20)))
+            found.append(placed)
+    differs = found[:300] != found[300:]
+    assert differs == heeds(name, setting, hands_over=False)
