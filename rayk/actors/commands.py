@@ -34,7 +34,8 @@ class Connect:
 @dataclass(frozen=True, slots=True)
 class Wire:
     """Read a few bytes from every rank of a connected producer engine, so that later reads need not wait
-    for the network to be set up."""
+    for the network to be set up. Each rank answers whether all is here: else ask again. Engines decode
+    meanwhile."""
 
     engine: str
     timeout_s: float

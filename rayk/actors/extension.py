@@ -151,7 +151,7 @@ class TransferExtension:
             case Connect():
                 return self._connect(command)
             case Wire():
-                self.transfer.wire(command.engine, command.timeout_s)
+                return self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
                 return self._make_ticket(command)
             case HoldTicket(ticket):

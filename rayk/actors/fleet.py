@@ -7,14 +7,16 @@ A plain class whose async methods run in one Ray actor; `launch` makes it remote
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayk.actors.desk import Desk
-from rayk.actors.engines import EngineHandle
+from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.forming import (
     COMM_S,
     all_of,
@@ -95,6 +97,8 @@ class Fleet:
         """Producer and its epoch, consumer and its epoch."""
         self._wiring = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._spares: asyncio.Queue[str] = asyncio.Queue()
+        """Idle workers that have answered."""
 
     def __repr__(self) -> str:
         return f"Fleet({self.name})"
@@ -111,16 +115,16 @@ class Fleet:
         for member in self._members.values():
             self._tasks.append(asyncio.create_task(self._look_after(member)))
         self._tasks.append(asyncio.create_task(self._look_after_fronts()))
+        for i in range(self._settings.num_spares):
+            self._tasks.append(asyncio.create_task(self._prepare_spare(f"spare{i}")))
         return {m.name: m.life.facts for m in self._members.values()}
 
     async def drain(self, timeout_s: float) -> int:
         """Take no more requests and wait for those that are here; how many are left after `timeout_s`."""
         self._desk.is_draining = True
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._desk.drained()
-        except TimeoutError:
-            pass
         return self._desk.num_running + self._desk.num_waiting
 
     async def stop(self) -> list[EngineAccount]:
@@ -157,13 +161,26 @@ class Fleet:
             if member.state == "ready":
                 self._desk.open(engine, role, member.entry.config.tp)
 
+    async def num_requests(self) -> tuple[int, int]:
+        """Attempts that have a place, and those that wait for one."""
+        return self._desk.num_running, self._desk.num_waiting
+
+    async def blocks(self) -> dict[str, tuple[int, int]]:
+        """Free blocks of each engine that takes requests, and all of its blocks (the null block included)."""
+        found = {}
+        for member in list(self._ready()):
+            reply = member.life.leader.status.options(concurrency_group="control").remote()
+            status = await member.life.guard(reply, "its blocks", CONTROL_S)
+            found[member.name] = (status["num_free_blocks"], status["num_blocks"])
+        return found
+
     async def pids(self) -> dict[str, list[int]]:
         """Process ids of each engine's ranks, rank 0 first, of engines that live."""
         found: dict[str, list[int]] = {}
-        for member in self._ready():
+        for member in list(self._ready()):
             replies = [w.describe.remote() for w in member.life.workers]
             found[member.name] = [
-                d["pid"] for d in await member.life.guard(all_of(replies), "its pids", 10.0)
+                d["pid"] for d in await member.life.guard(all_of(replies), "its pids", CONTROL_S)
             ]
         return found
 
@@ -347,13 +364,10 @@ class Fleet:
 
     async def _form_again(self, member: _Member) -> None:
         """A new life in the same place, tried until it succeeds."""
-        for attempt in range(1 << 30):
-            await asyncio.sleep(PAUSES_S[min(attempt, len(PAUSES_S) - 1)])
+        for number in itertools.count():
+            await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
             try:
-                self._pool.replace_workers(member.name, member.entry.config.tp)
-                await self._pool.prepare(
-                    [engine_ask(member.entry, self._settings)], self._placement, self._settings.model.folder
-                )
+                await self._replace_workers(member)
                 await self._form(member)
                 await self._join(member)
             except RaykError as error:
@@ -361,6 +375,31 @@ class Fleet:
                 member.state, member.trouble = "lost", str(error)
                 member.life.declare_dead(str(error))
             else:
+                return
+
+    async def _replace_workers(self, member: _Member) -> None:
+        """Others in a lost engine's place: a spare's, where there are spares."""
+        if self._settings.num_spares:
+            spare = await self._spares.get()
+            is_ready = self._pool.adopt(member.name, spare)
+            self._tasks.append(asyncio.create_task(self._prepare_spare(spare)))
+            if is_ready:
+                return
+        self._pool.replace_workers(member.name, member.entry.config.tp)
+        ask = engine_ask(member.entry, self._settings)
+        await self._pool.prepare([ask], self._placement, self._settings.model.folder, alone=True)
+
+    async def _prepare_spare(self, name: str) -> None:
+        """Have idle workers ready, as many as the largest engine's."""
+        largest = max(self._settings.engines, key=lambda e: e.config.tp)
+        ask = replace(engine_ask(largest, self._settings), name=name)
+        for number in itertools.count(1):
+            try:
+                await self._pool.prepare([ask], "auto", self._settings.model.folder, alone=True)
+            except RaykError:
+                await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
+            else:
+                self._spares.put_nowait(name)
                 return
 
     async def _look_after_fronts(self) -> None:

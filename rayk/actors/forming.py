@@ -26,6 +26,7 @@ RELEASE_POLL_S = 0.02
 COMM_S = 60.0
 """How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
 TURN_POLL_S = 0.1
+WIRE_POLL_S = 0.01
 
 RankSpecs = Callable[[int, str], RankSpec]
 """What a rank becomes, given the address that the ranks meet at."""
@@ -56,7 +57,8 @@ async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: b
         if not engine.descriptions:
             engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
     landings = await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
-    await _of(d, Wire(p.name, wire_s), (p, d))
+    while not all(await _of(d, Wire(p.name, wire_s), (p, d))):
+        await asyncio.sleep(WIRE_POLL_S)
     if is_push:
         await _of(p, Connect(p.descriptions, d.descriptions, tuple(landings)), (p, d))
 

@@ -88,16 +88,19 @@ class WorkerPool:
         self._preparing = asyncio.Lock()
         self._waiting_for = ""
 
-    async def prepare(self, asks: Sequence[EngineAsk], how: str, model: str | None = None) -> dict[str, int]:
+    async def prepare(
+        self, asks: Sequence[EngineAsk], how: str, model: str | None = None, *, alone: bool = False
+    ) -> dict[str, int]:
         """Have workers for these engines, placed `how` (auto, pack, spread), that can read `model`.
 
-        Worker name -> process id. Raises DeviceError when the live nodes cannot hold them, CheckpointError
-        when a node has no such model, EngineDied when workers do not start, DeadlineExceeded.
+        Worker name -> process id. `alone`: engines that are not named stay, whatever is short. Raises
+        DeviceError when the live nodes cannot hold them, CheckpointError when a node has no such model,
+        EngineDied when workers do not start, DeadlineExceeded.
         """
         async with self._preparing:
             try:
                 async with asyncio.timeout(FORM_S):
-                    return await self._prepare(asks, how, model)
+                    return await self._prepare(asks, how, model, alone)
             except TimeoutError:
                 for name in [n for n, s in self._slots.items() if s.is_asked]:  # others start in their place
                     self._free(name)
@@ -127,17 +130,32 @@ class WorkerPool:
         for index in range(num_workers):
             slot.workers[index] = self._start(name, slot, index)
 
+    def adopt(self, name: str, spare: str) -> bool:
+        """End a slot's workers at once; those of a spare slot, which is no more, take their place. False, and
+        nothing changed, where they are not ready for that."""
+        found = self._slots.get(spare)
+        if found is None or not found.has_answered or found.hangs:
+            return False
+        if name in self._slots:
+            for worker in self._slots[name].workers:
+                placement.kill(worker)
+            self._free(name)
+        self._slots[name] = self._slots.pop(spare)
+        return True
+
     def free_all(self) -> None:
         """Give every placement group back; its workers end."""
         for name in tuple(self._slots):
             self._free(name)
 
-    async def _prepare(self, asks: Sequence[EngineAsk], how: str, model: str | None) -> dict[str, int]:
+    async def _prepare(
+        self, asks: Sequence[EngineAsk], how: str, model: str | None, alone: bool
+    ) -> dict[str, int]:
         failures: Counter[str] = Counter()
         while True:
             nodes = placement.live_nodes()
             try:
-                return await _while_alive(self._settle(asks, how, model, nodes), nodes)
+                return await _while_alive(self._settle(asks, how, model, nodes, alone), nodes)
             except _NodeLost:
                 continue  # at most once per node of the cluster
             except _WorkerGone as gone:
@@ -149,7 +167,7 @@ class WorkerPool:
                 await asyncio.sleep(WATCH_S)
 
     async def _settle(
-        self, asks: Sequence[EngineAsk], how: str, model: str | None, nodes: Sequence[Node]
+        self, asks: Sequence[EngineAsk], how: str, model: str | None, nodes: Sequence[Node], alone: bool
     ) -> dict[str, int]:
         """Keep, move, free and reserve slots until these engines have their workers."""
         self._drop_misfits(asks, nodes)
@@ -157,7 +175,7 @@ class WorkerPool:
             replace(a, num_workers=len(self._slots[a.name].workers)) if a.name in self._slots else a
             for a in asks
         ]
-        homes = self._plan(asks, how, nodes)
+        homes = self._plan(asks, how, nodes, alone)
         for name, node in homes.items():
             if name in self._slots and self._slots[name].node_id != node.node_id:
                 self._free(name)
@@ -190,12 +208,16 @@ class WorkerPool:
             elif not slot.suits(ask, exactly=not self._keep):
                 self._free(name)
 
-    def _plan(self, asks: Sequence[EngineAsk], how: str, nodes: Sequence[Node]) -> dict[str, Node]:
+    def _plan(
+        self, asks: Sequence[EngineAsk], how: str, nodes: Sequence[Node], alone: bool
+    ) -> dict[str, Node]:
         """A node per engine: of what is free now, else of all there is (others may be about to leave)."""
         asks = with_homes(asks, {name: s.node_id for name, s in self._slots.items()})
         try:
             return plan_nodes(asks, nodes, how, free=True)
         except DeviceError:
+            if alone:
+                raise
             for name in [n for n in self._slots if n not in {a.name for a in asks}]:
                 self._free(name)
             return plan_nodes(asks, nodes, how)

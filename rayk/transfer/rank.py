@@ -31,7 +31,7 @@ from rayk.transfer.rooms import FOREVER_NS, Queued, WireQueue
 from rayk.transfer.seal import is_whole
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.try_read import try_read
+from rayk.transfer.try_read import Wirings
 from rayk.transfer.valid_prefix import LayerProof
 from rayk.transfer.verify import (
     Digests,
@@ -71,6 +71,7 @@ class TransferRank:
         self._landing = Landing(agent, num_slots, caches.buffer.device)
         self._staging = Staging(agent, staging or StagingSettings(), caches.buffer.device)
         self._links: dict[str, ProducerLink] = {}
+        self._wirings = Wirings(agent, self._landing, description.agent_name)
         self._waiting: dict[str, WaitingTicket] = {}
         """Request id -> its ticket, whose blocks are not there yet."""
         self._active: dict[str, Consumption] = {}
@@ -110,25 +111,20 @@ class TransferRank:
         )
         self._links[engine] = make_link(self._agent, self._landing, producers, consumers, me, wire)
 
-    def wire(self, engine: str, timeout_s: float) -> None:
+    def wire(self, engine: str, timeout_s: float) -> bool:
         """Read 8 bytes from every rank of a connected producer engine, so that the first request need not
         wait for the network to be set up. The producers must be polled meanwhile, by others.
 
-        Raises TransferError naming the rank that does not answer in time.
+        Returns at once whether all have answered; call again until then. Raises TransferError naming a rank
+        that does not, after `timeout_s` at the latest.
         """
-        until = time.monotonic() + timeout_s
-        for rank, handle in self._links[engine].fences.items():
-            try:
-                why = try_read(self._agent, self._landing, handle, until, self._take_notifications)
-            except TransferError as error:
-                why = error.reason
-            if why is not None:
-                reason = f"rank {rank} cannot be read from: {why}"
-                raise TransferError("", reason, producer=engine, consumer=self.description.agent_name)
+        self._take_notifications()
+        return self._wirings.step(engine, self._links[engine].fences, timeout_s)
 
     def disconnect(self, engine: str) -> None:
         """A producer engine is gone: its transfers fail (see the next `poll`), its ranks are forgotten."""
         link = self._links.pop(engine, None)
+        self._wirings.forget(engine)
         if link is None:
             return
         self._queue.fail(f"producer engine {engine} is gone", link=link)

@@ -1,38 +1,98 @@
-"""One small read from a producer rank, waited for: so that the network between two ranks is set up."""
+"""One small read from each rank of a producer: so that the network between two engines is set up.
+
+Nobody waits inside: a consumer that decodes meanwhile asks again between its steps.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import numpy as np
 
 from rayk.kv.block_pool import NULL_BLOCK
-from rayk.transfer.agent import Handle, TransferAgent, TransferState
+from rayk.transfer.agent import Handle, Transfer, TransferAgent, TransferState
 from rayk.transfer.link import Landing
 from rayk.types.errors import TransferError
 
-POLL_S = 0.0003
+
+class _Wiring:
+    """Reads one generation from every rank, by `until` (time.monotonic)."""
+
+    def __init__(
+        self, agent: TransferAgent, landing: Landing, handles: Mapping[int, Handle], until: float
+    ) -> None:
+        """`handles`: by producer rank."""
+        self.problem: tuple[int, str] | None = None
+        """The rank that cannot be read from, and why."""
+        self._agent = agent
+        self._landing = landing
+        self._until = until
+        self._reads: dict[int, tuple[Transfer, list[int]]] = {}
+        for rank, handle in handles.items():
+            self._post(rank, handle)
+
+    def is_over(self) -> bool:
+        """Whether every rank has answered, or one has not in time."""
+        for rank, (transfer, slots) in list(self._reads.items()):
+            state = self._agent.poll(transfer)
+            if state is TransferState.PENDING:
+                continue
+            del self._reads[rank]
+            self._agent.release(transfer)
+            self._landing.give_back(slots)
+            if state is not TransferState.DONE:
+                self._fail(rank, "the read failed")
+        if self._reads and time.monotonic() > self._until:
+            # Their slots stay taken: the bytes may still come.
+            self._fail(min(self._reads), "it does not answer")
+            self._reads.clear()
+        return not self._reads
+
+    def _post(self, rank: int, handle: Handle) -> None:
+        slots = self._landing.take(1)
+        if slots is None:
+            self._fail(rank, "no room for what it would answer")
+            return
+        null_block = np.array([NULL_BLOCK], dtype=np.int32)
+        try:
+            transfer = self._agent.read(handle, np.array(slots, dtype=np.int32), null_block)
+        except TransferError as error:
+            self._landing.give_back(slots)
+            self._fail(rank, error.reason)
+        else:
+            self._reads[rank] = (transfer, slots)
+
+    def _fail(self, rank: int, why: str) -> None:
+        self.problem = self.problem or (rank, why)
 
 
-def try_read(
-    agent: TransferAgent, landing: Landing, handle: Handle, until: float, idle: Callable[[], None]
-) -> str | None:
-    """Read one generation by `until` (time.monotonic); what went wrong, if anything did. `idle` is called
-    while it is waited for. Raises TransferError."""
-    slots = landing.take(1)
-    assert slots is not None, "nothing else is in flight"
-    null_block = np.array([NULL_BLOCK], dtype=np.int32)
-    try:
-        transfer = agent.read(handle, np.array(slots, dtype=np.int32), null_block)
-    except TransferError:
-        landing.give_back(slots)
-        raise
-    while (state := agent.poll(transfer)) is TransferState.PENDING:
-        idle()
-        if time.monotonic() > until:
-            return "it does not answer"  # the slot stays taken: the bytes may still come
-        time.sleep(POLL_S)  # the producer may want this core to answer
-    agent.release(transfer)
-    landing.give_back(slots)
-    return None if state is TransferState.DONE else "the read failed"
+class Wirings:
+    """First reads of one consumer rank, by producer engine."""
+
+    def __init__(self, agent: TransferAgent, landing: Landing, name: str) -> None:
+        """`name`: of this rank."""
+        self._agent = agent
+        self._landing = landing
+        self._name = name
+        self._open: dict[str, _Wiring] = {}
+
+    def step(self, engine: str, handles: Mapping[int, Handle], timeout_s: float) -> bool:
+        """Begin, or look how far it is; whether all ranks have answered. Raises TransferError naming one that
+        does not, or has not `timeout_s` after the beginning."""
+        if engine not in self._open:
+            until = time.monotonic() + timeout_s
+            self._open[engine] = _Wiring(self._agent, self._landing, handles, until)
+        wiring = self._open[engine]
+        if not wiring.is_over():
+            return False
+        del self._open[engine]
+        if wiring.problem is not None:
+            rank, why = wiring.problem
+            reason = f"rank {rank} cannot be read from: {why}"
+            raise TransferError("", reason, producer=engine, consumer=self._name)
+        return True
+
+    def forget(self, engine: str) -> None:
+        """It is gone."""
+        self._open.pop(engine, None)

@@ -192,7 +192,8 @@ class Consumer(Peer):
         """Handshake and wiring, while the producer is polled."""
         for rank in self.engine.ranks:
             rank.connect(producers, self.describe())
-            rank.wire("p", 100.0)
+            while not rank.wire("p", 100.0):
+                pass
 
     def read(self, ticket: Any) -> tuple[float, Any]:
         """Seconds and outcome of a transfer, whose every byte is compared."""

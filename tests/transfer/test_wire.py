@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from rayk.transfer.rank import TransferRank
 from rayk.types.errors import TransferError
 from tests.transfer.cluster import Shape, local_pair
+
+
+def wire(rank: TransferRank, timeout_s: float) -> int:
+    """To the end; how often it was asked."""
+    count = 1
+    while not rank.wire("p", timeout_s):
+        count += 1
+    return count
 
 
 def test_wiring_reads_from_every_rank_and_leaves_nothing_behind():
@@ -13,7 +22,7 @@ def test_wiring_reads_from_every_rank_and_leaves_nothing_behind():
     pair = local_pair(shape, delay_polls=3)
     for rank in pair.consumer.ranks:
         for _ in range(3):
-            rank.wire("p", 60.0)
+            assert wire(rank, 60.0) > 1, "it does not wait inside"
     values = shape.values(30)
     outcomes, tables = pair.transfer(values)
     assert [o.error for o in outcomes.values()] == [None, None]
@@ -24,13 +33,13 @@ def test_wiring_reads_from_every_rank_and_leaves_nothing_behind():
 def test_a_rank_that_does_not_answer_is_named_in_time():
     pair = local_pair(Shape(tp=(2, 1)), delay_polls=10**9)
     with pytest.raises(TransferError, match="from p to .*rank 0 cannot be read from: it does not answer"):
-        pair.consumer.ranks[0].wire("p", 0.2)
+        wire(pair.consumer.ranks[0], 0.2)
 
 
 def test_a_rank_that_is_gone_is_named():
     pair = local_pair(Shape(tp=(2, 1)))
     pair.producer.ranks[1].close()
     with pytest.raises(TransferError, match="rank 1 cannot be read from: peer .* is gone"):
-        pair.consumer.ranks[0].wire("p", 60.0)
+        wire(pair.consumer.ranks[0], 60.0)
     landing = pair.consumer.ranks[0]._landing
     assert landing._slots.num_free_blocks == landing.num_slots - 1
