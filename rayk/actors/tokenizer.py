@@ -10,7 +10,7 @@ from rayk.types.errors import CheckpointError
 
 def load_encoder(model: str) -> Callable[[str], list[int]]:
     """The tokenizer's default encoding. Raises CheckpointError when the folder has no usable tokenizer."""
-    tokenizer = _load(model, "give prompts as token ids")
+    tokenizer = load_tokenizer(model, "give prompts as token ids")
     return lambda text: [int(i) for i in tokenizer(text)["input_ids"]]
 
 
@@ -18,7 +18,7 @@ def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
     """Token ids to text without special tokens; longer inputs only add to the text of shorter ones, where
     these end with a character. Raises CheckpointError when the folder has no usable tokenizer.
     """
-    tokenizer = _load(model, "give stop_token_ids instead of stop strings")
+    tokenizer = load_tokenizer(model, "give stop_token_ids instead of stop strings")
 
     def decode(token_ids: Sequence[int]) -> str:
         # Cleaning up would take back spaces that were text already.
@@ -30,7 +30,8 @@ def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
     return decode
 
 
-def _load(model: str, mend: str) -> Any:
+def load_tokenizer(model: str, mend: str) -> Any:
+    """The folder's own, through transformers. Raises CheckpointError when it has no usable one."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,0 +1,127 @@
+"""The FastAPI app: the same handlers wherever they run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import Response
+
+from rayk.serve.asks import Call, Front
+from rayk.serve.chat import ChatWriter, open_chat
+from rayk.serve.completions import CompletionWriter, open_completion
+from rayk.serve.errors import ApiError, JsonResponse, install_handlers
+from rayk.serve.guard import Guard, HttpSettings
+from rayk.serve.protocol import ChatRequest, CompletionRequest
+from rayk.serve.replies import CLIENT_GONE, EventStream, unless_gone
+from rayk.serve.text import Text
+from rayk.types.errors import CheckpointError, RaykError
+from rayk.types.serving import Completer
+
+HEALTH_S = 5.0
+"""A server that takes longer to say how it is, is not well."""
+
+
+def make_app(
+    completer: Completer, settings: HttpSettings | None = None, *, text: Text | None = None
+) -> FastAPI:
+    """An OpenAI-compatible server of the completer's model. `text`: its tokenizer, where that is loaded
+    already."""
+    settings = settings or HttpSettings()
+    front = _front(completer, settings, text)
+    app = FastAPI(title="rayk", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    app.state.front = front
+    app.state.created_s = int(time.time())
+    install_handlers(app)
+    _add_model_routes(app, front)
+    _add_generation_routes(app, front)
+    app.add_middleware(Guard, settings=settings)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _front(completer: Completer, settings: HttpSettings, text: Text | None) -> Front:
+    why = ""
+    if text is None:
+        try:
+            text = Text.load(completer.model.folder)
+        except CheckpointError as error:
+            why = str(error)
+    return Front(completer=completer, settings=settings, text=text, why_no_text=why)
+
+
+def _add_model_routes(app: FastAPI, front: Front) -> None:
+    def card() -> dict[str, Any]:
+        model = front.completer.model
+        return {
+            "id": model.model_id,
+            "object": "model",
+            "created": app.state.created_s,
+            "owned_by": "rayk",
+            "max_model_len": model.max_positions,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The model, as a list of one."""
+        return JsonResponse({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        """The model by its name."""
+        if model_id != front.completer.model.model_id:
+            problem = f"The model `{model_id[:200]}` does not exist"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+        return JsonResponse(card())
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 once every engine has taken a step lately; 503 with the reason until then."""
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                found = await front.completer.health()
+        except (TimeoutError, RaykError) as error:
+            reason = str(error) or f"no word from the engines within {HEALTH_S:g} s"
+            return JsonResponse({"status": "unavailable", "reason": reason}, 503)
+        told = {"status": "ready" if found.is_ready else "unavailable", "reason": found.reason}
+        return JsonResponse({**told, "engines": list(found.engines)}, 200 if found.is_ready else 503)
+
+
+def _add_generation_routes(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """OpenAI's completions: prompts as text or token ids, one or many."""
+        call = await open_completion(front, body)
+        return await _answer(CompletionWriter(front, call, body), call, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """OpenAI's chat completions, by the checkpoint's chat template."""
+        call = await open_chat(front, body)
+        return await _answer(ChatWriter(front, call, body), call, request)
+
+
+async def _answer(writer: CompletionWriter | ChatWriter, call: Call, request: Request) -> Response:
+    headers = {"x-request-id": call.call_id}
+    if call.body.stream:
+        return EventStream(writer.events(), headers)
+    whole = await unless_gone(request.receive, writer.whole())
+    if whole is None:
+        return Response(status_code=CLIENT_GONE)
+    return JsonResponse(whole, headers=headers)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The app's own description: without the framework's form of invalid input, which never leaves it."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version="1", routes=app.routes)
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            found.get("components", {}).get("schemas", {}).pop(name, None)
+        app.openapi_schema = found
+    return app.openapi_schema

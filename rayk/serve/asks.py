@@ -1,0 +1,203 @@
+"""From what a client sent to what the engines are asked."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rayk.serve.answers import Answer, Choice, Prompt
+from rayk.serve.errors import ApiError
+from rayk.serve.guard import HttpSettings
+from rayk.serve.protocol import LEAST_TEMPERATURE, Generation, check_extra
+from rayk.serve.text import Text
+from rayk.types.errors import CheckpointError
+from rayk.types.request import Request, SamplingParams
+from rayk.types.serving import Ask, Completer, ModelCard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """What the handlers of one app share."""
+
+    completer: Completer
+    settings: HttpSettings
+    text: Text | None
+    why_no_text: str = ""
+    """What is wrong with the checkpoint's tokenizer where `text` is None."""
+
+    def need_text(self) -> Text:
+        """The tokenizer. Raises CheckpointError where the model has none."""
+        if self.text is None:
+            raise CheckpointError(f"this model's server has no tokenizer: {self.why_no_text}")
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One HTTP call: its names, its sampling, its choices to be."""
+
+    body: Generation
+    call_id: str
+    created_s: int
+    answer: Answer
+
+    @property
+    def model_id(self) -> str:
+        """Of the model that answers."""
+        return self.answer.completer.model.model_id
+
+    def prompt_of(self, index: int) -> Prompt:
+        """Of a choice."""
+        return self.answer.prompts[index // (self.body.n or 1)]
+
+
+def check_call(front: Front, body: Generation, num_prompts: int) -> None:
+    """Refuse what no engine need see: another model's name, unknown fields, more than the limits allow.
+    Raises ApiError."""
+    model, settings, n = front.completer.model, front.settings, body.n or 1
+    if body.model is not None and body.model != model.model_id:
+        problem = f"The model `{body.model[:200]}` does not exist; this server has `{model.model_id}`"
+        raise ApiError(404, problem, param="model", code="model_not_found")
+    check_extra(body, settings)
+    for param, value, limit in (
+        ("n", n, settings.max_n),
+        ("prompt", num_prompts * n, settings.max_choices),
+        ("stop", len(_stops(body)), settings.max_stop),
+        ("stop_token_ids", len(body.stop_token_ids or ()), settings.max_stop),
+    ):
+        if value > limit:
+            what = "choices in one call (prompts times n)" if param == "prompt" else param
+            raise ApiError(400, f"{what}: {value} is more than {limit}", param=param, code="above_limit")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is for streams only", param="stream_options")
+
+
+def open_call(
+    front: Front,
+    body: Generation,
+    kind: str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    prompt_logprobs: int | None = None,
+) -> Call:
+    """The call with an Ask per choice. `kind` begins its id. `sampling`: max_tokens 0 means that only the
+    prompt is asked about. Raises ApiError where a prompt does not fit."""
+    sampling = replace(sampling, prompt_logprobs=prompt_logprobs)
+    call_id = f"{kind}-{uuid.uuid4().hex}"
+    choices: list[Choice] = []
+    for prompt in prompts:
+        check_prompt(front, prompt, sampling.max_tokens)
+        for i in range(body.n or 1):
+            own = replace(
+                sampling,
+                max_tokens=max(1, sampling.max_tokens),
+                seed=_seed(sampling.temperature, body.seed, i),
+            )
+            index = len(choices)
+            request = Request(
+                request_id=f"{call_id}-{index}", prompt_token_ids=prompt.token_ids, sampling=own
+            )
+            ask = Ask(
+                request=request,
+                priority=body.priority or 0,
+                deadline_s=body.deadline_s,
+                session=body.prompt_cache_key,
+            )
+            choice = Choice(
+                index=index,
+                ask=ask,
+                text=front.text,
+                skip_special_tokens=body.skip_special_tokens is not False,
+                wants_output=sampling.max_tokens > 0,
+            )
+            choices.append(choice)
+    answer = Answer(completer=front.completer, prompts=prompts, choices=choices)
+    return Call(body=body, call_id=call_id, created_s=int(time.time()), answer=answer)
+
+
+def sampling_of(
+    body: Generation, settings: HttpSettings, *, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """OpenAI's defaults where the client says nothing: temperature 1. Raises ApiError."""
+    temperature, top_p, top_k = _or(body.temperature, 1.0), _or(body.top_p, 1.0), body.top_k or -1
+    if 0 < temperature < LEAST_TEMPERATURE:
+        problem = f"temperature: 0, or at least {LEAST_TEMPERATURE:g}"
+        raise ApiError(400, problem, param="temperature", code="invalid_value")
+    stop = _stops(body)
+    longest = settings.max_stop_characters
+    if not all(0 < len(s) <= longest for s in stop):
+        problem = f"stop: texts of 1 to {longest} characters"
+        raise ApiError(400, problem, param="stop", code="invalid_value")
+    if top_p == 0:  # the fewest tokens are one
+        top_p, top_k = 1.0, 1
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        top_k=top_k if top_k > 0 else None,
+        top_p=top_p,
+        min_p=_or(body.min_p, 0.0),
+        stop=stop,
+        logprobs=logprobs,
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+    )
+
+
+def room(front: Front, num_prompt_tokens: int) -> int:
+    """Tokens that may follow a prompt of so many."""
+    return front.completer.model.max_positions - num_prompt_tokens
+
+
+def check_prompt(front: Front, prompt: Prompt, max_tokens: int) -> None:
+    """Raises ApiError where a prompt is empty, has ids of no token, or leaves no room."""
+    model, num_tokens = front.completer.model, len(prompt.token_ids)
+    if not num_tokens:
+        raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+    limit = front.settings.max_prompt_tokens
+    if limit is not None and num_tokens > limit:
+        problem = f"the prompt has {num_tokens} tokens; this server takes {limit}"
+        raise ApiError(400, problem, param="prompt", code="prompt_too_long")
+    if max(prompt.token_ids) >= model.vocab_size:
+        outside = next(t for t in prompt.token_ids if t >= model.vocab_size)
+        problem = f"token id {outside} is outside the vocabulary of {model.vocab_size}"
+        raise ApiError(400, problem, param="prompt", code="invalid_value")
+    _check_context(model, num_tokens, max_tokens)
+
+
+def _check_context(model: ModelCard, num_tokens: int, max_tokens: int) -> None:
+    asked = num_tokens + max(1, max_tokens)
+    if asked > model.max_positions:
+        problem = (
+            f"This model's maximum context length is {model.max_positions} tokens. However, you requested "
+            f"{asked} tokens ({num_tokens} in the prompt, {max(1, max_tokens)} in the completion)."
+        )
+        raise ApiError(400, problem, param="prompt", code="context_length_exceeded")
+
+
+def _stops(body: Generation) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def _seed(temperature: float, seed: int | None, index: int) -> int | None:
+    """Of one choice: None where nothing is drawn. Drawn here where none is given, so that a request goes on
+    alike wherever it is placed again."""
+    if not temperature:
+        return None
+    if seed is None:
+        return secrets.randbits(63)
+    if index == 0:
+        return seed
+    mixed = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(mixed) >> 1
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)

@@ -1,0 +1,136 @@
+"""OpenAI's error bodies: every problem a client can meet, with its status, and nothing else ever."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rayk.types.errors import DeadlineExceeded, Overloaded, RaykError, Unsupported, UserError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+_SHAPES = {
+    "prompt": "text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "stop": "text, or a list of texts",
+    "content": 'text, or a list of {"type": "text", "text": ...}',
+}
+"""Fields that take several kinds of values, and which."""
+
+
+@dataclass
+class ApiError(Exception):
+    """What a client is told."""
+
+    status: int
+    message: str
+    type: str = INVALID
+    param: str | None = None
+    """The field that is wrong."""
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to try again, and how to log in, where these matter."""
+        if self.retry_after_s is not None:
+            return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+class JsonResponse(Response):
+    """JSON of plain values."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """As UTF-8."""
+        return to_json(content)
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON in UTF-8. Halves of surrogate pairs, which no UTF-8 has, are escaped."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def error_response(error: ApiError, **headers: str) -> Response:
+    """The whole answer."""
+    return JsonResponse(error.body, error.status, headers={**error.headers, **headers})
+
+
+def api_error(error: Exception) -> ApiError:
+    """What to tell of an error that a request ended with. Of a bug, nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError | Unsupported):
+        return ApiError(400, str(error))
+    if isinstance(error, Overloaded):
+        return ApiError(
+            429, str(error), "rate_limit_error", code="overloaded", retry_after_s=error.retry_after_s
+        )
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(504, str(error), "timeout_error", code="deadline_exceeded")
+    if isinstance(error, RaykError):
+        return ApiError(503, str(error), SERVER, code="engine_failed", retry_after_s=1)
+    return ApiError(500, "the server failed", SERVER, code="internal_error")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Let every error of the app leave in OpenAI's form."""
+    for kind in (ApiError, RaykError, Exception):
+        app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+
+
+async def _on_error(_request: Request, error: Exception) -> Response:
+    return error_response(api_error(error))
+
+
+async def _on_invalid(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(invalid(error.errors()))
+
+
+async def _on_http(_request: Request, error: Exception) -> Response:
+    """The framework's own: unknown paths, methods, bodies that cannot be parsed."""
+    assert isinstance(error, HTTPException)
+    response = error_response(ApiError(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of the problems that validation found."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    place = [part for part in first["loc"] if part != "body"]
+    if not place:
+        return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
+    param = str(place[0])
+    field = next((p for p in reversed(place) if p in _SHAPES), None)
+    message = first["msg"] if field is None else f"must be {_SHAPES[field]}"
+    if first["type"] == "missing":
+        message, where = "Missing required parameter", ".".join(map(str, place))
+        return ApiError(400, f"{message}: {where}", param=param, code="missing_required_parameter")
+    where = param if field in (None, param) else f"{param}: {field}"
+    return ApiError(400, f"{where}: {message}", param=param, code="invalid_value")

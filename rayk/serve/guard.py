@@ -1,0 +1,122 @@
+"""What must not come in: who has no key, bodies that are too large or too slow, and limits on the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayk.serve.errors import ApiError, error_response
+
+OPEN_PATHS = frozenset({"/health"})
+"""What is told without a key: load balancers have none."""
+_MEGABYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpSettings:
+    """A front's own limits."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """Asked for on every path but /health: `Authorization: Bearer KEY`."""
+    max_body_bytes: int = 8 * _MEGABYTE
+    body_s: float = 30.0
+    """A body must be here so long after its head."""
+    max_prompt_tokens: int | None = None
+    """None: what the model's positions leave room for."""
+    max_n: int = 128
+    """Choices of one prompt."""
+    max_choices: int = 256
+    """Of one call: prompts times n."""
+    max_stop: int = 16
+    """Stop strings of one call, and stop token ids. (OpenAI: 4 strings.)"""
+    max_stop_characters: int = 256
+    """Of one stop string."""
+    ignores_unknown: bool = False
+    """Whether fields that nobody knows are ignored; else they are refused, as OpenAI does."""
+
+
+class Guard:
+    """ASGI: lets requests with the key and a body of bounded size through, the body read."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            received = await self._read(scope, receive)
+        except ApiError as error:
+            # What is left of a body that was not read is no next request.
+            await error_response(error, Connection="close")(scope, receive, send)
+            return
+        if received is not None:
+            await self._app(scope, received, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        """Raises ApiError. Takes as long for a key that is wrong in its first letter as in its last."""
+        key = self._settings.api_key
+        if key is None or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, given = _header(scope, b"authorization").partition(b" ")
+        is_right = hmac.compare_digest(given.strip(), key.encode())
+        if scheme.lower() != b"bearer" or not is_right:
+            problem = "incorrect API key" if given else "no API key: send `Authorization: Bearer KEY`"
+            raise ApiError(401, problem, code="invalid_api_key")
+
+    async def _read(self, scope: Scope, receive: Receive) -> Receive | None:
+        """A `receive` that has the whole body; None where the client went. Raises ApiError."""
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return receive
+        length = _header(scope, b"content-length")
+        if length.isdigit():
+            self._check_length(int(length))
+        try:
+            async with asyncio.timeout(self._settings.body_s):
+                body = await self._read_all(receive)
+        except TimeoutError:
+            problem = f"the body was not here within {self._settings.body_s:g} s"
+            raise ApiError(408, problem, "timeout_error") from None
+        return None if body is None else _replay(body, receive)
+
+    async def _read_all(self, receive: Receive) -> bytes | None:
+        parts, length = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            length += len(parts[-1])
+            self._check_length(length)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _check_length(self, length: int) -> None:
+        limit = self._settings.max_body_bytes
+        if length > limit:
+            raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body in one message, then what the connection says."""
+    is_read = False
+
+    async def receive_again() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -1,0 +1,164 @@
+"""What clients may send: OpenAI's fields, and rayk's own beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rayk.serve.errors import ApiError
+from rayk.serve.guard import HttpSettings
+from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
+
+LEAST_TEMPERATURE = 1e-3
+"""Below it, and not 0, logits would leave float32."""
+MOST = 100.0
+"""Temperatures and repetition penalties beyond it mean nothing."""
+
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "parallel_tool_calls",
+    }
+)
+"""OpenAI's fields that say nothing of the answer: ignored."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "min_tokens": (0,),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+}
+"""Fields of OpenAI and others that are not implemented -> values that ask for nothing, as null does."""
+
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Count = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class _Strict(BaseModel):
+    """JSON's own types, no guesses: "5" is no number."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """Of streams."""
+
+    include_usage: bool | None = None
+    """A last chunk without choices tells the usage."""
+    continuous_usage_stats: bool | None = None
+    """Every chunk tells it so far. (Not OpenAI's.)"""
+
+
+class Generation(_Strict):
+    """What both endpoints take. null is as good as leaving a field out."""
+
+    model: str | None = None
+    n: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=MOST)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    """Choice i of a prompt draws with a seed made of this one and i; choice 0 with this one."""
+    stop: str | list[str] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    prompt_cache_key: str | None = None
+    """Requests with one key are kept together where the server's policy heeds sessions."""
+
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """-1 and 0: all tokens, as of other servers."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1 / MOST, le=MOST)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Of requests that wait, lower ones go first."""
+    deadline_s: Annotated[float, Field(gt=0)] | None = None
+    """The answer must be whole so long after its request came."""
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """16 if left out. 0 only with `echo`."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    """Whether texts begin as the tokenizer begins them (default true)."""
+
+
+class ContentPart(_Strict):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(_Strict):
+    """Of a conversation. Chat templates see all its fields."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Count | None = None
+    """The rest of the context if left out."""
+    max_completion_tokens: Count | None = None
+    """The newer name."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More for the chat template, e.g. {"enable_thinking": false}."""
+
+
+def check_extra(body: Generation, settings: HttpSettings) -> None:
+    """Refuse fields that would be ignored though they ask for something. Raises ApiError."""
+    for name, value in (body.model_extra or {}).items():
+        if value is None or name in HARMLESS or _asks_for_nothing(body, name, value):
+            continue
+        if name in NEUTRAL:
+            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
+        if not settings.ignores_unknown:
+            problem = f"Unrecognized request argument supplied: {name[:100]}"
+            raise ApiError(400, problem, param=name[:100], code="unknown_parameter")
+
+
+def _asks_for_nothing(body: Generation, name: str, value: Any) -> bool:
+    if name == "best_of":
+        return bool(value == (body.n or 1))
+    if name == "min_tokens" and body.ignore_eos and not body.stop and not body.stop_token_ids:
+        return True  # nothing ends the output before its last token
+    return any(type(v) is type(value) and v == value for v in NEUTRAL.get(name, ()))

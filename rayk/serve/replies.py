@@ -1,0 +1,87 @@
+"""Answers on their way to clients, who may go before they have them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rayk.serve.errors import api_error, to_json
+from rayk.types.errors import RaykError
+
+T = TypeVar("T")
+CLIENT_GONE = 499
+"""Status of an answer that nobody waits for: it is not sent, only counted."""
+DONE = b"data: [DONE]\n\n"
+_LOG = logging.getLogger(__name__)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result; None where the client went before, which cancels it. `receive`: behind the body."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # Also where this call itself is cancelled. What the work still has to give back, it does meanwhile.
+        has_gone = not task.done()
+        task.cancel()
+        watch.cancel()
+        await asyncio.wait({task, watch})
+    if has_gone:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.warning("a request failed while it was aborted: %r", error)
+        return None
+    return task.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events. The status waits for the first of them: an error before it has one of its own."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        """`events`: as they are sent; closed when the client goes."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them all."""
+        await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _send_part(send, first)
+            try:
+                async for part in events:
+                    await _send_part(send, part)
+                await _send_part(send, DONE)
+            except Exception as error:
+                # Without [DONE]: it says that all was sent.
+                await _send_part(send, event(api_error(error).body))
+                if not isinstance(error, RaykError):
+                    await send({"type": "http.response.body", "body": b""})
+                    raise
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,205 @@
+"""Text to token ids and back for a server: prompts, chats, and output that grows token by token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from rayk.actors.tokenizer import load_tokenizer
+from rayk.types.errors import UserError
+
+REPLACEMENT = "\ufffd"
+MANY_TOKENS = 8
+"""So many without a whole character: some of their bytes never will be one."""
+_LONGEST_CHARACTER = 4
+"""Tokens that one character may be spread over: bytes of UTF-8."""
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token for people."""
+
+    text: str
+    """`bytes:\\xe4\\xbd` where its bytes are no text by themselves, as OpenAI writes them."""
+    raw: bytes
+
+
+class Text:
+    """A checkpoint's tokenizer. Any thread: nothing here changes it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: of transformers."""
+        self._tokenizer = tokenizer
+        self.token = lru_cache(maxsize=65536)(self._token)
+        """TokenText of a token id."""
+
+    @classmethod
+    def load(cls, folder: str) -> Text:
+        """A checkpoint's. Raises CheckpointError where it has none."""
+        return cls(load_tokenizer(folder, "give prompts as token ids"))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, by default with those that the tokenizer begins texts with."""
+        return [int(i) for i in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
+
+    def starts(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where each token of the encoded text begins in it, in characters."""
+        if not self._tokenizer.is_fast:
+            ids = self.encode(text, add_special_tokens=add_special_tokens)
+            return self.starts_of(ids, skip_special_tokens=True)
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        return [int(start) for start, _ in encoded["offset_mapping"]]
+
+    def starts_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
+        """Where each token begins in the decoded text; a token that ends inside a character, where this
+        begins."""
+        stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        found, length = [], 0
+        for token in token_ids:
+            found.append(length)
+            length += len(stream.feed(token))
+        return found
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
+        """Token ids of a conversation by the checkpoint's chat template, up to where the answer begins.
+        `arguments`: for the template. Raises UserError where there is none, or it refuses the messages."""
+        from jinja2 import TemplateError
+
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise UserError(
+                "this model has no chat template", mend="use /v1/completions, or add one to its tokenizer"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **arguments
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            # What a template's own code raises of messages it was not written for.
+            raise UserError(f"the chat template refuses the messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The tokenizer's own decoding."""
+        # Cleaning up would take back spaces that were text already.
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that decoding leaves out if told to skip special ones."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        found = {i for i, token in added.items() if getattr(token, "special", False)}
+        return frozenset(i for i in found | set(self._tokenizer.all_special_ids) if not self.decode([i]))
+
+    @cached_property
+    def byte_ids(self) -> dict[int, int]:
+        """Token id -> byte, of vocabularies that spell unknown characters out in such pieces. Decoding looks
+        at a run of them as a whole."""
+        pieces = self._tokenizer.get_vocab().items()
+        found = ((i, _BYTE_PIECE.fullmatch(piece)) for piece, i in pieces)
+        return {i: int(match[1], 16) for i, match in found if match}
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Ids from here on are no tokens, and have no text: models may know more than their tokenizer."""
+        return int(max(self._tokenizer.get_vocab().values())) + 1
+
+    def _token(self, token_id: int) -> TokenText:
+        raw = self._raw(token_id)
+        try:
+            return TokenText(raw.decode(), raw)
+        except UnicodeDecodeError:
+            return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw)
+
+    def _raw(self, token_id: int) -> bytes:
+        if token_id in self.byte_ids:
+            return bytes([self.byte_ids[token_id]])
+        if token_id >= self.num_tokens:
+            return b""
+        # Behind another token: some tokenizers take a space from the first.
+        before = self.decode(self._anchor, skip_special_tokens=False)
+        text = self.decode([*self._anchor, token_id], skip_special_tokens=False)[len(before) :]
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece: str = self._tokenizer.convert_ids_to_tokens(token_id)
+        if all(c in _BYTE_OF for c in piece):
+            return bytes(_BYTE_OF[c] for c in piece)
+        return text.encode()
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode("a", add_special_tokens=False)[-1:]
+
+
+class Detokenizer:
+    """Output text as it grows. What `feed` and `end` returned, joined, is the decoding of all token ids.
+
+    Text is told once no later token can change it: a token that ends inside a character waits for the rest,
+    and so do pieces that stand for single bytes, which decoders take by the run.
+    """
+
+    def __init__(self, text: Text, *, skip_special_tokens: bool) -> None:
+        self._text = text
+        self._skip = skip_special_tokens
+        self._context: list[int] = []
+        """Tokens told last: some tokenizers write a token in one way at the start of a text and in another
+        inside."""
+        self._before = ""
+        """Their text."""
+        self._waiting: list[int] = []
+        self._in_run = False
+        """Whether the last visible token stands for a byte."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that is certain with this token."""
+        if token_id >= self._text.num_tokens or (self._skip and token_id in self._text.special_ids):
+            return ""
+        self._waiting.append(token_id)
+        self._in_run = token_id in self._text.byte_ids
+        if self._in_run:
+            return ""
+        new = self._new(self._waiting)
+        if new and not new.endswith(REPLACEMENT):
+            return self._tell(len(self._waiting), new)
+        return self._give_up(new) if len(self._waiting) > MANY_TOKENS else ""
+
+    def end(self) -> str:
+        """What is left, half characters included."""
+        return self._tell(len(self._waiting), self._new(self._waiting)) if self._waiting else ""
+
+    def _new(self, token_ids: list[int]) -> str:
+        return self._decode([*self._context, *token_ids])[len(self._before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._text.decode(token_ids, skip_special_tokens=self._skip)
+
+    def _tell(self, num_tokens: int, new: str) -> str:
+        self._context, self._waiting = self._waiting[:num_tokens], self._waiting[num_tokens:]
+        self._before = self._decode(self._context)
+        return new
+
+    def _give_up(self, new: str) -> str:
+        """Tell of bytes that no later one can complete: the text falls into two where the next token does not
+        go on with their character."""
+        for keep in range(1, _LONGEST_CHARACTER + 1):
+            first = self._new(self._waiting[:-keep])
+            if new == first + self._decode(self._waiting[-keep:]):
+                return self._tell(len(self._waiting) - keep, first)
+        return ""
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The alphabet that byte-level vocabularies are written in (that of GPT-2): printable characters of
+    Latin-1 stand for themselves, other bytes for characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _bytes_of_characters()
