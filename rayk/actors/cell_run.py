@@ -70,11 +70,12 @@ class CellRun:
         self._repeat = repeat
         self._outcome = outcome
         self._capture = capture
-        self._engines = Engines(cell, engines, form_again)
+        self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._policy = get_policy(cell.policy, cell.policy_settings)
         self._loads = LoadBook()
         for engine in engines:
             self._loads.add(engine.name, engine.config.tp)
+            self._tell_of_death(engine)
         self._num_reservations = 0
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._rules = FlightRules(
@@ -152,16 +153,31 @@ class CellRun:
                     row.recovered_by = recovery.policy
                 return
 
+    async def _form_again(self, form: FormAgain, lost: EngineHandle, *, was_serving: bool) -> EngineHandle:
+        """A new life of a lost engine: it may be lost as well."""
+        engine = await form(lost, was_serving=was_serving)
+        self._tell_of_death(engine)
+        return engine
+
+    def _tell_of_death(self, engine: EngineHandle) -> None:
+        """Once it dies, the policy knows."""
+        engine.died.add_done_callback(lambda _: self._policy.lost(engine.name))
+
     def _place(self, request: Request) -> Attempt:
-        """Engines by the cell's policy. Where one died, an attempt finds that out and the failure policy says
-        what comes next."""
-        prefill, decode = ([e.name for e in side] for side in (self._engines.prefill, self._engines.decode))
+        """Engines by the cell's policy, among those that live. Where none does, an attempt finds that out and
+        the failure policy says what comes next."""
+        engines = self._engines
+        prefill, decode = ([e.name for e in side] for side in (engines.prefill, engines.decode))
+        live = [
+            [e.name for e in side if engines.is_live(e)] or [e.name for e in side]
+            for side in (engines.prefill, engines.decode)
+        ]
         asked = Asked(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             max_tokens=request.sampling.max_tokens,
         )
-        placed = self._policy.place(asked, self._loads.of(prefill), self._loads.of(decode))
+        placed = self._policy.place(asked, *(self._loads.of(names) for names in live))
         self._loads.placed(asked, placed)
         return Attempt(
             request,

@@ -1,0 +1,120 @@
+"""Requests of a cell start when they are due, and where engines live. No Ray: attempts are played."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from rayk.actors.attempts import Attempt
+from rayk.actors.cell_run import CellOutcome, CellRun
+from rayk.actors.engines import EngineHandle
+from rayk.specs import Cell, expand, load_spec
+from rayk.types.errors import DeadlineExceeded
+from rayk.types.rows import RequestRow
+from tests.specs.models import decoder, spec
+
+PROMPTS = [[i] * 5 for i in range(1, 7)]
+
+
+def one_cell(**changes: Any) -> Cell:
+    (cell,) = expand(load_spec(spec(mode="aggregated", **changes)).spec, decoder(), device="cpu")
+    return cell
+
+
+def engines_of(cell: Cell) -> list[EngineHandle]:
+    """Nobody behind them."""
+    return [
+        EngineHandle(f"prefill{i}", "aggregated", 1, cell.prefill, [])
+        for i in range(cell.num_prefill_engines)
+    ]
+
+
+class Played:
+    """Runs a cell whose attempts only note when and where they began."""
+
+    def __init__(self, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cell = cell
+        self.outcome = CellOutcome()
+        self.began_ns: dict[int, int] = {}
+        self.placed: dict[int, int] = {}
+        self.engines: list[EngineHandle] = []
+        self.block_s = 0.0
+        """How long each attempt keeps the event loop from everything else."""
+
+        async def attempts(run: CellRun, attempt: Attempt, row: RequestRow) -> None:
+            del run
+            self.began_ns[row.prompt_index] = time.monotonic_ns()
+            self.placed[row.prompt_index] = attempt.p
+            time.sleep(self.block_s)  # noqa: ASYNC251 - it is to be late
+            self.at(row.prompt_index)
+
+        monkeypatch.setattr(CellRun, "_attempts", attempts)
+
+    def at(self, index: int) -> None:
+        """Hook for tests."""
+
+    async def run(self, repeat: int = 0) -> list[RequestRow]:
+        self.engines = engines_of(self.cell)
+        await CellRun(self.cell, repeat, self.outcome, self.engines, capture=False).run(PROMPTS)
+        return self.outcome.requests
+
+
+@pytest.mark.parametrize("block_s", [0.0, 0.06])
+def test_requests_start_when_due_and_count_from_then(monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
+    cell = one_cell(arrival={"rate": 40.0, "process": "gamma", "burstiness": 0.5, "seed": 1})
+    played = Played(cell, monkeypatch)
+    played.block_s = block_s
+    rows = asyncio.run(played.run(repeat=2))
+    due_ns = cell.due_ns(len(PROMPTS), 2)
+    assert [r.prompt_index for r in rows] == list(range(len(PROMPTS)))
+    first_ns = rows[0].arrival_ns
+    # However late the loop gets to them.
+    assert [r.arrival_ns - first_ns for r in rows] == [due - due_ns[0] for due in due_ns]
+    assert all(played.began_ns[r.prompt_index] >= r.arrival_ns for r in rows)
+    assert all(r.stage_ns["queue"] >= 0 for r in rows)
+    assert list(played.began_ns) == list(range(len(PROMPTS)))
+
+
+def test_without_a_rate_all_start_at_once_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(one_cell(), monkeypatch)
+    rows = asyncio.run(played.run())
+    assert len({r.arrival_ns for r in rows}) == 1
+    assert list(played.began_ns) == list(range(len(PROMPTS)))
+
+
+def test_what_never_arrived_is_a_row_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(one_cell(arrival={"rate": 1e-3, "process": "constant"}), monkeypatch)
+
+    async def cut_off() -> None:
+        async with asyncio.timeout(0.1):
+            await played.run()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cut_off())
+    assert [r.finish_reason for r in played.outcome.requests] == ["error"] * len(PROMPTS)
+    assert all("cell" in str(r.error) for r in played.outcome.requests)
+    assert all(isinstance(e, DeadlineExceeded) for e in played.outcome.errors)
+    assert played.began_ns == {}
+
+
+def test_who_comes_after_a_death_goes_to_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrival = {"rate": 50.0, "process": "constant"}
+    cell = one_cell(arrival=arrival, prefill={"num_engines": 2}, policy="prefix_aware")
+    played = Played(cell, monkeypatch)
+    told: list[str] = []
+
+    def at(index: int) -> None:
+        if index == 2:
+            played.engines[1].declare_dead("for once")
+
+    monkeypatch.setattr(played, "at", at)
+    monkeypatch.setattr(
+        "rayk.sched.policies.prefix_aware.PrefixAware.lost", lambda _, name: told.append(name)
+    )
+    asyncio.run(played.run())
+    assert {played.placed[i] for i in range(3)} == {0, 1}
+    assert {played.placed[i] for i in range(3, 6)} == {0}
+    assert told == ["prefill1"]
