@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayk.experiments import Experiment
     from rayk.reports import Result, load
+    from rayk.serve.llm import LLM
     from rayk.types import EngineConfig, Request, SamplingParams
 
 _HOMES = {
     "EngineConfig": "rayk.types",
     "Experiment": "rayk.experiments",
+    "LLM": "rayk.serve.llm",
     "Request": "rayk.types",
     "Result": "rayk.reports",
     "SamplingParams": "rayk.types",
     "load": "rayk.reports",
 }
 
-__all__ = ["EngineConfig", "Experiment", "Request", "Result", "SamplingParams", "load"]
+__all__ = ["LLM", "EngineConfig", "Experiment", "Request", "Result", "SamplingParams", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,126 @@
+"""`rayk serve`: an OpenAI-compatible server of one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from typing import Annotated
+
+import typer
+
+from rayk.cli.guard import guarded
+
+
+class Http(enum.StrEnum):
+    """What stands between clients and the router."""
+
+    serve = "serve"
+    uvicorn = "uvicorn"
+
+
+@guarded
+def serve(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="aggregated|disaggregated",
+            help="[default: disaggregated if any TP size or number of engines is given]",
+        ),
+    ] = None,
+    prefill_tp: Annotated[
+        int | None, typer.Option(min=1, help="TP of prefill engines, or of aggregated ones.")
+    ] = None,
+    decode_tp: Annotated[int | None, typer.Option(min=1, help="TP of decode engines.")] = None,
+    num_prefill: Annotated[
+        int | None, typer.Option(min=1, help="Prefill engines, or aggregated ones.")
+    ] = None,
+    num_decode: Annotated[int | None, typer.Option(min=1, help="Decode engines.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An engine's setting, as in an experiment: engine.num_blocks=1024, decode.layout=BHLNC, "
+            "transfer.mode=push, ...; repeatable.",
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Which engines a request runs on.")] = "round_robin",
+    failure_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="fail|recompute|migrate",
+            help="Of requests whose engine or transfer is lost; recompute and migrate go on behind the "
+            "tokens that were delivered.",
+        ),
+    ] = "migrate",
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Requests that wait for a place; more are refused with 429.")
+    ] = 512,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that one request may take, its wait included.")
+    ] = 600.0,
+    spares: Annotated[
+        int, typer.Option(min=0, help="Idle workers that take a lost engine's place at once.")
+    ] = 0,
+    http: Annotated[
+        Http,
+        typer.Option(help="Ray Serve, or uvicorn in an actor, which adds less to every request."),
+    ] = Http.serve,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="Clients must send `Authorization: Bearer KEY`.")
+    ] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests get to end after a signal.")
+    ] = 60.0,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own]."),
+    ] = None,
+) -> None:
+    """Serve a checkpoint over HTTP as OpenAI's API does, until SIGINT or SIGTERM.
+
+    Prints `rayk: ready http://HOST:PORT model=ID` when requests are taken; /health is 503 until then. The
+    first signal lets running requests end, refuses others and exits 0; a second one ends at once. Exit 2: the
+    model, the options or the port are bad, nothing was started. 1: the server could not go on.
+    """
+    from rayk.actors.environment import check_address, wanted_address
+    from rayk.serve.command import HttpOptions, check_http, serve_until_stopped
+    from rayk.specs.server_plan import ServerOptions, plan_server
+
+    options = ServerOptions(
+        model=model,
+        mode=mode,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        dtype=dtype,
+        device=device,
+        policy=policy,
+        failure_policy=failure_policy,
+        overrides=tuple(overrides or ()),
+        max_waiting=max_queue,
+        request_s=request_timeout,
+        num_spares=spares,
+    )
+    front = HttpOptions(kind=http.value, host=host, port=port, api_key=api_key, drain_s=drain_timeout)
+    # Bad input is refused in a second: this needs neither torch nor Ray.
+    cluster = wanted_address(address)
+    plan_server(options, is_local=cluster is None)
+    front = check_http(front, is_local=cluster is None)
+    if cluster is not None:
+        check_address(cluster)
+    # Ray prints what befalls workers to stdout, which is for the ready line alone.
+    ready = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        raise typer.Exit(serve_until_stopped(options, front, address=address, ready=ready))

@@ -1,0 +1,149 @@
+"""What `rayk serve` does once its options are known: engines and a front, kept alive until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import secrets
+import sys
+from dataclasses import dataclass, replace
+from typing import Any, TextIO
+
+from rayk.serve.ports import claim_port, reachable_host, url_of
+from rayk.serve.signals import StopSignals
+from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
+from rayk.specs.server_plan import ServerOptions, plan_server
+from rayk.specs.serving import ServerSettings
+from rayk.types.errors import DeadlineExceeded, RaykError, UserError
+
+READY_S = 600.0
+"""From the first actor to the first request: weights may be large."""
+PROBE_S = 0.05
+STOP_S = 60.0
+"""Deadline for each part's end, once nothing runs any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpOptions:
+    """How the server is reached."""
+
+    kind: str = "serve"
+    """serve (Ray Serve) or uvicorn."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    drain_s: float = 60.0
+    """Running requests get so long to end."""
+
+
+def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
+    """The same with a real port. Raises UserError: the port cannot be had, or the key is not one.
+
+    `is_local`: the front will listen on this machine.
+    """
+    if options.api_key is not None and (not options.api_key.strip() or not options.api_key.isascii()):
+        raise UserError("an API key has ASCII characters, and some", where="--api-key")
+    if is_local or options.kind == "uvicorn":
+        return replace(options, port=claim_port(options.host, options.port))
+    if options.port == 0:
+        raise UserError("the head of another cluster has to be given a port", where="--port 0")
+    return options
+
+
+def serve_until_stopped(
+    options: ServerOptions, front: HttpOptions, *, address: str | None, ready: TextIO
+) -> int:
+    """Serve until a signal; the exit code. The ready line goes to `ready`, all else to stderr.
+
+    Raises UserError when the cluster cannot hold the engines.
+    """
+    stop = StopSignals(lambda: _say("stopping; running requests may end (again to end at once)"))
+    with stop.handled():
+        # Ray is imported here so that bad input is refused in a second.
+        from rayk.actors import launch
+
+        with launch.connect(address):
+            if stop.received:
+                return 0
+            device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
+            settings = launch.fit_server(plan_server(options, device=device, is_local=False))
+            try:
+                return asyncio.run(_serve(settings, front, stop, ready))
+            except GaveUp as error:
+                _say(str(error))
+                return 1
+
+
+async def _serve(settings: ServerSettings, front: HttpOptions, stop: StopSignals, ready: TextIO) -> int:
+    from rayk.serve.fleet_part import FleetPart
+    from rayk.serve.fronts import FrontPlan
+    from rayk.serve.guard import HttpSettings
+
+    name = f"rayk/{secrets.token_hex(4)}/fleet"
+    http = HttpSettings(api_key=front.api_key)
+    plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
+    fleet = FleetPart(name, settings)
+    http_part = _front_part(front.kind, plan)
+    supervisor = Supervisor((fleet, http_part), stop.event(), _say)
+    url = url_of(front.host, front.port)
+
+    def tell() -> None:
+        ready.write(f"rayk: ready {url} model={settings.model.model_id}\n")
+        ready.flush()
+
+    try:
+        await supervisor.run(lambda: asyncio.ensure_future(_until_ready(front)), tell)
+        left = await fleet.drain(front.drain_s)
+        if left:
+            _say(f"{left} requests did not end within {front.drain_s:g} s")
+    except (UserError, GaveUp):
+        raise
+    except RaykError as error:
+        _say(str(error))
+        return 1
+    finally:
+        # The front first: what it still streams ends, and nobody comes in any more.
+        await stop_parts((http_part, fleet), STOP_S, _say)
+    return 0
+
+
+def _front_part(kind: str, plan: Any) -> Part:
+    if kind == "uvicorn":
+        from rayk.serve.front_actor import UvicornPart
+
+        return UvicornPart(plan)
+    from rayk.serve.ray_serve import RayServePart, refuse_second_serve
+
+    refuse_second_serve()
+    return RayServePart(plan)
+
+
+async def _until_ready(front: HttpOptions) -> None:
+    """Ask for /health, as clients would, until it says yes. Raises DeadlineExceeded."""
+    answer = "nothing answers"
+    try:
+        async with asyncio.timeout(READY_S):
+            while True:
+                is_ready, answer = await asyncio.to_thread(_ask_health, front.host, front.port)
+                if is_ready:
+                    return
+                await asyncio.sleep(PROBE_S)
+    except TimeoutError:
+        raise DeadlineExceeded("the start of the server", READY_S, {"health": answer}) from None
+
+
+def _ask_health(host: str, port: int) -> tuple[bool, str]:
+    connection = http.client.HTTPConnection(reachable_host(host), port, timeout=10)
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        return response.status == 200, response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        return False, str(error)
+    finally:
+        connection.close()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"rayk: {text}\n")
+    sys.stderr.flush()

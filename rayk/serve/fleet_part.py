@@ -1,0 +1,86 @@
+"""The fleet of engines as the driver keeps it alive."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from rayk.actors import launch
+from rayk.actors.serving import EngineAccount
+from rayk.specs.serving import ServerSettings
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+
+LOOK_S = 0.5
+"""How often the fleet is asked for a sign of life."""
+PATIENCE_S = 15.0
+"""A fleet that does not answer for so long hangs: it is killed."""
+GRACE_S = 10.0
+"""What an answer may take beyond what it was asked to wait."""
+
+
+class FleetPart:
+    """Implements supervisor.Part. Workers end with the fleet they belong to; the next one starts others."""
+
+    name = "the fleet of engines"
+
+    def __init__(self, actor_name: str, settings: ServerSettings) -> None:
+        self._actor_name = actor_name
+        self._settings = settings
+        self._actor: Any = None
+        self.accounts: tuple[EngineAccount, ...] = ()
+        """What each engine left, once the fleet was stopped."""
+
+    async def start(self) -> None:
+        """Form every engine. Raises RaykError where one cannot be."""
+        self._actor = await asyncio.to_thread(launch.start_fleet, self._actor_name, self._settings)
+        await _answer(self._actor.start.remote())
+
+    async def lost(self) -> str:
+        """What its process ended of; one that hangs is ended."""
+        while True:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._actor.health.remote()
+            except RayActorError:
+                return "its process ended"
+            except TimeoutError:
+                ray.kill(self._actor, no_restart=True)
+                return f"it hangs: no answer in {PATIENCE_S:g} s"
+            await asyncio.sleep(LOOK_S)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no more requests and wait for those that are here; how many are left after `timeout_s`."""
+        if self._actor is None:
+            return 0
+        try:
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                return int(await _answer(self._actor.drain.remote(timeout_s)))
+        except EngineDied:
+            return 0
+        except TimeoutError:
+            raise DeadlineExceeded("the end of running requests", timeout_s + GRACE_S) from None
+
+    async def stop(self) -> None:
+        """End every engine in order, then the process."""
+        if self._actor is None:
+            return
+        try:
+            self.accounts = tuple(await _answer(self._actor.stop.remote()))
+        finally:
+            ray.kill(self._actor, no_restart=True)
+
+
+async def _answer(reply: Any) -> Any:
+    """A reply of the fleet. Raises RaykError: its own, or EngineDied of a fleet that is gone."""
+    try:
+        return await reply
+    except RayActorError as error:
+        raise EngineDied("the fleet", "its process ended") from error
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, RaykError):
+            raise cause from None
+        raise

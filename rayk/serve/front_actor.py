@@ -1,0 +1,94 @@
+"""The front with the least between clients and engines: uvicorn on the loop of one async Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import ray
+import uvicorn
+from ray.exceptions import RayActorError, RayError
+
+from rayk.actors.placement import on_this_node
+from rayk.serve.fronts import FrontPlan, open_app
+from rayk.serve.ports import listen
+from rayk.types.errors import UserError
+
+START_S = 120.0
+"""Deadline of imports, tokenizer and bind."""
+CLOSE_S = 5.0
+"""How long connections may take to close once nothing runs on them any more."""
+
+
+class UvicornFront:
+    """One process that answers HTTP. A plain class; `UvicornPart` makes it remote."""
+
+    def __init__(self, plan: FrontPlan) -> None:
+        self._plan = plan
+        self._server: uvicorn.Server | None = None
+
+    async def run(self) -> None:
+        """Answer requests until `stop`. Raises UserError when the port is taken."""
+        plan = self._plan
+        try:
+            socket = listen(plan.host, plan.port)
+        except OSError as error:
+            raise UserError(f"cannot listen at {plan.host}:{plan.port}: {error}", where="--port") from error
+        async with open_app(plan) as app:
+            config = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(CLOSE_S),
+                server_header=False,
+            )
+            self._server = uvicorn.Server(config)
+            await self._server.serve(sockets=[socket])
+
+    async def stop(self) -> None:
+        """Take no more connections; `run` ends when those that are there have closed."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+class UvicornPart:
+    """The front as the driver keeps it alive. Implements supervisor.Part."""
+
+    name = "the HTTP front"
+
+    def __init__(self, plan: FrontPlan) -> None:
+        self._plan = plan
+        self._actor: Any = None
+        self._run: Any = None
+
+    async def start(self) -> None:
+        """A new process; it listens soon."""
+        make = ray.remote(UvicornFront).options(
+            num_cpus=0, max_concurrency=100, max_restarts=0, scheduling_strategy=on_this_node()
+        )
+        self._actor = make.remote(self._plan)
+        self._run = self._actor.run.remote()
+
+    async def lost(self) -> str:
+        """What it ended of. Raises UserError when it cannot listen."""
+        try:
+            await self._run
+        except RayActorError:
+            return "its process ended"
+        except RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, UserError):
+                raise cause from None
+            return str(cause or error).strip().splitlines()[-1]
+        return "it stopped"
+
+    async def stop(self) -> None:
+        """In order, then for certain."""
+        if self._actor is None:
+            return
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(2 * CLOSE_S):
+                await self._actor.stop.remote()
+                await self._run
+        ray.kill(self._actor, no_restart=True)

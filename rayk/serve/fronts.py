@@ -1,0 +1,36 @@
+"""What every front is made of: a router to the fleet, and the app over it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rayk.serve.guard import HttpSettings
+from rayk.specs.serving import ServerSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrontPlan:
+    """What a front's process is told."""
+
+    fleet: str
+    """The fleet's actor name."""
+    settings: ServerSettings
+    host: str
+    port: int
+    http: HttpSettings = HttpSettings()
+
+
+@asynccontextmanager
+async def open_app(plan: FrontPlan) -> AsyncIterator[Any]:
+    """The ASGI app of a front, with a router of its own on the running loop."""
+    from rayk.actors.router import Router
+    from rayk.serve.app import make_app
+
+    router = Router(plan.fleet, plan.settings)
+    try:
+        yield make_app(router, plan.http)
+    finally:
+        await router.close()

@@ -1,0 +1,297 @@
+"""LLM: a server's engines behind a Python object, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rayk.actors.environment import wanted_address
+from rayk.serve.supervisor import Supervisor, stop_parts
+from rayk.specs.server_plan import ServerOptions, plan_server
+from rayk.types.errors import CheckpointError, UserError
+from rayk.types.request import Request, SamplingParams, TokenLogprobs
+from rayk.types.serving import Ask, Completer, Delta
+
+if TYPE_CHECKING:
+    from rayk.serve.text import Text
+
+T = TypeVar("T")
+
+READY_POLL_S = 0.05
+STOP_S = 60.0
+"""Deadline for the engines' end."""
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What became of one prompt."""
+
+    prompt: str | None
+    """None: it was given as token ids."""
+    prompt_token_ids: tuple[int, ...]
+    text: str | None
+    """Without special tokens, and without the stop string that ended it; None: the model has no tokenizer."""
+    token_ids: tuple[int, ...]
+    """The stop token included."""
+    finish_reason: str
+    """stop or length."""
+    stop_reason: str | int | None
+    """The stop string or token id behind `stop`; None: the model's own end."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    """One per token, if asked for."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
+    """One per prompt token, if asked for; the first has none."""
+    num_cached_tokens: int
+    """Prompt tokens whose KV was in a prefix cache."""
+
+
+class LLM:
+    """A model on engines of its own: `with LLM(model, prefill_tp=2, decode_tp=1) as llm: llm.generate(...)`.
+
+    The options are those of `rayk serve`, `settings` its `--set`: {"engine.num_blocks": 512}. Engines run on
+    the Ray cluster at `address` or $RAY_ADDRESS, on the one that this process has joined already, or else on
+    a local one that `close` ends. Engines that die are started again, and what ran on them goes on.
+
+    Raises UserError (bad input: before any actor starts), Unsupported where the model cannot run so, and
+    whatever kept the engines from starting.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        prefill_tp: int | None = None,
+        decode_tp: int | None = None,
+        num_prefill: int | None = None,
+        num_decode: int | None = None,
+        mode: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        policy: str = "round_robin",
+        failure_policy: str = "migrate",
+        settings: Mapping[str, Any] | None = None,
+        address: str | None = None,
+    ) -> None:
+        options = ServerOptions(
+            model=str(model),
+            mode=mode,
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            dtype=dtype,
+            device=device,
+            policy=policy,
+            failure_policy=failure_policy,
+            overrides=tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()),
+        )
+        plan_server(options, is_local=wanted_address(address) is None)
+        self._engines = _Engines(options, address)
+        # Whoever forgets to close it leaves that to the end of the process.
+        self._close = weakref.finalize(self, self._engines.close)
+        self._text: Text | CheckpointError | None = None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 - frozen
+    ) -> list[Completion]:
+        """Complete prompts, all at once as far as the engines have room; answers in order.
+
+        `prompts`: texts or lists of token ids, or one of them. `sampling`: of all, or one per prompt. Raises
+        UserError before anything runs, or what the first request to fail ended with; the others are then
+        aborted.
+        """
+        listed = _listed(prompts)
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(listed)
+        if len(sampling) != len(listed):
+            raise UserError(f"{len(listed)} prompts and {len(sampling)} sampling parameters")
+        ids = [self._token_ids(i, prompt) for i, prompt in enumerate(listed)]
+        requests = list(zip(ids, sampling, strict=True))
+        answers = self._engines.run(lambda: self._engines.complete(requests))
+        return [
+            self._completion(prompt, token_ids, params, deltas)
+            for prompt, token_ids, params, deltas in zip(listed, ids, sampling, answers, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the engines, and the cluster if it is its own. A second call does nothing."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _token_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
+        where = f"prompt {index}"
+        if isinstance(prompt, str):
+            text = self._tokenizer()
+            if isinstance(text, CheckpointError):
+                raise text
+            found = tuple(text.encode(prompt))
+        else:
+            found = tuple(prompt)
+        if not all(isinstance(t, int) for t in found):
+            raise UserError("neither text nor a list of token ids", where=where)
+        if not found:
+            raise UserError("empty", where=where)
+        return found
+
+    def _tokenizer(self) -> Text | CheckpointError:
+        """The model's, or why there is none: prompts of token ids need none."""
+        if self._text is None:
+            from rayk.serve.text import Text
+
+            try:
+                self._text = Text.load(self._engines.settings.model.folder)
+            except CheckpointError as error:
+                self._text = error
+        return self._text
+
+    def _completion(
+        self, prompt: Prompt, ids: tuple[int, ...], params: SamplingParams, deltas: Sequence[Delta]
+    ) -> Completion:
+        tokens = tuple(itertools.chain.from_iterable(d.token_ids for d in deltas))
+        told = [d.logprobs for d in deltas if d.logprobs is not None]
+        last = deltas[-1]
+        assert last.finish_reason is not None, "a stream ends with a reason or an error"
+        return Completion(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=ids,
+            text=self._decoded(tokens, params.stop),
+            token_ids=tokens,
+            finish_reason=str(last.finish_reason),
+            stop_reason=last.stop_reason,
+            logprobs=None if params.logprobs is None else tuple(itertools.chain.from_iterable(told)),
+            prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+            num_cached_tokens=last.num_cached_tokens or 0,
+        )
+
+    def _decoded(self, tokens: Sequence[int], stop: Sequence[str]) -> str | None:
+        tokenizer = self._tokenizer()
+        if isinstance(tokenizer, CheckpointError):
+            return None
+        text = tokenizer.decode(tokens)
+        ends = [at for at in (text.find(s) for s in stop) if at >= 0]
+        return text[: min(ends)] if ends else text
+
+
+class _Engines:
+    """The cluster, the fleet and a router on a thread of their own."""
+
+    def __init__(self, options: ServerOptions, address: str | None) -> None:
+        # Ray is imported here so that bad input is refused in a second.
+        import ray
+
+        from rayk.actors import launch
+        from rayk.actors.router import Router
+        from rayk.serve.fleet_part import FleetPart
+
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        try:
+            if not ray.is_initialized():
+                self._stack.enter_context(launch.connect(address))
+            device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
+            self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))
+            name = f"rayk/{secrets.token_hex(4)}/fleet"
+            self._fleet = FleetPart(name, self.settings)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="rayk-llm", daemon=True)
+            self._thread.start()
+            self._stack.callback(self._end_thread)
+            namespace = ray.get_runtime_context().namespace
+            self._router = Router(name, self.settings, namespace=namespace)
+            self._stack.callback(lambda: self.run(self._end))
+            self.run(self._begin)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def run(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of a coroutine on the engines' loop; an interrupt cancels it."""
+        if not self._loop.is_running():
+            raise UserError("this LLM is closed")
+        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def complete(self, requests: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[list[Delta]]:
+        """Every request's news."""
+        # The waiting room is for strangers: who asks for much here waits in line.
+        room = asyncio.Semaphore(sum(e.config.max_seqs for e in self.settings.engines))
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_follow(self._router, room, prompt, params)) for prompt, params in requests
+            ]
+        return [task.result() for task in tasks]
+
+    def close(self) -> None:
+        """End everything. A second call does nothing."""
+        with self._lock:
+            self._stack.close()
+
+    async def _begin(self) -> None:
+        ready = asyncio.Event()
+        self._stop = asyncio.Event()
+        supervisor = Supervisor((self._fleet,), self._stop, logging.getLogger("rayk").warning)
+        self._keeper = asyncio.create_task(
+            supervisor.run(lambda: asyncio.ensure_future(self._until_ready()), ready.set)
+        )
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait({self._keeper, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._keeper.done():
+            await self._keeper
+
+    async def _until_ready(self) -> None:
+        while not (await self._router.health()).is_ready:
+            await asyncio.sleep(READY_POLL_S)
+
+    async def _end(self) -> None:
+        keeper = getattr(self, "_keeper", None)
+        if keeper is not None:
+            self._stop.set()
+            await asyncio.gather(keeper, return_exceptions=True)
+        await self._router.close()
+        await stop_parts((self._fleet,), STOP_S, logging.getLogger("rayk").warning)
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _follow(
+    completer: Completer, room: asyncio.Semaphore, prompt: tuple[int, ...], params: SamplingParams
+) -> list[Delta]:
+    async with room:
+        request = Request(request_id=secrets.token_hex(8), prompt_token_ids=prompt, sampling=params)
+        return [delta async for delta in completer.generate(Ask(request=request))]
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""Where a server listens: checked before anything starts, and its address for people."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from rayk.types.errors import UserError
+
+
+def claim_port(host: str, port: int) -> int:
+    """A port that a server of this machine can listen at: `port` itself, or a free one for 0.
+
+    It is given back at once: somebody else may take it before the server does, which then says so. Raises
+    UserError.
+    """
+    try:
+        with listen(host, port) as found:
+            return int(found.getsockname()[1])
+    except OSError as error:
+        raise _refusal(host, port, error) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises OSError.
+
+    A port whose last server has just ended may be taken, one that somebody listens at may not.
+    """
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+    )[0]
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        # Two sockets may be bound to one port as long as neither listens.
+        found.listen(1024)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+def url_of(host: str, port: int) -> str:
+    """http://HOST:PORT, IPv6 addresses in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable_host(host: str) -> str:
+    """Where a server that listens at `host` answers on its own machine."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _refusal(host: str, port: int, error: OSError) -> UserError:
+    if isinstance(error, socket.gaierror):
+        return UserError(f"{host!r} is no address: {error.strerror}", where="--host", mend="--host 127.0.0.1")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return UserError(
+            f"this machine has no address {host}", where="--host", mend="127.0.0.1, or 0.0.0.0 for all of its"
+        )
+    problem = f"port {port} of {host}: {error.strerror}"
+    return UserError(problem, where="--port", mend="another port, or 0 for any free one")

@@ -1,0 +1,107 @@
+"""The front on Ray Serve: its proxy takes connections, a replica of a deployment answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+
+from rayk.serve.fronts import FrontPlan, open_app
+from rayk.types.errors import UserError
+
+APPLICATION = "rayk"
+MAX_ONGOING = 100_000
+"""Serve's own limit of requests at once must never be met: the waiting room says who is refused."""
+CONTROLLER = ("SERVE_CONTROLLER_ACTOR", "serve")
+POLL_S = 1.0
+
+
+class Ingress:
+    """A replica: the same app as every front's, made when the replica starts.
+
+    Serve hands each request to the app as ASGI, on the event loop that it was made on.
+    """
+
+    def __init__(self, plan: FrontPlan) -> None:
+        self._plan = plan
+        self._stack = AsyncExitStack()
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        return await self._stack.enter_async_context(open_app(self._plan))
+
+    async def __del__(self) -> None:
+        await self._stack.aclose()
+
+
+class RayServePart:
+    """The front as the driver keeps it alive. Implements supervisor.Part.
+
+    Serve itself starts its proxy and replica again when these die; the driver looks after its controller.
+    """
+
+    name = "Ray Serve"
+
+    def __init__(self, plan: FrontPlan) -> None:
+        self._plan = plan
+
+    async def start(self) -> None:
+        """Proxy and application. Raises UserError when Serve runs on this cluster already."""
+        await asyncio.to_thread(self._start)
+
+    async def lost(self) -> str:
+        """Why the application is no more."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                status = (await asyncio.to_thread(serve.status)).applications.get(APPLICATION)
+            except (RayError, RuntimeError) as error:
+                return f"its controller does not answer: {error}"
+            if status is None or status.status in (
+                ApplicationStatus.DEPLOY_FAILED,
+                ApplicationStatus.NOT_STARTED,
+            ):
+                return "the application is gone" if status is None else status.message
+
+    async def stop(self) -> None:
+        """End application, proxy and controller."""
+        await asyncio.to_thread(serve.shutdown)
+
+    def _start(self) -> None:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=self._plan.host, port=self._plan.port),
+            logging_config=quiet,
+        )
+        deployment = serve.deployment(
+            name="front",
+            num_replicas=1,
+            max_ongoing_requests=MAX_ONGOING,
+            ray_actor_options={"num_cpus": 0},
+            graceful_shutdown_timeout_s=5.0,
+            graceful_shutdown_wait_loop_s=0.1,
+            health_check_period_s=5.0,
+            logging_config=quiet,
+        )(serve.ingress()(Ingress))
+        serve.run(deployment.bind(self._plan), name=APPLICATION, route_prefix="/")
+
+
+def refuse_second_serve() -> None:
+    """Raise UserError when Serve runs on the cluster already: its address cannot be changed."""
+    try:
+        ray.get_actor(CONTROLLER[0], namespace=CONTROLLER[1])
+    except ValueError:
+        return
+    raise UserError(
+        "Ray Serve runs on this cluster already, at an address of its own",
+        where="--http serve",
+        mend="--http uvicorn, or end that Serve with `serve shutdown`",
+    )
