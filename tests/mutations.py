@@ -107,8 +107,8 @@ TRANSFER = (
     Mutation(
         "only V is compared",
         "rayk/transfer/verify.py",
-        "np.flatnonzero(theirs != found[words.index])",
-        "np.flatnonzero((theirs != found[words.index]) & (lanes.field_index[words.lane] > 0))",
+        "np.flatnonzero((theirs != found[words.index]) & moved)",
+        "np.flatnonzero((theirs != found[words.index]) & moved & (lanes.field_index[words.lane] > 0))",
         f"{RANK}::test_a_mismatch_keeps_the_lease_until_it_is_given_up",
     ),
     Mutation(

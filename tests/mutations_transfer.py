@@ -70,8 +70,8 @@ STATES = (
     Mutation(
         "only the first field is compared",
         "rayk/transfer/verify.py",
-        "np.flatnonzero(theirs != found[words.index])",
-        "np.flatnonzero((theirs != found[words.index]) & (lanes.field_index[words.lane] == 0))",
+        "np.flatnonzero((theirs != found[words.index]) & moved)",
+        "np.flatnonzero((theirs != found[words.index]) & moved & (lanes.field_index[words.lane] == 0))",
         f"{FAULTS}::test_b_and_c_read_as_shards_of_a_replica",
     ),
     Mutation(

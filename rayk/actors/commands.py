@@ -61,6 +61,10 @@ class StartRead:
     ticket: TransferTicket
     block_tables: BlockTables
     deadline_s: float
+    first_row: int = 0
+    """Rows before it are here: see the next."""
+    held_blocks: frozenset[int] = frozenset()
+    """Of the tables: they hold these rows, maybe for others, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class Prove:
 
     ticket: TransferTicket
     block_tables: BlockTables
+    first_row: int = 0
+    """As of the StartRead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,8 @@ class TransferExtension:
 
     def _after_failure(self, command: object) -> object:
         match command:
-            case Prove(ticket, block_tables):
-                return self.transfer.proofs(ticket, block_tables)
+            case Prove(ticket, block_tables, first_row):
+                return self.transfer.proofs(ticket, block_tables, first_row)
             case EndReads(engine, epoch):
                 self.transfer.end_reads(engine, epoch)
             case Diagnose():
@@ -247,13 +247,16 @@ class TransferExtension:
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1
         if command.ticket.reservation_id is None:  # else they were handed out when they were reserved
-            self.blocks_assigned(tuple(b for table in command.block_tables for b in table if b))
+            held = command.held_blocks
+            self.blocks_assigned(
+                tuple(b for table in command.block_tables for b in table if b and b not in held)
+            )
         deadline = time.monotonic_ns() + int(command.deadline_s * 1e9)
         flip = self._faults.take("flip_bit", command.ticket.request_id)
         if flip is not None and isinstance(self._agent, FaultyAgent):
             self._agent.plant(flip.flipped_bit())
         try:
-            self.transfer.start(command.ticket, command.block_tables, deadline)
+            self.transfer.start(command.ticket, command.block_tables, deadline, command.first_row)
         except RaykError as error:
             # The other ranks may have started: the leader waits for an outcome of each.
             self._refused.append(refusal(command, error))

@@ -195,6 +195,7 @@ class Flight:
             settle.remote(way.request.request_id)
         if "captured" in info:
             self._log.captured(row, info["captured"])
+        row.num_cached_tokens = info.get("num_cached_tokens", row.num_cached_tokens)
         if engine.role != "prefill" and "num_recomputed_tokens" in info:
             row.num_recomputed_tokens = info["num_recomputed_tokens"]
         if row.num_recomputed_tokens and row.kv_path == "remote":

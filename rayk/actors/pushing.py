@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rayk.transfer.handshake import CacheDescription
     from rayk.transfer.push_messages import StopMessage
     from rayk.transfer.ticket import Reservation
-    from rayk.types.batch import ScheduledBatch
+    from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
 
 class Pushing:
@@ -30,6 +30,8 @@ class Pushing:
         self._commands = commands
         self.leader: Leader | None = None
         self._requests: dict[str, Reservation] = {}
+        self._attempts: dict[str, int] = {}
+        """Request -> the attempt to push it of which a chunk was announced."""
 
     def begin(self, request_id: str, reservation: Reservation) -> None:
         """A request comes whose KV goes to these blocks."""
@@ -45,7 +47,7 @@ class Pushing:
             Chunk(
                 reservation=self._requests[share.request_id],
                 attempt=states[share.request_id].num_preemptions,
-                start=share.num_computed_tokens,
+                start=self._first_row(share, states[share.request_id].num_preemptions),
                 stop=share.num_computed_tokens + len(share.token_ids),
                 block_tables=self.leader.manager.block_tables(share.request_id),
             )
@@ -54,20 +56,28 @@ class Pushing:
         )
         return (PushStep(chunks),) if chunks else ()
 
+    def _first_row(self, share: ScheduledRequest, attempt: int) -> int:
+        """Where a chunk's rows begin: the first one of an attempt brings what was cached, too."""
+        is_first = self._attempts.get(share.request_id) != attempt
+        self._attempts[share.request_id] = attempt
+        return 0 if is_first else share.num_computed_tokens
+
     def take(self, request_id: str) -> Reservation | None:
         """The request leaves with its ticket: where it was pushed to, if it was."""
+        self._attempts.pop(request_id, None)
         return self._requests.pop(request_id, None)
 
     def end(self, request_id: str, reason: str) -> None:
         """There will be no ticket: what is not written will not be. Nothing for a request that is not
         pushed."""
-        reservation = self._requests.pop(request_id, None)
+        reservation = self.take(request_id)
         if reservation is not None:
             self._commands.append(EndPush(reservation.reservation_id, reason))
 
     def clear(self) -> None:
         """The engine is going down."""
         self._requests.clear()
+        self._attempts.clear()
 
 
 class PushSide:

@@ -3,6 +3,8 @@
 All on the loop's thread. Blocks are reserved for a ticket as soon as there are any, all ranks read, and the
 request is scheduled when every rank's digests agree. Nothing is decoded from KV that was not verified.
 
+What the engine's prefix cache has of the prompt is not read: its blocks stand in the request's tables.
+
 A request that may be recomputed goes on here when its transfer failed: once nothing of it is in flight, all
 ranks prove what arrived all the same, and the prompt is computed from the longest prefix that this leaves.
 """
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from rayk.actors.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
 from rayk.actors.reservations import reserve_blocks
 from rayk.engine.leader import RequestEvent
+from rayk.kv.manager import HeldPrefix
+from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.valid_prefix import longest_valid_prefix
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 
@@ -31,6 +35,7 @@ HOLD_S = 60.0
 """After a mismatch the blocks are kept this long for somebody to look into it."""
 IN_FLIGHT = "reads in flight of "
 """How a lease is named that holds blocks for reads which do not end."""
+NOTHING_HELD = HeldPrefix(0, ())
 DRAIN_S = 2.0
 """A request to be recomputed waits this long for reads in flight; then it leaves its blocks to them."""
 
@@ -51,6 +56,8 @@ class Incoming:
     """Whether all ranks know that it waits."""
     started_ns: int | None = None
     block_tables: BlockTables = ()
+    held: HeldPrefix = NOTHING_HELD
+    """What need not be read."""
     outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
     """Ranks whose reads ended after their failed outcome."""
@@ -99,12 +106,14 @@ class Receiving:
         """A request waits for blocks."""
         self._queued.append(incoming)
 
-    def begin(self, incoming: Incoming, block_tables: BlockTables) -> None:
-        """A request's KV comes into these blocks, which are its own."""
+    def begin(self, incoming: Incoming, block_tables: BlockTables, held: HeldPrefix = NOTHING_HELD) -> None:
+        """A request's KV comes into these blocks, which are its own but for those that are held."""
         incoming.started_ns = time.monotonic_ns()
-        incoming.block_tables = block_tables
+        incoming.block_tables, incoming.held = block_tables, held
         self._reading[incoming.request.request_id] = incoming
-        self._commands.append(StartRead(incoming.ticket, block_tables, incoming.transfer_s))
+        here = frozenset(block for blocks in held.blocks for block in blocks)
+        limits = incoming.transfer_s, held.num_tokens
+        self._commands.append(StartRead(incoming.ticket, block_tables, *limits, here))
 
     def turn(self) -> None:
         """Before each turn: forget what is kept too long, give up who waited too long, start reads."""
@@ -166,8 +175,10 @@ class Receiving:
 
     def _turn_away(self, incoming: Incoming) -> None:
         """It got no blocks: its lease is released, which only ranks that know of it can do."""
+        assert self.leader is not None
         self._queued.remove(incoming)
         self._hold(incoming)
+        self.leader.manager.free(incoming.request.request_id)  # it has no blocks; its keys are forgotten
         self._commands.append(LetGo(incoming.request.request_id))
 
     def _give_up_late(self, now: int) -> None:
@@ -186,11 +197,16 @@ class Receiving:
         while self._queued and not self.leader.scheduler.is_short_of_blocks:
             incoming = self._queued[0]
             request_id = incoming.request.request_id
-            tables = reserve_blocks(self.leader, request_id, incoming.ticket.num_tokens)
+            num_tokens = incoming.ticket.num_tokens
+            token_ids = (*incoming.request.prompt_token_ids, *incoming.output_token_ids)[:num_tokens]
+            manager = self.leader.manager
+            unit = row_group_blocks(manager.groups)
+            held = manager.find_held(request_id, token_ids, num_tokens, unit)
+            tables = reserve_blocks(self.leader, request_id, num_tokens, held)
             if tables is None:
                 return
             self._queued.popleft()
-            self.begin(incoming, tables)
+            self.begin(incoming, tables, held)
 
     def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
         incoming = self._reading.get(outcome.request_id)
@@ -240,7 +256,7 @@ class Receiving:
         request_id = incoming.request.request_id
         if self._draining.get(request_id) is incoming and incoming.recompute and not incoming.aborted:
             self._proving[request_id] = self._draining.pop(request_id)
-            self._commands.append(Prove(incoming.ticket, incoming.block_tables))
+            self._commands.append(Prove(incoming.ticket, incoming.block_tables, incoming.held.num_tokens))
         elif incoming in self._abandoned.values():
             assert self.leader is not None
             lease_id = _abandoned_lease(incoming)
@@ -272,6 +288,8 @@ class Receiving:
         """Compute a request from its first `num_valid` tokens on, whose KV is in its blocks."""
         assert self.leader is not None
         request_id = incoming.request.request_id
+        if num_valid < incoming.held.num_tokens:
+            num_valid = 0  # what is computed goes into blocks of its own; the cache is asked again
         if incoming.aborted or not num_valid:
             self.leader.manager.free(request_id)
         if incoming.aborted:

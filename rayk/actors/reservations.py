@@ -21,6 +21,7 @@ from rayk.types.errors import DeadlineExceeded, RaykError
 if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
     from rayk.engine.leader import Leader
+    from rayk.kv.manager import HeldPrefix
     from rayk.transfer.reserving import Reserved
 
 
@@ -202,14 +203,16 @@ class Reservations:
         self._ending.clear()
 
 
-def reserve_blocks(leader: Leader, key: str, num_tokens: int) -> BlockTables | None:
-    """Blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere; None while they are
-    short.
+def reserve_blocks(
+    leader: Leader, key: str, num_tokens: int, held: HeldPrefix | None = None
+) -> BlockTables | None:
+    """Blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere, but for what is
+    `held`; None while they are short.
 
     Requests that are here already have come first: each keeps a block per group to go on with.
     """
     scheduler, manager = leader.scheduler, leader.manager
-    updates = manager.reserve_live(key, num_tokens)
+    updates = manager.reserve_live(key, num_tokens, held)
     if updates is None:
         return None
     num_here = scheduler.num_running + scheduler.num_waiting

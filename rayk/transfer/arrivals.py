@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer import session as s
 from rayk.transfer.link import ProducerLink
+from rayk.transfer.plan import BlockReads
 from rayk.transfer.push_messages import (
     ArrivedMessage,
     PushMessage,
@@ -172,6 +173,10 @@ class ArrivalReads:
     def rows(self) -> tuple[TransferRow, ...]:
         """One per producer rank that arrived, and group."""
         return tuple(self._rows)
+
+    def note_held(self, reads: Sequence[BlockReads]) -> None:
+        """What is pushed is pushed whole."""
+        assert not reads, "a producer that pushes knows of nothing that is held"
 
     def post(self, index: int) -> list[s.Event]:
         """Wait for an arrival."""

@@ -88,6 +88,8 @@ class Consumption:
     name: str
     """This rank's agent name, as releases carry it."""
     deadline_ns: int
+    first_row: int = 0
+    """Rows before it are here already, and are nobody's to write."""
     renewals: Renewals | None = None
     """Of the lease, if it was renewed before; the session goes on with them."""
     clock: Callable[[], int] = time.monotonic_ns
@@ -113,12 +115,14 @@ class Consumption:
         # Lowering the plan is part of the read's cost.
         self._stage_began_ns = self.clock()
         ticket, pushed = self.ticket, self.pushed
-        self.reads = []
-        if pushed is None:
-            self.reads = self.link.plan.lower(ticket.num_tokens, ticket.block_tables, self.block_tables)
+        assert pushed is None or not self.first_row, "a push brings every row"
+        rows = range(self.first_row, ticket.num_tokens) if self.first_row else None
+        self.reads = [] if pushed is not None else self._lower(rows)
         self._data = pushed or DataReads(
             ticket.request_id, self.reads, self.link, self.agent, self.staging, self.buffer, self.clock
         )
+        if self.first_row:
+            self._data.note_held(self._lower(range(self.first_row)))
         self._expected = self._expected_generations()
         self.session = s.Session(
             ticket.request_id,
@@ -170,6 +174,11 @@ class Consumption:
     def release(self) -> None:
         """Give up the lease that a mismatch kept."""
         self._run(self.session.release())
+
+    def _lower(self, rows: range | None) -> list[BlockReads]:
+        """The reads that bring these rows; None: all live ones."""
+        tables = self.ticket.block_tables, self.block_tables
+        return self.link.plan.lower(self.ticket.num_tokens, *tables, rows=rows)
 
     def _expected_generations(self) -> dict[int, s.Fence]:
         """Per producer rank, every block read from it, with its generation."""
@@ -289,15 +298,10 @@ class Consumption:
     def _verify(self) -> KVMismatch | None:
         ticket = self.ticket
         began = self.clock()
-        found = compute_digests(self.views, self.block_tables, ticket.num_tokens, self.rows_per_group)
-        self._wrong = compare_digests(
-            self.views,
-            ticket.digests,
-            found,
-            self.link.plan.sources,
-            ticket.num_tokens,
-            self.rows_per_group,
-        )
+        what = ticket.num_tokens, self.rows_per_group, self.first_row
+        found = compute_digests(self.views, self.block_tables, *what)
+        sources = self.link.plan.sources
+        self._wrong = compare_digests(self.views, ticket.digests, found, sources, *what)
         self._note_digest(self.clock() - began)
         mismatch = None
         if not self._wrong and self.converting is not None:
@@ -305,9 +309,7 @@ class Consumption:
         self._stage("verify")
         if not self._wrong:
             return mismatch
-        return digest_mismatch(
-            ticket.request_id, self.views, self._wrong, ticket.num_tokens, self.rows_per_group
-        )
+        return digest_mismatch(ticket.request_id, self.views, self._wrong, *what)
 
     def _note_digest(self, took_ns: int) -> None:
         theirs = self.ticket.digest_ns
@@ -316,7 +318,7 @@ class Consumption:
 
     def _finish(self, error: RaykError | None, is_draining: bool) -> None:
         verdict = "OK"
-        checked = num_bytes_checked(self.views, self.ticket.num_tokens)
+        checked = num_bytes_checked(self.views, self.ticket.num_tokens, self.first_row)
         if isinstance(error, TransferError):
             error.producer, error.consumer = self.link.engine, self.name
             verdict, checked = "TRANSFER_ERROR", 0

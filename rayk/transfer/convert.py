@@ -23,6 +23,7 @@ from rayk.kv.format_bounds import Floats, error_bound
 from rayk.kv.formats import FORMATS, KVFormat
 from rayk.kv.specs import with_block_size
 from rayk.transfer.diagnose import first_difference
+from rayk.transfer.rooms import Queued
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     LayerView,
@@ -70,12 +71,16 @@ class Conversion:
         assert ours == theirs, "the same caches on both sides"
 
     def run(
-        self, wire_tables: Sequence[Sequence[int]], tables: Sequence[Sequence[int]], num_tokens: int
+        self,
+        wire_tables: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        num_tokens: int,
+        first_row: int = 0,
     ) -> None:
-        """Convert a request's live rows into its own blocks."""
+        """Convert a request's live rows, from `first_row` on, into its own blocks."""
         for wire, own in zip(self.wire, self.own, strict=True):
-            source = wire.places(wire_tables[wire.group.index], num_tokens)
-            target = own.places(tables[own.group.index], num_tokens)
+            source = wire.places(wire_tables[wire.group.index], num_tokens, first_row)
+            target = own.places(tables[own.group.index], num_tokens, first_row)
             for part in _chunks(len(source[0])):
                 rows = _gather(wire, tuple(p[part] for p in source))
                 for name, values in self._convert(wire, own, rows).items():
@@ -88,45 +93,49 @@ class Conversion:
         tables: Sequence[Sequence[int]],
         num_tokens: int,
         rows_per_group: int,
+        first_row: int = 0,
     ) -> KVMismatch | None:
         """Digest 2: of the own pages, against a reference conversion of what arrived."""
+        what = num_tokens, rows_per_group, first_row
         wrong: list[WrongWord] = []
         for index, own in enumerate(self.own):
-            reference, table = self._reference(index, wire_tables, num_tokens)
-            expected = compute_digests([reference], _tables(own, table), num_tokens, rows_per_group)
-            found = compute_digests([own], tables, num_tokens, rows_per_group)
-            wrong += compare_digests(
-                [own], expected[None], found, _one_source(own), num_tokens, rows_per_group
-            )
+            reference, table = self._reference(index, wire_tables, num_tokens, first_row)
+            expected = compute_digests([reference], _tables(own, table), *what)
+            found = compute_digests([own], tables, *what)
+            wrong += compare_digests([own], expected[None], found, _one_source(own), *what)
         if not wrong:
             return None
-        mismatch = digest_mismatch(request_id, self.own, wrong, num_tokens, rows_per_group)
+        mismatch = digest_mismatch(request_id, self.own, wrong, *what)
         mismatch.classification = f"converted wrongly: {mismatch.classification}"
         return mismatch
 
-    def reference_rows(self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int) -> Rows:
+    def reference_rows(
+        self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int = 0
+    ) -> Rows:
         """What the rows of own view `index` should be, by the reference conversion."""
-        reference, table = self._reference(index, wire_tables, num_tokens)
-        return fetch_rows(reference, table, num_tokens)
+        reference, table = self._reference(index, wire_tables, num_tokens, first_row)
+        return fetch_rows(reference, table, num_tokens, first_row)
 
     def _reference(
-        self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int
+        self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int
     ) -> tuple[LayerView, list[int]]:
-        """A dense cache of blocks of one token with a layer's live rows, and its block table."""
+        """A dense cache of blocks of one token with a layer's live rows from `first_row` on, and its block
+        table."""
         wire, own = self.wire[index], self.own[index]
-        source = wire.places(wire_tables[wire.group.index], num_tokens)
+        source = wire.places(wire_tables[wire.group.index], num_tokens, first_row)
         parts = [
             self._convert(wire, own, _gather(wire, tuple(p[part] for p in source)), impl="reference")
             for part in _chunks(len(source[0]))
         ]
         live = own.live_rows(num_tokens)
+        rows = range(max(live.start, first_row), live.stop)
         group = replace(own.group, spec=with_block_size(own.group.spec, 1))
         views = []
         for seen in own.fields:
             dense = [part[seen.name] for part in parts]
             values = torch.cat(dense) if dense else seen.view[:0, :, 0]
             views.append(FieldView(seen.name, values.unsqueeze(2), seen.units))
-        table = [0] * live.start + list(range(len(live)))
+        table = [0] * rows.start + list(range(len(rows)))
         return LayerView(own.layer, group, tuple(views)), table
 
     def _convert(
@@ -158,6 +167,8 @@ class Converting:
     wire_tables: Sequence[Sequence[int]]
     tables: Sequence[Sequence[int]]
     """Of the rank's own blocks."""
+    first_row: int = 0
+    """Rows before it are in the rank's own blocks already."""
     is_wrong: bool = False
     """What arrived was right; what was made of it is not."""
 
@@ -166,10 +177,15 @@ class Converting:
     ) -> KVMismatch | None:
         """Convert what arrived and was proven, and prove the result; `rows` are told how long that took."""
         began = clock()
-        self.conversion.run(self.wire_tables, self.tables, ticket.num_tokens)
+        self.conversion.run(self.wire_tables, self.tables, ticket.num_tokens, self.first_row)
         converted = clock()
         mismatch = self.conversion.check(
-            ticket.request_id, self.wire_tables, self.tables, ticket.num_tokens, rows_per_group
+            ticket.request_id,
+            self.wire_tables,
+            self.tables,
+            ticket.num_tokens,
+            rows_per_group,
+            self.first_row,
         )
         self.is_wrong = mismatch is not None
         for row in rows:
@@ -177,13 +193,13 @@ class Converting:
             row.digest_ns += clock() - converted
         return mismatch
 
-    def diagnose(self, request_id: str, num_tokens: int) -> list[KVMismatch]:
+    def diagnose(self, request_id: str, num_tokens: int, first_row: int = 0) -> list[KVMismatch]:
         """The first wrong byte of each of the own caches that is not what arrived, converted."""
         found = []
         for index, own in enumerate(self.conversion.own):
-            expected = self.conversion.reference_rows(index, self.wire_tables, num_tokens)
-            rows = fetch_rows(own, self.tables[own.group.index], num_tokens)
-            mismatch = first_difference(request_id, own, num_tokens, expected, rows)
+            expected = self.conversion.reference_rows(index, self.wire_tables, num_tokens, first_row)
+            rows = fetch_rows(own, self.tables[own.group.index], num_tokens, first_row)
+            mismatch = first_difference(request_id, own, num_tokens, expected, rows, first_row)
             if mismatch is not None:
                 mismatch.classification = f"converted wrongly: {mismatch.classification}"
                 mismatch.found_rows = ()  # no row of the producer's
@@ -193,6 +209,15 @@ class Converting:
     def give_back(self) -> None:
         """Nothing arrives any more, and nobody looks into it."""
         self.wire.give_back(self.wire_tables)
+
+
+def begin_converting(queued: Queued, own: Sequence[LayerView], own_scales: Scales) -> Converting:
+    """What makes rows of the own views of those that arrive in the wire cache, for a request that has room
+    there."""
+    wire = queued.link.wire
+    assert wire is not None, "nothing is converted"
+    conversion = Conversion(wire.views, own, queued.link.producers[0].kv_scales, own_scales)
+    return Converting(conversion, wire, queued.wire_tables, queued.block_tables, queued.first_row)
 
 
 def _chunks(num_rows: int) -> Iterator[slice]:

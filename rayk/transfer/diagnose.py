@@ -71,13 +71,14 @@ def merge_rows(parts: Mapping[int, Rows], sources: Mapping[tuple[str, int], int]
 
 
 def first_difference(
-    request_id: str, view: LayerView, num_tokens: int, expected: Rows, found: Rows
+    request_id: str, view: LayerView, num_tokens: int, expected: Rows, found: Rows, first_row: int = 0
 ) -> KVMismatch | None:
-    """Compare the live rows of one of a layer's caches byte by byte; None when all are equal.
+    """Compare the live rows of one of a layer's caches, from `first_row` on, byte by byte; None when all are
+    equal.
 
     `expected` holds every unit of the producer's layer, `found` this rank's.
     """
-    live = view.live_rows(num_tokens)
+    first_token = max(first_row, view.live_rows(num_tokens).start)
     num_wrong = sum(int((expected[key] != values).sum()) for key, values in found.items())
     if num_wrong == 0:
         return None
@@ -89,7 +90,7 @@ def first_difference(
     theirs, ours = expected[page_field.name, unit], found[page_field.name, unit]
     wrong_rows = np.flatnonzero((theirs != ours).any(axis=1))
     difference = _Difference(
-        page_field, unit, theirs, ours, wrong_rows, live.start, view.group.spec.block_size, expected, found
+        page_field, unit, theirs, ours, wrong_rows, first_token, view.group.spec.block_size, expected, found
     )
     classification = classify(difference)
     return KVMismatch(
@@ -98,7 +99,7 @@ def first_difference(
         view.group.index,
         page_field.name,
         unit,
-        live.start + int(wrong_rows[0]),
+        first_token + int(wrong_rows[0]),
         classification,
         num_bytes_checked=sum(v.size for v in found.values()),
         num_bytes_mismatched=num_wrong,

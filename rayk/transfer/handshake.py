@@ -6,6 +6,7 @@ plan bridges them. Everything that gives a layer's bytes their meaning must agre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import torch
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.fields import PageField
 from rayk.kv.geometry import RankGeometry
+from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 from rayk.transfer.agent import TransferAgent
 from rayk.types.errors import HandshakeMismatch
@@ -24,6 +26,12 @@ ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
 Facts = dict[str, str]
 """Name -> value of what must agree."""
+
+
+def row_group_blocks(groups: Sequence[KVCacheGroup]) -> int:
+    """Tokens after which a row group ends, and a block of every group where tokens have rows: a prefix of so
+    many is digested apart from what follows, and lies in blocks of its own."""
+    return math.lcm(ROWS_PER_GROUP, *(g.spec.block_size for g in groups if g.spec.has_token_rows))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

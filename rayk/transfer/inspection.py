@@ -30,7 +30,7 @@ def all_wrong(consumption: Consumption, fetched: Sequence[Mapping[int, Rows]]) -
     """The first wrong byte of each cache that has one. `fetched`: by producer rank, rows by layer."""
     request_id, num_tokens = consumption.ticket.request_id, consumption.ticket.num_tokens
     if consumption.converting is not None and consumption.converting.is_wrong:
-        return consumption.converting.diagnose(request_id, num_tokens)
+        return consumption.converting.diagnose(request_id, num_tokens, consumption.first_row)
     found = (
         _compare(consumption, view, {rank: rows[view.layer] for rank, rows in enumerate(fetched)})
         for view in consumption.views
@@ -44,11 +44,13 @@ def layer_proofs(
     block_tables: Sequence[Sequence[int]],
     sources: Sources,
     rows_per_group: int,
+    first_row: int = 0,
 ) -> list[LayerProof]:
-    """What of a failed transfer arrived all the same, by the digests."""
-    found = compute_digests(views, block_tables, ticket.num_tokens, rows_per_group)
+    """What of a failed transfer arrived all the same, by the digests; rows before `first_row` were here."""
+    what = ticket.num_tokens, rows_per_group, first_row
+    found = compute_digests(views, block_tables, *what)
     wrong: dict[tuple[int, int], list[int]] = {}
-    for word in compare_digests(views, ticket.digests, found, sources, ticket.num_tokens, rows_per_group):
+    for word in compare_digests(views, ticket.digests, found, sources, *what):
         wrong.setdefault((word.group, word.layer), []).append(word.row_group)
     proofs = []
     for view in views:
@@ -65,6 +67,8 @@ def _compare(consumption: Consumption, view: LayerView, fetched: Mapping[int, Ro
         for (of, field, unit), rank in consumption.link.plan.sources.items()
         if of == group
     }
-    found = fetch_rows(view, consumption.block_tables[group], num_tokens)
-    expected = merge_rows(fetched, sources)
-    return first_difference(consumption.ticket.request_id, view, num_tokens, expected, found)
+    first_row = consumption.first_row
+    found = fetch_rows(view, consumption.block_tables[group], num_tokens, first_row)
+    num_held = max(0, first_row - view.live_rows(num_tokens).start)
+    expected = {key: rows[num_held:] for key, rows in merge_rows(fetched, sources).items()}
+    return first_difference(consumption.ticket.request_id, view, num_tokens, expected, found, first_row)

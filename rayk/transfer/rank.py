@@ -18,7 +18,7 @@ import torch
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import Consumption, TransferOutcome, refusal
-from rayk.transfer.convert import Conversion, Converting
+from rayk.transfer.convert import Converting, begin_converting
 from rayk.transfer.handshake import CacheDescription, check, check_engine
 from rayk.transfer.inspection import all_wrong, first_wrong, layer_proofs
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
@@ -168,12 +168,16 @@ class TransferRank:
             waiting.release()
 
     def start(
-        self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]], deadline_ns: int
+        self,
+        ticket: TransferTicket,
+        consumer_block_tables: Sequence[Sequence[int]],
+        deadline_ns: int,
+        first_row: int = 0,
     ) -> None:
-        """Begin to read a request's KV into these blocks (per group, nulls where nothing is live).
+        """Begin to read a request's KV into these blocks (per group, nulls where nothing is live), from row
+        `first_row` on, which begins a row group: others are there. `deadline_ns` is on this object's clock.
 
         Raises HandshakeMismatch when the ticket is of an engine, or of a life of it, that is not connected.
-        `deadline_ns` is on the clock given to this object.
         """
         if ticket.request_id in self._active:
             return  # it came twice
@@ -184,10 +188,11 @@ class TransferRank:
         if link is None or link.epoch != ticket.epoch:
             raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
         if link.wire is None:
-            self._begin(ticket, link, consumer_block_tables, deadline_ns)
+            self._begin(ticket, link, consumer_block_tables, deadline_ns, first_row)
             return
+        tables = consumer_block_tables
         queued = Queued(
-            ticket.request_id, ticket.num_tokens, consumer_block_tables, deadline_ns, link, ticket=ticket
+            ticket.request_id, ticket.num_tokens, tables, deadline_ns, link, ticket, first_row=first_row
         )
         if ticket.reservation_id is not None:
             room = self._reserving.claim(ticket.reservation_id)
@@ -214,12 +219,9 @@ class TransferRank:
                 self._begin_converting(queued, ticket)
 
     def _begin_converting(self, queued: Queued, ticket: TransferTicket) -> None:
-        wire = queued.link.wire
-        assert wire is not None, "nothing is converted"
-        scales = queued.link.producers[0].kv_scales, self.description.kv_scales
-        conversion = Conversion(wire.views, self._views, *scales)
-        converting = Converting(conversion, wire, queued.wire_tables, queued.block_tables)
-        self._begin(ticket, queued.link, queued.wire_tables, queued.deadline_ns, converting)
+        converting = begin_converting(queued, self._views, self.description.kv_scales)
+        at = queued.wire_tables, queued.deadline_ns, queued.first_row
+        self._begin(ticket, queued.link, *at, converting)
 
     def _begin(
         self,
@@ -227,6 +229,7 @@ class TransferRank:
         link: ProducerLink,
         block_tables: Sequence[Sequence[int]],
         deadline_ns: int,
+        first_row: int,
         converting: Converting | None = None,
     ) -> None:
         waiting = self._waiting.pop(ticket.request_id, None)
@@ -244,6 +247,7 @@ class TransferRank:
             rows_per_group=self.description.rows_per_group,
             name=self.description.agent_name,
             deadline_ns=deadline_ns,
+            first_row=first_row,
             pushed=self._reserving.reads(ticket, link),
             renewals=waiting.renewals if waiting is not None else None,
             clock=self._clock,
@@ -344,9 +348,10 @@ class TransferRank:
         return kept
 
     def proofs(
-        self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]]
+        self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]], first_row: int = 0
     ) -> list[LayerProof]:
-        """After a transfer that failed and has drained: what of it arrived all the same, by the digests.
+        """After a transfer that failed and has drained: what of it arrived all the same, by the digests; rows
+        before `first_row` were here.
 
         Nothing where the producer is not connected (any more); nor where rows are converted: what arrived is
         proven by the producer's digests before a row is converted, and the wire cache's blocks go to the next
@@ -355,9 +360,8 @@ class TransferRank:
         link = self._links.get(ticket.engine)
         if link is None or link.wire is not None:
             return []
-        return layer_proofs(
-            self._views, ticket, consumer_block_tables, link.plan.sources, self.description.rows_per_group
-        )
+        what = link.plan.sources, self.description.rows_per_group, first_row
+        return layer_proofs(self._views, ticket, consumer_block_tables, *what)
 
     def end_reads(self, engine: str, epoch: int) -> None:
         """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""

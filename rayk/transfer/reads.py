@@ -65,8 +65,13 @@ class DataReads:
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
-        """One per (producer rank, group) that was posted."""
+        """One per (producer rank, group) that was posted, or is held."""
         return tuple(self._rows.values())
+
+    def note_held(self, reads: Sequence[BlockReads]) -> None:
+        """These need not be made: what they would bring is here."""
+        for read in reads:
+            self._row(read).held_bytes += read.num_bytes
 
     def post(self, index: int) -> list[s.Event]:
         """Start a read; its end, if it has ended already."""

@@ -28,6 +28,8 @@ class Queued:
     """None: it is to be pushed."""
     failure: str | None = None
     """Why it never will."""
+    first_row: int = 0
+    """Rows before it need not move."""
     wire_tables: BlockTables = ()
     """Its blocks of the wire cache, when it has room."""
 

@@ -83,14 +83,14 @@ class LayerView:
         return self.seen.live_rows(num_tokens)
 
     def places(
-        self, block_table: Sequence[int], num_tokens: int
+        self, block_table: Sequence[int], num_tokens: int, first_row: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(kernel block ids, rows in them, token positions) of the live rows, each int64 [rows] on the
-        view's device. `block_table`: manager's ids. AssertionError, without waiting for the device, where it
-        names blocks that are none of the rank's."""
+        """(kernel block ids, rows in them, token positions) of the live rows from `first_row` on, each int64
+        [rows] on the view's device. `block_table`: manager's ids. AssertionError, without waiting for the
+        device, where it names blocks that are none of the rank's."""
         spec, live = self.group.spec, self.live_rows(num_tokens)
         rows = rows_per_block(spec)
-        positions = np.arange(live.start, live.stop, dtype=np.int64)
+        positions = np.arange(max(live.start, first_row), live.stop, dtype=np.int64)
         block, token = np.divmod(positions, spec.block_size)
         row = token // (spec.block_size // rows)
         kernel_block, kernel_row = np.divmod(row, self.kernel_block_size)
@@ -216,16 +216,21 @@ def compute_digests(
     block_tables: Sequence[Sequence[int]],
     num_tokens: int,
     rows_per_group: int,
+    first_row: int = 0,
 ) -> Digests:
     """Digests of a sequence's live rows, [words]; `views` in canonical order.
 
-    Zero where this rank holds no such unit. `block_tables` per group, manager's ids.
+    Zero where this rank holds no such unit, and of rows before `first_row`, which begins a row group.
+    `block_tables` per group, manager's ids.
     """
+    assert first_row % rows_per_group == 0, "a row group is digested whole"
     views = _canonical(views)
     row_groups = views.row_groups(num_tokens, rows_per_group)
     words = views.locate(row_groups)
     places = [
-        RowPlaces(*view.places(block_tables[view.group.index], num_tokens), groups.start, len(groups))
+        RowPlaces(
+            *view.places(block_tables[view.group.index], num_tokens, first_row), groups.start, len(groups)
+        )
         for view, groups in zip(views.kinds, row_groups, strict=True)
     ]
     made = digest_views(views.digested, places, rows_per_group=rows_per_group)
@@ -242,8 +247,9 @@ def compare_digests(
     sources: Sources,
     num_tokens: int,
     rows_per_group: int,
+    first_row: int = 0,
 ) -> list[WrongWord]:
-    """Words that differ, in canonical order.
+    """Words that differ, in canonical order: of row groups from position `first_row` on.
 
     `expected`: [producer rank, words]. Of each unit only the rank in `sources` counts: replicas may differ
     in the last bit, since ranks compute them apart.
@@ -253,7 +259,8 @@ def compare_digests(
     words = views.locate(views.row_groups(num_tokens, rows_per_group))
     theirs = expected[lanes.ranks(sources)[words.lane], words.index]
     wrong: list[WrongWord] = []
-    for at in np.flatnonzero(theirs != found[words.index]):
+    moved = words.row_group >= first_row // rows_per_group
+    for at in np.flatnonzero((theirs != found[words.index]) & moved):
         lane = words.lane[at]
         view = views[lanes.view[lane]]
         rest = (lanes.field_index[lane], lanes.unit[lane], words.row_group[at])
@@ -267,6 +274,7 @@ def digest_mismatch(
     wrong: Sequence[WrongWord],
     num_tokens: int,
     rows_per_group: int,
+    first_row: int = 0,
 ) -> KVMismatch:
     """What the digests alone can say about the first wrong word: the row group, not yet the token."""
     first = wrong[0]
@@ -283,19 +291,21 @@ def digest_mismatch(
         first.unit,
         start,
         f"digests differ for {len(wrong)} of the rank's words; first {tokens}",
-        num_bytes_checked(views, num_tokens),
+        num_bytes_checked(views, num_tokens, first_row),
         unit_name=view.group.spec.fields()[first.field_index].unit_name,
     )
 
 
-def num_bytes_checked(views: Sequence[LayerView], num_tokens: int) -> int:
-    """Bytes of a sequence's live rows on this rank: what its digests cover."""
-    return sum(len(v.live_rows(num_tokens)) * v.row_bytes for v in views)
+def num_bytes_checked(views: Sequence[LayerView], num_tokens: int, first_row: int = 0) -> int:
+    """Bytes of a sequence's live rows on this rank from `first_row` on: what its digests cover."""
+    live = ((v.live_rows(num_tokens), v.row_bytes) for v in views)
+    return sum(len(range(max(rows.start, first_row), rows.stop)) * row_bytes for rows, row_bytes in live)
 
 
-def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int) -> Rows:
-    """The live rows of one cache of a layer as raw bytes, read through its bound views."""
-    block_ids, in_block, _ = view.places(block_table, num_tokens)
+def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int, first_row: int = 0) -> Rows:
+    """The live rows of one cache of a layer, from `first_row` on, as raw bytes, read through its bound
+    views."""
+    block_ids, in_block, _ = view.places(block_table, num_tokens, first_row)
     rows: Rows = {}
     for field in view.fields:
         values = field.view[block_ids, :, in_block].contiguous().cpu()  # [rows, units, elements]

@@ -75,6 +75,8 @@ class TransferRow:
     num_descriptors: int
     """Asked of the transport, before neighbouring blocks are merged: runs, or the whole stretches of a
     read that was staged. What could not be posted was not asked."""
+    held_bytes: int = 0
+    """Not moved: the consumer has them in its prefix cache."""
     num_descriptors_merged: int | None = None
     """Left when consecutive blocks of dense runs go as one."""
     mode: str = "pull"

@@ -112,10 +112,10 @@ def swap_kv_in_plan(monkeypatch):
 def drop_last_block_in_plan(monkeypatch):
     original = TransferPlan.lower
 
-    def shortened(self: TransferPlan, *args) -> list[BlockReads]:
+    def shortened(self: TransferPlan, *args, **kwargs) -> list[BlockReads]:
         return [
             replace(r, source_blocks=r.source_blocks[:-1], destination_blocks=r.destination_blocks[:-1])
-            for r in original(self, *args)
+            for r in original(self, *args, **kwargs)
         ]
 
     monkeypatch.setattr(TransferPlan, "lower", shortened)
