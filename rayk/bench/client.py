@@ -142,7 +142,7 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: bytes, seen:
                     continue
                 if not take_event(seen, data, now):
                     return
-        if seen.outcome != OK:
+        if seen.outcome == ABORTED:
             seen.outcome, seen.error = FAILED, "the stream ended before the answer did"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -142,6 +143,10 @@ class Load:
         return f"{self.process} rate={self.rate:g}{shape}"
 
 
+def _is_positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
 def check_load(load: Load) -> None:
     """Raises UserError for what cannot be sent."""
     ways = [load.rate is not None, load.concurrency is not None, load.trace is not None]
@@ -151,11 +156,11 @@ def check_load(load: Load) -> None:
             "a load has a rate, a concurrency or a trace",
             "one of --rate, --concurrency, --trace",
         ),
-        (load.rate is None or load.rate > 0, f"--rate {load.rate}", "requests per second, above 0"),
+        (load.rate is None or _is_positive(load.rate), f"--rate {load.rate}", "requests per second, above 0"),
         (load.concurrency is None or load.concurrency > 0, f"--concurrency {load.concurrency}", "at least 1"),
         (load.process in PROCESSES, f"--arrival {load.process}", f"one of {', '.join(PROCESSES)}"),
-        (load.burstiness > 0, f"--burstiness {load.burstiness}", "above 0; 1 is Poisson's"),
-        (load.trace_speed > 0, f"--trace-speed {load.trace_speed}", "above 0; 2 is twice as fast"),
+        (_is_positive(load.burstiness), f"--burstiness {load.burstiness}", "above 0; 1 is Poisson's"),
+        (_is_positive(load.trace_speed), f"--trace-speed {load.trace_speed}", "above 0; 2 is twice as fast"),
         (load.trace_block_tokens > 0, f"--trace-block {load.trace_block_tokens}", "at least 1"),
         (
             load.num_requests is None or load.num_requests > 0,
@@ -167,7 +172,7 @@ def check_load(load: Load) -> None:
             "shared prefixes",
             "--num-prefixes of at least 1",
         ),
-        (load.timeout_s > 0, f"--timeout {load.timeout_s}", "seconds, above 0"),
+        (_is_positive(load.timeout_s), f"--timeout {load.timeout_s}", "seconds, above 0"),
         (0 <= load.failed_share <= 1, f"--allow-failed {load.failed_share}", "a share between 0 and 1"),
         (load.warmup is None or load.warmup >= 0, f"--warmup {load.warmup}", "a number of requests"),
         (load.cooldown is None or load.cooldown >= 0, f"--cooldown {load.cooldown}", "a number of requests"),

@@ -3,7 +3,8 @@
 Requests that follow each other share queues and batches, so that intervals for independent samples are too
 narrow. These are made by batch means: values in order of arrival are cut into contiguous batches, whose means
 are nearly independent (Law, Simulation Modeling and Analysis, 9.5.3; 10 to 30 batches: Schmeiser, Operations
-Research 30, 1982). Values may be infinite: a request that failed is infinitely late.
+Research 30, 1982). Where they are not, batches are joined until they are. Values may be infinite: a request
+that failed is infinitely late.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ MIN_VALUES = 2 * MIN_BATCHES
 """Of fewer there is no interval."""
 WARMUP_BATCH = 5
 """Values per batch of `warmup_length`: the 5 of MSER-5."""
+WARMUP_SHARE = 0.25
+"""Of the values, which a warm-up may have at most."""
+WARMUP_GAIN = 0.8
+"""A warm-up is cut where that leaves at most so much of the squared error: less is as likely chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,35 @@ def num_needed(share: float) -> int:
 
 
 def batch_means(values: np.ndarray) -> np.ndarray:
-    """Means of contiguous batches of nearly equal size."""
-    return np.array([batch.mean() for batch in np.array_split(values, num_batches(len(values)))])
+    """Means of contiguous batches of nearly equal size: `num_batches` of them, or as few as makes neighbours
+    independent, as far as can be seen, but MIN_BATCHES at least."""
+    count = num_batches(len(values))
+    means = _means(values, count)
+    while count // 2 >= MIN_BATCHES and not are_independent(means):
+        count //= 2
+        means = _means(values, count)
+    return means
+
+
+def _means(values: np.ndarray, count: int) -> np.ndarray:
+    return np.array([batch.mean() for batch in np.array_split(values, count)])
+
+
+def are_independent(values: np.ndarray) -> bool:
+    """Whether neighbours are correlated by less than a standard error of that (1 / sqrt(n), with the bias of
+    -1 / n taken out)."""
+    rest = values - values.mean()
+    total = float(rest @ rest)
+    if total == 0:
+        return True
+    return float(rest[1:] @ rest[:-1]) / total + 1 / len(values) <= 1 / math.sqrt(len(values))
+
+
+def intervals_hold(values: Sequence[float]) -> bool:
+    """Whether batches of these values, if there are enough, are independent in the end."""
+    if len(values) < MIN_VALUES or not np.all(np.isfinite(values)):
+        return True
+    return are_independent(batch_means(np.asarray(values, dtype=np.float64)))
 
 
 def num_batches(num_values: int) -> int:
@@ -97,8 +129,8 @@ def drift(values: Sequence[float]) -> float | None:
     their mean, where it is significant (two-sided t test of the slope at 1%); else None."""
     if len(values) < MIN_VALUES or not np.all(np.isfinite(values)):
         return None
-    means = batch_means(np.asarray(values, dtype=np.float64))
-    count = len(means)
+    count = num_batches(len(values))
+    means = _means(np.asarray(values, dtype=np.float64), count)
     at = np.arange(count) - (count - 1) / 2
     slope = float(at @ means / (at @ at))
     rest = means - means.mean() - slope * at
@@ -109,20 +141,18 @@ def drift(values: Sequence[float]) -> float | None:
     return slope * (count - 1) / average
 
 
-def warmup_length(values: Sequence[float]) -> int | None:
+def warmup_length(values: Sequence[float]) -> int:
     """How many values to cut at the start, by MSER-5 (White, Simulation 69, 1997; White, Cobb and Spratt,
-    Winter Simulation Conference 2000): the cut that leaves the mean with the least standard error.
-
-    None where that is half the values or more: no steady state was reached. Infinite values must not be
-    among them.
-    """
+    Winter Simulation Conference 2000): the cut, of WARMUP_SHARE at most, that leaves the mean with the least
+    standard error; 0 where the gain is less than WARMUP_GAIN. Infinite values must not be among them."""
     means = _blocks(np.asarray(values, dtype=np.float64), WARMUP_BATCH)
+    last = int(len(means) * WARMUP_SHARE)
+    rests = [means[cut:] for cut in range(last + 1)]
     if len(means) < 2:
         return 0
-    errors = [float(((means[d:] - means[d:].mean()) ** 2).sum()) / (len(means) - d) ** 2
-              for d in range(len(means) - 1)]  # fmt: skip
+    errors = [float(((rest - rest.mean()) ** 2).sum()) / len(rest) ** 2 for rest in rests]
     best = int(np.argmin(errors))
-    return best * WARMUP_BATCH if best < len(means) / 2 else None
+    return best * WARMUP_BATCH if errors[best] <= WARMUP_GAIN * errors[0] else 0
 
 
 def _blocks(values: np.ndarray, size: int) -> np.ndarray:

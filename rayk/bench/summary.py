@@ -47,7 +47,6 @@ def _auto_warmup(load: Load, seen: Sequence[Observed]) -> int:
     for take in (_ttft_ns, _e2e_ns):
         known = [(i, value) for i, s in enumerate(seen) if (value := take(s)) is not None]
         cut = warmup_length([value for _, value in known])
-        # Where there is no steady state `judge` says so.
         found.append(known[cut][0] if cut else 0)
     return max(found)
 

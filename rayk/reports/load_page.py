@@ -10,7 +10,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS
+from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headline
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.result import Result
 from rayk.reports.text import markdown_table
@@ -58,13 +58,6 @@ GENERATOR = (
     ),
     Column(title="CPU %", key="cpu_percent", spec=".0f"),
 )
-
-
-def headline(cells: pd.DataFrame) -> str:
-    """E.g. `2 loads: 1 VALID, 1 NOISY`."""
-    counts = cells["verdict"].value_counts().to_dict()
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if verdict in counts)
-    return f"{len(cells)} load{'s'[: len(cells) != 1]}: {told}"
 
 
 def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
@@ -123,7 +116,7 @@ def load_tables(cells: pd.DataFrame) -> list[Table]:
     tables = []
     rates, latencies = rate_rows(cells), latency_rows(cells)
     for title, columns, rows in (
-        (headline(cells), RATES, rates),
+        (load_headline(cells), RATES, rates),
         ("Latencies, ms (95%)", LATENCIES, latencies),
     ):
         table = Table(title=title, title_justify="left", title_style="bold")
@@ -146,7 +139,7 @@ def reasons(cells: pd.DataFrame) -> list[str]:
 
 def load_markdown(cells: pd.DataFrame) -> str:
     """The tables as GitHub Markdown."""
-    lines = [f"# {headline(cells)}", ""]
+    lines = [f"# {load_headline(cells)}", ""]
     for title, columns, rows in (
         ("Rates", RATES, rate_rows(cells)),
         ("Latencies, ms", LATENCIES, latency_rows(cells)),
@@ -165,7 +158,7 @@ def load_page(result: Result) -> Page:
     tokens = result.requests["num_output_tokens"].sum()
     return Page(
         eyebrow=f"rayk bench · {', '.join(dict.fromkeys(cells['model']))}",
-        title=headline(cells),
+        title=load_headline(cells),
         chips=[(TONES[verdict], f"{counts[verdict]} {verdict}") for verdict in VERDICTS if verdict in counts],
         stats=[
             (f"{len(result.requests):,}", "requests"),

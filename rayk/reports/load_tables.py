@@ -84,6 +84,13 @@ def is_load(cells: pd.DataFrame) -> bool:
     return len(cells) > 0 and bool(cells["verdict"].isin(VERDICTS).all())
 
 
+def load_headline(cells: pd.DataFrame) -> str:
+    """E.g. `2 loads: 1 VALID, 1 NOISY`."""
+    counts = cells["verdict"].value_counts().to_dict()
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if verdict in counts)
+    return f"{len(cells)} load{'s'[: len(cells) != 1]}: {told}"
+
+
 class LoadWriter:
     """Writes a bench's folder: after each load its tables, whole, and the report."""
 

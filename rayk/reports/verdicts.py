@@ -11,6 +11,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from rayk.reports.load_tables import is_load, load_headline
+
 STYLES = {
     "PASS": "green",
     "NEAR_TIE": "yellow",
@@ -27,8 +29,10 @@ STYLES = {
 def headline(cells: pd.DataFrame, *, verdicts: bool = True) -> str:
     """E.g. `18 of 19 PASS, 1 UNSUPPORTED`; with faults also how many cells ended as expected.
 
-    Without `verdicts` only PASS is counted.
+    Without `verdicts` only PASS is counted. Of a bench: `2 loads: 1 VALID, 1 NOISY`.
     """
+    if is_load(cells):
+        return load_headline(cells)
     counts = cells["verdict"].value_counts().to_dict()
     parts = [f"{counts.pop('PASS', 0)} of {len(cells)} PASS"]
     if verdicts:
