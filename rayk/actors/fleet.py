@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayk.actors.desk import Desk
@@ -28,7 +28,7 @@ from rayk.actors.forming import (
     until_it_hangs,
 )
 from rayk.actors.nodes import EngineAsk, Node, worker_resources
-from rayk.actors.pool import WorkerPool, name_lost_nodes
+from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
 from rayk.actors.worker import RankSpec
@@ -63,7 +63,6 @@ class _Member:
     """Why it is not ready."""
     turned_s: float = 0.0
     """When it was last seen to take a turn (time.monotonic)."""
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -379,15 +378,23 @@ class Fleet:
 
     async def _replace_workers(self, member: _Member) -> None:
         """Others in a lost engine's place: a spare's, where there are spares."""
-        if self._settings.num_spares:
-            spare = await self._spares.get()
-            is_ready = self._pool.adopt(member.name, spare)
-            self._tasks.append(asyncio.create_task(self._prepare_spare(spare)))
-            if is_ready:
-                return
+        if self._settings.num_spares and await self._adopt_spare(member.name):
+            return
         self._pool.replace_workers(member.name, member.entry.config.tp)
         ask = engine_ask(member.entry, self._settings)
         await self._pool.prepare([ask], self._placement, self._settings.model.folder, alone=True)
+
+    async def _adopt_spare(self, engine: str) -> bool:
+        """Have the next idle workers take an engine's place: one that starts already is ready before others
+        would be. False where there are none in time."""
+        try:
+            async with asyncio.timeout(FORM_S):
+                spare = await self._spares.get()
+        except TimeoutError:
+            return False
+        is_ready = self._pool.adopt(engine, spare)
+        self._tasks.append(asyncio.create_task(self._prepare_spare(spare)))
+        return is_ready
 
     async def _prepare_spare(self, name: str) -> None:
         """Have idle workers ready, as many as the largest engine's."""
