@@ -43,6 +43,12 @@ def _seconds(name: str, help_text: str) -> Metric:
     return Metric(name=name, kind=MetricKind.HISTOGRAM, unit="s", help=help_text, buckets=_SECONDS)
 
 
+def _front(name: str, kind: MetricKind, unit: str, help_text: str, *labels: str) -> Metric:
+    """Of an HTTP front, which no engine labels."""
+    buckets = _SECONDS if kind is MetricKind.HISTOGRAM else ()
+    return Metric(name=name, kind=kind, unit=unit, help=help_text, labels=labels, buckets=buckets)
+
+
 _ALL = (
     _counter("rayk_requests_total", "requests", "Requests finished, by reason", "finish_reason"),
     _counter("rayk_prompt_tokens_total", "tokens", "Prompt tokens computed"),
@@ -63,6 +69,28 @@ _ALL = (
     _seconds("rayk_tpot_seconds", "Mean time per output token after the first"),
     _seconds("rayk_e2e_seconds", "Arrival to last token"),
     _seconds("rayk_transfer_seconds", "A request's KV transfer, first post to last completion"),
+    _front(
+        "rayk_front_requests_total",
+        MetricKind.COUNTER,
+        "requests",
+        "HTTP requests answered; status 499: the client went before",
+        "path",
+        "status",
+    ),
+    _front("rayk_front_running_requests", MetricKind.GAUGE, "requests", "HTTP requests under way"),
+    _front("rayk_front_prompt_tokens_total", MetricKind.COUNTER, "tokens", "Prompt tokens of ended calls"),
+    _front("rayk_front_cached_tokens_total", MetricKind.COUNTER, "tokens", "Of these, from prefix caches"),
+    _front("rayk_front_output_tokens_total", MetricKind.COUNTER, "tokens", "Output tokens of ended calls"),
+    _front("rayk_front_ttft_seconds", MetricKind.HISTOGRAM, "s", "HTTP call to its first token"),
+    _front("rayk_front_e2e_seconds", MetricKind.HISTOGRAM, "s", "HTTP call to its last token"),
+    _front(
+        "rayk_front_engine_ready",
+        MetricKind.GAUGE,
+        "engines",
+        "1 where an engine serves, 0 where it does not",
+        "engine",
+        "role",
+    ),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}

@@ -8,18 +8,29 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from rayk.serve.asks import Call, Front
 from rayk.serve.chat import ChatWriter, open_chat
 from rayk.serve.completions import CompletionWriter, open_completion
+from rayk.serve.described import (
+    PROBLEMS,
+    SIMPLE_PROBLEMS,
+    ChatAnswer,
+    CompletionAnswer,
+    HealthAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    streamed,
+)
 from rayk.serve.errors import ApiError, JsonResponse, install_handlers
 from rayk.serve.guard import Guard, HttpSettings
+from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
 from rayk.serve.protocol import ChatRequest, CompletionRequest
-from rayk.serve.replies import CLIENT_GONE, EventStream, unless_gone
+from rayk.serve.replies import EventStream, unless_gone
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, RaykError
-from rayk.types.serving import Completer
+from rayk.types.serving import Completer, Health
 
 HEALTH_S = 5.0
 """A server that takes longer to say how it is, is not well."""
@@ -37,8 +48,10 @@ def make_app(
     app.state.created_s = int(time.time())
     install_handlers(app)
     _add_model_routes(app, front)
+    _add_state_routes(app, front)
     _add_generation_routes(app, front)
     app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Counted, metrics=front.metrics)  # outside: also who is turned away counts
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -50,7 +63,7 @@ def _front(completer: Completer, settings: HttpSettings, text: Text | None) -> F
             text = Text.load(completer.model.folder)
         except CheckpointError as error:
             why = str(error)
-    return Front(completer=completer, settings=settings, text=text, why_no_text=why)
+    return Front(completer=completer, settings=settings, text=text, why_no_text=why, metrics=FrontMetrics())
 
 
 def _add_model_routes(app: FastAPI, front: Front) -> None:
@@ -62,14 +75,15 @@ def _add_model_routes(app: FastAPI, front: Front) -> None:
             "created": app.state.created_s,
             "owned_by": "rayk",
             "max_model_len": model.max_positions,
+            "vocab_size": model.vocab_size,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses={200: {"model": ModelsAnswer}, 401: PROBLEMS[401]})
     async def models() -> Response:
         """The model, as a list of one."""
         return JsonResponse({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model_id:path}")
+    @app.get("/v1/models/{model_id:path}", responses={200: {"model": ModelAnswer}, **SIMPLE_PROBLEMS})
     async def model(model_id: str) -> Response:
         """The model by its name."""
         if model_id != front.completer.model.model_id:
@@ -77,27 +91,39 @@ def _add_model_routes(app: FastAPI, front: Front) -> None:
             raise ApiError(404, problem, param="model", code="model_not_found")
         return JsonResponse(card())
 
-    @app.get("/health")
+
+def _add_state_routes(app: FastAPI, front: Front) -> None:
+    @app.get("/metrics", response_class=PlainTextResponse, responses={401: PROBLEMS[401]})
+    async def metrics() -> Response:
+        """This front's counters, for Prometheus."""
+        front.metrics.see(await _health(front))
+        return Response(front.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/health", responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
     async def health() -> Response:
         """200 once every engine has taken a step lately; 503 with the reason until then."""
-        try:
-            async with asyncio.timeout(HEALTH_S):
-                found = await front.completer.health()
-        except (TimeoutError, RaykError) as error:
-            reason = str(error) or f"no word from the engines within {HEALTH_S:g} s"
-            return JsonResponse({"status": "unavailable", "reason": reason}, 503)
+        found = await _health(front)
         told = {"status": "ready" if found.is_ready else "unavailable", "reason": found.reason}
         return JsonResponse({**told, "engines": list(found.engines)}, 200 if found.is_ready else 503)
 
 
+async def _health(front: Front) -> Health:
+    try:
+        async with asyncio.timeout(HEALTH_S):
+            return await front.completer.health()
+    except (TimeoutError, RaykError) as error:
+        reason = str(error) or f"no word from the engines within {HEALTH_S:g} s"
+        return Health(is_ready=False, reason=reason)
+
+
 def _add_generation_routes(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=streamed(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """OpenAI's completions: prompts as text or token ids, one or many."""
         call = await open_completion(front, body)
         return await _answer(CompletionWriter(front, call, body), call, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=streamed(ChatAnswer))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """OpenAI's chat completions, by the checkpoint's chat template."""
         call = await open_chat(front, body)

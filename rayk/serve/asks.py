@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from rayk.serve.answers import Answer, Choice, Prompt
 from rayk.serve.errors import ApiError
 from rayk.serve.guard import HttpSettings
+from rayk.serve.metrics import FrontMetrics
 from rayk.serve.protocol import LEAST_TEMPERATURE, Generation, check_extra
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError
@@ -25,6 +26,7 @@ class Front:
 
     completer: Completer
     settings: HttpSettings
+    metrics: FrontMetrics
     text: Text | None
     why_no_text: str = ""
     """What is wrong with the checkpoint's tokenizer where `text` is None."""

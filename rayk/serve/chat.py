@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from rayk.serve.answers import Piece, Prompt
@@ -60,14 +61,16 @@ class ChatWriter:
 
     def __init__(self, front: Front, call: Call, body: ChatRequest) -> None:
         self._text = front.text
+        self._metrics = front.metrics
         self._call = call
         self._body = body
 
     async def whole(self) -> dict[str, Any]:
         """All choices, once they are complete."""
         pieces: list[list[Piece]] = [[] for _ in self._call.answer.choices]
-        async for piece in self._call.answer.pieces():
-            pieces[piece.index].append(piece)
+        async with aclosing(self._metrics.metered(self._call.answer)) as news:
+            async for piece in news:
+                pieces[piece.index].append(piece)
         choices = [self._message(own) for own in pieces]
         return {**self._frame("chat.completion", choices), "usage": self._call.answer.usage()}
 
@@ -76,15 +79,16 @@ class ChatWriter:
         options = self._body.stream_options
         includes = options is not None and bool(options.include_usage)
         continuous = options is not None and bool(options.continuous_usage_stats)
-        async for piece in self._call.answer.pieces():
-            written = b""
-            for choice in self._chunks(piece):
-                frame = self._frame("chat.completion.chunk", [choice])
-                if includes:
-                    frame["usage"] = self._call.answer.usage() if continuous else None
-                written += event(frame)
-            if written:
-                yield written
+        async with aclosing(self._metrics.metered(self._call.answer)) as news:
+            async for piece in news:
+                written = b""
+                for choice in self._chunks(piece):
+                    frame = self._frame("chat.completion.chunk", [choice])
+                    if includes:
+                        frame["usage"] = self._call.answer.usage() if continuous else None
+                    written += event(frame)
+                if written:
+                    yield written
         if includes:
             yield event({**self._frame("chat.completion.chunk", []), "usage": self._call.answer.usage()})
 

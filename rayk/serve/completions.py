@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from rayk.serve.answers import Piece, Prompt
@@ -74,14 +75,16 @@ class CompletionWriter:
 
     def __init__(self, front: Front, call: Call, body: CompletionRequest) -> None:
         self._text = front.text
+        self._metrics = front.metrics
         self._call = call
         self._body = body
 
     async def whole(self) -> dict[str, Any]:
         """All choices, once they are complete."""
         pieces: list[list[Piece]] = [[] for _ in self._call.answer.choices]
-        async for piece in self._call.answer.pieces():
-            pieces[piece.index].append(piece)
+        async with aclosing(self._metrics.metered(self._call.answer)) as news:
+            async for piece in news:
+                pieces[piece.index].append(piece)
         choices = [self._joined([self._choice(p) for p in own]) for own in pieces]
         return {**self._frame(choices), "usage": self._call.answer.usage()}
 
@@ -90,14 +93,17 @@ class CompletionWriter:
         options = self._body.stream_options
         includes = options is not None and bool(options.include_usage)
         continuous = options is not None and bool(options.continuous_usage_stats)
-        async for piece in self._call.answer.pieces():
-            choice = self._choice(piece)
-            if not (choice["text"] or piece.finish_reason or choice["logprobs"] or choice.get("token_ids")):
-                continue
-            frame = self._frame([choice])
-            if includes:
-                frame["usage"] = self._call.answer.usage() if continuous else None
-            yield event(frame)
+        async with aclosing(self._metrics.metered(self._call.answer)) as news:
+            async for piece in news:
+                choice = self._choice(piece)
+                if not (
+                    choice["text"] or piece.finish_reason or choice["logprobs"] or choice.get("token_ids")
+                ):
+                    continue
+                frame = self._frame([choice])
+                if includes:
+                    frame["usage"] = self._call.answer.usage() if continuous else None
+                yield event(frame)
         if includes:
             yield event({**self._frame([]), "usage": self._call.answer.usage()})
 

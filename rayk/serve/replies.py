@@ -15,8 +15,6 @@ from rayk.serve.errors import api_error, to_json
 from rayk.types.errors import RaykError
 
 T = TypeVar("T")
-CLIENT_GONE = 499
-"""Status of an answer that nobody waits for: it is not sent, only counted."""
 DONE = b"data: [DONE]\n\n"
 _LOG = logging.getLogger(__name__)
 

@@ -1,0 +1,122 @@
+"""What a front counts of itself, for Prometheus; the names stand in rayk.metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayk.metrics import METRICS, Metric, MetricKind
+from rayk.serve.answers import Answer, Piece
+from rayk.types.serving import Health
+
+PREFIX = "rayk_front_"
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json"}
+)
+"""Paths that are counted by name: clients must not be able to make new rows."""
+CLIENT_GONE = 499
+"""Status of an answer that nobody waits for: it is not sent, only counted."""
+
+
+class FrontMetrics:
+    """One front's values. Implements metrics.MetricsSink for names that begin with `PREFIX`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {
+            name: _make(metric, self.registry) for name, metric in METRICS.items() if name.startswith(PREFIX)
+        }
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
+        self._of(name, labels).inc(value)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        self._of(name, labels).set(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram."""
+        self._of(name, labels).observe(value)
+
+    def count_running(self, change: int) -> None:
+        """HTTP requests that came, less those that ended."""
+        self._metrics["rayk_front_running_requests"].inc(change)
+
+    def see(self, health: Health) -> None:
+        """The engines as they are now; those that are no more are forgotten."""
+        self._metrics["rayk_front_engine_ready"].clear()
+        for engine in health.engines:
+            labels = {"engine": str(engine.get("name")), "role": str(engine.get("role"))}
+            self.set("rayk_front_engine_ready", float(engine.get("state") == "ready"), **labels)
+
+    def text(self) -> bytes:
+        """In Prometheus' own form."""
+        return generate_latest(self.registry)
+
+    async def metered(self, answer: Answer) -> AsyncGenerator[Piece, None]:
+        """A call's pieces, counted on their way."""
+        began = time.monotonic()
+        has_begun = False
+        async with aclosing(answer.pieces()) as pieces:
+            try:
+                async for piece in pieces:
+                    if piece.token_ids and not has_begun:
+                        has_begun = True
+                        self.observe("rayk_front_ttft_seconds", time.monotonic() - began)
+                    yield piece
+                self.observe("rayk_front_e2e_seconds", time.monotonic() - began)
+            finally:
+                usage = answer.usage()
+                self.add("rayk_front_prompt_tokens_total", usage["prompt_tokens"])
+                self.add("rayk_front_output_tokens_total", usage["completion_tokens"])
+                cached = usage["prompt_tokens_details"] or {"cached_tokens": 0}
+                self.add("rayk_front_cached_tokens_total", cached["cached_tokens"])
+
+    def _of(self, name: str, labels: dict[str, str]) -> Any:
+        metric = self._metrics[name]
+        return metric.labels(**labels) if labels else metric
+
+
+def _make(metric: Metric, registry: CollectorRegistry) -> Any:
+    if metric.kind is MetricKind.COUNTER:
+        return Counter(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.kind is MetricKind.GAUGE:
+        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
+    return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
+
+
+class Counted:
+    """ASGI: counts requests, whoever answers them."""
+
+    def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._metrics.count_running(1)
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            self._metrics.count_running(-1)
+            path = scope["path"] if scope["path"] in PATHS else "other"
+            self._metrics.add("rayk_front_requests_total", path=path, status=str(status))
