@@ -7,14 +7,18 @@ import http.client
 import secrets
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from rayk.actors.environment import wanted_address
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
 from rayk.specs.server_plan import ServerOptions, plan_server
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, RaykError, UserError
+
+if TYPE_CHECKING:
+    from rayk.serve.fronts import FrontPlan
 
 READY_S = 600.0
 """From the first actor to the first request: weights may be large."""
@@ -62,19 +66,22 @@ def serve_until_stopped(
         # Ray is imported here so that bad input is refused in a second.
         from rayk.actors import launch
 
+        is_shared = wanted_address(address) is not None
         with launch.connect(address):
             if stop.received:
                 return 0
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             settings = launch.fit_server(plan_server(options, device=device, is_local=False))
             try:
-                return asyncio.run(_serve(settings, front, stop, ready))
+                return asyncio.run(_serve(settings, front, stop, ready, is_shared=is_shared))
             except GaveUp as error:
                 _say(str(error))
                 return 1
 
 
-async def _serve(settings: ServerSettings, front: HttpOptions, stop: StopSignals, ready: TextIO) -> int:
+async def _serve(
+    settings: ServerSettings, front: HttpOptions, stop: StopSignals, ready: TextIO, *, is_shared: bool
+) -> int:
     from rayk.serve.fleet_part import FleetPart
     from rayk.serve.fronts import FrontPlan
     from rayk.serve.guard import HttpSettings
@@ -83,7 +90,7 @@ async def _serve(settings: ServerSettings, front: HttpOptions, stop: StopSignals
     http = HttpSettings(api_key=front.api_key)
     plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
     fleet = FleetPart(name, settings)
-    http_part = _front_part(front.kind, plan)
+    http_part = _front_part(front.kind, plan, is_shared=is_shared)
     supervisor = Supervisor((fleet, http_part), stop.event(), _say)
     url = url_of(front.host, front.port)
 
@@ -107,7 +114,7 @@ async def _serve(settings: ServerSettings, front: HttpOptions, stop: StopSignals
     return 0
 
 
-def _front_part(kind: str, plan: Any) -> Part:
+def _front_part(kind: str, plan: FrontPlan, *, is_shared: bool) -> Part:
     if kind == "uvicorn":
         from rayk.serve.front_actor import UvicornPart
 
@@ -115,7 +122,7 @@ def _front_part(kind: str, plan: Any) -> Part:
     from rayk.serve.ray_serve import RayServePart, refuse_second_serve
 
     refuse_second_serve()
-    return RayServePart(plan)
+    return RayServePart(plan, is_shared=is_shared)
 
 
 async def _until_ready(front: HttpOptions) -> None:

@@ -112,7 +112,7 @@ class LLM:
         """Complete prompts, all at once as far as the engines have room; answers in order.
 
         `prompts`: texts or lists of token ids, or one of them. `sampling`: of all, or one per prompt. Raises
-        UserError before anything runs, or what the first request to fail ended with; the others are then
+        UserError (bad input), or whatever else the first request to fail ended with; the others are then
         aborted.
         """
         listed = _listed(prompts)
@@ -206,6 +206,7 @@ class _Engines:
         self._stack = ExitStack()
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
+        self._stack.callback(self._loop.close)
         try:
             if not ray.is_initialized():
                 self._stack.enter_context(launch.connect(address))
@@ -239,11 +240,15 @@ class _Engines:
         """Every request's news."""
         # The waiting room is for strangers: who asks for much here waits in line.
         room = asyncio.Semaphore(sum(e.config.max_seqs for e in self.settings.engines))
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(_follow(self._router, room, prompt, params)) for prompt, params in requests
-            ]
-        return [task.result() for task in tasks]
+        tasks = [
+            asyncio.create_task(_follow(self._router, room, prompt, params)) for prompt, params in requests
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
         """End everything. A second call does nothing."""
@@ -278,7 +283,6 @@ class _Engines:
     def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
 
 async def _follow(

@@ -48,12 +48,16 @@ class RayServePart:
 
     name = "Ray Serve"
 
-    def __init__(self, plan: FrontPlan) -> None:
+    def __init__(self, plan: FrontPlan, *, is_shared: bool) -> None:
+        """`is_shared`: the cluster goes on without this driver."""
         self._plan = plan
+        self._is_shared = is_shared
+        self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Proxy and application. Raises UserError when Serve runs on this cluster already."""
-        await asyncio.to_thread(self._start)
+        self._starting = asyncio.create_task(asyncio.to_thread(self._start))
+        await asyncio.shield(self._starting)
 
     async def lost(self) -> str:
         """Why the application is no more."""
@@ -70,8 +74,14 @@ class RayServePart:
                 return "the application is gone" if status is None else status.message
 
     async def stop(self) -> None:
-        """End application, proxy and controller."""
-        await asyncio.to_thread(serve.shutdown)
+        """End the application, when its last answer is out; and Serve itself where the cluster stays."""
+        if self._starting is None:
+            return
+        # Serve has no way back from half of it.
+        await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.to_thread(serve.delete, APPLICATION)
+        if self._is_shared:
+            await asyncio.to_thread(serve.shutdown)
 
     def _start(self) -> None:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
 STEADY_S = 60.0
 """A part that lived so long is steady: what befell it before does not count any more."""
@@ -27,7 +27,8 @@ class Part(Protocol):
     """For people."""
 
     async def start(self) -> None:
-        """A life of it, the first or another. Raises RaykError where that cannot succeed."""
+        """A life of it, the first or another. Raises RaykError: of another life, EngineDied and
+        DeadlineExceeded are no reason to give up."""
         ...
 
     async def lost(self) -> str:
@@ -82,8 +83,13 @@ class Supervisor:
         losses = 0
         while True:
             began = time.monotonic()
-            await part.start()
-            why = await part.lost()
+            try:
+                await part.start()
+                why = await part.lost()
+            except (EngineDied, DeadlineExceeded) as error:
+                if not losses:
+                    raise
+                why = str(error)  # what was there before can be there again
             losses = 1 if time.monotonic() - began > STEADY_S else losses + 1
             if losses >= MAX_LOSSES:
                 raise GaveUp(f"{part.name} was lost {losses} times, at last of this: {why}")

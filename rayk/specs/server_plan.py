@@ -83,7 +83,7 @@ def plan_server(
     check_weights(Path(options.model))
     _check_overrides(options.overrides)
     _check_sides(options)
-    loaded = load_spec(_as_spec(options), list(options.overrides), source="rayk serve")
+    loaded = load_spec(_as_spec(options), list(options.overrides), source="options")
     if loaded.spec.matrix:
         key = next(iter(loaded.spec.matrix[0]))
         raise SpecError(problem=f"{key} has a list of values", where=f"--set {key}", mend="give one")
@@ -156,13 +156,15 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _check_sides(options: ServerOptions) -> None:
-    """Refuse decode engines of a server that has none. Raises SpecError."""
+    """Refuse settings of decode engines, and of transfers, of a server that has none. Raises SpecError."""
     if options.resolved_mode != "aggregated":
         return
-    for name, value in (("--decode-tp", options.decode_tp), ("--num-decode", options.num_decode)):
-        if value is not None:
-            raise SpecError(
-                problem=f"{name} {value}: an aggregated server has no decode engines",
-                where=name,
-                mend="--prefill-tp and --num-prefill are its engines'; or --mode disaggregated",
-            )
+    given = [f"--decode-tp {options.decode_tp}"] * (options.decode_tp is not None)
+    given += [f"--num-decode {options.num_decode}"] * (options.num_decode is not None)
+    given += [f"--set {text}" for text in options.overrides if text.startswith(("decode.", "transfer."))]
+    if given:
+        raise SpecError(
+            problem="an aggregated server has no decode engines and transfers nothing",
+            where=given[0],
+            mend="--prefill-tp and --num-prefill are its engines'; or --mode disaggregated",
+        )

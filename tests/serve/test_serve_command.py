@@ -1,0 +1,328 @@
+"""`rayk serve`: what is refused before anything starts, and servers that drain, survive and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from rayk.cli.main import app
+from tests.conftest import CheckpointFactory
+from tests.markers import nixl, ray
+
+START_S = 240.0
+"""Machines may be slow: nothing here measures time."""
+NUM_TOKENS = 300
+
+
+@pytest.fixture
+def model(checkpoint: CheckpointFactory) -> Path:
+    return checkpoint("qwen3")
+
+
+# --- refused ------------------------------------------------------------------------------------------------
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> str:
+    """The one message of a refused command: exit 2, nothing on stdout, and nothing was started."""
+
+    def started(*_: Any, **__: Any) -> int:
+        raise AssertionError("it started")
+
+    monkeypatch.setattr("rayk.serve.command.serve_until_stopped", started)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--prefill-tp 3", "prefill: TP 3 does not divide the model's 8 query heads"),
+        ("--decode-tp 5", "decode: TP 5 does not divide the model's 8 query heads"),
+        ("--decode-tp 0", "Invalid value for '--decode-tp'"),
+        ("--mode both", "mode must be one of 'aggregated' or 'disaggregated', got 'both'"),
+        ("--mode aggregated --num-decode 2", "--num-decode 2: an aggregated server has no decode engines"),
+        ("--set decode.layout=BHLNC", "an aggregated server has no decode engines"),
+        ("--dtype int8", "dtype must be one of 'float32', 'bfloat16'"),
+        ("--device cuda", "device: cuda, but no GPU was found"),
+        ("--policy best", "policy must be one of 'round_robin'"),
+        ("--failure-policy hope", "failure_policy must be one of 'fail', 'recompute' or 'migrate'"),
+        (
+            "--set engine.num_block=4",
+            "a server has no key 'engine.num_block'\n  mend: did you mean 'engine.num_",
+        ),
+        ("--set engine.max_seqs", "not of the form KEY=VALUE"),
+        ("--set engine.max_seqs=[4,8]", "engine.max_seqs has a list of values"),
+        ("--set engine.max_seqs=none", "engine.max_seqs must be a valid integer"),
+        ("--set faults=[]", "a server has no key 'faults'"),
+        ("--set prefill.layout=LHBNC --set decode.layout=NHD --prefill-tp 1", "decode.layout must be one of"),
+        ("--host 192.0.2.1", "this machine has no address 192.0.2.1"),
+        ("--port 70000", "Invalid value for '--port'"),
+        ("--address 127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
+        ("--http flask", "Invalid value for '--http'"),
+        ("--spares -1", "Invalid value for '--spares'"),
+    ],
+)
+def test_bad_options_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: str, message: str
+) -> None:
+    monkeypatch.setattr("rayk.specs.devices.count_local_gpus", lambda: 0)
+    assert message in refused(monkeypatch, model, *options.split())
+
+
+@pytest.mark.parametrize("key", ["", "  ", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    assert "--api-key" in refused(monkeypatch, model, "--api-key", key)
+
+
+def test_bad_checkpoints_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "none: no such checkpoint folder" in refused(monkeypatch, tmp_path / "none")
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    assert "no .safetensors weights" in refused(monkeypatch, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-100])
+    assert "not a readable safetensors file" in refused(monkeypatch, tmp_path)
+
+
+def test_a_port_in_use_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port: port {port} of 127.0.0.1: Address already in use" in refused(
+            monkeypatch, model, "--port", str(port)
+        )
+
+
+# --- on Ray -------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A running `rayk serve`."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        command = [sys.executable, "-m", "rayk.cli.main", "serve", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+        )
+        self.errors: list[str] = []
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        self.ready = self._ready_line()
+        self.url, _, name = self.ready.removeprefix("rayk: ready ").rstrip("\n").partition(" ")
+        self.model_id = name.removeprefix("model=")
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors += iter(self.process.stderr.readline, "")
+
+    def _ready_line(self) -> str:
+        watchdog = threading.Timer(START_S, self.process.kill)
+        watchdog.start()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        watchdog.cancel()
+        assert line.startswith("rayk: ready http://"), (line, self.errors)
+        return line
+
+    def client(self) -> openai.OpenAI:
+        """The real one; it tries nothing again."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0, timeout=START_S)
+
+    def stream(self, prompt: list[int]) -> Iterator[Any]:
+        """A completion's chunks."""
+        return iter(
+            self.client().completions.create(
+                model=self.model_id,
+                prompt=prompt,
+                max_tokens=NUM_TOKENS,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+        )
+
+    def ends(self) -> int:
+        """Its exit status; nothing but the ready line went to stdout."""
+        code = self.process.wait(START_S)
+        assert self.process.stdout is not None
+        assert self.process.stdout.read() == ""
+        return code
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[Server]:
+    """A server that is gone afterwards, whatever the test does."""
+    server = None
+    try:
+        server = Server(*arguments, "--port", "0", "--device", "cpu")
+        yield server
+    finally:
+        if server is not None:
+            server.process.kill()
+            server.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+
+
+def tokens_of(chunks: Iterator[Any]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.choices[0].token_ids]
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until something is true."""
+    deadline = time.monotonic() + START_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {START_S} s"
+        time.sleep(0.1)
+    return found
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Process id -> command line, of what a process started and what that started."""
+    children: dict[int, list[int]] = {}
+    lines: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            lines[int(folder.name)] = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
+        except OSError:  # it has just ended
+            continue
+        if status[0] != "Z":
+            children.setdefault(int(status[1]), []).append(int(folder.name))
+    found, waiting = {}, list(children.get(pid, ()))
+    while waiting:
+        child = waiting.pop()
+        found[child] = lines[child]
+        waiting += children.get(child, ())
+    return found
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Any, reference: Any) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what transformers says to them; no step is near a tie."""
+    from rayk.oracle.checkpoint import read_marker
+
+    model = checkpoint("qwen3")
+    prompts = [probe["prompt"] for probe in read_marker(model)["probes"]]
+    outputs = reference(model).generate(prompts, NUM_TOKENS, ignore_eos=True)
+    assert min(min(o.margins) for o in outputs) > 1e-3
+    return [(p, list(o.token_ids)) for p, o in zip(prompts, outputs, strict=True)]
+
+
+@ray
+@nixl
+def test_a_server_on_ray_serve_answers_drains_and_leaves_nothing(
+    model: Path, truth: list[tuple[list[int], list[int]]]
+) -> None:
+    with serving(model, "--prefill-tp", "1", "--decode-tp", "1", "--api-key", "k") as server:
+        assert server.model_id == model.name
+        assert [m.id for m in server.client().models.list()] == [model.name]
+        with pytest.raises(openai.AuthenticationError):
+            server.client().with_options(api_key="other").models.list()
+        answers: dict[int, list[int]] = {}
+
+        def ask(index: int) -> None:
+            answers[index] = tokens_of(server.stream(truth[index][0]))
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(truth))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [answers.get(i) for i in range(len(truth))] == [expected for _, expected in truth]
+
+        started = descendants(server.process.pid)
+        assert any("ServeReplica" in line for line in started.values())
+        stream = server.stream(truth[0][0])
+        delivered = list(next(stream).choices[0].token_ids)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: refuses(server), "a refusal")
+        assert delivered + tokens_of(stream) == truth[0][1], "what ran when the signal came ends as it should"
+        assert server.ends() == 0
+        until(lambda: not started.keys() & alive(started), "the end of every process")
+
+
+def refuses(server: Server) -> bool:
+    """Whether new requests are turned away: by the server, or because it is gone."""
+    try:
+        server.client().completions.create(model=server.model_id, prompt=[1, 2, 3], max_tokens=1)
+    except (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError):
+        return True
+    return False
+
+
+def alive(pids: dict[int, str]) -> set[int]:
+    """Those that are the same processes still."""
+    found = set()
+    for pid, line in pids.items():
+        try:
+            now = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if now and now.split()[:1] == line.split()[:1]:
+            found.add(pid)
+    return found
+
+
+@ray
+@nixl
+def test_what_dies_is_started_again_and_streams_go_on(
+    model: Path, truth: list[tuple[list[int], list[int]]], ray_address: str
+) -> None:
+    def process(title: str) -> int:
+        found = [pid for pid, line in descendants(os.getpid()).items() if title in line]
+        assert len(found) == 1, (title, found)
+        return found[0]
+
+    where = ("--http", "uvicorn", "--address", ray_address)
+    with serving(model, *where, "--prefill-tp", "1", "--decode-tp", "1") as server:
+        prompt, expected = truth[0]
+        stream = server.stream(prompt)
+        delivered = [t for _ in range(3) for t in next(stream).choices[0].token_ids]
+        os.kill(process("ray::Fleet"), signal.SIGKILL)
+        assert delivered + tokens_of(stream) == expected, "nothing is repeated, nothing is missing"
+        assert any("the fleet of engines is lost" in line for line in server.errors)
+
+        stream = server.stream(prompt)
+        next(stream)
+        os.kill(process("ray::UvicornFront"), signal.SIGKILL)
+        with pytest.raises(
+            (openai.APIError, OSError, Exception), match=r"(?i)peer|connection|reset|closed|end"
+        ):
+            list(stream)
+        until(lambda: answers(server, prompt, expected), "an answer of the next front")
+
+        server.stream(prompt)
+        for _ in range(2):  # the first waits for the stream, which nobody reads
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        assert server.process.wait(START_S) in (0, 130)
+
+
+def answers(server: Server, prompt: list[int], expected: list[int]) -> bool:
+    """Whether it answers, which then must be right."""
+    try:
+        found = tokens_of(server.stream(prompt))
+    except openai.APIConnectionError:
+        return False
+    assert found == expected
+    return True

@@ -1,0 +1,139 @@
+"""LLM: prompts through engines of unlike TP, without HTTP; bad input before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rayk import LLM, SamplingParams
+from rayk.types.errors import RaykError, SpecError, Unsupported, UserError
+from tests.markers import nixl, ray
+
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Any) -> Path:
+    return checkpoint("qwen3")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"prefill_tp": 3}, Unsupported, "TP 3 does not divide the model's 8 query heads"),
+        ({"dtype": "int4"}, SpecError, "dtype must be one of"),
+        ({"settings": {"engine.blocks": 3}}, SpecError, "a server has no key 'engine.blocks'"),
+        ({"settings": {"engine.num_blocks": [3, 4]}}, SpecError, "engine.num_blocks has a list of values"),
+        ({"mode": "aggregated", "decode_tp": 2}, SpecError, "no decode engines"),
+        ({"address": "127.0.0.1:1"}, UserError, "no Ray cluster answers"),
+    ],
+)
+def test_bad_options(model: Path, options: dict[str, Any], kind: type[RaykError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        LLM(model, **options)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such checkpoint folder"):
+        LLM(tmp_path / "none")
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, ray_address: str) -> Iterator[LLM]:
+    few = {"engine.max_seqs": 3, "engine.num_blocks": 64}
+    with LLM(model, prefill_tp=2, decode_tp=1, device="cpu", address=ray_address, settings=few) as found:
+        yield found
+    with pytest.raises(UserError, match="closed"):
+        found.generate([[1, 2, 3]])
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path) -> list[list[int]]:
+    from rayk.oracle.checkpoint import read_marker
+
+    return [probe["prompt"] for probe in read_marker(model)["probes"]]
+
+
+@ray
+@nixl
+def test_token_ids_in_order_as_transformers_says(
+    llm: LLM, model: Path, prompts: list[list[int]], reference: Any
+) -> None:
+    many = [prompt[: 1 + 7 * i % len(prompt)] for i in range(5) for prompt in prompts]
+    assert len(many) > 12, "more than have room at once"
+    expected = reference(model).generate(many, NUM_TOKENS, ignore_eos=True)
+    assert min(min(o.margins) for o in expected) > 1e-4
+    found = llm.generate(many, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+    assert [list(c.prompt_token_ids) for c in found] == many
+    assert [c.token_ids for c in found] == [tuple(o.token_ids) for o in expected]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert [c.text for c in found] == [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in found]
+    assert {(c.finish_reason, c.stop_reason, c.logprobs) for c in found} == {("length", None, None)}
+
+
+@ray
+@nixl
+def test_one_sampling_per_prompt(llm: LLM, model: Path) -> None:
+    text = "Once upon a time there was"
+    plain = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    (whole,) = llm.generate(text, plain)
+    assert whole.text is not None
+    assert whole.prompt == text
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert list(whole.prompt_token_ids) == tokenizer(text)["input_ids"]
+    printable = re.search("[ -~]{2}", whole.text[4:])
+    assert printable is not None
+    stop = printable[0]
+    asked = [
+        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, stop=(stop,)),
+        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, stop_token_ids=(whole.token_ids[4],)),
+        SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=0),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=8, ignore_eos=True),
+    ]
+    stopped, ended, told, drawn, again, other = llm.generate([text] * len(asked), asked)
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+    assert ended.token_ids == whole.token_ids[: 1 + whole.token_ids.index(whole.token_ids[4])]
+    assert ended.stop_reason == whole.token_ids[4]
+    assert told.logprobs is not None
+    assert told.prompt_logprobs is not None
+    assert [(row.token_id, row.rank, len(row.top)) for row in told.logprobs] == [
+        (token, 1, 2) for token in told.token_ids
+    ]
+    ids = [row.token_id for row in told.prompt_logprobs if row is not None]
+    assert ids == list(told.prompt_token_ids[1:])
+    assert drawn.token_ids == again.token_ids != other.token_ids
+
+
+@ray
+@nixl
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        ([[1, 2], []], SamplingParams(), "prompt 1: empty"),
+        ([""], SamplingParams(), "prompt 0: empty"),
+        ([[1, 2]], [SamplingParams()] * 2, "1 prompts and 2 sampling parameters"),
+        ([[5, 100_000]], SamplingParams(), "100000"),
+        ([[1, 2], [5] * 3000], SamplingParams(), "3000"),
+        ([[1]], SamplingParams(temperature=-1.0), "temperature"),
+        ([[1], [1.5]], SamplingParams(), "prompt 1: neither text nor a list of token ids"),
+    ],
+)
+def test_bad_prompts_leave_it_as_it_was(llm: LLM, prompts: Any, sampling: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompts, sampling)
+    assert [c.finish_reason for c in llm.generate([[3, 4, 5]] * 4, SamplingParams(max_tokens=2))] != []
+
+
+@ray
+@nixl
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([]) == []
