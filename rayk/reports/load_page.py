@@ -18,6 +18,8 @@ from rayk.reports.text import markdown_table
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
 """Verdict -> the chip it wears."""
 STYLES = {"VALID": "green", "NOISY": "yellow", "INVALID": "bold red"}
+PALETTE = ("#3b7dd8", "#d9822b", "#2f9e77", "#b65fcf", "#c94f4f", "#7a8b2e", "#1aa3b8", "#8c6d5a", "#d6589f")
+"""Colours of series, on light and dark alike."""
 MAX_POINTS = 4000
 """Requests that a plot shows; every k-th of more."""
 NOTE = (
@@ -198,7 +200,8 @@ def _rates_note(cells: pd.DataFrame) -> str:
 
 def _scatter(result: Result, metric: str) -> Plot:
     data: list[dict[str, Any]] = []
-    for cell_id, rows in result.requests.dropna(subset=[f"{metric}_ms"]).groupby("cell_id", sort=False):
+    known = result.requests.dropna(subset=[f"{metric}_ms"]).groupby("cell_id", sort=False)
+    for number, (cell_id, rows) in enumerate(known):
         rows = rows.iloc[:: math.ceil(len(rows) / MAX_POINTS) or 1]
         symbols = ["circle" if phase == "measured" else "circle-open" for phase in rows["phase"]]
         data.append(
@@ -208,11 +211,17 @@ def _scatter(result: Result, metric: str) -> Plot:
                 "name": str(cell_id),
                 "x": (rows["due_ms"] / 1000).tolist(),
                 "y": rows[f"{metric}_ms"].tolist(),
-                "marker": {"size": 6, "opacity": 0.7, "symbol": symbols},
+                "marker": {
+                    "size": 6,
+                    "opacity": 0.7,
+                    "symbol": symbols,
+                    "color": PALETTE[number % len(PALETTE)],
+                },
             }
         )
     layout = {
         "height": 340,
+        "showlegend": len(data) > 1,
         "xaxis": {"title": {"text": "due, s"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": f"{metric.upper()}, ms"}, "rangemode": "tozero"},
     }

@@ -1,0 +1,303 @@
+"""Aggregated against disaggregated serving on equal numbers of workers, under one seeded load.
+
+    python jobs/serve_bench.py [--workers 4] [--rates 1,2,4] [--out DIR]
+    ray job submit --working-dir . -- python jobs/serve_bench.py --out /absolute/path
+
+Every way to split the workers is a setup: aggregated engines of each tensor-parallel size, and every ratio of
+prefill to decode workers with every tensor-parallel size on either side. For each, a server is started
+(`rayk serve`), warmed up, sent the same requests at each rate (`rayk bench`: same prompts, same lengths, same
+arrivals), and stopped. What comes out is goodput by setup and rate, and what users get (tokens per second of
+one stream) against what workers give (tokens per second of one worker), with the setups that no other one
+beats in both.
+
+Exit status 1 when a server did not start or stop in order, or a load's numbers are INVALID.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from hetero_tp import TINY, write_tiny_checkpoint  # noqa: E402
+from serve_bench_report import TABLES, make_page, markdown  # noqa: E402
+
+from rayk.bench import Load, parse_slo, run_bench  # noqa: E402
+from rayk.bench.load import parse_lengths  # noqa: E402
+from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.reports import collect_environment  # noqa: E402
+from rayk.reports.files import write_text  # noqa: E402
+from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
+from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
+
+STOP_S = 150.0
+KILL_S = 60.0
+WARMUP_REQUESTS = 8
+"""Per worker, before what is measured: first connections between engines, first allocations."""
+EDGE = 8
+"""One of so many requests is cut off at the start, and one at the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """How the workers are split. An aggregated one has its engines as `num_prefill` and no others."""
+
+    num_prefill: int
+    prefill_tp: int
+    num_decode: int = 0
+    decode_tp: int = 1
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks of all engines."""
+        return self.num_prefill * self.prefill_tp + self.num_decode * self.decode_tp
+
+    @property
+    def name(self) -> str:
+        """E.g. `A 4xTP1`, `P 2xTP1 D 1xTP2`."""
+        if not self.num_decode:
+            return f"A {self.num_prefill}xTP{self.prefill_tp}"
+        return f"P {self.num_prefill}xTP{self.prefill_tp} D {self.num_decode}xTP{self.decode_tp}"
+
+    def options(self) -> list[str]:
+        """Of `rayk serve`."""
+        told = ["--num-prefill", str(self.num_prefill), "--prefill-tp", str(self.prefill_tp)]
+        if not self.num_decode:
+            return ["--mode", "aggregated", *told]
+        decode = ["--num-decode", str(self.num_decode), "--decode-tp", str(self.decode_tp)]
+        return ["--mode", "disaggregated", *told, *decode]
+
+
+def all_setups(num_workers: int, tp_sizes: Sequence[int]) -> list[Setup]:
+    """Every split of the workers into engines of these sizes, the engines of one role alike."""
+
+    def sides(count: int) -> Iterator[tuple[int, int]]:
+        return ((count // tp, tp) for tp in tp_sizes if count % tp == 0)
+
+    found = [Setup(num_prefill=count, prefill_tp=tp) for count, tp in sides(num_workers)]
+    for prefill in range(1, num_workers):
+        found += [
+            Setup(num_prefill=p, prefill_tp=p_tp, num_decode=d, decode_tp=d_tp)
+            for p, p_tp in sides(prefill)
+            for d, d_tp in sides(num_workers - prefill)
+        ]
+    return found
+
+
+@contextmanager
+def serving(setup: Setup, options: argparse.Namespace, log: Path) -> Iterator[str]:
+    """A server's URL; on leaving it is told to stop and must. Raises UserError where it does not start or
+    does not end in order."""
+    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(options.model), "--port", "0"]
+    command += ["--http", options.http, "--device", options.device, "--policy", options.policy]
+    command += [*setup.options(), *(f"--set={text}" for text in options.overrides)]
+    if options.address:
+        command += ["--address", options.address]
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            url = wait_ready(process, options.start_s, log)
+            yield url
+        finally:
+            status = stop(process)
+    if status:
+        raise UserError(problem=f"the server of {setup.name} ended with status {status}", where=str(log))
+
+
+def wait_ready(process: subprocess.Popen[str], deadline_s: float, log: Path) -> str:
+    """The URL of the ready line. Raises UserError, or DeadlineExceeded."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        line = lines.get(timeout=deadline_s)
+    except queue.Empty:
+        raise DeadlineExceeded("the start of a server", deadline_s, {"log": str(log)}) from None
+    if not line.startswith("rayk: ready "):
+        raise UserError(problem="the server did not start", where=str(log))
+    return line.split()[2]
+
+
+def stop(process: subprocess.Popen[str]) -> int:
+    """Interrupt it as Ctrl-C does; its exit status."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(KILL_S)
+        return -signal.SIGKILL
+
+
+def make_load(options: argparse.Namespace, url: str) -> Load:
+    """What is sent, but for its rate."""
+    return Load(
+        url=url,
+        process=options.arrival,
+        burstiness=options.burstiness,
+        num_requests=options.requests,
+        input_tokens=parse_lengths(options.input_tokens, where="--input-tokens"),
+        output_tokens=parse_lengths(options.output_tokens, where="--output-tokens"),
+        slo=parse_slo(options.slo),
+        seed=options.seed,
+        timeout_s=options.timeout,
+        # The same requests are measured on every setup, in the same window of the schedule.
+        warmup=options.requests // EDGE,
+        cooldown=options.requests // EDGE,
+        # Goodput under overload is what is asked for: who is turned away is not good, that is all.
+        failed_share=1.0,
+    )
+
+
+def measure(
+    setup: Setup, options: argparse.Namespace, environment: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """A row per rate."""
+    folder = options.out / setup.name.replace(" ", "-")
+    folder.mkdir(parents=True)
+    with serving(setup, options, folder / "server.log") as url:
+        load = make_load(options, url)
+        warm = replace(
+            load,
+            concurrency=2 * setup.num_workers,
+            num_requests=WARMUP_REQUESTS * setup.num_workers,
+            seed=options.seed + 1,
+        )
+        run_bench([warm], folder / "warmup", environment=environment)
+        loads = [replace(load, rate=rate) for rate in options.rates]
+        cells = run_bench(loads, folder / "bench", environment=environment)
+    return [row_of(setup, cell) for cell in cells]
+
+
+def row_of(setup: Setup, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """What the report needs of a load on a setup."""
+    tpot_ms = cell["tpot_ms_mean"]
+    tokens_per_s = cell.get("output_tokens_per_s")
+    return {
+        "setup": setup.name,
+        "mode": "disaggregated" if setup.num_decode else "aggregated",
+        "num_workers": setup.num_workers,
+        "num_prefill": setup.num_prefill,
+        "prefill_tp": setup.prefill_tp,
+        "num_decode": setup.num_decode,
+        "decode_tp": setup.decode_tp if setup.num_decode else None,
+        **{name: value for name, value in cell.items() if name not in ("cell_id", "url", "concurrency")},
+        "user_tokens_per_s": 1000 / tpot_ms if tpot_ms else None,
+        "worker_tokens_per_s": None if tokens_per_s is None else tokens_per_s / setup.num_workers,
+    }
+
+
+def run_job(options: argparse.Namespace) -> int:
+    """Run, write, print; the exit status."""
+    if options.model == TINY:
+        write_tiny_checkpoint()
+    now = datetime.datetime.now().astimezone()
+    options.out = options.out or Path("runs") / f"serve-bench-{now:%Y%m%d-%H%M%S}"
+    claim_folder(options.out, TABLES)
+    environment = collect_environment(command=sys.argv, seeds={"load": options.seed})
+    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    setups = [
+        s for s in all_setups(options.workers, options.tp) if not options.only or s.name in options.only
+    ]
+    for number, setup in enumerate(setups, start=1):
+        print(f"{number}/{len(setups)} {setup.name}", file=sys.stderr, flush=True)
+        try:
+            rows += measure(setup, options, environment)
+        except (UserError, DeadlineExceeded) as error:
+            failures.append(f"{setup.name}: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
+        if rows:
+            # After each setup: an interrupted comparison is still one.
+            write_tables({"setups": rows}, options.out)
+            write_page(make_page(rows, failures, about(options), environment), options.out / "report.html")
+    if not rows:
+        raise UserError(problem="no server started", where=str(options.out), mend="its server.log says why")
+    text = markdown(rows, failures, about(options))
+    write_text(options.out / "report.md", text + "\n")
+    print(text)
+    print(f"report: {options.out / 'report.html'}", file=sys.stderr)
+    return int(bool(failures) or any(row["verdict"] == "INVALID" for row in rows))
+
+
+def about(options: argparse.Namespace) -> str:
+    """The load, in words."""
+    return (
+        f"{Path(options.model).name} on {options.workers} workers: {options.requests} requests per rate, "
+        f"{options.arrival} arrivals, prompts of {options.input_tokens} tokens, answers of "
+        f"{options.output_tokens}, seed {options.seed}. Good is what keeps {options.slo}."
+    )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def option(name: str, text: str, **more: Any) -> None:
+        parser.add_argument(name, help=f"{text} (default: %(default)s)", **more)
+
+    option("--model", "checkpoint", type=Path, default=TINY)
+    option("--workers", "of every setup", type=int, default=4)
+    option("--tp", "tensor-parallel sizes, with commas", type=_ints, default=[1, 2])
+    option("--rates", "requests per second, with commas", type=_floats, default=[1.0, 2.0, 4.0])
+    option("--requests", "per rate", type=int, default=100)
+    option("--arrival", "process", default="poisson", choices=["poisson", "gamma", "constant"])
+    option("--burstiness", "of gamma arrivals", type=float, default=1.0)
+    option("--input-tokens", "128, or 5,37 in turn, or 64-256 uniform", default="32-256")
+    option("--output-tokens", "likewise", default="16-48")
+    option("--slo", "what a good answer keeps", default="ttft=500ms,tpot=60ms")
+    option("--seed", "of prompts, lengths and arrivals", type=int, default=0)
+    option("--timeout", "seconds of a request", type=float, default=120.0)
+    option("--only", "names of setups, such as 'A 4xTP1'; repeatable", action="append", default=[])
+    option("--http", "front", default="uvicorn", choices=["uvicorn", "serve"])
+    option("--policy", "of the server", default="round_robin")
+    option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
+    option("--device", "of the engines", default="auto", choices=["auto", "cpu", "cuda"])
+    option("--address", "Ray cluster; else each server has a local one")
+    option("--start-s", "seconds a server may take to start", type=float, default=300.0)
+    option("--out", "folder of the results; else runs/serve-bench-<time>", type=Path)
+    options = parser.parse_args(arguments)
+    if options.workers < 1 or any(tp < 1 for tp in options.tp):
+        parser.error("--workers and --tp are at least 1")
+    names = [setup.name for setup in all_setups(options.workers, options.tp)]
+    unknown = [name for name in options.only if name not in names]
+    if unknown:
+        parser.error(f"--only {unknown[0]!r}: the setups are {', '.join(names)}")
+    return options
+
+
+def _ints(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    chosen = parse_options()
+    sys.exit(run_guarded(lambda: run_job(chosen)))
