@@ -94,11 +94,13 @@ class Choice:
         )
 
     def _feed(self, token_ids: Sequence[int]) -> list[int]:
-        starts = []
+        if self.text is None or self._detokenizer is None:
+            return [0] * len(token_ids)
+        starts, wants_starts = [], self.ask.request.sampling.logprobs is not None
         for token in token_ids:
-            starts.append(self._length)
-            if self._detokenizer is not None:
-                self._grow(self._detokenizer.feed(token))
+            told = self._detokenizer.feed(token)
+            starts.append(self._length + (self.text.start_in(told, token) if wants_starts else 0))
+            self._grow(told)
         return starts
 
     def _grow(self, text: str) -> None:

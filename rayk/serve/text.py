@@ -60,9 +60,15 @@ class Text:
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         found, length = [], 0
         for token in token_ids:
-            found.append(length)
-            length += len(stream.feed(token))
+            told = stream.feed(token)
+            found.append(length + self.start_in(told, token))
+            length += len(told)
         return found
+
+    def start_in(self, told: str, token_id: int) -> int:
+        """Where a token begins in the text that was told with it: behind bytes that waited and were none."""
+        own = self.token(token_id).text
+        return len(told) - len(own) if own and told.endswith(own) else 0
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
         """Token ids of a conversation by the checkpoint's chat template, up to where the answer begins.
