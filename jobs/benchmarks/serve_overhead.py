@@ -1,0 +1,190 @@
+"""Time what a server adds to a request and to a streamed token: everything but the model's forward passes.
+
+    python jobs/benchmarks/serve_overhead.py [--requests 40] [--tokens 128] [--paths uvicorn,serve] [--check]
+
+One prefill and one decode engine of a tiny model, one request after the other over one connection, streamed.
+In turns with each, the same request runs on one engine in this process, which counts what its forward passes
+take. Medians, in milliseconds:
+
+    request   a request of 2 tokens, from its first byte out to its last byte in, less its forward passes (a
+              prefill, a decode step): HTTP, JSON, routing, placement, scheduling on both engines, hand-over
+              of KV with its digests
+    first     the same up to the first token's chunk, less one prefill
+    token     each further token of a long answer, less its forward pass: scheduling, sampling, streaming
+
+Targets on the uvicorn path: 10 ms per request, 1 ms per token. The client shares the machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from rayk.engine.build import ThreadEngine
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request, SamplingParams
+
+TARGETS_MS = {"request": 10.0, "token": 1.0}
+COLUMNS = ("request", "first", "token", "e2e of 2", "e2e of all", "forward of 2", "forward of all")
+WARM_UP = 8
+SHORT = 2
+"""Tokens of the request that is handed over for one decode step."""
+START_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times of one streamed request, in milliseconds from its first byte out."""
+
+    first_ms: float
+    last_ms: float
+
+
+@contextmanager
+def served(model: Path, path: str) -> Iterator[str]:
+    """A `rayk serve` with this front; its URL."""
+    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(model), "--http", path, "--port", "0"]
+    command += ["--prefill-tp", "1", "--decode-tp", "1", "--device", "cpu"]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line.startswith("rayk: ready "):
+                raise RuntimeError(f"the server did not start: {line!r}")
+            print(f"{path}: ready after {time.monotonic() - began:.1f} s", file=sys.stderr)
+            yield line.split()[2]
+        finally:
+            process.terminate()
+
+
+class Client:
+    """One connection, kept open."""
+
+    def __init__(self, url: str, model: str) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=START_S)
+        self._connection.connect()
+        self._model = model
+
+    def complete(self, prompt: list[int], num_tokens: int) -> Answer:
+        """Stream a greedy completion to its end."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        body |= {"stream": True, "ignore_eos": True, "return_token_ids": True}
+        began = time.monotonic_ns()
+        headers = {"Content-Type": "application/json"}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = self._connection.getresponse()
+        first_ns, found = None, 0
+        while line := response.readline():
+            if not line.startswith(b"data: {"):
+                continue
+            first_ns = first_ns or time.monotonic_ns()
+            found += len(json.loads(line[6:])["choices"][0]["token_ids"])
+        ended = time.monotonic_ns()
+        if first_ns is None or found != num_tokens:
+            raise RuntimeError(f"status {response.status}, {found} of {num_tokens} tokens")
+        return Answer((first_ns - began) / 1e6, (ended - began) / 1e6)
+
+
+def forward_ms(engine: ThreadEngine, name: str, prompt: list[int], num_tokens: int) -> float:
+    """What the forward passes of a request take on an engine of this process."""
+    before = engine.loops[0].times.model_ns
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    request = Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
+    (done,) = engine.generate([request])
+    assert done.error is None
+    return (engine.loops[0].times.model_ns - before) / 1e6
+
+
+def measure(
+    model: Path, path: str, num_requests: int, num_tokens: int, prompt_tokens: int
+) -> dict[str, float]:
+    """The medians of one path."""
+    prompt = [5 + i % 200 for i in range(prompt_tokens)]
+    rows: list[tuple[Answer, Answer, float, float, float]] = []
+    with served(model, path) as url, ThreadEngine(EngineConfig(model=str(model))) as engine:
+        client = Client(url, model.name)
+        for i in range(WARM_UP + num_requests):
+            prefill = forward_ms(engine, f"{i}-0", prompt, 1)
+            short, short_forward = client.complete(prompt, SHORT), forward_ms(engine, f"{i}-1", prompt, SHORT)
+            whole, forward = (
+                client.complete(prompt, num_tokens),
+                forward_ms(engine, f"{i}-2", prompt, num_tokens),
+            )
+            if i >= WARM_UP:
+                rows.append((short, whole, prefill, short_forward, forward))
+    added = num_tokens - SHORT
+    tokens = [((w.last_ms - s.last_ms) - (all_of - few)) / added for s, w, _, few, all_of in rows]
+    columns = {
+        "request": [s.last_ms - few for s, _, _, few, _ in rows],
+        "first": [s.first_ms - prefill for s, _, prefill, _, _ in rows],
+        "token": tokens,
+        "e2e of 2": [s.last_ms for s, *_ in rows],
+        "e2e of all": [w.last_ms for _, w, *_ in rows],
+        "forward of 2": [few for *_, few, _ in rows],
+        "forward of all": [all_of for *_, all_of in rows],
+    }
+    return {name: statistics.median(values) for name, values in columns.items()}
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Markdown, milliseconds."""
+    lines = ["| path | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    for path, row in results.items():
+        lines.append(f"| {path} | " + " | ".join(f"{row[column]:.2f}" for column in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure every path and print the table; with --check, 1 when uvicorn misses a target."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a checkpoint folder (default: a tiny qwen3)")
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--paths", default="uvicorn,serve")
+    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = options.model or write_checkpoint("qwen3", Path("checkpoints/bench-qwen3"))
+    results = {
+        path: measure(model, path, options.requests, options.tokens, options.prompt_tokens)
+        for path in options.paths.split(",")
+    }
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print("# What a server adds, milliseconds\n\n    python jobs/benchmarks/serve_overhead.py\n")
+    print(
+        f"Medians of {options.requests} requests of {options.prompt_tokens} tokens, {SHORT} and "
+        f"{options.tokens} tokens long; {versions}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n"
+    )
+    print(table(results))
+    missed = {
+        n: results["uvicorn"][n]
+        for n, t in TARGETS_MS.items()
+        if "uvicorn" in results and results["uvicorn"][n] >= t
+    }
+    for name, value in missed.items():
+        print(f"\n{name}: {value:.2f} ms, over the target of {TARGETS_MS[name]:g} ms")
+    return int(options.check and bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
