@@ -77,7 +77,12 @@ class PrefixIndex:
         for name in engines:
             mask |= self._bit(name)
         for key in reversed(keys):
-            holders[key] = holders.get(key, 0) | mask
+            known = holders.get(key)
+            if known is None:
+                holders[key] = mask
+                continue
+            if known & mask != mask:
+                holders[key] = known | mask
             holders.move_to_end(key)
         while len(holders) > self._max_blocks:
             holders.popitem(last=False)

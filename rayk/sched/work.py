@@ -1,15 +1,25 @@
-"""What engines have to do in one unit, prompt tokens computed on one rank, and who has least."""
+"""What engines have to do, in prompt tokens computed on one rank, and who has least."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from rayk.sched.policies import EngineLoad
 
+NOTHING: Mapping[str, float] = {}
 
-def work(engine: EngineLoad, output_cost: float, more: float = 0.0) -> float:
-    """(prompt tokens to compute + output_cost * output tokens to generate + more) / TP size."""
-    return (engine.num_prompt_tokens + output_cost * engine.num_output_tokens + more) / engine.tp
+
+def work(
+    engines: Sequence[EngineLoad], output_cost: float, own: float, spared: Mapping[str, float] = NOTHING
+) -> list[float]:
+    """(prompt tokens to compute + output_cost * output tokens to generate + own - spared) / TP size, of each.
+
+    own: what the request adds. spared: what it does not cost an engine, by name.
+    """
+    return [
+        (e.num_prompt_tokens + output_cost * e.num_output_tokens + own - spared.get(e.name, 0.0)) / e.tp
+        for e in engines
+    ]
 
 
 class Chooser:
@@ -21,10 +31,11 @@ class Chooser:
         self._picked: dict[str, int] = {}
         """Engine -> its last pick."""
 
-    def least(self, engines: Sequence[EngineLoad], cost: Callable[[EngineLoad], float]) -> EngineLoad:
+    def least(self, engines: Sequence[EngineLoad], costs: Sequence[float]) -> EngineLoad:
         """One of `engines`, of which there is one at least."""
-        picked = self._picked
-        best = min(engines, key=lambda e: (cost(e), e.num_requests, picked.get(e.name, 0)))
+        least, picked = min(costs), self._picked
+        equal = [e for e, cost in zip(engines, costs, strict=True) if cost == least]
+        best = min(equal, key=lambda e: (e.num_requests, picked.get(e.name, 0)))
         self._picks += 1
         picked[best.name] = self._picks
         return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
-from rayk.sched.policies.prefix_aware import PrefixAware, num_cached
+from rayk.sched.policies.prefix_aware import PrefixAware
 
 
 class Conditional:
@@ -24,20 +24,25 @@ class Conditional:
         """One engine or two."""
         if not decode:
             return self._aware.place(asked, prefill, decode)
-        index = self._aware.index
-        keys = index.keys(asked.prompt_token_ids)
-        held = index.num_held_tokens(keys)
+        keys, held = self._aware.look_up(asked)
         consumer = self._aware.consumer(asked, decode, held)
-        num_new = len(asked.prompt_token_ids) - num_cached(asked, held, consumer)
+        if self._is_little(asked, consumer, held):
+            producer, engines = None, [consumer]
+        else:
+            producer = self._aware.producer(asked, prefill, held, is_alone=False)
+            engines = [producer, consumer]
+        self._aware.index.put(keys, [e.name for e in engines])
+        return Placed(
+            prefill=None if producer is None else producer.name,
+            decode=consumer.name,
+            num_cached_tokens=held.get(engines[0].name, 0),
+        )
+
+    def _is_little(self, asked: Asked, consumer: EngineLoad, held: dict[str, int]) -> bool:
+        """Whether a decode engine computes the prompt."""
+        num_new = len(asked.prompt_token_ids) - held.get(consumer.name, 0)
         is_short = num_new <= self._settings.local_prompt_tokens
-        if is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens:
-            index.put(keys, [consumer.name])
-            cached = num_cached(asked, held, consumer)
-            return Placed(prefill=None, decode=consumer.name, num_cached_tokens=cached)
-        producer = self._aware.producer(asked, prefill, held, is_alone=False)
-        index.put(keys, [producer.name, consumer.name])
-        cached = num_cached(asked, held, producer)
-        return Placed(prefill=producer.name, decode=consumer.name, num_cached_tokens=cached)
+        return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 
     def ended(self, asked: Asked, placed: Placed) -> None:
         """No matter."""

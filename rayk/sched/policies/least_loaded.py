@@ -24,10 +24,10 @@ class LeastLoaded:
         price = self._output_cost
         prompt, output = len(asked.prompt_token_ids), price * asked.max_tokens
         own = prompt if decode else prompt + output
-        producer = self._chooser.least(prefill, lambda e: work(e, price, own))
+        producer = self._chooser.least(prefill, work(prefill, price, own))
         if not decode:
             return Placed(prefill=producer.name, decode=None)
-        consumer = self._chooser.least(decode, lambda e: work(e, price, output))
+        consumer = self._chooser.least(decode, work(decode, price, output))
         return Placed(prefill=producer.name, decode=consumer.name)
 
     def ended(self, asked: Asked, placed: Placed) -> None:

@@ -1,0 +1,250 @@
+"""Time what the coordinator does for one request: place it, hear of its first token, end it.
+
+    python jobs/benchmarks/decision_cost.py [--decisions 400] [--rounds 5] [--out DIR] [--check]
+
+All of it as a server's fleet does it, but without Ray: the policy's decision, the loads' book, the accounts
+of fronts, the waiting room's pace. So many requests are on engines meanwhile; for each new one another ends.
+Half of the engines prefill and half decode, with TP sizes 1, 2 and 4 in turn. Prompts have 1,024 tokens, of
+which 512 are one of 100 common beginnings, and come out of a pickle, as they do there. One request in two
+belongs to one of 1,000 sessions. The index of prefixes is full.
+
+A row is one policy and number of engines, a column one number of running requests. Microseconds of the
+thread's processor time for one request, all three calls together: the median over decisions and, in brackets,
+the 99th percentile, each the least of several rounds, in which the columns take turns: what else the machine
+does only adds. `growth` is the cost at the largest number of running requests over that at the smallest. Two
+more tables: prompts of other lengths, and what a place in the waiting room costs.
+
+Target: every median under 200 us, and flat: growth below 1.5 (what there is of it are cache misses).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import itertools
+import pickle
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rayk.actors.desk import Desk
+from rayk.actors.serving import News
+from rayk.sched.policies import POLICIES, Asked, PolicySettings, get_policy
+from rayk.sched.waiting_room import WaitingRoom
+
+TARGET_US = 200.0
+MAX_GROWTH = 1.5
+RUNNING = (10, 1_000, 10_000)
+ENGINES = (4, 64)
+PROMPT_TOKENS = 1_024
+OTHER_PROMPTS = (64, 8_192)
+NUM_BEGINNINGS = 100
+NUM_SESSIONS = 1_000
+FRONT = "front"
+VOCABULARY = list(range(128_000))
+"""The same integers for all prompts that are only kept."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load of a coordinator."""
+
+    policy: str
+    num_engines: int
+    num_running: int
+    num_prompt_tokens: int = PROMPT_TOKENS
+
+
+class Requests:
+    """An endless row of them, each unlike the others."""
+
+    def __init__(self, num_prompt_tokens: int, seed: int = 0) -> None:
+        self._draw = random.Random(seed)
+        half = num_prompt_tokens // 2
+        self._beginnings = [self._tokens(half) for _ in range(NUM_BEGINNINGS)]
+        self._num_rest = num_prompt_tokens - half
+        self._count = 0
+
+    def next(self) -> Asked:
+        """Another one."""
+        self._count += 1
+        draw = self._draw
+        session = f"session {draw.randrange(NUM_SESSIONS)}" if self._count % 2 else None
+        return Asked(
+            request_id=f"request {self._count}",
+            prompt_token_ids=draw.choice(self._beginnings) + self._tokens(self._num_rest),
+            max_tokens=draw.randint(1, 512),
+            session=session,
+        )
+
+    def _tokens(self, num: int) -> tuple[int, ...]:
+        return tuple(self._draw.choices(VOCABULARY, k=num))
+
+
+class Bench:
+    """One case, kept from round to round."""
+
+    def __init__(self, case: Case) -> None:
+        self._requests = Requests(case.num_prompt_tokens)
+        # So small that an index this long is full before the first decision that is timed.
+        settings = PolicySettings(index_blocks=16_384)
+        policy = get_policy(case.policy, settings)
+        self._desk = Desk(policy, max_waiting=512, limit=lambda: 10**9)
+        for i in range(case.num_engines):
+            self._desk.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
+        self._running: deque[str] = deque()
+        self._num_running = case.num_running
+
+    async def fill(self) -> None:
+        """Bring the requests on that run meanwhile."""
+        while len(self._running) < self._num_running:
+            asked = self._requests.next()
+            await self._place(asked)
+            self._running.append(asked.request_id)
+
+    async def fill_index(self, num: int) -> None:
+        """So many requests come and go."""
+        for _ in range(num):
+            asked = self._requests.next()
+            await self._place(asked)
+            self._running.append(asked.request_id)
+            self._desk.tell(FRONT, News(ended=(self._running.popleft(),)))
+
+    async def decide(self, num: int) -> list[float]:
+        """Microseconds of `num` requests."""
+        found = []
+        for pickled in [pickle.dumps(self._requests.next()) for _ in range(num)]:
+            asked, oldest = pickle.loads(pickled), self._running.popleft()  # noqa: S301 - our own
+            started = time.thread_time_ns()
+            await self._place(asked)
+            self._desk.tell(FRONT, News(prefilled=(asked.request_id,)))
+            self._desk.tell(FRONT, News(ended=(oldest,)))
+            found.append((time.thread_time_ns() - started) / 1e3)
+            self._running.append(asked.request_id)
+        return found
+
+    async def _place(self, asked: Asked) -> None:
+        await self._desk.place(FRONT, asked, priority=0, deadline_s=600.0, again=False)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one case."""
+
+    median_us: float
+    p99_us: float
+
+
+async def time_cases(cases: Sequence[Case], num_decisions: int, num_rounds: int) -> dict[Case, Cost]:
+    """All cases in turn, round after round."""
+    benches = {case: Bench(case) for case in cases}
+    for case, bench in benches.items():
+        await bench.fill()
+        await bench.fill_index(1_200 if case.num_prompt_tokens <= PROMPT_TOKENS else 150)
+    medians: dict[Case, list[float]] = {case: [] for case in cases}
+    p99s: dict[Case, list[float]] = {case: [] for case in cases}
+    for _ in range(num_rounds):
+        for case, bench in benches.items():
+            found = await bench.decide(num_decisions)
+            medians[case].append(statistics.median(found))
+            p99s[case].append(statistics.quantiles(found, n=100)[98])
+    return {case: Cost(min(medians[case]), min(p99s[case])) for case in cases}
+
+
+def time_room(num_waiting: int, num_rounds: int) -> tuple[float, float]:
+    """Microseconds to (enter and leave, enter and be let out) where so many wait."""
+    draw, room = random.Random(0), WaitingRoom[None](num_waiting + 1)
+    names = [str(i) for i in range(num_waiting)]
+    for i, name in enumerate(names):
+        room.enter(
+            name, None, priority=draw.randrange(3), deadline_ns=draw.randrange(10**9, 10**10), now_ns=i
+        )
+    left, popped = [], []
+    for i in range(2_000 * num_rounds):
+        deadline_ns, name = draw.randrange(10**9, 10**10), draw.choice(names)
+        started = time.thread_time_ns()
+        room.leave(name)
+        room.enter(name, None, priority=i % 3, deadline_ns=deadline_ns, now_ns=0)
+        between = time.thread_time_ns()
+        room.enter("new", None, priority=-1, deadline_ns=deadline_ns, now_ns=0)
+        room.pop(0)
+        popped.append((time.thread_time_ns() - between) / 1e3)
+        left.append((between - started) / 1e3)
+    return statistics.median(left), statistics.median(popped)
+
+
+def growth(costs: dict[Case, Cost], case: Case) -> float:
+    """Of the median, from the smallest number of running requests to the largest."""
+    return costs[replace(case, num_running=RUNNING[-1])].median_us / costs[case].median_us
+
+
+def table(costs: dict[Case, Cost]) -> str:
+    """Markdown, microseconds: median (p99)."""
+    columns = [f"{num:,} running" for num in RUNNING]
+    lines = ["| policy | engines | prompt | " + " | ".join(columns) + " | growth | |"]
+    lines.append("|---|---:|---:|" + "---:|" * (len(RUNNING) + 1) + "---|")
+    for case in (c for c in costs if c.num_running == RUNNING[0]):
+        row = [costs[replace(case, num_running=num)] for num in RUNNING]
+        cells = [f"{cost.median_us:.0f} ({cost.p99_us:.0f})" for cost in row]
+        by = growth(costs, case)
+        is_met = by < MAX_GROWTH and all(cost.median_us < TARGET_US for cost in row)
+        name = f"{case.policy} | {case.num_engines} | {case.num_prompt_tokens:,}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {by:.2f} | {'met' if is_met else 'MISSED'} |")
+    return "\n".join(lines)
+
+
+def room_table(num_rounds: int) -> str:
+    """Markdown, microseconds."""
+    lines = ["| waiting | leave + enter | enter + pop |", "|---:|---:|---:|"]
+    for num in RUNNING:
+        left, popped = time_room(num, num_rounds)
+        lines.append(f"| {num:,} | {left:.1f} | {popped:.1f} |")
+    return "\n".join(lines)
+
+
+def write_results(text: str, costs: dict[Case, Cost], out: Path) -> None:
+    """decision_cost.md, and decision_cost.csv in microseconds."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "decision_cost.md").write_text(text + "\n", encoding="utf-8")
+    with (out / "decision_cost.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["policy", "engines", "prompt_tokens", "running", "median_us", "p99_us"])
+        for case, cost in costs.items():
+            name = (case.policy, case.num_engines, case.num_prompt_tokens, case.num_running)
+            writer.writerow([*name, f"{cost.median_us:.2f}", f"{cost.p99_us:.2f}"])
+
+
+def main() -> int:
+    """Run every case and print the tables; with --check, 1 when a target is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--decisions", type=int, default=400, help="per case and round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="also write Markdown and CSV here")
+    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
+    arguments = parser.parse_args()
+    sizes = arguments.decisions, arguments.rounds
+    costs: dict[Case, Cost] = {}
+    for policy, num in itertools.product(POLICIES, ENGINES):
+        costs |= asyncio.run(time_cases([Case(policy, num, n) for n in RUNNING], *sizes))
+        print(f"{policy}, {num} engines: done", file=sys.stderr)
+    others: dict[Case, Cost] = {}
+    for num in OTHER_PROMPTS:
+        others |= asyncio.run(time_cases([Case("prefix_aware", 64, n, num) for n in RUNNING], *sizes))
+    parts = [table(costs), table(others), room_table(arguments.rounds)]
+    text = "\n\n".join(parts)
+    print(text)
+    if arguments.out is not None:
+        write_results(text, costs | others, arguments.out)
+    return int(arguments.check and "MISSED" in parts[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
