@@ -1,7 +1,9 @@
-"""Ray actors: workers that own a device and one rank of an engine, and the coordinator.
+"""Ray actors: workers that own a device and one rank of an engine, and who forms engines of them.
 
-`worker` and `coordinator` are plain classes. `placement` makes workers remote, in placement groups; `launch`
-starts or joins a cluster and makes the coordinator. `extension` runs KV transfers on every rank between
-steps; `handover` is rank 0's side of them. A request's tokens leave a worker through one streaming call;
-nothing crosses Ray per token and rank. Importing `worker`, `extension` or `handover` does not import Ray.
+`worker`, `coordinator` (of a run's cells) and `fleet` (of a server's engines) are plain classes; `forming` is
+what the latter two share. `desk` lets a server's requests in, and `router`, which lives in its fronts, takes
+them through engines. `placement` makes workers remote, in placement groups; `launch` starts or joins a cluster
+and makes coordinators and fleets. `extension` runs KV transfers on every rank between steps; `handover` is
+rank 0's side of them. A request's tokens leave a worker through one streaming call; nothing crosses Ray per
+token and rank. Importing `worker`, `extension` or `handover` does not import Ray.
 """

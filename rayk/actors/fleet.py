@@ -63,6 +63,8 @@ class _Member:
     """Why it is not ready."""
     turned_s: float = 0.0
     """When it was last seen to take a turn (time.monotonic)."""
+    restart_s: float | None = None
+    """How long it took to be ready again after its last loss."""
 
     @property
     def name(self) -> str:
@@ -237,6 +239,7 @@ class Fleet:
                     "state": member.state,
                     "epoch": member.handle.epoch if member.handle is not None else 0,
                     "turned_s_ago": round(age_s, 3) if member.turned_s else None,
+                    "restart_s": None if member.restart_s is None else round(member.restart_s, 3),
                 }
             )
         if self._desk.is_draining:
@@ -337,10 +340,12 @@ class Fleet:
             await self._until_lost(member)
             self._desk.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
+            lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
             ending = asyncio.create_task(self._end_reads(member.life))
             try:
                 await self._form_again(member)
+                member.restart_s = time.monotonic() - lost_s
             finally:
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)

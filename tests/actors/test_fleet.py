@@ -33,8 +33,8 @@ def cluster(ray_address: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def served(cluster: None, checkpoint) -> Iterator[Served]:
-    """P on one rank, one D on two and another on one; workers for one engine more. Pools are too small for the
-    requests of most tests at once."""
+    """P on one rank, one D on two and another on one; workers for one engine more. Most tests ask for more
+    blocks at once than there are."""
     limits = {"num_spares": 1, "front_s": 4.0, "hang_s": 6.0, "num_blocks": 72}
     settings = settings_for(checkpoint("qwen3"), "p1 d2 d1", **limits)
     server = Served("rayk/fleet/pd", settings)
