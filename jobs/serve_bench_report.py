@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rayk.reports.load_page import PALETTE
+from rayk.reports.load_page import PALETTE, folded
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.text import markdown_table
 
@@ -34,9 +34,9 @@ GOODPUT_NOTE = (
     "NxTPk: N engines of k ranks."
 )
 PARETO_NOTE = (
-    "Each point is a setup at a rate: to the right, tokens per second that one stream gets after its first "
-    "token (1 / mean TPOT); upwards, tokens per second that one worker gives. The line joins the points that "
-    "no other one beats in both. TTFT is not in it: the table has it."
+    "On the right each point is a setup at a rate: along x the tokens per second that one stream gets after "
+    "its first token (1 / mean TPOT), along y the tokens per second that one worker gives. The line joins "
+    "the points that no other one beats in both. TTFT is not in it: the table has it."
 )
 
 
@@ -129,21 +129,20 @@ def make_page(
         ],
         sections=[
             Section(
-                title="Goodput",
-                note=f"{about} {GOODPUT_NOTE}",
+                title="Goodput, and what users get for what workers give",
+                note=f"{about} {GOODPUT_NOTE} {PARETO_NOTE}",
                 columns=columns,
                 rows=goodput,
-                plots=[_goodput_plot(rows)],
+                plots=[_goodput_plot(rows), _pareto_plot(rows)],
             ),
-            Section(title="What users get, what workers give", note=PARETO_NOTE, plots=[_pareto_plot(rows)]),
             Section(title="All numbers", columns=ALL, rows=shown(rows)),
             Section(
                 title="Verdicts",
-                text="\n".join([*failures, *_reasons(rows)]) or "Nothing is held against any.",
+                text="\n".join(map(folded, [*failures, *_reasons(rows)])) or "Nothing is held against any.",
             ),
         ],
         environment=environment,
-        footer="python jobs/serve_bench.py",
+        footer="python jobs/serve_bench.py.",
     )
 
 
@@ -218,7 +217,7 @@ def _pareto_plot(rows: Sequence[Mapping[str, Any]]) -> Plot:
         "line": {"color": "soft", "width": 2},
     }
     layout = {
-        "height": 420,
+        "height": 380,
         "showlegend": True,
         "xaxis": {"title": {"text": "tokens/s of one stream"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "tokens/s of one worker"}, "rangemode": "tozero"},

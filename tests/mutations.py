@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation import Mutation
 from tests.mutations_attention import ATTENTION
+from tests.mutations_bench import BENCH
 from tests.mutations_engine import ENGINE
 from tests.mutations_kv import KV
 from tests.mutations_models import MODELS
@@ -289,4 +290,5 @@ MUTATIONS = (
     + SIMULATED
     + STAGED_READS
     + PUSHED
+    + BENCH
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rayk.bench.arrivals import due_times
 from rayk.bench.load import Lengths, Load
 from rayk.bench.trace import prompt_tokens, read_trace, scaled
 from rayk.types.errors import UserError

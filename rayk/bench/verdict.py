@@ -95,10 +95,13 @@ def _prompt_differs(row: Row) -> bool:
 def _imprecise(cell: Row) -> list[str]:
     """Numbers that another run may well not find again."""
     found = []
+    wide = []
     for name in METRICS:
         value, high = cell[f"{name}_ms_mean"], cell[f"{name}_ms_mean_high"]
         if value and (high - value) / value > MAX_WIDTH:
-            found.append(f"the mean {name.upper()} is known to {(high - value) / value:.0%} only")
+            wide.append(f"{name.upper()} to {(high - value) / value:.0%}")
+    if wide:
+        found.append(f"more requests are needed: means are known roughly, {', '.join(wide)}")
     if cell["ttft_ms_mean"] is None:
         found.append("too few requests for intervals")
     for percent, share in ((90, NOISY_LAG_SHARE), (99, MAX_LAG_SHARE)):

@@ -139,6 +139,11 @@ def reasons(cells: pd.DataFrame) -> list[str]:
     ]
 
 
+def folded(text: str) -> str:
+    """Reasons one below the other."""
+    return text.replace("; ", ";\n    ")
+
+
 def load_markdown(cells: pd.DataFrame) -> str:
     """The tables as GitHub Markdown."""
     lines = [f"# {load_headline(cells)}", ""]
@@ -170,7 +175,8 @@ def load_page(result: Result) -> Page:
         sections=[
             Section(title="Rates", note=_rates_note(cells), columns=RATES, rows=rate_rows(cells)),
             Section(
-                title="Verdicts", text="\n".join(reasons(cells)) or "Nothing is held against any number."
+                title="Verdicts",
+                text="\n".join(map(folded, reasons(cells))) or "Nothing is held against any number.",
             ),
             Section(title="Latencies", note=NOTE, columns=LATENCIES, rows=latency_rows(cells)),
             Section(

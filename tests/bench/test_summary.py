@@ -230,7 +230,7 @@ def shift(sent: Sent) -> None:
         ),
         (other_prompt, "INVALID", "counts other prompts than were sent, such as 2 tokens of 3"),
         (overload, "NOISY", "TTFT grows by"),
-        (scatter, "NOISY", "the mean TTFT is known to"),
+        (scatter, "NOISY", "means are known roughly, TTFT to"),
         (no_counts, "NOISY", "does not say how many tokens"),
         (shift, "NOISY", "intervals may be narrow"),
     ],
