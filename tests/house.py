@@ -40,7 +40,8 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "offload": "types parallel kv transfer kernels",
         "conformance": "types kv transfer",
         "oracle": "types",
-        "bench": "types reports metrics",
+        # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
+        "bench": "types sched reports metrics",
         "serve": "types actors metrics specs",
         "experiments": (
             "types parallel kv kernels attention models transfer sched metrics engine reports "

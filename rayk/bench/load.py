@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayk.bench.arrivals import PROCESSES
+from rayk.sched.arrivals import PROCESSES
 from rayk.types.errors import UserError
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -86,7 +86,7 @@ class Load:
     concurrency: int | None = None
     """Requests in flight of a closed load: each that ends lets the next one go."""
     process: str = "poisson"
-    """Of an open load: a key of arrivals.PROCESSES."""
+    """Of an open load: a key of sched.arrivals.PROCESSES."""
     burstiness: float = 1.0
     trace: Path | None = None
     """Arrivals and lengths of a trace; see trace.py."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from rayk.bench.load import Lengths, Load
 from rayk.bench.trace import prompt_tokens, read_trace, scaled
+from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
 
 NUM_REQUESTS = 100

@@ -29,6 +29,7 @@ SETTABLE = (
     "prefill",
     "decode",
     "transfer",
+    "policy_settings",
     "kv_dtype",
     "kv_scales",
     "placement",

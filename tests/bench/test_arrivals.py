@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayk.bench.arrivals import due_times
 from rayk.bench.load import Lengths, Load, check_load, parse_lengths, parse_slo
 from rayk.bench.prompts import plan_requests
 from rayk.bench.trace import Recorded, prompt_tokens, read_trace
+from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
 
 URL = "http://127.0.0.1:1"
