@@ -1,0 +1,295 @@
+"""What a front does with its requests' news, and when what they ran on is lost: scripted engines, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayk.actors import router as router_module
+from rayk.actors.router import Router
+from rayk.actors.serving import Seat
+from rayk.engine.leader import RequestEvent
+from rayk.specs.serving import EngineEntry, ServerSettings
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    KVMismatch,
+    Overloaded,
+    RaykError,
+    TransferError,
+    UserError,
+)
+from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from rayk.types.serving import Ask, Delta, ModelCard
+
+NUM_TOKENS = 8
+FULL = [100 + i for i in range(NUM_TOKENS)]
+"""What every engine would say, from wherever it begins."""
+
+
+def logprobs_of(tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(token_id=t, logprob=-t / 1000, rank=1, top=()) for t in tokens)
+
+
+@dataclass
+class Life:
+    """What becomes of one attempt on an engine: so many tokens, then its end."""
+
+    num_tokens: int = NUM_TOKENS
+    error: RaykError | None = None
+    finish: FinishReason | None = None
+    hangs: bool = False
+    at_once: bool = False
+    """All news in one batch."""
+
+
+@dataclass
+class Method:
+    """An actor's method that is told something and answers nothing."""
+
+    calls: list[Any] = field(default_factory=list)
+
+    def options(self, **_: Any) -> Method:
+        return self
+
+    def remote(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+@dataclass
+class Leader:
+    settle: Method = field(default_factory=Method)
+    abort: Method = field(default_factory=Method)
+
+
+@dataclass
+class Engine:
+    """Lives by its script, one entry for each attempt."""
+
+    name: str
+    lives: list[Life]
+    role: str = "aggregated"
+    clock_offset_ns: int = 0
+    leader: Leader = field(default_factory=Leader)
+    asked: list[tuple[Request, dict[str, Any]]] = field(default_factory=list)
+
+    async def stream(
+        self, timeout_s: float, request: Request, **how: Any
+    ) -> AsyncIterator[list[RequestEvent]]:
+        del timeout_s
+        self.asked.append((request, how))
+        life = self.lives.pop(0)
+        known = len(how.get("output_token_ids", ()))
+        stop = 1 if how["mode"] == "prefill" else life.num_tokens
+        events = [self._event(request, i) for i in range(known, stop)]
+        if how["mode"] == "prefill" and life.error is None:
+            events.append(RequestEvent(request_id=request.request_id, payload=ticket(request, self.name)))
+        for event in [events] if life.at_once else [[e] for e in events]:
+            yield event
+            await asyncio.sleep(0)
+        if life.hangs:
+            await asyncio.Event().wait()
+        if life.error is not None:
+            raise life.error
+        if how["mode"] != "prefill":
+            yield [
+                RequestEvent(request_id=request.request_id, finish_reason=life.finish or FinishReason.LENGTH)
+            ]
+
+    def _event(self, request: Request, index: int) -> RequestEvent:
+        tokens = FULL[index : index + 1]
+        told = request.sampling.logprobs is not None
+        prompt = index == 0 and request.sampling.prompt_logprobs is not None
+        return RequestEvent(
+            request_id=request.request_id,
+            token_ids=tuple(tokens),
+            logprobs=logprobs_of(tokens) if told else None,
+            prompt_logprobs=(None, *logprobs_of(request.prompt_token_ids[1:])) if prompt else None,
+        )
+
+
+def ticket(request: Request, engine: str) -> TransferTicket:
+    return TransferTicket(
+        request_id=request.request_id,
+        lease_id="lease",
+        engine=engine,
+        epoch=1,
+        num_tokens=len(request.prompt_token_ids),
+        block_tables=(),
+        generations=(),
+        digests=np.zeros((1, 0), dtype=np.uint64),
+    )
+
+
+@dataclass
+class Fleet:
+    """Gives every attempt the same engines. Stands for the router's link."""
+
+    prefill: Engine
+    decode: Engine | None = None
+    refusal: RaykError | None = None
+    placed: list[tuple[str, bool]] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
+
+    async def call(self, method: str, *args: Any, until: float, **how: Any) -> Any:
+        del until
+        assert method == "place", method
+        if self.refusal is not None:
+            raise self.refusal
+        self.placed.append((args[1].request_id, how["again"]))
+        return Seat(fleet="f", prefill=("p", 1), decode=None if self.decode is None else ("d", 1))
+
+    async def engine(self, life: str, key: tuple[str, int]) -> Engine:
+        assert life == "f"
+        found = self.prefill if key[0] == "p" else self.decode
+        assert found is not None
+        return found
+
+    async def carry(self, period_s: float) -> None:
+        await asyncio.sleep(period_s)
+
+    def prefilled(self, attempt: str) -> None:
+        self.begun.append(attempt)
+
+    def ended(self, attempt: str) -> None:
+        self.over.append(attempt)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "FIRST_PAUSE_S", 0.0)
+
+
+def run(
+    fleet: Fleet, *, deadline_s: float | None = None, changes: dict[str, Any] | None = None, **sampling: Any
+) -> tuple[list[Delta], RaykError | None]:
+    """The news of one request, and the error that ended it."""
+    entry = EngineEntry(name="p", role="aggregated", config=EngineConfig(model="m"))
+    card = ModelCard(model_id="m", folder="m", vocab_size=500, max_positions=64)
+    settings = ServerSettings(model=card, engines=(entry,), request_s=60.0)
+    settings = replace(settings, **(changes or {}))
+    request = Request(
+        request_id="r",
+        prompt_token_ids=(1, 2, 3),
+        sampling=SamplingParams(max_tokens=NUM_TOKENS, **sampling),
+    )
+
+    async def complete() -> tuple[list[Delta], RaykError | None]:
+        router = Router("fleet", settings)
+        router._link = fleet  # type: ignore[assignment]
+        deltas: list[Delta] = []
+        try:
+            async for delta in router.generate(Ask(request=request, deadline_s=deadline_s)):
+                deltas.append(delta)
+        except RaykError as error:
+            return deltas, error
+        return deltas, None
+
+    return asyncio.run(complete())
+
+
+def tokens_of(deltas: Sequence[Delta]) -> list[int]:
+    return [t for d in deltas for t in d.token_ids]
+
+
+LOST: list[Callable[[], RaykError]] = [
+    lambda: EngineDied("p", "killed"),
+    lambda: EngineDied("d", "killed"),
+    lambda: TransferError("r", "the link went down"),
+    lambda: KVMismatch("r", 0, 0, "k", 0, 0, "wrong"),
+]
+
+
+@pytest.mark.parametrize("error", LOST)
+@pytest.mark.parametrize("num_before", [0, 1, 3, NUM_TOKENS - 1])
+def test_a_lost_request_goes_on_behind_what_was_delivered(error, num_before) -> None:
+    fleet = Fleet(Engine("p", [Life(num_before, error()), Life()]))
+    deltas, problem = run(fleet)
+    assert problem is None
+    assert tokens_of(deltas) == FULL
+    assert [d.finish_reason for d in deltas][-1] is FinishReason.LENGTH
+    names = [name for name, _ in fleet.placed]
+    assert [again for _, again in fleet.placed] == [False, True]
+    assert names[1] == f"{names[0]}~1"
+    assert fleet.over == names, "each attempt's end is told"
+    (_, how) = fleet.prefill.asked[1]
+    assert list(how["output_token_ids"]) == FULL[:num_before]
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 5])
+def test_after_a_second_prefill_its_first_token_is_not_told_again(num_before) -> None:
+    decode = Engine("d", [Life(num_before, EngineDied("d", "killed")), Life()], role="decode")
+    fleet = Fleet(Engine("p", [Life(), Life()], role="prefill"), decode)
+    deltas, problem = run(fleet, logprobs=0, prompt_logprobs=0)
+    assert problem is None
+    assert tokens_of(deltas) == FULL
+    told = [t.token_id for d in deltas for t in d.logprobs or ()]
+    assert told == FULL
+    assert [d.prompt_logprobs is not None for d in deltas].count(True) == 1
+    assert [list(how["output_token_ids"]) for _, how in decode.asked] == [FULL[:1], FULL[:num_before]]
+    assert fleet.prefill.leader.settle.calls == [(fleet.placed[0][0],)], "its first lease is given back"
+
+
+def test_what_the_fleet_aborts_though_the_client_is_there_is_placed_again() -> None:
+    fleet = Fleet(Engine("p", [Life(3, finish=FinishReason.ABORT), Life()]))
+    deltas, problem = run(fleet)
+    assert problem is None
+    assert tokens_of(deltas) == FULL
+    assert {d.finish_reason for d in deltas} == {None, FinishReason.LENGTH}
+
+
+def test_with_policy_fail_the_error_follows_the_tokens() -> None:
+    fleet = Fleet(Engine("p", [Life(3, EngineDied("p", "killed")), Life()]))
+    deltas, problem = run(fleet, changes={"failure_policy": "fail"})
+    assert tokens_of(deltas) == FULL[:3]
+    assert isinstance(problem, EngineDied)
+    assert len(fleet.placed) == len(fleet.over) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("no"), DeadlineExceeded("blocks", 1.0)], ids=lambda e: type(e).__name__
+)
+def test_what_would_be_refused_again_is_not_tried_again(error) -> None:
+    fleet = Fleet(Engine("p", [Life(0, error), Life()]))
+    assert run(fleet) == ([], error)
+    assert len(fleet.placed) == 1
+
+
+def test_attempts_are_bounded() -> None:
+    fleet = Fleet(Engine("p", [Life(2, EngineDied("p", "killed")) for _ in range(9)]))
+    deltas, problem = run(fleet, changes={"max_attempts": 3})
+    assert tokens_of(deltas) == FULL[:2]
+    assert isinstance(problem, EngineDied)
+    assert len(fleet.placed) == 3
+
+
+def test_a_request_past_its_deadline_is_aborted_where_it_runs() -> None:
+    fleet = Fleet(Engine("p", [Life(2, hangs=True)]))
+    deltas, problem = run(fleet, deadline_s=0.2)
+    assert tokens_of(deltas) == FULL[:2]
+    assert isinstance(problem, DeadlineExceeded)
+    assert fleet.prefill.leader.abort.calls == [(fleet.placed[0][0],)]
+    assert fleet.over == [fleet.placed[0][0]]
+
+
+def test_a_server_without_room_says_so() -> None:
+    assert run(Fleet(Engine("p", []), refusal=Overloaded("full", 2.0))) == ([], Overloaded("full", 2.0))
+
+
+def test_news_that_came_together_go_together_in_order() -> None:
+    fleet = Fleet(Engine("p", [Life(at_once=True)]))
+    deltas, problem = run(fleet, logprobs=0)
+    assert problem is None
+    assert len(deltas) <= 2
+    assert tokens_of(deltas) == FULL
+    assert [t.token_id for d in deltas for t in d.logprobs or ()] == FULL
+    assert fleet.begun == [fleet.placed[0][0]], "the fleet hears of the first token once"
+    assert fleet.prefill.leader.abort.calls == [], "nobody aborts what is over"
