@@ -96,7 +96,7 @@ BENCH = (
     ),
     Mutation(
         "bursts have the wrong mean",
-        "rayk/bench/arrivals.py",
+        "rayk/sched/arrivals.py",
         "draw.gamma(burstiness, 1.0 / burstiness, num_gaps)",
         "draw.gamma(burstiness, 1.0, num_gaps)",
         f"{ARRIVALS}::test_gaps_have_the_mean_and_deviation_of_their_process",
