@@ -35,6 +35,8 @@ class FleetPart:
 
     async def start(self) -> None:
         """Form every engine. Raises RaykError where one cannot be."""
+        if self._actor is not None:
+            ray.kill(self._actor, no_restart=True)  # a dead actor keeps its name as long as it has a handle
         self._actor = await asyncio.to_thread(launch.start_fleet, self._actor_name, self._settings)
         await _answer(self._actor.start.remote())
 

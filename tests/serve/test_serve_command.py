@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,27 +121,39 @@ class Server:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
         )
         self.errors: list[str] = []
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        self.ready = self._ready_line()
-        self.url, _, name = self.ready.removeprefix("rayk: ready ").rstrip("\n").partition(" ")
-        self.model_id = name.removeprefix("model=")
+        self._reader = threading.Thread(target=self._read_errors)
+        self._reader.start()
+        self._opened = ExitStack()
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors += iter(self.process.stderr.readline, "")
 
-    def _ready_line(self) -> str:
+    def wait_until_ready(self) -> None:
+        """Read the ready line."""
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         watchdog.cancel()
         assert line.startswith("rayk: ready http://"), (line, self.errors)
-        return line
+        self.url, _, name = line.removeprefix("rayk: ready ").rstrip("\n").partition(" ")
+        self.model_id = name.removeprefix("model=")
 
-    def client(self) -> openai.OpenAI:
+    def client(self, key: str = "k") -> openai.OpenAI:
         """The real one; it tries nothing again."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0, timeout=START_S)
+        found = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=START_S)
+        return self._opened.enter_context(found)
+
+    def close(self) -> None:
+        """It is gone, whatever became of it."""
+        self._opened.close()
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def stream(self, prompt: list[int]) -> Iterator[Any]:
         """A completion's chunks."""
@@ -167,14 +179,12 @@ class Server:
 @contextmanager
 def serving(*arguments: str | Path) -> Iterator[Server]:
     """A server that is gone afterwards, whatever the test does."""
-    server = None
+    server = Server(*arguments, "--port", "0", "--device", "cpu")
     try:
-        server = Server(*arguments, "--port", "0", "--device", "cpu")
+        server.wait_until_ready()
         yield server
     finally:
-        if server is not None:
-            server.process.kill()
-            server.process.wait()
+        server.close()
 
 
 def _environment() -> dict[str, str]:
@@ -237,7 +247,7 @@ def test_a_server_on_ray_serve_answers_drains_and_leaves_nothing(
         assert server.model_id == model.name
         assert [m.id for m in server.client().models.list()] == [model.name]
         with pytest.raises(openai.AuthenticationError):
-            server.client().with_options(api_key="other").models.list()
+            server.client("other").models.list()
         answers: dict[int, list[int]] = {}
 
         def ask(index: int) -> None:
