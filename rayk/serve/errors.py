@@ -128,7 +128,9 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     param = str(place[0])
     field = next((p for p in reversed(place) if p in _SHAPES), None)
-    message = first["msg"] if field is None else f"must be {_SHAPES[field]}"
+    message = first["msg"].removeprefix("Value error, ")
+    if field is not None and first["type"] != "value_error":
+        message = f"must be {_SHAPES[field]}"
     if first["type"] == "missing":
         message, where = "Missing required parameter", ".".join(map(str, place))
         return ApiError(400, f"{message}: {where}", param=param, code="missing_required_parameter")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rayk.serve.errors import ApiError
 from rayk.serve.guard import HttpSettings
@@ -53,6 +53,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI and others that are not implemented -> values that ask for nothing, as null does."""
 
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no text") from None
+    return text
+
+
+String = Annotated[str, AfterValidator(_check_text)]
+"""What JSON calls a string, and is text."""
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -76,7 +87,7 @@ class StreamOptions(_Strict):
 class Generation(_Strict):
     """What both endpoints take. null is as good as leaving a field out."""
 
-    model: str | None = None
+    model: String | None = None
     n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,10 +95,10 @@ class Generation(_Strict):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     """Choice i of a prompt draws with a seed made of this one and i; choice 0 with this one."""
-    stop: str | list[str] | None = None
+    stop: String | list[String] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: String | None = None
     """Requests with one key are kept together where the server's policy heeds sessions."""
 
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -107,7 +118,7 @@ class Generation(_Strict):
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: String | list[String] | list[TokenId] | list[list[TokenId]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """16 if left out. 0 only with `echo`."""
     echo: bool | None = None
@@ -119,15 +130,15 @@ class CompletionRequest(Generation):
 class ContentPart(_Strict):
     """A piece of a message."""
 
-    type: str
-    text: str | None = None
+    type: String
+    text: String | None = None
 
 
 class Message(_Strict):
     """Of a conversation. Chat templates see all its fields."""
 
-    role: str
-    content: str | list[ContentPart] | None = None
+    role: String
+    content: String | list[ContentPart] | None = None
 
 
 class ChatRequest(Generation):

@@ -43,11 +43,13 @@ class Text:
         return cls(load_tokenizer(folder, "give prompts as token ids"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, by default with those that the tokenizer begins texts with."""
+        """Token ids, by default with those that the tokenizer begins texts with. Raises UserError."""
+        _check_text(text)
         return [int(i) for i in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def starts(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Where each token of the encoded text begins in it, in characters."""
+        _check_text(text)
         if not self._tokenizer.is_fast:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
             return self.starts_of(ids, skip_special_tokens=True)
@@ -198,6 +200,14 @@ class Detokenizer:
             if new == first + self._decode(self._waiting[-keep:]):
                 return self._tell(len(self._waiting) - keep, first)
         return ""
+
+
+def _check_text(text: str) -> None:
+    """JSON can spell what no UTF-8 has, and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the text has half of a surrogate pair at character {error.start}") from None
 
 
 def _bytes_of_characters() -> dict[str, int]:
