@@ -39,7 +39,8 @@ SETTABLE = (
 
 
 POOL_BYTES = 256 << 20
-"""What a rank's cache takes, at most, where nobody gives a number of blocks."""
+"""What a rank's cache takes, at most, where nobody gives a number of blocks; but DEFAULT_BLOCKS may take
+more."""
 DEFAULT_BLOCKS = 256
 POOL_KEYS = ("engine.num_blocks", "prefill.num_blocks", "decode.num_blocks")
 
@@ -104,8 +105,8 @@ def plan_server(
 
 
 def _with_pools(cell: Cell, config: DecoderConfig, overrides: Sequence[str]) -> Cell:
-    """Pools that hold `max_seqs` requests of all the model's positions, as far as POOL_BYTES allow, where
-    nobody gave a number of blocks."""
+    """Pools that hold twice `max_seqs` requests of all the model's positions, as far as POOL_BYTES allow,
+    where nobody gave a number of blocks."""
     if any(text.startswith(f"{key}=") for text in overrides for key in POOL_KEYS):
         return cell
     decode = None if cell.decode is None else _with_pool(cell.decode, config)
@@ -119,8 +120,9 @@ def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
     each = KVCacheManager(groups, DEFAULT_BLOCKS).max_request_blocks(
         config.max_positions, engine.max_batch_tokens
     )
-    wanted = each * engine.max_seqs + 1
-    return replace(engine, num_blocks=max(DEFAULT_BLOCKS, min(wanted, POOL_BYTES // rank.block_bytes)))
+    # As many again for those that wait to be handed over, or are handed over just now.
+    wanted = 2 * each * engine.max_seqs + 1
+    return replace(engine, num_blocks=min(wanted, max(DEFAULT_BLOCKS, POOL_BYTES // rank.block_bytes)))
 
 
 def _as_spec(options: ServerOptions) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""A server's options as engines; pools that hold what a server may be asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.kv.manager import KVCacheManager
+from rayk.models.families import load_config
+from rayk.models.kv_specs import engine_groups
+from rayk.specs.server_plan import POOL_BYTES, ServerOptions, plan_server
+from rayk.types.errors import Unsupported
+
+
+def plan(model: Path, **options: Any) -> Any:
+    return plan_server(ServerOptions(model=str(model), **options), device="cpu")
+
+
+def test_options_become_engines(checkpoint: Any) -> None:
+    model = checkpoint("qwen3")
+    found = plan(model, prefill_tp=2, num_decode=2, max_waiting=3, request_s=5.0, num_spares=1)
+    assert [(e.name, e.role, e.config.tp) for e in found.engines] == [
+        ("prefill0", "prefill", 2),
+        ("decode0", "decode", 1),
+        ("decode1", "decode", 1),
+    ]
+    assert {e.config.model for e in found.engines} == {str(model.resolve())}
+    assert (found.model.model_id, found.model.folder) == (model.name, str(model.resolve()))
+    assert (found.max_waiting, found.request_s, found.num_spares) == (3, 5.0, 1)
+    assert (found.policy, found.failure_policy, found.is_aggregated) == ("round_robin", "migrate", False)
+
+
+def test_without_sizes_engines_do_both(checkpoint: Any) -> None:
+    found = plan(checkpoint("qwen3"))
+    assert [(e.name, e.role, e.config.tp) for e in found.engines] == [("prefill0", "aggregated", 1)]
+    both = plan(checkpoint("qwen3"), mode="aggregated", prefill_tp=2, num_prefill=2)
+    assert [(e.role, e.config.tp) for e in both.engines] == [("aggregated", 2)] * 2
+
+
+def test_settings_of_engines(checkpoint: Any) -> None:
+    overrides = ("engine.max_seqs=3", "decode.layout=BHLNC", "transfer.mode=push", "decode.num_blocks=77")
+    found = plan(checkpoint("qwen3"), decode_tp=2, overrides=overrides)
+    prefill, decode = (e.config for e in found.engines)
+    assert (prefill.max_seqs, decode.max_seqs) == (3, 3)
+    assert (prefill.layout, decode.layout) == ("auto", "BHLNC")
+    assert (prefill.num_blocks, decode.num_blocks) == (256, 77), "whoever gives blocks gives all of them"
+    assert found.transfer.mode == "push"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "gemma3", "mamba2"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pools_hold_every_row_at_its_longest_or_what_memory_allows(
+    checkpoint: Any, family: str, tp: int
+) -> None:
+    model = checkpoint(family)
+    config = load_config(str(model))
+    for entry in plan(model, prefill_tp=tp, decode_tp=1).engines:
+        groups = engine_groups(entry.config, config)
+        manager = KVCacheManager(groups, entry.config.num_blocks)
+        longest = manager.max_request_blocks(config.max_positions, entry.config.max_batch_tokens)
+        holds_all = entry.config.num_blocks - 1 >= longest * entry.config.max_seqs
+        assert (
+            holds_all or entry.config.num_blocks * manager_block_bytes(groups, entry.config.tp) <= POOL_BYTES
+        )
+
+
+def manager_block_bytes(groups: Any, tp: int) -> int:
+    """No less than a rank's share of the canonical pages of one block."""
+    return max(g.spec.page_bytes for g in groups) * groups[0].num_positions // tp
+
+
+def test_what_the_model_cannot_do_is_refused(checkpoint: Any) -> None:
+    with pytest.raises(Unsupported, match="TP 3 does not divide"):
+        plan(checkpoint("qwen3"), decode_tp=3)
