@@ -1,4 +1,4 @@
-"""Prompts that share prefixes, of every family: tokens equal those of transformers, aggregated and handed over.
+"""Prompts that share prefixes, of every family, on one engine and on two: tokens equal those of transformers.
 What an engine has in its prefix cache is not computed, and what the decode engine has is not moved."""
 
 from __future__ import annotations

@@ -146,15 +146,18 @@ class KVCacheManager:
         if self.prefixes is None:
             return nothing
 
+        def unseen(g: KVCacheGroup) -> int:
+            return g.spec.live_rows(num_tokens).start
+
         def wanted(g: KVCacheGroup, n: int) -> range | None:
-            first = g.spec.live_rows(num_tokens).start
+            first = unseen(g)
             if n <= first:
                 return range(0)
             size = g.spec.block_size
             return range(first // size, n // size) if n % size == 0 else None
 
         keys = self._keys_of(request_id, token_ids, num_tokens)
-        held = self.prefixes.longest(keys, num_tokens, unit_tokens, wanted)
+        held = self.prefixes.longest(keys, num_tokens, unit_tokens, wanted, unseen)
         if not held:
             return nothing
         ranges = [wanted(g, held) or range(0) for g in self.groups]

@@ -98,17 +98,26 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def longest(self, keys: PrefixKeys, max_tokens: int, unit_tokens: int, wanted: Wanted) -> int:
+    def longest(
+        self,
+        keys: PrefixKeys,
+        max_tokens: int,
+        unit_tokens: int,
+        wanted: Wanted,
+        nothing_until: Callable[[KVCacheGroup], int] = lambda group: 0,
+    ) -> int:
         """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted blocks are cached.
 
-        `keys` reach as far. Fewer tokens want no block before the first that more tokens want.
+        `keys` reach as far. More tokens want all blocks that fewer want, but for those at the beginning.
+        `nothing_until`: so many tokens of a group and fewer want no block.
         """
         found: dict[int, range] = {}
         n = max_tokens // unit_tokens * unit_tokens
         while n > 0:
             shorter = n
             for g in self._groups:
-                shorter = min(shorter, self._fits(g, keys, n, wanted, found))
+                fits = self._fits(g, keys, n, wanted, found)
+                shorter = min(shorter, n if fits == n else max(fits, nothing_until(g)))
             if shorter == n:
                 return n
             n = min(n - unit_tokens, shorter // unit_tokens * unit_tokens)

@@ -105,3 +105,55 @@ def test_integrity_check_sees_damage(damage: str):
         pool._references[1] = -1
     with pytest.raises(AssertionError):
         pool.check_integrity()
+
+
+@EXAMPLES
+@given(data=st.data(), num_blocks=st.integers(2, 40))
+def test_kept_blocks_are_lost_last_and_the_oldest_first(data: st.DataObject, num_blocks: int):
+    """A model that lists free blocks in the order in which they were given back."""
+    lost: list[int] = []
+    pool = BlockPool(num_blocks, lost.extend)
+    spare = num_blocks // 16
+    held = set(pool.allocate(num_blocks - 1))
+    kept: list[int] = []
+    """Free ones with content, those given back longest ago first."""
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["free", "allocate", "find"]))
+        if action == "free" and held:
+            given = data.draw(st.lists(st.sampled_from(sorted(held)), unique=True))
+            named = [b for b in given if data.draw(st.booleans()) or pool.is_kept(b)]
+            for block in named:
+                pool.keep(block)
+            pool.free(given)
+            held -= set(given)
+            kept += [b for b in reversed(given) if b in named]
+        elif action == "find" and kept:
+            block = data.draw(st.sampled_from(kept))
+            pool.share([block])
+            kept.remove(block)
+            held.add(block)
+        elif action == "allocate":
+            wanted = data.draw(st.integers(0, pool.num_free_blocks))
+            num_blank = pool.num_free_blocks - len(kept)
+            lost.clear()
+            taken = pool.allocate(wanted)
+            may_go = kept[: wanted - num_blank + spare] if wanted > num_blank else []
+            assert set(lost) == set(taken) & set(kept) <= set(may_go)
+            assert not any(pool.is_kept(block) for block in taken)
+            kept = [b for b in kept if b not in taken]
+            held |= set(taken)
+        pool.check_integrity()
+        assert pool.num_free_blocks == num_blocks - 1 - len(held)
+
+
+def test_blocks_of_an_old_request_are_taken_as_a_run():
+    """Both requests' blocks are kept; a new one gets those of the first, which were given back before."""
+    pool = BlockPool(15)
+    first, second = pool.allocate(7), pool.allocate(7)
+    for block in first + second:
+        pool.keep(block)
+    pool.free(first)
+    pool.free(second)
+    assert pool.allocate(3) == first[-3:]
+    assert pool.allocate(4) == first[:4]
+    assert pool.allocate(1) == [second[-1]]

@@ -1,0 +1,301 @@
+"""The prefix cache against a brute-force model: a memory that knows, of every row that was written, all
+tokens up to it. What is found must hold what it stands for, and everything that could be found must be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.manager import HeldPrefix, KVCacheManager
+from rayk.kv.prefix_cache import PrefixKeys
+from rayk.kv.specs import KVCacheSpec
+from tests.kv.brute import chunked, full, mamba1, mamba2, mla, sliding
+
+Tokens = tuple[int, ...]
+NUM_BLOCKS = 40
+MAX_TOKENS = 60
+
+
+def group(index: int, spec: KVCacheSpec, seen: Sequence[KVCacheSpec] = ()) -> KVCacheGroup:
+    """Of two layers; `seen`: what each of them sees."""
+    return KVCacheGroup(index, spec, (2 * index, 2 * index + 1), 2, tuple(seen))
+
+
+def groups(*specs: KVCacheSpec) -> tuple[KVCacheGroup, ...]:
+    return tuple(group(i, spec) for i, spec in enumerate(specs))
+
+
+MODELS = (
+    groups(full(4)),
+    groups(full(4), sliding(6)),
+    groups(sliding(1), sliding(9, full(2))),
+    groups(full(4), chunked(8), chunked(6)),
+    groups(chunked(10, full(3)), full(6)),
+    groups(mla(3), mla(6)),
+    groups(full(4), mamba2(block_size=8)),
+    groups(full(6), mamba2(block_size=4), sliding(5, full(2))),
+    groups(mamba1(block_size=5)),
+    groups(full(4), mamba2(block_size=1000)),
+    (group(0, full(4), (full(4), sliding(6))), group(1, sliding(9))),
+)
+
+
+def rows_of(g: KVCacheGroup, block: int) -> range:
+    """Positions whose content a block keeps."""
+    size = g.spec.block_size
+    stop = (block + 1) * size
+    return range(block * size, stop) if g.spec.has_token_rows else range(stop - 1, stop)
+
+
+class CacheWalk(RuleBasedStateMachine):
+    """Requests r0..r4 over two tokens' worth of vocabulary, so that many share prefixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: tuple[KVCacheGroup, ...] = MODELS[0]
+        self.memory: dict[tuple[int, int, int], tuple[int, Tokens]] = {}
+        """(block, layer, row) -> group and the tokens up to the row; a state's only row is 0."""
+        self.named: dict[tuple[int, Tokens], int] = {}
+        """What can be found: (group, tokens up to a block's end) -> the block."""
+        self.tokens: dict[str, Tokens] = {}
+        self.num_computed: dict[str, int] = {}
+        self.leases: list[str] = []
+        self.num_leases = 0
+
+    @initialize(model=st.sampled_from(MODELS), caching=st.integers(0, 9))
+    def form(self, model: tuple[KVCacheGroup, ...], caching: int) -> None:
+        self.groups = model
+        self.manager = KVCacheManager(model, NUM_BLOCKS, prefix_caching=caching > 0)
+        self.is_caching = caching > 0
+
+    requests = st.sampled_from([f"r{i}" for i in range(5)])
+    # Mostly one of few beginnings, so that long ones come again.
+    prompts = st.tuples(
+        st.integers(0, MAX_TOKENS), st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()
+    ).map(lambda drawn: ((7,) * drawn[0] if drawn[2] else (7, 8, 9) * (drawn[0] // 3)) + tuple(drawn[1]))
+
+    @rule(request=requests, prompt=prompts, limit=st.integers(0, 9))
+    def admit(self, request: str, prompt: Tokens, limit: int) -> None:
+        """A request begins with what is cached, or finds no room to go on."""
+        if request in self.tokens:
+            return
+        most = max(0, len(prompt) - 1 - limit * (limit % 2))
+        found = self.manager.match(request, prompt, most)
+        assert found == self.best_hit(prompt, most)
+        if found:
+            tables = self.manager.block_tables(request)
+            for g, table in zip(self.groups, tables, strict=True):
+                assert len(table) == found // g.spec.block_size
+                self.check_rows(g, table, prompt, g.spec.live_rows(found))
+        self.tokens[request], self.num_computed[request] = prompt, found
+        if not self.compute(request, 1):
+            if found:
+                self.manager.unmatch(request)
+            self.manager.free(request)
+            self.forget(request)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), more=st.integers(1, 23), generated=st.integers(0, 2))
+    def go_on(self, data: st.DataObject, more: int, generated: int) -> None:
+        """A chunk of the prompt, or an output token."""
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        if self.num_computed[request] == len(self.tokens[request]):
+            self.tokens[request] += (generated,)
+        self.compute(request, min(more, len(self.tokens[request]) - self.num_computed[request]))
+
+    @rule(request=requests, prompt=prompts, unit=st.sampled_from([1, 2, 4, 12]))
+    def arrive(self, request: str, prompt: Tokens, unit: int) -> None:
+        """A request's live rows come from elsewhere, those aside that are here."""
+        if request in self.tokens:
+            return
+        n = len(prompt)
+        sizes = [g.spec.block_size for g in self.groups if g.spec.has_token_rows]
+        unit = math.lcm(unit, *sizes)
+        held = self.manager.find_held(request, prompt, n, unit)
+        assert held.num_tokens == self.best_held(prompt, unit)
+        before = self.manager.pool.num_free_blocks
+        updates = self.manager.reserve_live(request, n, held)
+        if updates is None:
+            assert self.manager.pool.num_free_blocks == before
+            self.manager.free(request)
+            return
+        fresh = []
+        for g, (start, ids) in zip(self.groups, updates, strict=True):
+            assert start == 0
+            live = g.spec.live_rows(n)
+            here = held.blocks[g.index]
+            if held.num_tokens > live.start:
+                self.check_rows(g, ids, prompt, range(live.start, min(held.num_tokens, live.stop)))
+            fresh += [b for b in ids if b != NULL_BLOCK and b not in here]
+        self.hand_out(fresh)
+        self.tokens[request], self.num_computed[request] = prompt, n
+        for g, (_, ids) in zip(self.groups, updates, strict=True):
+            for layer in g.layers:
+                live = g.seen_by(layer).live_rows(n)
+                for row in range(max(live.start, held.num_tokens), live.stop):
+                    self.write(g, layer, ids, row, prompt)
+        self.manager.remember(request, prompt, n)
+        self.name(request)
+
+    @rule(request=requests)
+    def free(self, request: str) -> None:
+        self.manager.free(request)
+        self.forget(request)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.leases.append(f"lease{self.num_leases}")
+        self.num_leases += 1
+        self.manager.lease(request, self.leases[-1])
+        self.forget(request)
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def release(self) -> None:
+        self.manager.release(self.leases.pop())
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "manager"):
+            for request in list(self.tokens):
+                self.manager.free(request)
+            for lease in self.leases:
+                self.manager.release(lease)
+            assert self.manager.pool.num_free_blocks == NUM_BLOCKS - 1
+            self.manager.check_integrity()
+            assert not self.manager._keys, "of requests that are gone"
+
+    def compute(self, request: str, count: int) -> bool:
+        """Compute so many tokens if blocks allow."""
+        tokens, start = self.tokens[request], self.num_computed[request]
+        updates = self.manager.extend(request, start + count)
+        if updates is None:
+            return False
+        self.hand_out([block for _, ids in updates for block in ids])
+        tables = self.manager.block_tables(request)
+        for g, table in zip(self.groups, tables, strict=True):
+            if start:
+                self.check_rows(g, table, tokens, self.seen_rows(g, start))
+            for layer in g.layers:
+                for row in range(start, start + count):
+                    self.write(g, layer, table, row, tokens)
+        self.num_computed[request] = start + count
+        self.manager.remember(request, tokens, start + count)
+        self.name(request)
+        self.manager.trim(request, start + count)
+        return True
+
+    @staticmethod
+    def seen_rows(g: KVCacheGroup, num_tokens: int) -> range:
+        """What every layer of a group sees."""
+        return range(max(g.seen_by(n).live_rows(num_tokens).start for n in g.layers), num_tokens)
+
+    def hand_out(self, blocks: list[int]) -> None:
+        """Blocks are somebody's from now on: what was in them is lost."""
+        assert len(set(blocks)) == len(blocks)
+        self.memory = {key: value for key, value in self.memory.items() if key[0] not in blocks}
+        self.named = {key: block for key, block in self.named.items() if block not in blocks}
+
+    def write(self, g: KVCacheGroup, layer: int, table: Sequence[int], row: int, tokens: Tokens) -> None:
+        block = table[row // g.spec.block_size]
+        assert block != NULL_BLOCK, "written into a block that nobody gave"
+        assert block not in self.named.values(), "written into a block that others may find"
+        assert self.manager.pool.references(block) == 1, "written into a block that others hold"
+        at = row % g.spec.block_size if g.spec.has_token_rows else 0
+        self.memory[block, layer, at] = g.index, tokens[: row + 1]
+
+    def check_rows(self, g: KVCacheGroup, table: Sequence[int], tokens: Tokens, rows: range) -> None:
+        """These rows of all layers are what they stand for."""
+        for row in rows:
+            for layer in g.layers:
+                at = row % g.spec.block_size if g.spec.has_token_rows else 0
+                found = self.memory.get((table[row // g.spec.block_size], layer, at))
+                assert found == (g.index, tokens[: row + 1]), f"row {row} of layer {layer}: {found}"
+
+    def name(self, request: str) -> None:
+        """Full blocks of a request that hold all they should can be found, the first of several alike."""
+        if not self.is_caching:
+            return
+        tokens, n = self.tokens[request], self.num_computed[request]
+        for g, table in zip(self.groups, self.manager.block_tables(request), strict=True):
+            for index, block in enumerate(table[: n // g.spec.block_size]):
+                rows = rows_of(g, index)
+                at = [(row % g.spec.block_size if g.spec.has_token_rows else 0, row) for row in rows]
+                is_whole = block != NULL_BLOCK and all(
+                    self.memory.get((block, layer, slot)) == (g.index, tokens[: row + 1])
+                    for layer in g.layers
+                    for slot, row in at
+                )
+                if is_whole:
+                    self.named.setdefault((g.index, tokens[: rows.stop]), block)
+
+    def forget(self, request: str) -> None:
+        self.tokens.pop(request, None)
+        self.num_computed.pop(request, None)
+
+    def is_named(self, g: KVCacheGroup, tokens: Tokens, rows: range) -> bool:
+        """Whether blocks with all these rows can be found."""
+        size = g.spec.block_size
+        ends = {(row // size + 1) * size for row in rows}
+        return all(end <= len(tokens) and (g.index, tokens[:end]) in self.named for end in ends)
+
+    def best_hit(self, tokens: Tokens, most: int) -> int:
+        for n in range(most, 0, -1):
+            if all(
+                n % g.spec.block_size == 0 and self.is_named(g, tokens[:n], g.spec.live_rows(n))
+                for g in self.groups
+            ):
+                return n
+        return 0
+
+    def best_held(self, tokens: Tokens, unit: int) -> int:
+        for n in range(len(tokens) // unit * unit, 0, -unit):
+            live = [g.spec.live_rows(len(tokens)) for g in self.groups]
+            if all(
+                self.is_named(g, tokens[:n], range(rows.start, min(n, rows.stop)))
+                for g, rows in zip(self.groups, live, strict=True)
+            ):
+                return n if self.is_caching else 0
+        return 0
+
+
+TestCacheWalk = CacheWalk.TestCase
+TestCacheWalk.settings = settings(
+    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
+
+
+def test_nothing_is_held_without_caching() -> None:
+    manager = KVCacheManager(MODELS[0], NUM_BLOCKS)
+    assert manager.extend("a", 8) is not None
+    manager.remember("a", (1,) * 8, 8)
+    manager.free("a")
+    assert manager.match("b", (1,) * 9, 8) == 0
+    assert manager.find_held("b", (1,) * 9, 9, 4) == HeldPrefix(0, ((),))
+
+
+def test_keys_depend_on_every_token_and_on_nothing_else() -> None:
+    """All sequences of 6 tokens: no two prefixes share a key, whatever the steps they were hashed in."""
+    seen: dict[bytes, Tokens] = {}
+    for tokens in itertools.product((0, 1, 256), repeat=6):
+        whole, stepwise = PrefixKeys((2, 3)), PrefixKeys((2, 3))
+        whole.extend(tokens, 6)
+        for n in range(7):
+            stepwise.extend(tokens, n)
+        for n in (2, 3, 4, 6):
+            assert whole[n] == stepwise[n]
+            assert seen.setdefault(whole[n], tokens[:n]) == tokens[:n]
+    assert len(seen) == sum(3**n for n in (2, 3, 4, 6))
