@@ -6,10 +6,13 @@ from tests.mutation import Mutation
 from tests.mutations_attention import ATTENTION
 from tests.mutations_bench import BENCH
 from tests.mutations_engine import ENGINE
+from tests.mutations_http import HTTP
 from tests.mutations_kv import KV
 from tests.mutations_models import MODELS
+from tests.mutations_policies import POLICIES
 from tests.mutations_push import PUSHED
 from tests.mutations_sampling import SAMPLING
+from tests.mutations_serving import SERVED
 from tests.mutations_simulator import SIMULATED
 from tests.mutations_staging import STAGED_READS
 from tests.mutations_transfer import STATES
@@ -291,4 +294,7 @@ MUTATIONS = (
     + STAGED_READS
     + PUSHED
     + BENCH
+    + SERVED
+    + POLICIES
+    + HTTP
 )
