@@ -180,6 +180,6 @@ def test_a_desk_that_drains_takes_only_what_it_had_taken_before() -> None:
         await settle()
         desk.tell("f", ended("b"))
         await asyncio.wait_for(drained, 30)
-        assert all(call.done() for call in (first, waiting, again))
+        assert {call.result().prefill for call in (first, waiting, again)} == {"prefill0"}
 
     asyncio.run(run())
