@@ -37,6 +37,8 @@ class Script:
     error_after: int | None = None
     """Chunks after which an error comes in the stream."""
     hangs: bool = False
+    waits_for: int = 0
+    """Requests that must have been open at once before this one is answered."""
     num_prompt_tokens: int | None = None
 
 
@@ -95,6 +97,8 @@ class FakeServer:
             await self._event(
                 response, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
             )
+        while self.max_open < script.waits_for:
+            await asyncio.sleep(0.01)
         if script.hangs:
             await asyncio.sleep(START_S * 10)
         left = seen.body["max_tokens"] if script.num_tokens is None else script.num_tokens
