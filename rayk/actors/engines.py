@@ -103,10 +103,10 @@ class EngineHandle:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
                 raise DeadlineExceeded(f"a request on {self.name}", timeout_s)
-            ref = await self.guard(_next(generator), "a request", left)
-            if ref is None:
+            events = await self.guard(_next(generator), "a request", left)
+            if events is None:
                 return
-            yield await self.guard(_value(ref), "a request", left)
+            yield events
 
     async def _watch(self, rank: int, ref: Any) -> None:
         try:
@@ -121,16 +121,14 @@ class EngineHandle:
                 self.died.exception()
 
 
-async def _next(generator: Any) -> Any:
-    """The generator's next ref, None at its end (a coroutine cannot raise StopAsyncIteration)."""
+async def _next(generator: Any) -> list[RequestEvent] | None:
+    """The generator's next item, None at its end (a coroutine cannot raise StopAsyncIteration)."""
     try:
-        return await generator.__anext__()
+        ref = await generator.__anext__()
     except StopAsyncIteration:
         return None
-
-
-async def _value(ref: Any) -> Any:
-    return await ref
+    events: list[RequestEvent] = await ref
+    return events
 
 
 def translate(error: Exception, engine: str, rank: int | None = None, *, node: str = "") -> RaykError:
