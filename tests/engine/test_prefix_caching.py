@@ -19,6 +19,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.engine.stepped import Stepped
+from tests.markers import slow
 from tests.pd import NAN_POISON, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,7 +94,7 @@ def pages(engine: Stepped, key: CacheKey, block: int) -> list[torch.Tensor]:
     return [v[block].contiguous().view(torch.uint8).clone() for v in views]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=slow) for n in range(1, 6))])
 @pytest.mark.parametrize("model", MODELS)
 def test_many_requests_in_a_small_pool(model: str, seed: int, answers: Callable[[str], Answers]) -> None:
     """Conversations at several turns come in random order, some are aborted; blocks run short, so that
