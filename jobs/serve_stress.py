@@ -1,0 +1,281 @@
+"""A server under many streaming clients, each answer compared with transformers' tokens; also while its ranks
+are killed.
+
+    python jobs/serve_stress.py [--clients 64] [--requests 1000] [--out DIR]
+    python jobs/serve_stress.py --kill --minutes 5
+
+Per family of models a server is started (`rayk serve`, on a local Ray cluster of this job), one after the
+other. Clients in a closed load stream answers to prompts of a few up to some hundred tokens; some leave half
+way. What transformers answers to each prompt is computed once, before. In the end no request may be lost, no
+token wrong, and every KV block must be free.
+
+With --kill, a rank of each engine is killed under that load and the restart timed; then any rank of any
+engine is killed every three restart times for some minutes. No token may be wrong, no request may hang, at
+least 80 % must be answered, and tokens per second must be back at half of what they were within 20 s of each
+kill.
+
+Exit status 1 when any of this does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from hetero_tp import write_models  # noqa: E402
+from serve_bench import stop, wait_ready  # noqa: E402
+from serve_stress_report import TABLES, failures, family_row, kill_rows, markdown, request_rows  # noqa: E402
+from stress_chaos import BACK_S, WINDOW_S, Kill, Killer, until_told, until_true  # noqa: E402
+from stress_load import Clients, Met, draw_cases, draw_prompts, judge  # noqa: E402
+
+from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.reports import collect_environment  # noqa: E402
+from rayk.reports.files import write_text  # noqa: E402
+from rayk.reports.page import claim_folder, write_tables  # noqa: E402
+from rayk.types.errors import RaykError, UserError  # noqa: E402
+
+CHECKPOINTS = Path("checkpoints/stress")
+REFERENCES = Path("checkpoints/reference-cache")
+GRACE_S = 20.0
+"""A client waits so much longer than the server says that a request may last; then it hangs."""
+QUIET_S = 90.0
+"""After the last answer, within which every block must be free."""
+STEADY_S = 30.0
+"""Load before the first kill, the first WINDOW_S of it not counted."""
+FIND_S = 30.0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What one server went through. Times are time.monotonic_ns."""
+
+    family: str
+    met: list[Met] = field(default_factory=list)
+    began_ns: int = 0
+    ended_ns: int = 0
+    kills: list[Kill] = field(default_factory=list)
+    restart_s: float | None = None
+    """As measured before the killing began."""
+    measured_kills: int = 0
+    """How many of the kills measured it."""
+    blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Engine -> free and all blocks, at the end."""
+    requests_left: tuple[int, int] = (0, 0)
+    """Running and waiting, as the server says at the end."""
+    exit_status: int | None = None
+    trouble: str = ""
+    """Why it could not go on, if so."""
+
+
+@asynccontextmanager
+async def serving(family: str, options: argparse.Namespace, address: str) -> AsyncIterator[tuple[str, Run]]:
+    """A server's URL, and what is to be noted of it; it ends with the block."""
+    log = options.out / f"{family}.log"
+    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(CHECKPOINTS / family), "--port", "0"]
+    command += ["--address", address, "--http", options.http, "--device", options.device]
+    command += ["--dtype", "float32", "--failure-policy", "migrate"]
+    command += ["--num-prefill", str(options.num_prefill), "--prefill-tp", str(options.prefill_tp)]
+    command += ["--num-decode", str(options.num_decode), "--decode-tp", str(options.decode_tp)]
+    command += ["--request-timeout", str(options.request_s), "--spares", str(options.spares)]
+    command += [f"--set={text}" for text in options.overrides]
+    run = Run(family=family)
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            yield await asyncio.to_thread(wait_ready, process, options.start_s, log), run
+        finally:
+            run.exit_status = await asyncio.to_thread(stop, process)
+
+
+async def find_fleet() -> Any:
+    """The actor that owns the server's engines. Raises UserError where there is not one."""
+    import ray
+
+    found: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+    names = [n for n in found if n["name"].startswith("rayk/") and n["name"].endswith("/fleet")]
+    if len(names) != 1:
+        raise UserError(f"{len(names)} servers on the cluster", mend="one of this job's alone")
+    return await asyncio.to_thread(ray.get_actor, names[0]["name"], namespace=names[0]["namespace"])
+
+
+async def stress(
+    family: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace, address: str
+) -> Run:
+    """One server under load, to its end."""
+    async with serving(family, options, address) as (url, run):
+        fleet = await find_fleet()
+        clients = Clients(url, family, prompts, options.request_s + GRACE_S)
+        cases = draw_cases(len(prompts), options.max_tokens, options.leave / 100, options.seed)
+        run.began_ns = time.monotonic_ns()
+        if options.kill:
+            await under_fire(clients, Killer(fleet, options.seed), cases, run, options)
+        else:
+            await clients.run(options.clients, itertools.islice(cases, options.requests))
+        run.ended_ns = time.monotonic_ns()
+        run.met = clients.met
+        await look_at_the_end(fleet, run)
+    return run
+
+
+async def under_fire(
+    clients: Clients, killer: Killer, cases: Any, run: Run, options: argparse.Namespace
+) -> None:
+    """Load that goes on while ranks are killed, and long enough behind the last kill to see it recover."""
+    over = asyncio.Event()
+    load = asyncio.create_task(clients.run(options.clients, cases, over))
+    try:
+        await asyncio.sleep(STEADY_S)
+        run.kills = killer.kills
+        run.restart_s = await killer.measure()
+        run.measured_kills = len(killer.kills)
+        print(f"restarts take {run.restart_s:.1f} s", file=sys.stderr, flush=True)
+        await killer.go_on(3 * run.restart_s, 60 * options.minutes)
+        since_s = (time.monotonic_ns() - killer.kills[-1].at_ns) / 1e9
+        await asyncio.sleep(max(0.0, BACK_S + WINDOW_S - since_s))
+    except RaykError as error:
+        # What was seen until then is worth telling; the run fails for this.
+        run.trouble = f"{type(error).__name__}: {error}"
+    finally:
+        over.set()
+        await load
+
+
+async def look_at_the_end(fleet: Any, run: Run) -> None:
+    """Wait until nothing runs and all blocks are free, as they must soon be, and note what is so."""
+
+    async def is_quiet() -> bool:
+        run.requests_left = await until_told(lambda: fleet.num_requests.remote(), "its requests")
+        run.blocks = await until_told(lambda: fleet.blocks.remote(), "its blocks")
+        health = await until_told(lambda: fleet.health.remote(), "its health")
+        # The null block of each engine is never free.
+        is_free = all(free == total - 1 for free, total in run.blocks.values())
+        return bool(health.is_ready) and not any(run.requests_left) and is_free
+
+    await until_true(is_quiet, QUIET_S)
+
+
+def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], list[tuple[int, ...]], Any]:
+    """Prompts, what transformers answers to them, and whom to ask more."""
+    import torch
+
+    from rayk.experiments.references import References
+    from rayk.types.request import SamplingParams
+
+    torch.set_num_threads(1)  # of tiny matrices more threads make no quicker work
+    write_models(CHECKPOINTS, {family: (family, {})})
+    folder = CHECKPOINTS / family
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts = draw_prompts(options.prompts, (4, options.longest), vocab_size, options.seed)
+    references = References(str(folder), REFERENCES)
+    sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
+    outputs = references.outputs(prompts, sampling)
+    return prompts, [o.token_ids for o in outputs], references
+
+
+def run_job(options: argparse.Namespace) -> int:
+    """Run, write, print; the exit status."""
+    from rayk.actors import launch
+
+    now = datetime.datetime.now().astimezone()
+    options.out = options.out or Path("runs") / f"serve-stress-{now:%Y%m%d-%H%M%S}"
+    claim_folder(options.out, TABLES)
+    environment = collect_environment(command=sys.argv, seeds={"prompts, load and kills": options.seed})
+    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
+    tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
+    for family in options.families:
+        print(f"{family}: asking transformers", file=sys.stderr, flush=True)
+        prompts, expected, references = prepare(family, options)
+        print(f"{family}: serving", file=sys.stderr, flush=True)
+        with launch.connect(options.address) as address:
+            run = asyncio.run(stress(family, prompts, options, address))
+        verdicts = [
+            judge(m, prompts[m.case.prompt_index], expected[m.case.prompt_index], references) for m in run.met
+        ]
+        tables["families"].append(family_row(run, verdicts))
+        tables["kills"] += kill_rows(run)
+        tables["requests"] += request_rows(run, verdicts)
+        # After each family: what is interrupted later has been seen still.
+        write_tables(tables, options.out)
+    text = markdown(tables, about(options))
+    write_text(options.out / "report.md", text + "\n")
+    print(text)
+    wrong = failures(tables, options.requests if not options.kill else None)
+    print("\n".join([*wrong, f"tables: {options.out}"]), file=sys.stderr)
+    return int(bool(wrong))
+
+
+def about(options: argparse.Namespace) -> str:
+    """The load, in words."""
+    prefill = (
+        f"{options.num_prefill} prefill engine{'s' * (options.num_prefill > 1)} of TP {options.prefill_tp}"
+    )
+    decode = f"{options.num_decode} decode engine{'s' * (options.num_decode > 1)} of TP {options.decode_tp}"
+    spares = f" and {options.spares} spare{'s' * (options.spares > 1)}" if options.spares else ""
+    return (
+        f"{options.clients} streaming clients in a closed load; {options.prompts} prompts of 4 to "
+        f"{options.longest} tokens, answers of {options.max_tokens // 2} to {options.max_tokens}; "
+        f"{options.leave:g} % of clients leave half way; {prefill}, {decode}{spares}; float32, HTTP by "
+        f"{options.http}; requests may last {options.request_s:g} s; seed {options.seed}."
+    )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def option(name: str, text: str, **more: Any) -> None:
+        parser.add_argument(name, help=f"{text} (default: %(default)s)", **more)
+
+    option("--families", "of models, one server each", nargs="+", default=["qwen3", "falcon_h1"])
+    option("--clients", "at once", type=int, default=64)
+    option("--requests", "over all families; without --kill", type=int, default=1000)
+    option("--prompts", "distinct ones, at least 2", type=int, default=60)
+    option("--longest", "tokens of the longest prompt", type=int, default=400)
+    option("--max-tokens", "of the longest answer, at least 8", type=int, default=48)
+    option("--leave", "percent of clients that leave half way", type=float, default=5.0)
+    option("--kill", "kill ranks meanwhile", action="store_true")
+    option("--minutes", "of killing", type=float, default=5.0)
+    option("--num-prefill", "engines", type=int, default=1)
+    option("--prefill-tp", "of each", type=int, default=1)
+    option("--num-decode", "engines", type=int, default=1)
+    option("--decode-tp", "of each", type=int, default=2)
+    option("--spares", "idle engines' workers; 1 with --kill", type=int)
+    option("--request-s", "what a request may last", type=float, default=120.0)
+    option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
+    option("--http", "front", default="uvicorn", choices=["uvicorn", "serve"])
+    option("--device", "of the engines", default="cpu", choices=["auto", "cpu", "cuda"])
+    option("--seed", "of prompts, load and kills", type=int, default=0)
+    option("--start-s", "seconds a server may take to start", type=float, default=300.0)
+    option("--address", "Ray cluster with no server; its workers must be this machine's, else a local one")
+    option("--out", "folder of the results; else runs/serve-stress-<time>", type=Path)
+    options = parser.parse_args(arguments)
+    if options.prompts < 2 or options.max_tokens < 8 or options.longest < 4:
+        parser.error("--prompts is at least 2, --max-tokens 8 and --longest 4")
+    if options.requests % len(options.families):
+        parser.error(
+            f"--requests {options.requests} are not to be split over {len(options.families)} families"
+        )
+    options.requests //= len(options.families)
+    options.spares = int(options.kill) if options.spares is None else options.spares
+    return options
+
+
+if __name__ == "__main__":
+    chosen = parse_options()
+    sys.exit(run_guarded(lambda: run_job(chosen)))
