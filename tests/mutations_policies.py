@@ -127,7 +127,7 @@ POLICIES = (
     Mutation(
         "latency counts from when the coordinator got to it",
         "rayk/actors/cell_run.py",
-        "arrival_ns=due_ns,",
+        "arrival_ns=started_ns + due_ns,",
         "arrival_ns=time.monotonic_ns(),",
         f"{CELLS}::test_requests_start_when_due_and_count_from_then",
     ),

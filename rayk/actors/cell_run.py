@@ -89,14 +89,12 @@ class CellRun:
         """Connect the engines and run all prompts together. A failed request is a row with an error."""
         async with self._engines.watched():
             await self._engines.connect()
-            started_ns = time.monotonic_ns()
             due_ns = self._cell.due_ns(len(prompts), self._repeat)
-            requests = zip(prompts, due_ns, strict=True)
-            await asyncio.gather(
-                *(self._request(i, tuple(p), started_ns + due) for i, (p, due) in enumerate(requests))
-            )
+            started_ns = time.monotonic_ns()
+            requests = enumerate(zip(prompts, due_ns, strict=True))
+            await asyncio.gather(*(self._request(i, tuple(p), started_ns, due) for i, (p, due) in requests))
 
-    async def _request(self, index: int, prompt: tuple[int, ...], due_ns: int) -> None:
+    async def _request(self, index: int, prompt: tuple[int, ...], started_ns: int, due_ns: int) -> None:
         """From its arrival on. It counts from when it was due, however late it is got to."""
         request = Request(
             request_id=f"{self._cell.cell_id}/{self._repeat}/{index}",
@@ -111,13 +109,14 @@ class CellRun:
             prompt_token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             seed=request.sampling.seed if request.sampling.temperature else None,
-            arrival_ns=due_ns,
+            arrival_ns=started_ns + due_ns,
+            due_ns=due_ns,
         )
         self._outcome.requests.append(row)
         engines = self._engines
         try:
-            await _until(due_ns)
-            attempt = self._place(request)
+            await _until(row.arrival_ns)
+            attempt = self._place(request, self._cell.session_of(index))
             async with self._streams:
                 row.stage_ns["queue"] = time.monotonic_ns() - row.arrival_ns
                 async with asyncio.timeout(self._cell.deadlines.request_s):
@@ -163,7 +162,7 @@ class CellRun:
         """Once it dies, the policy knows."""
         engine.died.add_done_callback(lambda _: self._policy.lost(engine.name))
 
-    def _place(self, request: Request) -> Attempt:
+    def _place(self, request: Request, session: str | None) -> Attempt:
         """Engines by the cell's policy, among those that live. Where none does, an attempt finds that out and
         the failure policy says what comes next."""
         engines = self._engines
@@ -176,6 +175,7 @@ class CellRun:
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
             max_tokens=request.sampling.max_tokens,
+            session=session,
         )
         placed = self._policy.place(asked, *(self._loads.of(names) for names in live))
         self._loads.placed(asked, placed)

@@ -129,6 +129,7 @@ REQUEST_FIELDS: dict[str, Any] = {
     "prefill_engine": _TEXT,
     "decode_engine": _TEXT,
     "kv_path": _TEXT,
+    "due_ms": _FLOAT,
     "ttft_ms": _FLOAT,
     "tpot_ms": _FLOAT,
     "itl_ms": _FLOATS,
@@ -189,6 +190,7 @@ def request_record(row: RequestRow) -> dict[str, Any]:
     record |= {
         "output_top_logprobs": _tops(row.output_top_logprobs),
         "prompt_top_logprobs": _tops(row.prompt_top_logprobs),
+        "due_ms": row.due_ns / NS_PER_MS,
         "ttft_ms": (times[0] - row.arrival_ns) / NS_PER_MS if times else None,
         "tpot_ms": sum(gaps_ms) / len(gaps_ms) if gaps_ms else None,
         "itl_ms": gaps_ms,

@@ -114,6 +114,11 @@ class Cell:
         settings = self.spec.policy_settings.settings()
         return settings if any(e.prefix_caching for e in self.engines) else replace(settings, index_blocks=0)
 
+    def session_of(self, index: int) -> str | None:
+        """That a prompt's request belongs to."""
+        num = self.spec.prompts.num_sessions
+        return None if num is None else f"session {index % num}"
+
     def due_ns(self, num_requests: int, repeat: int) -> list[int]:
         """When each request of a repeat arrives, in nanoseconds after its start."""
         arrival = self.spec.arrival
@@ -218,6 +223,8 @@ def _is_unheeded(name: str, spec: ExperimentSpec) -> bool:
     section, _, leaf = name.partition(".")
     if section == "arrival":
         return not spec.arrival.heeds(leaf)
+    if name == "prompts.num_sessions":
+        return spec.policy != "session_affinity"
     if section == "policy_settings":
         return not heeds(spec.policy, leaf, hands_over=spec.mode != "aggregated")
     if spec.mode == "aggregated":

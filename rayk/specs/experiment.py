@@ -102,6 +102,8 @@ class PromptsSpec(StrictModel):
 
     random: RandomPrompts | None = None
     file: str | None = None
+    num_sessions: PositiveInt | None = None
+    """Requests belong to so many sessions in turn; None: to none."""
 
     @model_validator(mode="after")
     def _one_source(self) -> PromptsSpec:

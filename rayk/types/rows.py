@@ -45,6 +45,9 @@ class RequestRow:
     token_times_ns: list[int] = field(default_factory=list)
     """When each output token reached the coordinator (time.monotonic_ns)."""
     arrival_ns: int = 0
+    """When it was due: latencies count from then."""
+    due_ns: int = 0
+    """The same, after the start of its repeat: 0 where all requests arrive at once."""
     stage_ns: dict[str, int] = field(default_factory=dict)
     """Stage name -> duration; see reports.columns.STAGES."""
     exposed_ns: int | None = None

@@ -11,6 +11,7 @@ import pytest
 from rayk.actors.attempts import Attempt
 from rayk.actors.cell_run import CellOutcome, CellRun
 from rayk.actors.engines import EngineHandle
+from rayk.reports.columns import request_record
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.rows import RequestRow
@@ -73,6 +74,7 @@ def test_requests_start_when_due_and_count_from_then(monkeypatch: pytest.MonkeyP
     first_ns = rows[0].arrival_ns
     # However late the loop gets to them.
     assert [r.arrival_ns - first_ns for r in rows] == [due - due_ns[0] for due in due_ns]
+    assert [request_record(r)["due_ms"] for r in rows] == [due / 1e6 for due in due_ns]
     assert all(played.began_ns[r.prompt_index] >= r.arrival_ns for r in rows)
     assert all(r.stage_ns["queue"] >= 0 for r in rows)
     assert list(played.began_ns) == list(range(len(PROMPTS)))
@@ -82,6 +84,7 @@ def test_without_a_rate_all_start_at_once_in_their_order(monkeypatch: pytest.Mon
     played = Played(one_cell(), monkeypatch)
     rows = asyncio.run(played.run())
     assert len({r.arrival_ns for r in rows}) == 1
+    assert {r.due_ns for r in rows} == {0}
     assert list(played.began_ns) == list(range(len(PROMPTS)))
 
 
@@ -98,6 +101,19 @@ def test_what_never_arrived_is_a_row_with_an_error(monkeypatch: pytest.MonkeyPat
     assert all("cell" in str(r.error) for r in played.outcome.requests)
     assert all(isinstance(e, DeadlineExceeded) for e in played.outcome.errors)
     assert played.began_ns == {}
+
+
+def test_requests_of_a_session_meet_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = one_cell(
+        prompts={"random": {"count": 6}, "num_sessions": 3},
+        prefill={"num_engines": 3},
+        policy="session_affinity",
+    )
+    played = Played(cell, monkeypatch)
+    asyncio.run(played.run())
+    engines = [{played.placed[i], played.placed[i + 3]} for i in range(3)]
+    assert all(len(one) == 1 for one in engines)
+    assert len(set.union(*engines)) > 1, "as these names happen to fall"
 
 
 def test_who_comes_after_a_death_goes_to_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,15 @@ def test_without_prefix_caches_policies_remember_none() -> None:
     assert with_them.policy_settings == PolicySettings()
 
 
+def test_sessions_are_numbered_and_heeded_by_affinity_alone() -> None:
+    prompts = {"random": {"count": 5}}
+    matrix = {"policy": ["round_robin", "session_affinity"], "prompts.num_sessions": [None, 2]}
+    found = cells(prompts=prompts, matrix=matrix)
+    assert [c.axes["prompts.num_sessions"] for c in found] == [None, None, 2]
+    assert [found[2].session_of(i) for i in range(3)] == ["session 0", "session 1", "session 0"]
+    assert found[1].session_of(0) is None
+
+
 def test_what_a_policy_does_not_heed_makes_no_cells() -> None:
     matrix = {
         "mode": ["disaggregated", "aggregated"],
