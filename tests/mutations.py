@@ -10,6 +10,7 @@ from tests.mutations_http import HTTP
 from tests.mutations_kv import KV
 from tests.mutations_models import MODELS
 from tests.mutations_policies import POLICIES
+from tests.mutations_prefix import PREFIXES
 from tests.mutations_push import PUSHED
 from tests.mutations_sampling import SAMPLING
 from tests.mutations_serving import SERVED
@@ -297,4 +298,5 @@ MUTATIONS = (
     + SERVED
     + POLICIES
     + HTTP
+    + PREFIXES
 )
