@@ -79,6 +79,15 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Clients must send `Authorization: Bearer KEY`.")
     ] = None,
+    limits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="KEY=VALUE",
+            help="What clients may send: max_body_bytes, max_prompt_tokens, max_n, max_choices, max_stop, "
+            "max_stop_characters, body_s, ignores_unknown; repeatable.",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get to end after a signal.")
     ] = 60.0,
@@ -113,7 +122,14 @@ def serve(
         request_s=request_timeout,
         num_spares=spares,
     )
-    front = HttpOptions(kind=http.value, host=host, port=port, api_key=api_key, drain_s=drain_timeout)
+    front = HttpOptions(
+        kind=http.value,
+        host=host,
+        port=port,
+        api_key=api_key,
+        limits=tuple(limits or ()),
+        drain_s=drain_timeout,
+    )
     # Bad input is refused in a second: this needs neither torch nor Ray.
     cluster = wanted_address(address)
     plan_server(options, is_local=cluster is None)

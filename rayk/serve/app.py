@@ -24,7 +24,8 @@ from rayk.serve.described import (
     streamed,
 )
 from rayk.serve.errors import ApiError, JsonResponse, install_handlers
-from rayk.serve.guard import Guard, HttpSettings
+from rayk.serve.guard import Guard
+from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
 from rayk.serve.protocol import ChatRequest, CompletionRequest
 from rayk.serve.replies import EventStream, unless_gone

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from rayk.serve.answers import Answer, Choice, Prompt
 from rayk.serve.errors import ApiError
-from rayk.serve.guard import HttpSettings
+from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import FrontMetrics
 from rayk.serve.protocol import LEAST_TEMPERATURE, Generation, check_extra
 from rayk.serve.text import Text

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from rayk.actors.environment import wanted_address
+from rayk.serve.limits import http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
@@ -36,17 +37,20 @@ class HttpOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    limits: tuple[str, ...] = ()
+    """KEY=VALUE: see limits.HttpSettings."""
     drain_s: float = 60.0
     """Running requests get so long to end."""
 
 
 def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
-    """The same with a real port. Raises UserError: the port cannot be had, or the key is not one.
+    """The same with a real port. Raises UserError: the port cannot be had, or the key or a limit is none.
 
     `is_local`: the front will listen on this machine.
     """
     if options.api_key is not None and (not options.api_key.strip() or not options.api_key.isascii()):
         raise UserError("an API key has ASCII characters, and some", where="--api-key")
+    http_settings(options.api_key, options.limits)
     if is_local or options.kind == "uvicorn":
         return replace(options, port=claim_port(options.host, options.port))
     if options.port == 0:
@@ -84,10 +88,9 @@ async def _serve(
 ) -> int:
     from rayk.serve.fleet_part import FleetPart
     from rayk.serve.fronts import FrontPlan
-    from rayk.serve.guard import HttpSettings
 
     name = f"rayk/{secrets.token_hex(4)}/fleet"
-    http = HttpSettings(api_key=front.api_key)
+    http = http_settings(front.api_key, front.limits)
     plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
     fleet = FleetPart(name, settings)
     http_part = _front_part(front.kind, plan, is_shared=is_shared)

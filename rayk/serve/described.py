@@ -146,5 +146,5 @@ SIMPLE_PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401], 404: PRO
 
 def streamed(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Answers of an endpoint that also streams."""
-    ok = {"model": model, "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    ok = {"model": model, "content": {"text/event-stream": {}}}
     return {200: ok, **PROBLEMS}

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rayk.serve.guard import HttpSettings
+from rayk.serve.limits import HttpSettings
 from rayk.specs.serving import ServerSettings
 
 

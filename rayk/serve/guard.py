@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayk.serve.errors import ApiError, error_response
+from rayk.serve.limits import HttpSettings
 
 OPEN_PATHS = frozenset({"/health"})
 """What is told without a key: load balancers have none."""
-_MEGABYTE = 1024 * 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HttpSettings:
-    """A front's own limits."""
-
-    api_key: str | None = field(default=None, repr=False)
-    """Asked for on every path but /health: `Authorization: Bearer KEY`."""
-    max_body_bytes: int = 8 * _MEGABYTE
-    body_s: float = 30.0
-    """A body must be here so long after its head."""
-    max_prompt_tokens: int | None = None
-    """None: what the model's positions leave room for."""
-    max_n: int = 128
-    """Choices of one prompt."""
-    max_choices: int = 256
-    """Of one call: prompts times n."""
-    max_stop: int = 16
-    """Stop strings of one call, and stop token ids. (OpenAI: 4 strings.)"""
-    max_stop_characters: int = 256
-    """Of one stop string."""
-    ignores_unknown: bool = False
-    """Whether fields that nobody knows are ignored; else they are refused, as OpenAI does."""
 
 
 class Guard:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rayk.serve.errors import ApiError
-from rayk.serve.guard import HttpSettings
+from rayk.serve.limits import HttpSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
 LEAST_TEMPERATURE = 1e-3
@@ -72,7 +72,7 @@ TokenId = Annotated[int, Field(ge=0)]
 class _Strict(BaseModel):
     """JSON's own types, no guesses: "5" is no number."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(_Strict):

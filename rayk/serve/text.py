@@ -40,7 +40,14 @@ class Text:
     @classmethod
     def load(cls, folder: str) -> Text:
         """A checkpoint's. Raises CheckpointError where it has none."""
-        return cls(load_tokenizer(folder, "give prompts as token ids"))
+        text = cls(load_tokenizer(folder, "give prompts as token ids"))
+        text.warm_up()
+        return text
+
+    def warm_up(self) -> None:
+        """Look the vocabulary through while nobody waits: large ones take their time."""
+        self.encode("a")
+        _ = self.special_ids, self.byte_ids, self.num_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with those that the tokenizer begins texts with. Raises UserError."""

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from rayk.serve.app import make_app
-from rayk.serve.guard import HttpSettings
+from rayk.serve.limits import HttpSettings
 from tests.completer import EngineCompleter, serve
 from tests.serve.conftest import Server
 

@@ -16,7 +16,7 @@ import pytest
 
 from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve.app import make_app
-from rayk.serve.guard import HttpSettings
+from rayk.serve.limits import HttpSettings
 from rayk.serve.text import Text
 from rayk.types.errors import (
     CheckpointError,
