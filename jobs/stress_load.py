@@ -8,11 +8,10 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from rayk.bench.client import ABORTED, OK, TIMEOUT, Observed, request_body, send
+from rayk.bench.generator import make_session
 from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
 from rayk.types.request import SamplingParams
@@ -86,9 +85,7 @@ class Clients:
 
     async def run(self, count: int, cases: Iterator[Case], until: asyncio.Event | None = None) -> None:
         """Send all cases, or those that there is time for before `until` is set; return when all ended."""
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        async with make_session(self._load) as session:
 
             async def client() -> None:
                 while until is None or not until.is_set():
@@ -99,7 +96,7 @@ class Clients:
 
             await asyncio.gather(*(client() for _ in range(count)))
 
-    async def _ask(self, session: aiohttp.ClientSession, case: Case) -> None:
+    async def _ask(self, session: Any, case: Case) -> None:
         number, self._numbers = self._numbers, self._numbers + 1
         planned = Planned(
             index=number,
