@@ -455,4 +455,6 @@ def engine_ask(entry: EngineEntry, settings: ServerSettings) -> EngineAsk:
     share = settings.gpus_per_worker
     assert share != "auto", "decided by the driver"
     resources = worker_resources(entry.config.device, share)
-    return EngineAsk(name=entry.name, num_workers=entry.config.tp, resources=resources)
+    return EngineAsk(
+        name=entry.name, num_workers=entry.config.tp, resources=resources, labels=entry.node_labels
+    )

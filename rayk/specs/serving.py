@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
@@ -26,6 +27,8 @@ class EngineEntry:
     role: str
     """aggregated, prefill or decode; the latter two may be exchanged while it runs."""
     config: EngineConfig
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes it may be on, in the words of Ray's label selectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +47,7 @@ class ServerSettings:
     placement: str = "auto"
     gpus_per_worker: float | Literal["auto"] = 1.0
     num_spares: int = 0
-    """Idle workers of one engine each, ready to take a lost engine's place."""
+    """Sets of idle workers, as many as the largest engine has, each ready to take a lost engine's place."""
     max_running: int | None = None
     """Requests on engines at once; None: twice the rows of the engines that decode."""
     max_waiting: int = 512
@@ -59,6 +62,11 @@ class ServerSettings:
     front_s: float = 15.0
     """A front that was not heard of for so long is gone: its requests are aborted."""
 
+    def __post_init__(self) -> None:
+        names, roles = [e.name for e in self.engines], {e.role for e in self.engines}
+        assert len(set(names)) == len(names), f"engines share a name: {names}"
+        assert roles in ({"aggregated"}, {"prefill", "decode"}), f"nobody does all of a request: {roles}"
+
     @property
     def is_aggregated(self) -> bool:
         """Whether every engine does all of a request."""
@@ -66,8 +74,9 @@ class ServerSettings:
 
     @property
     def num_workers(self) -> int:
-        """Ranks over all engines, spares aside."""
-        return sum(e.config.tp for e in self.engines)
+        """Workers of all engines and spares."""
+        sizes = [e.config.tp for e in self.engines]
+        return sum(sizes) + self.num_spares * max(sizes)
 
     @property
     def device(self) -> str:
@@ -92,12 +101,19 @@ def settings_of(cell: Cell, model: ModelCard, **others: Any) -> ServerSettings:
     """
     role = "aggregated" if cell.decode is None else "prefill"
     engines = [
-        EngineEntry(name=f"prefill{i}", role=role, config=cell.prefill)
+        EngineEntry(
+            name=f"prefill{i}", role=role, config=cell.prefill, node_labels=cell.spec.prefill.node_labels
+        )
         for i in range(cell.num_prefill_engines)
     ]
     if cell.decode is not None:
         engines += [
-            EngineEntry(name=f"decode{i}", role="decode", config=cell.decode)
+            EngineEntry(
+                name=f"decode{i}",
+                role="decode",
+                config=cell.decode,
+                node_labels=cell.spec.decode.node_labels,
+            )
             for i in range(cell.num_decode_engines)
         ]
     own: dict[str, Any] = {
