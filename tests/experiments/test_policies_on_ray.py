@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rayk import Experiment, load
@@ -70,3 +72,36 @@ def test_every_other_policy_hands_over_and_uses_both_prefill_engines(run):
         rows = of(run, policy)
         assert set(rows["kv_path"]) == {"remote"}
         assert set(rows["prefill_engine"]) == {"prefill0", "prefill1"}
+
+
+SHARED, OWN = 96, 5
+"""Tokens of the prompts' common beginning, six blocks, and of what follows."""
+
+
+def test_requests_go_where_their_beginning_is_cached(ray_address, checkpoint, reference, tmp_path):
+    """Each prefill engine computes one prompt at a time: of all but its first, it holds the beginning."""
+    beginnings = [list(range(10 + b, 10 + b + SHARED)) for b in range(2)]
+    prompts = [[*beginnings[i % 2], *(200 + OWN * i + k for k in range(OWN))] for i in range(8)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts), encoding="utf-8")
+    result = Experiment(
+        {
+            "name": "cached",
+            "model": str(checkpoint("qwen3")),
+            "device": "cpu",
+            "prompts": {"file": str(path)},
+            "sampling": {"max_tokens": 4, "ignore_eos": True},
+            "arrival": {"rate": 10.0, "seed": 1},
+            "engine": {"prefix_caching": True},
+            "policy_settings": {"block_tokens": 16},
+            "prefill": {"num_engines": 2, "max_seqs": 1},
+            "policy": "prefix_aware",
+            "checks": ["tokens", "kv_bytes"],
+        }
+    ).run(tmp_path / "run", address=ray_address)
+    assert result.cells["verdict"].tolist() == ["PASS"], result.cells["reason"].tolist()
+    rows = result.requests.sort_values("prompt_index")
+    pairs = {(engine, i % 2) for i, engine in enumerate(rows["prefill_engine"])}
+    assert rows["num_cached_tokens"].sum() == SHARED * (len(prompts) - len(pairs))
+    expected = reference(checkpoint("qwen3")).generate(prompts, max_tokens=4, ignore_eos=True)
+    assert [list(ids) for ids in rows["output_token_ids"]] == [list(a.token_ids) for a in expected]
