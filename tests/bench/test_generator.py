@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayk.bench.client import ABORTED, FAILED, OK, REFUSED, TIMEOUT, EventLines, Observed, take_event
-from rayk.bench.generator import Sent, drive
+from rayk.bench.generator import Sent, allow_files, drive
 from rayk.bench.load import Lengths, Load
 from rayk.bench.prompts import Planned, plan_requests
 from tests.bench.fake_server import FakeServer, Script, serving
@@ -238,6 +239,19 @@ def test_the_generator_watches_its_own_loop() -> None:
         assert seen.sent_ns >= blocked[1]
         assert seen.chunk_ns[0] - seen.due_ns >= blocked[1] - seen.due_ns
     assert 0 < sent.cpu_ns < sent.ended_ns - sent.began_ns
+
+
+def test_a_process_may_have_a_connection_per_request() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 300), hard))
+        allow_files(400)
+        found, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert found >= 400 or found == hard
+        allow_files(10)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == found, "it never takes any away"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 EVENTS = [b"{}", b'{"a": 1}', b"[DONE]", "ünïcode".encode(), b""]

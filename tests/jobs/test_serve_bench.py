@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jobs import serve_bench
 from jobs.serve_bench import Setup, all_setups, parse_options, run_job, stop, wait_ready
 from jobs.serve_bench_report import goodput_table, pareto
+from rayk import load
 from rayk.types.errors import DeadlineExceeded, UserError
 from tests.bench.fake_server import Script, serving
 
@@ -163,3 +164,27 @@ def test_unknown_setups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         parse_options(["--workers", "2", "--only", "P 9xTP9 D 1xTP1"])
     assert ended.value.code == 2
     assert "A 2xTP1, A 1xTP2, P 1xTP1 D 1xTP1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_real_servers_are_compared(tmp_path: Path) -> None:
+    """Two workers, aggregated and disaggregated: every request of the load is answered as asked, by both."""
+    out = tmp_path / "out"
+    command = [sys.executable, "jobs/serve_bench.py", "--workers", "2", "--tp", "1", "--rates", "4"]
+    command += ["--requests", "32", "--input-tokens", "8-64", "--output-tokens", "4-12", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
+    rows = pd.read_parquet(out / "setups.parquet")
+    assert list(rows["setup"]) == ["A 2xTP1", "P 1xTP1 D 1xTP1"], done.stderr
+    assert done.returncode == int("INVALID" in set(rows["verdict"])), done.stderr
+    assert list(rows["num_failed"]) == [0, 0]
+    assert (rows["num_measured"] == 24).all()
+    outputs = []
+    for name in ("A-2xTP1", "P-1xTP1-D-1xTP1"):
+        requests = load(out / name / "bench").requests.sort_values("prompt_index")
+        assert (requests["outcome"] == "ok").all()
+        assert (requests["num_output_tokens"] == requests["max_tokens"]).all()
+        assert (requests["num_prompt_tokens"] == requests["prompt_token_ids"].map(len)).all()
+        outputs.append([list(map(int, ids)) for ids in requests["output_token_ids"]])
+    assert outputs[0] == outputs[1], "greedy tokens do not depend on who prefills"
