@@ -12,7 +12,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment quantised hybrid groups chaos fast-prefill serve-stress serve-chaos sweep ceiling test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment quantised hybrid groups chaos fast-prefill serve-bench serve-stress serve-chaos sweep ceiling test test-slow test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -23,6 +23,7 @@ help:
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
 	@echo "make serve-stress  1,000 requests of 64 streaming clients, every answer compared with transformers'"
 	@echo "make serve-chaos   the same for 5 minutes per family while ranks of the server are killed"
+	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
@@ -70,6 +71,9 @@ ceiling: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python jobs/chaos.py $(ARGS)
+
+serve-bench: $(STAMP)
+	$(BIN)/python jobs/serve_bench.py $(ARGS)
 
 fast-prefill: $(STAMP)
 	$(BIN)/python jobs/fast_prefill.py --check $(ARGS)
