@@ -40,7 +40,7 @@ HTTP = (
         "rayk/serve/text.py",
         "if new == first + self._decode(self._waiting[-keep:]):",
         "if new:",
-        JOINED,
+        f"{TEXT}::test_what_is_given_up_ends_before_a_character_that_still_comes",
     ),
     Mutation(
         "what waits at the end is lost",

@@ -155,7 +155,8 @@ def sampling_of(
 
 def room(front: Front, num_prompt_tokens: int) -> int:
     """Tokens that may follow a prompt of so many."""
-    return front.completer.model.max_positions - num_prompt_tokens
+    model = front.completer.model
+    return min(model.max_positions, model.pool_tokens or model.max_positions) - num_prompt_tokens
 
 
 def check_prompt(front: Front, prompt: Prompt, max_tokens: int) -> None:

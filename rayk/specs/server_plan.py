@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -95,9 +96,10 @@ def plan_server(
     if cell.unsupported is not None:
         raise Unsupported(cell.unsupported)
     folder = Path(options.model).resolve()
+    cell = _with_pools(cell, config, options.overrides)
     return settings_of(
-        _with_pools(cell, config, options.overrides),
-        model_card(str(folder), config, folder.name),
+        cell,
+        replace(model_card(str(folder), config, folder.name), pool_tokens=_pool_tokens(cell, config)),
         max_waiting=options.max_waiting,
         request_s=options.request_s,
         num_spares=options.num_spares,
@@ -123,6 +125,22 @@ def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
     # As many again for those that wait to be handed over, or are handed over just now.
     wanted = 2 * each * engine.max_seqs + 1
     return replace(engine, num_blocks=min(wanted, max(DEFAULT_BLOCKS, POOL_BYTES // rank.block_bytes)))
+
+
+def _pool_tokens(cell: Cell, config: DecoderConfig) -> int | None:
+    """See ModelCard.pool_tokens."""
+    engines = [cell.prefill] if cell.decode is None else [cell.prefill, cell.decode]
+    found = config.max_positions
+    for engine in engines:
+        manager = KVCacheManager(engine_groups(engine, config), engine.num_blocks)
+        numbers = range(1, found + 1)
+        # The last token is never fed back: it needs no place.
+        found = bisect.bisect_right(
+            numbers,
+            engine.num_blocks - 1,
+            key=lambda n, e=engine, m=manager: m.max_request_blocks(max(1, n - 1), e.max_batch_tokens),  # type: ignore[misc]
+        )
+    return found if found < config.max_positions else None
 
 
 def _as_spec(options: ServerOptions) -> dict[str, Any]:

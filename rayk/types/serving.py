@@ -46,6 +46,8 @@ class ModelCard:
     folder: str
     vocab_size: int
     max_positions: int
+    pool_tokens: int | None = None
+    """Prompt and output of one request that every engine's KV pool holds; None: all of `max_positions`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

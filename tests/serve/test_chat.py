@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
+from rayk.serve.app import make_app
+from tests.completer import EngineCompleter, serve
 from tests.serve.conftest import Server
 
 MESSAGES = [
@@ -61,6 +64,16 @@ def test_the_rest_of_the_context_unless_told_otherwise(server: Server) -> None:
     ask = server.completer.asked[-1]
     left = server.completer.model.max_positions - len(prompt_of(server))
     assert ask.request.sampling.max_tokens == left
+
+
+def test_the_rest_of_the_pool_where_that_is_less(server: Server) -> None:
+    completer = EngineCompleter(server.completer.engine, replace(server.completer.model, pool_tokens=60))
+    with (
+        serve(make_app(completer)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        client.chat.completions.create(model=server.model_id, messages=MESSAGES)  # type: ignore[arg-type]
+    assert completer.asked[-1].request.sampling.max_tokens == 60 - len(prompt_of(server))
 
 
 def test_pieces_of_text_are_one_message(server: Server) -> None:

@@ -95,6 +95,17 @@ def test_bytes_that_are_no_character_are_not_waited_for_forever() -> None:
     assert "".join(told) == "\ufffd" * 100
 
 
+@pytest.mark.parametrize("character", ["é", "你", "🦙"])
+def test_what_is_given_up_ends_before_a_character_that_still_comes(character: str) -> None:
+    tokenizer = byte_level()
+    alphabet = {b: i for i in range(len(tokenizer)) for b in [Text(tokenizer).token(i).raw] if len(b) == 1}
+    own = [alphabet[bytes([b])] for b in character.encode()]
+    for n in range(3 * MANY_TOKENS):
+        token_ids = [alphabet[b"\xff"]] * n + own + [alphabet[b"\xff"]] * n + own[:-1] + own
+        told = grown(Text(tokenizer), token_ids, skip=True)
+        assert "".join(told) == tokenizer.decode(token_ids)
+
+
 def test_tokens_have_the_bytes_that_their_text_is_made_of() -> None:
     for tokenizer in (byte_level(), sentence_pieces()):
         text = Text(tokenizer)

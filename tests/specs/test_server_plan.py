@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from rayk.engine.build import ThreadEngine
 from rayk.kv.manager import KVCacheManager
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
+from rayk.sched.policies import PolicySettings
 from rayk.specs.server_plan import DEFAULT_BLOCKS, POOL_BYTES, ServerOptions, plan_server
-from rayk.types.errors import Unsupported
+from rayk.types.errors import Unsupported, UserError
+from tests.pd import make_request
 
 
 def plan(model: Path, **options: Any) -> Any:
@@ -49,6 +52,23 @@ def test_settings_of_engines(checkpoint: Any) -> None:
     assert found.transfer.mode == "push"
 
 
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "gemma3"])
+def test_what_small_pools_hold_is_what_engines_take(checkpoint: Any, family: str) -> None:
+    model = checkpoint(family)
+    found = plan(model, mode="aggregated", overrides=("engine.num_blocks=9",))
+    room = found.model.pool_tokens
+    assert room is not None
+    assert 1 < room < found.model.max_positions
+    with ThreadEngine(found.engines[0].config) as engine:
+        fits, exceeds = engine.generate([make_request(str(n), [5] * (n - 1), 1) for n in (room, room + 1)])
+    assert fits.error is None
+    assert isinstance(exceeds.error, UserError)
+    assert "KV blocks" in str(exceeds.error)
+    both = plan(model, decode_tp=1, overrides=("prefill.num_blocks=9", "decode.num_blocks=200"))
+    assert both.model.pool_tokens == room, "the smaller pool's"
+    assert plan(model, mode="aggregated").model.pool_tokens is None
+
+
 @pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "gemma3", "mamba2"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pools_hold_every_row_at_its_longest_or_what_memory_allows(
@@ -76,3 +96,14 @@ def manager_block_bytes(groups: Any, tp: int) -> int:
 def test_what_the_model_cannot_do_is_refused(checkpoint: Any) -> None:
     with pytest.raises(Unsupported, match="TP 3 does not divide"):
         plan(checkpoint("qwen3"), decode_tp=3)
+
+
+def test_what_policies_are_told_reaches_the_server(checkpoint: Any) -> None:
+    told = ("policy_settings.block_tokens=16", "engine.prefix_caching=true")
+    found = plan(checkpoint("qwen3"), policy="conditional", num_prefill=1, overrides=told)
+    assert found.policy == "conditional"
+    assert found.policy_settings == PolicySettings(block_tokens=16)
+    without = plan(checkpoint("qwen3"), policy="conditional", num_prefill=1, overrides=told[:1])
+    assert without.policy_settings == PolicySettings(block_tokens=16, index_blocks=0), "no caches to look up"
+    with pytest.raises(SpecError, match="did you mean 'policy_settings.block_tokens'"):
+        plan(checkpoint("qwen3"), overrides=("policy_settings.blok_tokens=16",))
