@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 from tests.mutations_attention import ATTENTION
 from tests.mutations_bench import BENCH
 from tests.mutations_engine import ENGINE
+from tests.mutations_fronts import FRONTS
 from tests.mutations_http import HTTP
 from tests.mutations_kv import KV
 from tests.mutations_models import MODELS
@@ -297,6 +298,7 @@ MUTATIONS = (
     + BENCH
     + SERVED
     + POLICIES
+    + FRONTS
     + HTTP
     + PREFIXES
 )

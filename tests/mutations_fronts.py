@@ -1,0 +1,83 @@
+"""Bugs to plant in what starts a server, keeps it alive and ends it."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+SUPERVISOR = "tests/serve/test_supervisor.py"
+PLAN = "tests/specs/test_server_plan.py"
+PORTS = "tests/serve/test_ports.py"
+COMMAND = "tests/serve/test_serve_command.py"
+
+FRONTS = (
+    Mutation(
+        "losses of a steady part add up",
+        "rayk/serve/supervisor.py",
+        "losses = 1 if time.monotonic() - began > STEADY_S else losses + 1",
+        "losses = losses + 1",
+        f"{SUPERVISOR}::test_losses_of_a_part_that_was_steady_do_not_add_up",
+    ),
+    Mutation(
+        "a first start that fails is tried for ever",
+        "rayk/serve/supervisor.py",
+        "                if not losses:\n                    raise\n",
+        "",
+        f"{SUPERVISOR}::test_a_first_start_that_fails_ends_it",
+    ),
+    Mutation(
+        "nothing is ever given up",
+        "rayk/serve/supervisor.py",
+        "if losses >= MAX_LOSSES:",
+        "if losses > 1 << 20:",
+        f"{SUPERVISOR}::test_what_is_lost_again_and_again_is_given_up",
+    ),
+    Mutation(
+        "readiness is told at the end, too",
+        "rayk/serve/supervisor.py",
+        "if ready in done and stop not in done:",
+        "if ready in done or stop in done:",
+        f"{SUPERVISOR}::test_a_stop_before_the_start_is_over_ends_it_quietly",
+    ),
+    Mutation(
+        "a part that hangs at its end keeps the others",
+        "rayk/serve/supervisor.py",
+        "async with asyncio.timeout(timeout_s):",
+        "async with asyncio.timeout(None):",
+        f"{SUPERVISOR}::test_every_part_is_stopped_whatever_becomes_of_others",
+    ),
+    Mutation(
+        "a port that lingers is refused",
+        "rayk/serve/ports.py",
+        "found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)",
+        "found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)",
+        f"{PORTS}::test_a_free_port_is_given_back",
+    ),
+    Mutation(
+        "pools have no room for what is handed over",
+        "rayk/specs/server_plan.py",
+        "wanted = 2 * each * engine.max_seqs + 1",
+        "wanted = each * engine.max_seqs + 1",
+        f"{PLAN}::test_pools_hold_every_row_at_its_longest_or_what_memory_allows",
+    ),
+    Mutation(
+        "blocks that somebody gave are counted again",
+        "rayk/specs/server_plan.py",
+        'if any(text.startswith(f"{key}=") for text in overrides for key in POOL_KEYS):',
+        "if not overrides:",
+        f"{PLAN}::test_settings_of_engines",
+    ),
+    Mutation(
+        "a list is taken for an axis of one value",
+        "rayk/specs/server_plan.py",
+        "if loaded.spec.matrix:",
+        "if len(loaded.spec.matrix) > 1:",
+        f"{COMMAND}::test_bad_options_are_refused",
+    ),
+    Mutation(
+        "settings of decode engines are dropped in silence",
+        "rayk/specs/server_plan.py",
+        'if text.startswith(("decode.", "transfer."))]',
+        'if text.startswith("nothing.")]',
+        f"{COMMAND}::test_bad_options_are_refused",
+    ),
+)
