@@ -9,6 +9,7 @@ LLAMA4_CONFIG = "tests/models/test_llama4_config.py"
 GEMMA3N = "tests/models/test_gemma3n.py"
 SCALES = "tests/models/test_gemma3n_scales.py"
 FORMS = "tests/models/test_expert_forms.py"
+POINTWISE = "tests/kernels/test_pointwise.py"
 
 MODELS = (
     Mutation(
@@ -185,5 +186,33 @@ MODELS = (
         "Norm(None, config.norm) if config.v_norm else None",
         "None",
         f"{GEMMA3N}::test_logits_equal_transformers",
+    ),
+    Mutation(
+        "heads that follow others in a row of a projection are read as if they stood alone",
+        "rayk/kernels/pointwise/native.py",
+        "num_heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)",
+        "num_heads, stride_h = (x.shape[1], 0) if x.dim() == 3 else (1, 0)",
+        f"{POINTWISE}::test_rms_norm_of_heads_has_a_weight_of_each",
+    ),
+    Mutation(
+        "every head is normed with the weight of the first",
+        "rayk/kernels/pointwise/native.py",
+        "stride_w = weight.stride(0)",
+        "stride_w = 0",
+        f"{POINTWISE}::test_rms_norm_of_heads_has_a_weight_of_each",
+    ),
+    Mutation(
+        "activations are mixed up",
+        "rayk/kernels/pointwise/native.py",
+        'ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}',
+        'ACTIVATIONS = {"silu": 1, "gelu_tanh": 0}',
+        f"{POINTWISE}::test_gated_activations",
+    ),
+    Mutation(
+        "values are stored where keys end in float32 whatever their dtype",
+        "rayk/kernels/store_kv/native.py",
+        "k.shape[2] * itemsize,",
+        "k.shape[2] * 4,",
+        "tests/kernels/test_store_kv.py::test_values_are_copied_or_rounded_once",
     ),
 )

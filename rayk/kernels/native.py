@@ -1,7 +1,8 @@
 """Builds C++ kernels on first use and loads them through ctypes; no torch headers, so a build takes seconds.
 
-A library is cached per (source, flags, compiler version, CPU model) in the user's cache directory, since
--march=native code must not run on another CPU. Processes that start together wait for one build.
+A library is cached per (source and what it includes, flags, compiler version, CPU model) in the user's cache
+directory, since -march=native code must not run on another CPU. Processes that start together wait for one
+build.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -97,8 +99,15 @@ def _fingerprint(source: Path, compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S
     ).stdout
-    parts = (source.read_text(), " ".join(_FLAGS), version, _cpu_model())
+    parts = (*_texts(source), " ".join(_FLAGS), version, _cpu_model())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _texts(source: Path) -> list[str]:
+    """Of a file and of those it includes by a path relative to it."""
+    text = source.read_text()
+    names = re.findall(r'^#include "(.+)"$', text, re.MULTILINE)
+    return [text, *(part for name in names for part in _texts(source.parent / name))]
 
 
 def _cpu_model() -> str:

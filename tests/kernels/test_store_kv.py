@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 
 from rayk.kernels.store_kv import store_kv
+from rayk.kernels.store_kv.native import why_no_native
 from tests.kernels.cases import AXIS_ORDERS, layer_view
 from tests.markers import interpreted
 
-IMPLS = ("reference", pytest.param("triton", marks=interpreted))
+needs_native = pytest.mark.skipif(why_no_native() is not None, reason=str(why_no_native()))
+IMPLS = (
+    "reference",
+    pytest.param("native", marks=needs_native),
+    pytest.param("triton", marks=interpreted),
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCKS, HEADS, DK, DV = 5, 3, 20, 12
 
@@ -53,10 +59,11 @@ def test_only_the_named_slots_change(impl: str, order: str, block_size: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_values_are_copied_or_rounded_once(impl: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("impl", [None, *IMPLS])
+def test_values_are_copied_or_rounded_once(impl: str | None, dtype: torch.dtype) -> None:
     view = layer_view("BLHNC", blocks=2, heads=HEADS, slots=4, content=DK + DV, dtype=dtype)
-    k, v = new_tokens(3, torch.float32)
+    # The native form copies: it is not asked to round.
+    k, v = new_tokens(3, dtype if impl == "native" else torch.float32)
     store_kv(k, v, view, torch.tensor([4, 5, 7]), impl=impl)
     assert torch.equal(view[1, :, [0, 1, 3], :DK], k.transpose(0, 1).to(dtype))
     assert torch.equal(view[1, :, [0, 1, 3], DK:], v.transpose(0, 1).to(dtype))
@@ -77,3 +84,13 @@ def test_content_must_be_keys_then_values(impl: str) -> None:
     k, v = new_tokens(1, torch.float32)
     with pytest.raises(AssertionError, match="keys then values"):
         store_kv(k, v, view, torch.tensor([0]), impl=impl)
+
+
+@needs_native
+@pytest.mark.parametrize("slot", [-2, 8, 2**40])
+def test_a_slot_out_of_range_stores_nothing(slot: int) -> None:
+    view = layer_view("BLHNC", blocks=2, heads=HEADS, slots=4, content=DK + DV, dtype=torch.float32)
+    k, v = new_tokens(1, torch.float32)
+    with pytest.raises(AssertionError, match="out of range"):
+        store_kv(k, v, view, torch.tensor([slot]), impl="native")
+    assert view.isnan().all()

@@ -52,5 +52,5 @@ def _require_interpreter(device: str) -> None:
 def _cpu_backend(why_not: str | None) -> PagedBackend:
     """The C++ kernel, or torch where it cannot be built; the results then say why."""
     if why_not is None:
-        return PagedBackend("cpu", "cpu-native", store="reference", attend="native")
+        return PagedBackend("cpu", "cpu-native", store=None, attend="native")
     return PagedBackend("cpu", f"cpu-torch ({why_not})", store="reference", attend="torch")

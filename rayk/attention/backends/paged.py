@@ -27,7 +27,8 @@ MAX_LATENT_SIZES = {"triton": (512, 64)}
 class PagedBackend:
     """Stores with one kernel implementation and attends with another."""
 
-    def __init__(self, name: str, implementation: str, *, store: str, attend: str) -> None:
+    def __init__(self, name: str, implementation: str, *, store: str | None, attend: str) -> None:
+        """`store` None: native where values are copied, reference where they are converted."""
         self.name = name
         self.implementation = implementation
         self._store = store

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from rayk.kernels.quantise import QuantisedKV
+from rayk.kernels.store_kv.native import is_native, store_kv_native
 from rayk.kernels.store_kv.reference import store_kv_reference
 
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.kernels.quantise import QuantisedKV
-
-__all__ = ["store_kv", "store_kv_reference"]
+__all__ = ["store_kv", "store_kv_native", "store_kv_reference"]
 
 
 def store_kv(
@@ -27,11 +24,15 @@ def store_kv(
     A quantised cache keeps them as its format does: what a token becomes depends on nothing but the token, so
     that neither chunks of a prompt nor the batch change a byte. A slot of -1 stores nothing.
 
-    `impl`: reference or triton; None takes triton on CUDA, else reference.
+    `impl`: reference, native or triton; None takes triton on CUDA, and elsewhere native where it can.
     """
     if impl is None:
-        impl = "triton" if kv_cache.is_cuda else "reference"
-    if impl == "triton":
+        impl = "triton" if kv_cache.is_cuda else "native" if is_native(k, v, kv_cache) else "reference"
+    if impl == "native":
+        assert is_native(k, v, kv_cache), "the native kernel does not take these"
+        assert not isinstance(kv_cache, QuantisedKV)
+        store_kv_native(k, v, kv_cache, slot_mapping)
+    elif impl == "triton":
         from rayk.kernels.store_kv.triton import store_kv_triton
 
         store_kv_triton(k, v, kv_cache, slot_mapping)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayk.models.layers.mlp import activate
+from rayk.kernels.pointwise import activate
 
 if TYPE_CHECKING:
     from rayk.models.decoder import Mixer, Mlp

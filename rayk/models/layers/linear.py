@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 if TYPE_CHECKING:
     from rayk.parallel.comm import Comm
 
-MIN_PACKED_ELEMENTS = 1 << 20
+MIN_PACKED_ELEMENTS = {torch.float32: 1 << 18, torch.bfloat16: 1 << 14}
 """Below this the packed product's fixed cost (12 us a call) is more than it saves."""
 _TYPICAL_ROWS = 16
 """Tokens of a step for which oneDNN chooses the packed order."""
@@ -21,12 +21,12 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
     On one CPU core, float32: 1.5 to 2.5 times as fast at 4 to 64 rows. Only `product` takes the result.
     """
-    if weight.device.type != "cpu" or weight.numel() < MIN_PACKED_ELEMENTS:
+    least = MIN_PACKED_ELEMENTS.get(weight.dtype)
+    if weight.device.type != "cpu" or least is None or weight.numel() < least:
         return weight
     if not torch._C._has_mkldnn:
         return weight
-    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.dtype != torch.float32 and not bfloat16:
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight
     reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     return reordered

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from rayk.kernels.pointwise import activate, gated
+
 if TYPE_CHECKING:
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.parallel.comm import Comm
-
-
-def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """silu, gelu_tanh (gelu with the tanh approximation) or relu2 (relu squared)."""
-    if kind == "silu":
-        return F.silu(x)
-    if kind == "relu2":
-        return F.relu(x).square()
-    assert kind == "gelu_tanh", kind
-    return F.gelu(x, approximate="tanh")
 
 
 class GateCut:
@@ -75,13 +67,22 @@ class GatedMlp:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank unless `down` leaves sums partial."""
-        gate, up = self.gate_up.forward(x).chunk(2, dim=-1)
+        gate_up = self.gate_up.forward(x)
+        if self._gate_multiplier == 1.0 and self._cut is None:
+            inner = gated(gate_up, self._activation)
+        else:
+            inner = self._changed(gate_up)
+        out = self.down.forward(inner)
+        return out if self._down_multiplier == 1.0 else out * self._down_multiplier
+
+    def _changed(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """What goes down where gates are multiplied or cut."""
+        gate, up = gate_up.chunk(2, dim=-1)
         if self._gate_multiplier != 1.0:
             gate = gate * self._gate_multiplier
         if self._cut is not None:
             gate = self._cut.forward(gate)
-        out = self.down.forward(activate(gate, self._activation) * up)
-        return out if self._down_multiplier == 1.0 else out * self._down_multiplier
+        return activate(gate, self._activation) * up
 
 
 class PlainMlp:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from rayk.models.layers.mlp import activate
+from rayk.kernels.pointwise import activate
 
 if TYPE_CHECKING:
     from rayk.models.config import ExpertsConfig

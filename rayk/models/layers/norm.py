@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from rayk.kernels.pointwise import rms_norm
+
 if TYPE_CHECKING:
     from rayk.models.config import NormConfig
     from rayk.parallel.comm import Comm
@@ -26,19 +28,15 @@ class Norm:
         self._wide = config.wide
         self._centred = config.kind == "layer"
         assert config.kind in ("rms", "layer"), config
-        assert config.wide or not config.offset, config
+        assert config.wide or not (config.offset or self._centred), config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Keeps shape and dtype."""
-        wide = x.float()
-        if self._centred:
-            wide = wide - wide.mean(-1, keepdim=True)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        if self.weight is None:
-            return normed.to(x.dtype)
-        if self._wide:
-            return (normed * self.weight).to(x.dtype)
-        return normed.to(x.dtype) * self.weight
+        if not self._centred:
+            return rms_norm(x, self.weight, eps=self._eps, wide=self._wide)
+        floats = x.float()
+        centred = floats - floats.mean(-1, keepdim=True)
+        return rms_norm(centred, self.weight, eps=self._eps, wide=True).to(x.dtype)
 
 
 class GatedNorm:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from rayk.kernels.pointwise import rotate_halves
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -111,13 +113,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """x [T, heads, D] with its first 2 * (angles) dimensions turned; the rest pass through."""
     if rotation.interleaved:
         return _rotate_interleaved(x, rotation)
-    half = rotation.cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    cos, sin, _ = rotation
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < x.shape[-1]:
-        parts.append(x[..., 2 * half :])
-    return torch.cat(parts, dim=-1)
+    return rotate_halves(x, rotation.cos, rotation.sin)
 
 
 def _rotate_interleaved(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -1,0 +1,204 @@
+// What stands between the matrix products of a layer, each in one pass over its input on a CPU.
+//
+// Rounding is that of the same steps in torch: float32 inside, and a result in bfloat16 wherever torch would
+// have made a tensor of one. Rows come by their strides and go out dense.
+
+#include <cmath>
+
+#include "../simd.h"
+
+namespace {
+
+constexpr int64_t kMinParallel = 1 << 15;  // elements below which threads cost more than they bring
+
+inline void store(BFloat16* p, Floats v) {
+    Words bits = (Words)v;
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    Words nan = (Words)(v != v);
+    Halves h = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), Halves);
+    memcpy(p, &h, sizeof h);
+}
+
+// The first n < kLanes of what load and store would touch; the other lanes are zero.
+template <class T>
+inline Floats load(const T* p, int n) {
+    T some[kLanes] = {};
+    memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+template <class T>
+inline void store(T* p, Floats v, int n) {
+    T some[kLanes];
+    store(some, v);
+    memcpy(p, some, n * sizeof(T));
+}
+
+// v as a tensor of T would hold it.
+template <class T>
+inline Floats rounded(Floats v) {
+    if constexpr (sizeof(T) == sizeof(float)) return v;
+    T some[kLanes];
+    store(some, v);
+    return load(some);
+}
+
+// A product that is rounded before it is added to: no multiply-add is made of it.
+inline Floats apart(Floats v) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+    return __builtin_assoc_barrier(v);
+#else
+    return v;
+#endif
+}
+
+// e^x for x <= 0, right to a unit or two in the last place (after Cephes' expf), which exp2 of x * log2(e) is
+// not where x is large; 0 below the normal range.
+inline Floats exp(Floats x) {
+    const Floats magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+    const Floats clamped = x < -87.0f ? splat(-87.0f) : x;
+    const Floats n = (clamped * kLog2E + magic) - magic;
+    const Floats r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;  // log(2) in two parts
+    Floats p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return x < -87.0f ? splat(0.0f) : (p * (r * r) + r + 1.0f) * (Floats)power;
+}
+
+inline Floats silu(Floats x) {
+    const Floats size = x < 0.0f ? -x : x;
+    const Floats e = exp(-size);
+    return (x < 0.0f ? x * e : x) / (1.0f + e);
+}
+
+inline Floats gelu_tanh(Floats x) {
+    const Floats inner = (x + x * x * x * 0.044715f) * 0.7978845608f;
+    return x * 0.5f * (1.0f + tanh(inner));
+}
+
+// Calls body(d, n) for each stretch of n lanes from d.
+template <class F>
+inline void lanes(int size, F body) {
+    int d = 0;
+    for (; d + kLanes <= size; d += kLanes) body(d, kLanes);
+    if (d < size) body(d, size - d);
+}
+template <class T>
+inline Floats take(const T* p, int n) {
+    return n == kLanes ? load(p) : load(p, n);
+}
+template <class T>
+inline void give(T* p, Floats v, int n) {
+    if (n == kLanes)
+        store(p, v);
+    else
+        store(p, v, n);
+}
+
+template <class T, class W>
+void norm(const T* x, int64_t stride_t, int64_t stride_h, const W* weight, int64_t stride_w, T* out,
+          int64_t num_tokens, int num_heads, int size, float eps, bool wide, int num_threads) {
+    const int64_t rows = num_tokens * num_heads;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * size > kMinParallel)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* in = x + row / num_heads * stride_t + row % num_heads * stride_h;
+        const W* w = weight + row % num_heads * stride_w;
+        T* to = out + row * size;
+        Floats squares = splat(0.0f);
+        lanes(size, [&](int d, int n) {
+            const Floats v = take(in + d, n);
+            squares += v * v;
+        });
+        // An error of the factor is one of the whole row.
+        double total = 0.0;
+        for (int i = 0; i < kLanes; ++i) total += squares[i];
+        const Floats factor = splat(static_cast<float>(1.0 / std::sqrt(total / size + eps)));
+        lanes(size, [&](int d, int n) {
+            Floats v = take(in + d, n) * factor;
+            if (weight) v = (wide ? v : rounded<T>(v)) * take(w + d, n);
+            give(to + d, v, n);
+        });
+    }
+}
+
+template <class T>
+void rotate(const T* x, int64_t stride_t, int64_t stride_h, const T* cos, const T* sin, T* out,
+            int64_t num_tokens, int num_heads, int size, int half, int num_threads) {
+    const int64_t rows = num_tokens * num_heads;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * size > kMinParallel)
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t token = row / num_heads;
+        const T* in = x + token * stride_t + row % num_heads * stride_h;
+        T* to = out + row * size;
+        lanes(half, [&](int d, int n) {
+            const Floats a = take(in + d, n), b = take(in + half + d, n);
+            const Floats c = take(cos + token * half + d, n), s = take(sin + token * half + d, n);
+            give(to + d, rounded<T>(apart(a * c)) - rounded<T>(apart(b * s)), n);
+            give(to + half + d, rounded<T>(apart(b * c)) + rounded<T>(apart(a * s)), n);
+        });
+        memcpy(to + 2 * half, in + 2 * half, (size - 2 * half) * sizeof(T));
+    }
+}
+
+template <class T, Floats (*activate)(Floats)>
+void gate(const T* x, int64_t stride, T* out, int64_t num_tokens, int size, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size > kMinParallel)
+    for (int64_t t = 0; t < num_tokens; ++t) {
+        const T* in = x + t * stride;
+        lanes(size, [&](int d, int n) {
+            const Floats v = rounded<T>(activate(take(in + d, n)));
+            give(out + t * size + d, v * take(in + size + d, n), n);
+        });
+    }
+}
+
+}  // namespace
+
+// type: 0 float32, 1 bfloat16. Strides are in elements; rows are dense. x [T, H, size].
+
+// weight: null, or [H, size] by stride_w, float32 where `wide` and else of `type`.
+extern "C" void rayk_rms_norm(const void* x, int64_t stride_t, int64_t stride_h, const void* weight,
+                              int64_t stride_w, void* out, int64_t num_tokens, int32_t num_heads, int32_t size,
+                              float eps, int32_t wide, int32_t type, int32_t num_threads) {
+    if (type == 0)
+        norm(static_cast<const float*>(x), stride_t, stride_h, static_cast<const float*>(weight), stride_w,
+             static_cast<float*>(out), num_tokens, num_heads, size, eps, wide, num_threads);
+    else if (wide)
+        norm(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const float*>(weight), stride_w,
+             static_cast<BFloat16*>(out), num_tokens, num_heads, size, eps, wide, num_threads);
+    else
+        norm(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const BFloat16*>(weight), stride_w,
+             static_cast<BFloat16*>(out), num_tokens, num_heads, size, eps, wide, num_threads);
+}
+
+// cos, sin [T, half]: dimension i turns with i + half, those from 2 * half on stay.
+extern "C" void rayk_rotate(const void* x, int64_t stride_t, int64_t stride_h, const void* cos, const void* sin,
+                            void* out, int64_t num_tokens, int32_t num_heads, int32_t size, int32_t half,
+                            int32_t type, int32_t num_threads) {
+    if (type == 0)
+        rotate(static_cast<const float*>(x), stride_t, stride_h, static_cast<const float*>(cos),
+               static_cast<const float*>(sin), static_cast<float*>(out), num_tokens, num_heads, size, half,
+               num_threads);
+    else
+        rotate(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const BFloat16*>(cos),
+               static_cast<const BFloat16*>(sin), static_cast<BFloat16*>(out), num_tokens, num_heads, size, half,
+               num_threads);
+}
+
+// x [T, 2 * size] by stride: gates, then what they are multiplied with. kind: 0 silu, 1 gelu_tanh.
+extern "C" void rayk_gate(const void* x, int64_t stride, void* out, int64_t num_tokens, int32_t size,
+                          int32_t kind, int32_t type, int32_t num_threads) {
+    if (type == 0) {
+        const float* in = static_cast<const float*>(x);
+        float* to = static_cast<float*>(out);
+        (kind == 0 ? gate<float, silu> : gate<float, gelu_tanh>)(in, stride, to, num_tokens, size, num_threads);
+    } else {
+        const BFloat16* in = static_cast<const BFloat16*>(x);
+        BFloat16* to = static_cast<BFloat16*>(out);
+        (kind == 0 ? gate<BFloat16, silu> : gate<BFloat16, gelu_tanh>)(in, stride, to, num_tokens, size,
+                                                                        num_threads);
+    }
+}

@@ -1,0 +1,103 @@
+// Sixteen floats at a time, for every kernel in C++: compilers without 512-bit vectors split them.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr float kLog2E = 1.44269504088896341f;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef _Float16 HalfFloats __attribute__((vector_size(32)));
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef float Floats4 __attribute__((vector_size(16)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* p) {
+    Floats v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline Floats load(const BFloat16* p) {
+    Halves h;
+    memcpy(&h, p, sizeof h);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+inline Floats load(const _Float16* p) {
+#ifdef __AVX512F__
+    // GCC 12 converts _Float16 vectors lane by lane.
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#endif
+    HalfFloats h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, Floats);
+}
+
+inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+
+inline float widen(float x) { return x; }
+inline float widen(_Float16 x) { return static_cast<float>(x); }
+inline float widen(BFloat16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+inline Floats splat(float x) { return x - Floats{}; }
+
+inline float sum(Floats v) {
+    Floats8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    Floats4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+// 2^x for x <= 0, relative error about 1e-7; 0 below the normal range.
+inline Floats exp2(Floats x) {
+    const Floats magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to an integer
+    Floats clamped = x < -126.0f ? splat(-126.0f) : x;
+    Floats n = (clamped + magic) - magic;
+    Floats r = clamped - n;  // within [-0.5, 0.5]; Taylor's remainder is below 6e-9
+    Floats p = splat(1.52527338e-5f);
+    p = p * r + 1.54035304e-4f;
+    p = p * r + 1.33335581e-3f;
+    p = p * r + 9.61812911e-3f;
+    p = p * r + 5.55041087e-2f;
+    p = p * r + 2.40226507e-1f;
+    p = p * r + 6.93147181e-1f;
+    p = p * r + 1.0f;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return x < -126.0f ? splat(0.0f) : p * (Floats)power;
+}
+
+// Single precision tanh: a polynomial near zero (after Cephes' tanhf), exponentials elsewhere.
+inline Floats tanh(Floats x) {
+    Floats size = x < 0.0f ? -x : x;
+    Floats e = exp2(size * (-2.0f * kLog2E));
+    Floats far = 1.0f - 2.0f * e / (1.0f + e);  // not (1 - e) / (1 + e), which rounds twice more
+    Floats s = x * x;
+    Floats p = splat(-5.70498872745e-3f);
+    p = p * s + 2.06390887954e-2f;
+    p = p * s - 5.37397155531e-2f;
+    p = p * s + 1.33314422036e-1f;
+    p = p * s - 3.33332819422e-1f;
+    return size < 0.625f ? p * s * x + x : (x < 0.0f ? -far : far);
+}
+
+}  // namespace
