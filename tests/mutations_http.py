@@ -47,8 +47,7 @@ HTTP = (
         "rayk/serve/answers.py",
         "self._grow(self._detokenizer.end())",
         "pass",
-        f"{COMPLETIONS}::test_a_stream_says_the_same",
-        needs_fixtures=True,
+        f"{GUARD}::test_half_a_character_at_the_end_is_told",
     ),
     Mutation(
         "the stop string is told",

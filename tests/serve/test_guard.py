@@ -351,6 +351,18 @@ def test_an_abort_or_a_stream_without_an_end_is_no_answer() -> None:
             assert_error(complete(url), 503)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_half_a_character_at_the_end_is_told(stream: bool) -> None:
+    tokenizer = build_tokenizer(CARD.vocab_size, adds_bos=False)
+    token_ids = tokenizer("a\U0001f999")["input_ids"][:-1]
+    expected = tokenizer.decode(token_ids)
+    assert expected.endswith("\ufffd")
+    with running(scripted(tokens_then_end(token_ids))) as url, client_of(url) as client:
+        answer: Any = client.completions.create(**PLAIN, stream=stream)
+        chunks = list(answer) if stream else [answer]
+    assert "".join(c.choices[0].text for c in chunks) == expected
+
+
 def test_a_fault_of_ours_says_nothing_of_itself(capfd: pytest.CaptureFixture[str]) -> None:
     async def fails(_ask: Ask) -> AsyncIterator[Delta]:
         yield Delta(token_ids=(70,))
