@@ -51,7 +51,7 @@ PREFIXES = (
         "rayk/kv/prefix_cache.py",
         "n if fits == n else max(fits, nothing_until(g))",
         "fits",
-        f"{CACHE}::TestCacheWalk",
+        f"{CACHE}::test_a_state_that_is_missing_does_not_hide_what_needs_none",
     ),
     Mutation(
         "rows that never arrived are found",
@@ -73,6 +73,7 @@ PREFIXES = (
         "            return len(self.tokens) - 1\n        return",
         "            return len(self.tokens)\n        return",
         f"{ENGINE}::test_what_tells_of_the_prompt_is_computed",
+        needs_fixtures=True,
     ),
     Mutation(
         "prompt logprobs of cached tokens are left out",
@@ -80,6 +81,7 @@ PREFIXES = (
         "        return len(self.prompt_logprobs) - 1\n",
         "        return len(self.tokens) - 1\n",
         f"{ENGINE}::test_what_tells_of_the_prompt_is_computed",
+        needs_fixtures=True,
     ),
     Mutation(
         "a request that finds no room keeps what it found",
@@ -87,6 +89,7 @@ PREFIXES = (
         "                    self.allocator.unmatch(state.request_id)\n",
         "",
         f"{ENGINE}::test_many_requests_in_a_small_pool[qwen3-0]",
+        needs_fixtures=True,
     ),
     Mutation(
         "cached blocks are handed out anew while they are leased",
@@ -94,6 +97,7 @@ PREFIXES = (
         "held = tuple(start for start, _ in updates)",
         "held = tuple(0 * start for start, _ in updates)",
         f"{HANDOVER}::test_leases_keep_cached_blocks_from_others",
+        needs_fixtures=True,
     ),
     Mutation(
         "a push leaves out what was cached",
@@ -101,6 +105,7 @@ PREFIXES = (
         "return 0 if is_first else share.num_computed_tokens",
         "return share.num_computed_tokens",
         f"{HANDOVER}::test_a_push_brings_what_the_prefill_engine_had_cached[qwen3]",
+        needs_fixtures=True,
     ),
     Mutation(
         "what is held is moved all the same",
@@ -108,6 +113,7 @@ PREFIXES = (
         "rows = range(self.first_row, ticket.num_tokens) if self.first_row else None",
         "rows = None",
         f"{END_TO_END}::test_what_the_decode_engine_holds_is_not_moved",
+        needs_fixtures=True,
     ),
     Mutation(
         "held rows are not proven by those that move",
@@ -115,6 +121,7 @@ PREFIXES = (
         "moved = words.row_group >= first_row // rows_per_group",
         "moved = words.row_group >= 0",
         f"{END_TO_END}::test_what_the_decode_engine_holds_is_not_moved",
+        needs_fixtures=True,
     ),
     Mutation(
         "what is computed anew is written into held blocks",
@@ -122,6 +129,7 @@ PREFIXES = (
         "if num_valid < incoming.held.num_tokens:",
         "if False:",
         f"{HANDOVER}::test_where_windows_are_missing_the_cache_is_asked_again",
+        needs_fixtures=True,
     ),
     Mutation(
         "held rows are converted again",
@@ -129,5 +137,6 @@ PREFIXES = (
         "rows = range(max(live.start, first_row), live.stop)",
         "rows = range(live.start, live.stop)",
         f"{HANDOVER}::test_what_is_converted_on_its_way_is_held_too",
+        needs_fixtures=True,
     ),
 )
