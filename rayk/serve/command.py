@@ -16,7 +16,7 @@ from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
 from rayk.specs.server_plan import ServerOptions, plan_server
 from rayk.specs.serving import ServerSettings
-from rayk.types.errors import DeadlineExceeded, RaykError, UserError
+from rayk.types.errors import DeadlineExceeded, LayoutVetoed, RaykError, Unsupported, UserError
 
 if TYPE_CHECKING:
     from rayk.serve.fronts import FrontPlan
@@ -76,11 +76,7 @@ def serve_until_stopped(
                 return 0
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             settings = launch.fit_server(plan_server(options, device=device, is_local=False))
-            try:
-                return asyncio.run(_serve(settings, front, stop, ready, is_shared=is_shared))
-            except GaveUp as error:
-                _say(str(error))
-                return 1
+            return asyncio.run(_serve(settings, front, stop, ready, is_shared=is_shared))
 
 
 async def _serve(
@@ -106,9 +102,9 @@ async def _serve(
         left = await fleet.drain(front.drain_s)
         if left:
             _say(f"{left} requests did not end within {front.drain_s:g} s")
-    except (UserError, GaveUp):
-        raise
-    except RaykError as error:
+    except (UserError, LayoutVetoed, Unsupported):
+        raise  # what was asked for cannot be
+    except (RaykError, GaveUp) as error:
         _say(str(error))
         return 1
     finally:

@@ -51,6 +51,8 @@ class FleetPart:
             except TimeoutError:
                 ray.kill(self._actor, no_restart=True)
                 return f"it hangs: no answer in {PATIENCE_S:g} s"
+            except RayError as error:
+                return str(error).strip().splitlines()[-1]
             await asyncio.sleep(LOOK_S)
 
     async def drain(self, timeout_s: float) -> int:
