@@ -186,6 +186,22 @@ def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], 
     return prompts, [o.token_ids for o in outputs], references
 
 
+def add_family(
+    family: str, options: argparse.Namespace, address: str, tables: Mapping[str, list[Mapping[str, Any]]]
+) -> None:
+    """Serve one family, and add its rows to the tables."""
+    print(f"{family}: asking transformers", file=sys.stderr, flush=True)
+    prompts, expected, references = prepare(family, options)
+    print(f"{family}: serving", file=sys.stderr, flush=True)
+    run = asyncio.run(stress(family, prompts, options, address))
+    verdicts = [
+        judge(m, prompts[m.case.prompt_index], expected[m.case.prompt_index], references) for m in run.met
+    ]
+    tables["families"].append(family_row(run, verdicts))
+    tables["kills"] += kill_rows(run)
+    tables["requests"] += request_rows(run, verdicts)
+
+
 def run_job(options: argparse.Namespace) -> int:
     """Run, write, print; the exit status."""
     from rayk.actors import launch
@@ -196,20 +212,11 @@ def run_job(options: argparse.Namespace) -> int:
     environment = collect_environment(command=sys.argv, seeds={"prompts, load and kills": options.seed})
     write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
-    for family in options.families:
-        print(f"{family}: asking transformers", file=sys.stderr, flush=True)
-        prompts, expected, references = prepare(family, options)
-        print(f"{family}: serving", file=sys.stderr, flush=True)
-        with launch.connect(options.address) as address:
-            run = asyncio.run(stress(family, prompts, options, address))
-        verdicts = [
-            judge(m, prompts[m.case.prompt_index], expected[m.case.prompt_index], references) for m in run.met
-        ]
-        tables["families"].append(family_row(run, verdicts))
-        tables["kills"] += kill_rows(run)
-        tables["requests"] += request_rows(run, verdicts)
-        # After each family: what is interrupted later has been seen still.
-        write_tables(tables, options.out)
+    with launch.connect(options.address) as address:
+        for family in options.families:
+            add_family(family, options, address, tables)
+            # After each family: what is interrupted later has been seen still.
+            write_tables(tables, options.out)
     text = markdown(tables, about(options))
     write_text(options.out / "report.md", text + "\n")
     print(text)

@@ -103,7 +103,7 @@ class Killer:
     async def go_on(self, period_s: float, duration_s: float) -> None:
         """Kill any rank of any engine that lives, every `period_s`; return when the last one lives again."""
         began = time.monotonic()
-        for number in range(max(1, int(duration_s / period_s))):
+        for number in range(math.ceil(duration_s / period_s)):
             await asyncio.sleep(max(0.0, began + number * period_s - time.monotonic()))
             kill = await self._kill(None)
             task = asyncio.create_task(self._until_restarted(kill))
