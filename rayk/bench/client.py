@@ -47,14 +47,14 @@ class Observed:
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    """prompt_tokens, completion_tokens, cached_tokens, as far as the server says."""
 
     @property
     def num_output_tokens(self) -> int | None:
         """As the server counts them; None where it does not say."""
         if self.chunk_tokens and len(self.chunk_tokens) == len(self.chunk_ns):
             return sum(self.chunk_tokens)
-        count = self.usage.get("completion_tokens")
-        return count if isinstance(count, int) else None
+        return self.usage.get("completion_tokens")
 
     @property
     def token_ns(self) -> list[int] | None:
@@ -168,7 +168,21 @@ def take_event(seen: Observed, data: bytes, now_ns: int) -> bool:
             f"in the stream: {_message(data.decode(errors='replace'))}"[:_SHOWN],
         )
         return False
-    seen.usage = event.get("usage") or seen.usage
+    try:
+        _take(seen, event, now_ns)
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        seen.outcome, seen.error = (
+            FAILED,
+            f"not an event of OpenAI's: {data.decode(errors='replace')}"[:_SHOWN],
+        )
+        return False
+    return True
+
+
+def _take(seen: Observed, event: dict[str, Any], now_ns: int) -> None:
+    """Raises TypeError, ValueError, AttributeError or OverflowError for what is shaped otherwise."""
+    if event.get("usage"):
+        seen.usage = _counts(event["usage"])
     for choice in event.get("choices") or ():
         token_ids = choice.get("token_ids")
         delta = choice.get("delta") or {}
@@ -177,9 +191,20 @@ def take_event(seen: Observed, data: bytes, now_ns: int) -> bool:
             seen.chunk_ns.append(now_ns)
             if token_ids:
                 seen.chunk_tokens.append(len(token_ids))
-                seen.output_token_ids += token_ids
-        seen.finish_reason = choice.get("finish_reason") or seen.finish_reason
-    return True
+                seen.output_token_ids += map(int, token_ids)
+        reason = choice.get("finish_reason")
+        seen.finish_reason = str(reason) if reason else seen.finish_reason
+
+
+def _counts(usage: dict[str, Any]) -> dict[str, Any]:
+    """Usage as whole numbers, and of prompt tokens what they were; what is null is left out."""
+    told = {name: value for name, value in usage.items() if value is not None}
+    wanted = ("prompt_tokens", "completion_tokens")
+    found: dict[str, Any] = {name: int(told[name]) for name in wanted if name in told}
+    if "prompt_tokens_details" in told:
+        cached = told["prompt_tokens_details"].get("cached_tokens")
+        found["cached_tokens"] = None if cached is None else int(cached)
+    return found
 
 
 def _message(text: str) -> str:

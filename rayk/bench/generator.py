@@ -9,6 +9,7 @@ G. Tene, How NOT to Measure Latency, 2013; B. Schroeder et al., Open Versus Clos
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -61,12 +62,16 @@ async def drive(
             await send(session, url, bodies[seen.planned.index], seen, load.timeout_s)
             told(seen)
 
+        # What was drawn stays: nobody needs to look through it for garbage while requests are due.
+        gc.collect()
+        gc.freeze()
         watcher = asyncio.create_task(_watch(sent.loop_lags_ns))
         cpu_ns = time.process_time_ns()
         try:
             await (_open if load.is_open else _closed)(load, planned, sent, one)
         finally:
             watcher.cancel()
+            gc.unfreeze()
             sent.ended_ns = time.monotonic_ns()
             sent.cpu_ns = time.process_time_ns() - cpu_ns
 

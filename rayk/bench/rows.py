@@ -19,7 +19,6 @@ def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo:
     times = seen.chunk_ns
     tokens = seen.token_ns
     count = seen.num_output_tokens
-    details = seen.usage.get("prompt_tokens_details") or {}
     row: dict[str, Any] = {
         "cell_id": cell_id,
         "repeat": 0,
@@ -29,7 +28,7 @@ def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo:
         "output_token_ids": seen.output_token_ids or None,
         "error": seen.error,
         "num_prompt_tokens": seen.usage.get("prompt_tokens"),
-        "num_cached_tokens": details.get("cached_tokens"),
+        "num_cached_tokens": seen.usage.get("cached_tokens"),
         "ttft_ms": (times[0] - seen.due_ns) / NS_PER_MS if times else None,
         "tpot_ms": (times[-1] - times[0]) / NS_PER_MS / (count - 1)
         if times and count and count > 1

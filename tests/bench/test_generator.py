@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 import time
 from collections.abc import Callable
@@ -16,8 +17,11 @@ from hypothesis import strategies as st
 
 from rayk.bench.client import ABORTED, FAILED, OK, REFUSED, TIMEOUT, EventLines, Observed, take_event
 from rayk.bench.generator import Sent, allow_files, drive
-from rayk.bench.load import Lengths, Load
+from rayk.bench.load import Lengths, Load, Slo
 from rayk.bench.prompts import Planned, plan_requests
+from rayk.bench.rows import request_row
+from rayk.reports.columns import make_table
+from rayk.reports.load_tables import LOAD_REQUEST_FIELDS
 from tests.bench.fake_server import FakeServer, Script, serving
 
 NS_PER_MS = 1_000_000
@@ -59,7 +63,7 @@ def test_times_are_those_of_the_server_and_tokens_are_counted_by_it() -> None:
         assert seen.due_ns <= seen.sent_ns <= theirs.received_ns
         assert all(ours >= at for ours, at in zip(seen.chunk_ns, theirs.chunk_ns, strict=True))
         assert seen.ended_ns >= seen.chunk_ns[-1]
-        assert seen.usage["prompt_tokens_details"]["cached_tokens"] == 3
+        assert seen.usage == {"prompt_tokens": 7, "completion_tokens": 6, "cached_tokens": 3}
         body = theirs.body
         assert body["prompt"] == seen.planned.prompt
         assert (body["max_tokens"], body["stream"], body["ignore_eos"], body["temperature"]) == (
@@ -275,6 +279,34 @@ def test_events_of_several_lines_are_joined() -> None:
         b"one\ntwo",
         b" three",
     ]
+
+
+NAMES = ("choices", "usage", "token_ids", "delta", "text", "content", "finish_reason")
+COUNTED = ("completion_tokens", "prompt_tokens", "prompt_tokens_details", "cached_tokens")
+PLAIN = st.none() | st.booleans() | st.integers(-5, 5) | st.floats(width=16) | st.text(max_size=3)
+SHAPES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4)
+        | st.dictionaries(st.sampled_from(COUNTED), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+EVENT_SHAPES = SHAPES | st.fixed_dictionaries({}, optional={"choices": SHAPES, "usage": SHAPES})
+
+
+@given(st.lists(EVENT_SHAPES, max_size=3))
+def test_whatever_a_server_says_is_a_row_or_a_failure(events: list[Any]) -> None:
+    """Events of any shape end in numbers that fit the table, never in an exception."""
+    seen = Observed(planned=Planned(index=0, due_ns=None, prompt=[1], max_tokens=1, seed=0))
+    for event in events:
+        if not take_event(seen, json.dumps(event).encode(), 5):
+            assert seen.outcome == FAILED
+            assert seen.error
+            break
+    row = request_row(seen, cell_id="c", phase="measured", began_ns=0, slo=Slo())
+    make_table([row], LOAD_REQUEST_FIELDS)
 
 
 def test_an_event_that_is_no_json_is_a_failure() -> None:
