@@ -308,7 +308,7 @@ def test_keys_depend_on_every_token_and_on_nothing_else() -> None:
 
 
 def test_a_state_that_is_missing_does_not_hide_what_needs_none() -> None:
-    """Of 12 tokens that come from elsewhere 8 are here; the only state that is wanted is that after the 12th."""
+    """Of 12 tokens that come from elsewhere 8 are here; the only state wanted is that after the 12th."""
     manager = KVCacheManager(groups(full(4), mamba2(block_size=12)), NUM_BLOCKS, prefix_caching=True)
     first = (1,) * 8 + (2,) * 4
     assert manager.extend("a", 12) is not None
