@@ -240,6 +240,7 @@ def truth(checkpoint: Any, reference: Any) -> list[tuple[list[int], list[int]]]:
 
 @ray
 @nixl
+@pytest.mark.timeout(900)
 def test_a_server_on_ray_serve_answers_drains_and_leaves_nothing(
     model: Path, truth: list[tuple[list[int], list[int]]]
 ) -> None:
@@ -295,6 +296,7 @@ def alive(pids: dict[int, str]) -> set[int]:
 
 @ray
 @nixl
+@pytest.mark.timeout(900)
 def test_what_dies_is_started_again_and_streams_go_on(
     model: Path, truth: list[tuple[list[int], list[int]]], ray_address: str
 ) -> None:
