@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ TABLES = ("families", "kills", "requests")
 ANSWERED_SHARE = 0.8
 """Of the requests whose clients stayed, under kills."""
 MAX_SHOWN = 8
+_ID = re.compile(r"cmpl-[0-9a-f]+(-\d+)?")
 
 FAMILIES = (
     Column(title="family", key="family"),
@@ -54,6 +56,7 @@ KILLS = (
     Column(title="at, s", key="at_s", spec=".1f"),
     Column(title="engine", key="engine"),
     Column(title="rank", key="rank", spec="d"),
+    Column(title="has workers again after, s", key="formed_s", spec=".1f"),
     Column(title="takes requests again after, s", key="restart_s", spec=".1f"),
     Column(title="throughput back after, s", key="back_s", spec=".1f"),
 )
@@ -135,6 +138,7 @@ def kill_rows(run: Run) -> list[dict[str, Any]]:
                 "engine": kill.engine,
                 "rank": kill.rank,
                 "measures": number < run.measured_kills,
+                "formed_s": kill.formed_s,
                 "restart_s": kill.restart_s,
                 "back_s": back_s,
             }
@@ -203,7 +207,10 @@ def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]], about: str) -> s
     if tables["kills"]:
         lines += ["## Ranks killed", "", NOTE, ""]
         lines += [*_table(FIRE, tables["families"]), *_table(KILLS, tables["kills"])]
-    notes = Counter(f"{row['family']}: {note}" for row in tables["families"] for note in row["notes"])
+    # Requests are told apart by ids, which nobody wants to read.
+    notes = Counter(
+        f"{row['family']}: {_ID.sub('...', note)}" for row in tables["families"] for note in row["notes"]
+    )
     for note, count in notes.most_common(MAX_SHOWN):
         lines.append(f"- {count} x {note}")
     return "\n".join(lines)

@@ -46,6 +46,8 @@ class Kill:
     """time.monotonic_ns."""
     epoch: int
     """Of the engine's life that it ended."""
+    formed_s: float | None = None
+    """Until there were workers for the engine's next life; None: there were none."""
     restart_s: float | None = None
     """Until the engine took requests again; None: it has not."""
 
@@ -140,8 +142,11 @@ class Killer:
         while True:
             rows = {row["name"]: row for row in await self.engines()}
             now = rows.get(kill.engine, {})
+            since_s = (time.monotonic_ns() - kill.at_ns) / 1e9
+            if now.get("epoch", 0) > kill.epoch and kill.formed_s is None:
+                kill.formed_s = since_s
             if now.get("state") == "ready" and now["epoch"] > kill.epoch:
-                kill.restart_s = (time.monotonic_ns() - kill.at_ns) / 1e9
+                kill.restart_s = since_s
                 return
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"the next life of {kill.engine}", RESTART_S, now)

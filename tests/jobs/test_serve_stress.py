@@ -157,7 +157,11 @@ def told(run: Any, verdicts: list[str], num_requests: int | None) -> list[str]:
         "requests": report.request_rows(run, pairs),
     }
     assert Counter(verdicts) == Counter(row["verdict"] for row in tables["requests"])
-    assert "| qwen3 | 60 |" in report.markdown(tables, "about")
+    page = report.markdown(tables, "about")
+    assert "| qwen3 | 60 |" in page
+    assert [v for v in stress_load.VERDICTS if f"qwen3: {v}: why" in page] == [
+        v for v in stress_load.VERDICTS if v in verdicts and v not in ("right", "left")
+    ]
     found: list[str] = report.failures(tables, num_requests)
     return found
 
