@@ -207,7 +207,9 @@ def test_b_and_c_gathered_from_ranks_that_hold_them_whole(monkeypatch):
 def skip_group(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     original = TransferPlan.lower
     monkeypatch.setattr(
-        TransferPlan, "lower", lambda self, *args: [r for r in original(self, *args) if r.group != group]
+        TransferPlan,
+        "lower",
+        lambda self, *args, **rows: [r for r in original(self, *args, **rows) if r.group != group],
     )
 
 
