@@ -208,10 +208,10 @@ def plan_swaps_k_and_v(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_drops_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
     real = TransferPlan.lower
 
-    def lower(self: TransferPlan, *args: Any) -> list[BlockReads]:
+    def lower(self: TransferPlan, *args: Any, **rows: Any) -> list[BlockReads]:
         return [
             replace(r, source_blocks=r.source_blocks[:-1], destination_blocks=r.destination_blocks[:-1])
-            for r in real(self, *args)
+            for r in real(self, *args, **rows)
         ]
 
     monkeypatch.setattr(TransferPlan, "lower", lower)
