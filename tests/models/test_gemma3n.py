@@ -123,11 +123,19 @@ def test_computing_only_wanted_tokens_changes_none_of_their_logits(
     whole = [prompt + more for prompt, more in zip(ids, next_ids, strict=True)]
     right = [[reference_logits(m, w) for m in (checkpoint.exact, checkpoint.model)] for w in whole]
     for num_wanted, found in zip(cases, run_ranks(tp_size, body)[0], strict=True):
-        for count, mine, more, theirs in zip(num_wanted, found[:3], found[3:], right, strict=True):
-            exact, eager = (logits[len(logits) - 1 - count : -1] for logits in theirs)
-            assert mine.shape == exact.shape
-            assert_matches(mine, exact, eager)
-            assert_matches(more, theirs[0][-1:], theirs[1][-1:])
+        assert [len(logits) for logits in found[:3]] == list(num_wanted)
+        for step in range(2):
+            # Of all requests together: the largest error of a single row is a matter of luck.
+            exact, eager = (
+                torch.cat(
+                    [
+                        theirs[i][-1:] if step else theirs[i][len(theirs[i]) - 1 - count : -1]
+                        for theirs, count in zip(right, num_wanted, strict=True)
+                    ]
+                )
+                for i in range(2)
+            )
+            assert_matches(torch.cat(found[3 * step : 3 * step + 3]), exact, eager)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

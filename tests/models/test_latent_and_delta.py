@@ -18,6 +18,7 @@ from tests.models.tiny import (
     YARN,
     Checkpoint,
     Paged,
+    assert_all_right,
     assert_right,
     load,
     reference_logits,
@@ -84,8 +85,7 @@ def cases(*pairs: tuple[str, int]) -> Any:
     ("deepseek_v3-halves", 2),
 )
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:
-    for token_ids, logits in zip(prompts(), every_logit(checkpoint, tp_size), strict=True):
-        assert_right(checkpoint, token_ids, logits)
+    assert_all_right(checkpoint, prompts(), every_logit(checkpoint, tp_size))
 
 
 @pytest.mark.slow
