@@ -81,10 +81,7 @@ class CompletionWriter:
 
     async def whole(self) -> dict[str, Any]:
         """All choices, once they are complete."""
-        pieces: list[list[Piece]] = [[] for _ in self._call.answer.choices]
-        async with aclosing(self._metrics.metered(self._call.answer)) as news:
-            async for piece in news:
-                pieces[piece.index].append(piece)
+        pieces = await self._metrics.gathered(self._call.answer)
         choices = [self._joined([self._choice(p) for p in own]) for own in pieces]
         return {**self._frame(choices), "usage": self._call.answer.usage()}
 

@@ -61,6 +61,14 @@ class FrontMetrics:
         """In Prometheus' own form."""
         return generate_latest(self.registry)
 
+    async def gathered(self, answer: Answer) -> list[list[Piece]]:
+        """All pieces of a call, by choice, counted."""
+        pieces: list[list[Piece]] = [[] for _ in answer.choices]
+        async with aclosing(self.metered(answer)) as news:
+            async for piece in news:
+                pieces[piece.index].append(piece)
+        return pieces
+
     async def metered(self, answer: Answer) -> AsyncGenerator[Piece, None]:
         """A call's pieces, counted on their way."""
         began = time.monotonic()
