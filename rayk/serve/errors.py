@@ -123,7 +123,7 @@ def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    place = [part for part in first["loc"] if part != "body"]
+    place = [step for step in first["loc"] if step != "body"]
     if not place:
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     param = str(place[0])
