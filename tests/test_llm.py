@@ -26,6 +26,10 @@ def model(checkpoint: Any) -> Path:
     ("options", "kind", "message"),
     [
         ({"prefill_tp": 3}, Unsupported, "TP 3 does not divide the model's 8 query heads"),
+        ({"decode_tp": (1, 3)}, Unsupported, "decode: TP 3 does not divide"),
+        ({"decode_tp": [2, 1], "num_decode": 1}, SpecError, "2 TP sizes for 1 engines"),
+        ({"prefill_tp": []}, SpecError, "0 TP sizes for any number of engines"),
+        ({"prefill_tp": [1, 0]}, SpecError, "prefill.tp"),
         ({"dtype": "int4"}, SpecError, "dtype must be one of"),
         ({"settings": {"engine.blocks": 3}}, SpecError, "a server has no key 'engine.blocks'"),
         ({"settings": {"engine.num_blocks": [3, 4]}}, SpecError, "engine.num_blocks has a list of values"),

@@ -30,11 +30,18 @@ def serve(
         ),
     ] = None,
     prefill_tp: Annotated[
-        int | None, typer.Option(min=1, help="TP of prefill engines, or of aggregated ones.")
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="TP of prefill engines, or of aggregated ones; several: one engine of each size.",
+        ),
     ] = None,
-    decode_tp: Annotated[int | None, typer.Option(min=1, help="TP of decode engines.")] = None,
+    decode_tp: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="TP of decode engines, likewise.")
+    ] = None,
     num_prefill: Annotated[
-        int | None, typer.Option(min=1, help="Prefill engines, or aggregated ones.")
+        int | None,
+        typer.Option(min=1, help="Prefill engines, or aggregated ones [default: one per TP size]."),
     ] = None,
     num_decode: Annotated[int | None, typer.Option(min=1, help="Decode engines.")] = None,
     dtype: Annotated[
@@ -104,13 +111,13 @@ def serve(
     """
     from rayk.actors.environment import check_address, wanted_address
     from rayk.serve.command import HttpOptions, check_http, serve_until_stopped
-    from rayk.specs.server_plan import ServerOptions, plan_server
+    from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server
 
     options = ServerOptions(
         model=model,
         mode=mode,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
+        prefill_tp=parse_tp_sizes(prefill_tp, "--prefill-tp"),
+        decode_tp=parse_tp_sizes(decode_tp, "--decode-tp"),
         num_prefill=num_prefill,
         num_decode=num_decode,
         dtype=dtype,

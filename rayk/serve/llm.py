@@ -61,9 +61,10 @@ class Completion:
 class LLM:
     """A model on engines of its own: `with LLM(model, prefill_tp=2, decode_tp=1) as llm: llm.generate(...)`.
 
-    The options are those of `rayk serve`, `settings` its `--set`: {"engine.num_blocks": 512}. Engines run on
-    the Ray cluster at `address` or $RAY_ADDRESS, on the one that this process has joined already, or else on
-    a local one that `close` ends. Engines that die are started again, and what ran on them goes on.
+    The options are those of `rayk serve`, `settings` its `--set`: {"engine.num_blocks": 512}; a sequence of
+    TP sizes makes an engine of each. Engines run on the Ray cluster at `address` or $RAY_ADDRESS, on the one
+    that this process has joined already, or else on a local one that `close` ends. Engines that die are
+    started again, and what ran on them goes on.
 
     Raises UserError (bad input: before any actor starts), Unsupported where the model cannot run so, and
     whatever kept the engines from starting.
@@ -73,8 +74,8 @@ class LLM:
         self,
         model: str | Path,
         *,
-        prefill_tp: int | None = None,
-        decode_tp: int | None = None,
+        prefill_tp: int | Sequence[int] | None = None,
+        decode_tp: int | Sequence[int] | None = None,
         num_prefill: int | None = None,
         num_decode: int | None = None,
         mode: str | None = None,

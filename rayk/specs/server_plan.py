@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,9 @@ class ServerOptions:
 
     model: str
     mode: str | None = None
-    prefill_tp: int | None = None
-    decode_tp: int | None = None
+    prefill_tp: int | Sequence[int] | None = None
+    """Of every prefill engine, or of each."""
+    decode_tp: int | Sequence[int] | None = None
     num_prefill: int | None = None
     num_decode: int | None = None
     dtype: str = "auto"
@@ -86,33 +87,101 @@ def plan_server(
     check_weights(Path(options.model))
     _check_overrides(options.overrides)
     _check_sides(options)
-    loaded = load_spec(_as_spec(options), list(options.overrides), source="options")
-    if loaded.spec.matrix:
-        key = next(iter(loaded.spec.matrix[0]))
-        raise SpecError(problem=f"{key} has a list of values", where=f"--set {key}", mend="give one")
-    ((cell, _),) = plan_cells(loaded, config, device=device)
+    cells = [_plan_cell(options, config, tp_sizes, device) for tp_sizes in _tp_sizes(options)]
     if is_local:
         check_device(options.device, where="--device")
-    if cell.unsupported is not None:
-        raise Unsupported(cell.unsupported)
+    for cell in cells:
+        if cell.unsupported is not None:
+            raise Unsupported(cell.unsupported)
+    prefill = [_nth(cells, i).prefill for i in range(cells[0].num_prefill_engines)]
+    decode = [d for i in range(cells[0].num_decode_engines) if (d := _nth(cells, i).decode) is not None]
+    prefill, decode = (_with_pools(side, config, options.overrides) for side in (prefill, decode))
     folder = Path(options.model).resolve()
-    cell = _with_pools(cell, config, options.overrides)
+    pool_tokens = _pool_tokens({*prefill, *decode}, config)
     return settings_of(
-        cell,
-        replace(model_card(str(folder), config, folder.name), pool_tokens=_pool_tokens(cell, config)),
+        cells[0],
+        replace(model_card(str(folder), config, folder.name), pool_tokens=pool_tokens),
+        prefill,
+        decode,
         max_waiting=options.max_waiting,
         request_s=options.request_s,
         num_spares=options.num_spares,
     )
 
 
-def _with_pools(cell: Cell, config: DecoderConfig, overrides: Sequence[str]) -> Cell:
+def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
+    """What an option like `2` or `1,2` says. Raises SpecError."""
+    if text is None:
+        return None
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise SpecError(
+            problem="a TP size is a whole number above 0",
+            where=f"{option} {text}",
+            mend=f"{option} 2, or {option} 1,2 for one engine of each size",
+        )
+    return tuple(map(int, sizes))
+
+
+def _plan_cell(
+    options: ServerOptions,
+    config: DecoderConfig,
+    tp_sizes: tuple[int | None, int | None],
+    device: str | None,
+) -> Cell:
+    """The experiment's cell whose engines have these TP sizes, checked."""
+    loaded = load_spec(_as_spec(options, *tp_sizes), list(options.overrides), source="options")
+    if loaded.spec.matrix:
+        key = next(iter(loaded.spec.matrix[0]))
+        raise SpecError(problem=f"{key} has a list of values", where=f"--set {key}", mend="give one")
+    ((cell, _),) = plan_cells(loaded, config, device=device)
+    return cell
+
+
+def _nth(cells: Sequence[Cell], i: int) -> Cell:
+    """The cell with the i-th engine of a role."""
+    return cells[min(i, len(cells) - 1)]
+
+
+def _tp_sizes(options: ServerOptions) -> list[tuple[int | None, int | None]]:
+    """TP sizes of the i-th prefill and the i-th decode engine, as far as any differs from those before.
+    Raises SpecError."""
+    prefill = _sizes_of("prefill", options.prefill_tp, options.num_prefill, options.overrides)
+    decode = _sizes_of("decode", options.decode_tp, options.num_decode, options.overrides)
+    longest = max(len(prefill), len(decode))
+    padded = (sizes + sizes[-1:] * (longest - len(sizes)) for sizes in (prefill, decode))
+    return list(zip(*padded, strict=True))
+
+
+def _sizes_of(
+    side: str, tp: int | Sequence[int] | None, num_engines: int | None, overrides: Sequence[str]
+) -> tuple[int | None, ...]:
+    """Of a role's engines; one where they are alike."""
+    if tp is None or isinstance(tp, int):
+        return (tp,)
+    if len(tp) == 1:
+        return (tp[0],)
+    where = f"--{side}-tp {','.join(map(str, tp))}"
+    if not tp or num_engines not in (None, len(tp)):
+        raise SpecError(
+            problem=f"{len(tp)} TP sizes for {num_engines or 'any number of'} engines",
+            where=where,
+            mend=f"one size for each engine, without --num-{side}, or one for all",
+        )
+    for text in overrides:
+        if text.startswith((f"{side}.tp=", f"{side}.num_engines=")):
+            raise SpecError(problem=f"{where} says that", where=f"--set {text}", mend="give one of the two")
+    return tuple(tp)
+
+
+def _with_pools(
+    engines: Sequence[EngineConfig], config: DecoderConfig, overrides: Sequence[str]
+) -> list[EngineConfig]:
     """Pools that hold twice `max_seqs` requests of all the model's positions, as far as POOL_BYTES allow,
     where nobody gave a number of blocks."""
     if any(text.startswith(f"{key}=") for text in overrides for key in POOL_KEYS):
-        return cell
-    decode = None if cell.decode is None else _with_pool(cell.decode, config)
-    return replace(cell, prefill=_with_pool(cell.prefill, config), decode=decode)
+        return list(engines)
+    return [_with_pool(engine, config) for engine in engines]
 
 
 def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
@@ -127,9 +196,8 @@ def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
     return replace(engine, num_blocks=min(wanted, max(DEFAULT_BLOCKS, POOL_BYTES // rank.block_bytes)))
 
 
-def _pool_tokens(cell: Cell, config: DecoderConfig) -> int | None:
+def _pool_tokens(engines: Iterable[EngineConfig], config: DecoderConfig) -> int | None:
     """See ModelCard.pool_tokens."""
-    engines = [cell.prefill] if cell.decode is None else [cell.prefill, cell.decode]
     found = config.max_positions
     for engine in engines:
         manager = KVCacheManager(engine_groups(engine, config), engine.num_blocks)
@@ -143,7 +211,7 @@ def _pool_tokens(cell: Cell, config: DecoderConfig) -> int | None:
     return found if found < config.max_positions else None
 
 
-def _as_spec(options: ServerOptions) -> dict[str, Any]:
+def _as_spec(options: ServerOptions, prefill_tp: int | None, decode_tp: int | None) -> dict[str, Any]:
     """The experiment of one cell whose engines are the server's. Its one prompt is never run."""
     return {
         "name": "serve",
@@ -153,11 +221,16 @@ def _as_spec(options: ServerOptions) -> dict[str, Any]:
         "mode": options.resolved_mode,
         "policy": options.policy,
         "failure_policy": options.failure_policy,
-        "prefill": _side(options.prefill_tp, options.num_prefill),
-        "decode": _side(options.decode_tp, options.num_decode),
+        "prefill": _side(prefill_tp, _num_engines(options.prefill_tp, options.num_prefill)),
+        "decode": _side(decode_tp, _num_engines(options.decode_tp, options.num_decode)),
         "prompts": {"random": {"count": 1, "input_tokens": [1]}},
         "sampling": {"max_tokens": 1},
     }
+
+
+def _num_engines(tp: int | Sequence[int] | None, asked: int | None) -> int | None:
+    """A list of several TP sizes counts them."""
+    return len(tp) if isinstance(tp, Sequence) and len(tp) > 1 else asked
 
 
 def _side(tp: int | None, num_engines: int | None) -> dict[str, int]:
@@ -180,7 +253,7 @@ def _check_sides(options: ServerOptions) -> None:
     """Refuse settings of decode engines, and of transfers, of a server that has none. Raises SpecError."""
     if options.resolved_mode != "aggregated":
         return
-    given = [f"--decode-tp {options.decode_tp}"] * (options.decode_tp is not None)
+    given = ["--decode-tp"] * (options.decode_tp is not None)
     given += [f"--num-decode {options.num_decode}"] * (options.num_decode is not None)
     given += [f"--set {text}" for text in options.overrides if text.startswith(("decode.", "transfer."))]
     if given:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
+from rayk.sched.asking import new_secret
 from rayk.sched.policies import PolicySettings
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import TransferSpec
@@ -61,6 +62,8 @@ class ServerSettings:
     """An engine whose loop stands still for so long is killed and formed again. Longer than any step."""
     front_s: float = 15.0
     """A front that was not heard of for so long is gone: its requests are aborted."""
+    prefix_secret: bytes = field(default_factory=new_secret, repr=False, compare=False)
+    """Shared by its fronts: what prompts' prefixes are digested with (sched.asking)."""
 
     def __post_init__(self) -> None:
         names, roles = [e.name for e in self.engines], {e.role for e in self.engines}
@@ -94,28 +97,27 @@ def model_card(folder: str, config: DecoderConfig, model_id: str) -> ModelCard:
     )
 
 
-def settings_of(cell: Cell, model: ModelCard, **others: Any) -> ServerSettings:
-    """A server with the engines, policies and transfers of an experiment's cell, whose checks it has passed.
+def settings_of(
+    cell: Cell,
+    model: ModelCard,
+    prefill: Sequence[EngineConfig],
+    decode: Sequence[EngineConfig],
+    **others: Any,
+) -> ServerSettings:
+    """A server with the policies and transfers of an experiment's cell, and these engines, which have passed
+    a cell's checks; aggregated without decode engines.
 
     `others`: fields of ServerSettings that a cell does not have.
     """
-    role = "aggregated" if cell.decode is None else "prefill"
+    role = "prefill" if decode else "aggregated"
     engines = [
-        EngineEntry(
-            name=f"prefill{i}", role=role, config=cell.prefill, node_labels=cell.spec.prefill.node_labels
-        )
-        for i in range(cell.num_prefill_engines)
+        EngineEntry(name=f"prefill{i}", role=role, config=config, node_labels=cell.spec.prefill.node_labels)
+        for i, config in enumerate(prefill)
     ]
-    if cell.decode is not None:
-        engines += [
-            EngineEntry(
-                name=f"decode{i}",
-                role="decode",
-                config=cell.decode,
-                node_labels=cell.spec.decode.node_labels,
-            )
-            for i in range(cell.num_decode_engines)
-        ]
+    engines += [
+        EngineEntry(name=f"decode{i}", role="decode", config=config, node_labels=cell.spec.decode.node_labels)
+        for i, config in enumerate(decode)
+    ]
     own: dict[str, Any] = {
         "policy": cell.policy,
         "policy_settings": cell.policy_settings,

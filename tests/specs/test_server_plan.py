@@ -35,6 +35,31 @@ def test_options_become_engines(checkpoint: Any) -> None:
     assert (found.policy, found.failure_policy, found.is_aggregated) == ("round_robin", "migrate", False)
 
 
+def test_each_engine_of_a_role_may_have_a_size_of_its_own(checkpoint: Any) -> None:
+    model = checkpoint("qwen3")
+    given = ("engine.max_seqs=3",)
+    found = plan(model, prefill_tp=(1, 2), decode_tp=[4, 1, 2], overrides=given)
+    assert [(e.name, e.role, e.config.tp) for e in found.engines] == [
+        ("prefill0", "prefill", 1),
+        ("prefill1", "prefill", 2),
+        ("decode0", "decode", 4),
+        ("decode1", "decode", 1),
+        ("decode2", "decode", 2),
+    ]
+    assert found.num_workers == 10
+    for entry in found.engines:
+        (alone,) = (
+            e
+            for e in plan(model, **{f"{entry.role}_tp": entry.config.tp}, overrides=given).engines
+            if e.role == entry.role
+        )
+        assert entry.config == alone.config, "as if it were the only one"
+    repeated = plan(model, prefill_tp=(2,), num_prefill=3, decode_tp=(1, 2), num_decode=2)
+    assert [e.config.tp for e in repeated.engines] == [2, 2, 2, 1, 2]
+    both = plan(model, mode="aggregated", prefill_tp=(1, 4))
+    assert [(e.role, e.config.tp) for e in both.engines] == [("aggregated", 1), ("aggregated", 4)]
+
+
 def test_without_sizes_engines_do_both(checkpoint: Any) -> None:
     found = plan(checkpoint("qwen3"))
     assert [(e.name, e.role, e.config.tp) for e in found.engines] == [("prefill0", "aggregated", 1)]
