@@ -17,10 +17,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _BUILD_TIMEOUT_S = 120
 # No -ffast-math: linking a library with it makes older GCCs flush denormals in the whole process.
@@ -45,6 +46,38 @@ class NativeLibrary:
     library: ctypes.CDLL | None
     reason: str
     """Empty when the library is there; else one line, for the results."""
+
+
+class NativeKernels:
+    """The functions of one C++ file, built when one is first asked for."""
+
+    def __init__(
+        self, source: Path, arguments: Mapping[str, tuple[type[Any], ...]], result: type[Any] | None = None
+    ) -> None:
+        """`arguments`: of each function, by its name, the types of ctypes; all return a `result`."""
+        self._source = source
+        self._arguments = arguments
+        self._result = result
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """Raises AssertionError where there is none: ask `why_not` first."""
+        loaded = self._loaded
+        assert loaded.library is not None, loaded.reason
+        return loaded.library
+
+    def why_not(self) -> str | None:
+        """Why this machine cannot run them, or None when it can."""
+        return self._loaded.reason if self._loaded.library is None else None
+
+    @functools.cached_property
+    def _loaded(self) -> NativeLibrary:
+        loaded = load_native(self._source)
+        if loaded.library is not None:
+            for name, arguments in self._arguments.items():
+                function = getattr(loaded.library, name)
+                function.argtypes, function.restype = arguments, self._result
+        return loaded
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rayk.kernels import native
-from rayk.kernels.native import build_native, load_native
+from rayk.kernels.native import NativeKernels, build_native, load_native
 
 COMPILER = shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
@@ -84,6 +85,22 @@ def test_processes_that_start_together_share_one_build(source: Path, tmp_path: P
     assert len(outputs) == 1
     assert log.read_text().split() == ["x"]
     assert not list(target.glob("*.tmp"))
+
+
+@needs_compiler
+def test_kernels_take_and_return_the_types_that_they_are_given(source: Path) -> None:
+    source.write_text('extern "C" double half(double x) { return x / 2; }\n')
+    kernels = NativeKernels(source, {"half": (ctypes.c_double,)}, ctypes.c_double)
+    assert kernels.why_not() is None
+    assert kernels.library.half(3) == 1.5
+
+
+def test_kernels_that_cannot_be_built_say_why(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    kernels = NativeKernels(source, {"answer": ()})
+    assert kernels.why_not() == "no C++ compiler"
+    with pytest.raises(AssertionError, match="no C\\+\\+ compiler"):
+        _ = kernels.library
 
 
 def test_no_compiler_is_a_reason(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from rayk.kernels.copy_runs.table import RunTable
-from rayk.kernels.native import load_native
+from rayk.kernels.native import NativeKernels
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG)
 
 
-@functools.cache
+_KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_copy_runs": _ARGUMENTS})
+
+
 def native_copy_runs() -> Callable[..., None] | None:
     """The C++ function, or None where it cannot be built."""
-    loaded = load_native(Path(__file__).with_name("native.cpp"))
-    if loaded.library is None:
-        return None
-    function = loaded.library.rayk_copy_runs
-    function.argtypes = _ARGUMENTS
-    function.restype = None
-    call: Callable[..., None] = function
-    return call
+    return _KERNELS.library.rayk_copy_runs if _KERNELS.why_not() is None else None
 
 
 def copy_runs_native(

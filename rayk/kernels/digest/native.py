@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,23 +10,18 @@ import numpy as np
 import torch
 
 from rayk.kernels.digest.views import DigestedViews, RowPlaces
-from rayk.kernels.native import load_native
+from rayk.kernels.native import NativeKernels
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER)
 
 
-@functools.cache
+_KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_digest": _ARGUMENTS})
+
+
 def native_digest() -> Callable[..., None] | None:
     """The C++ function, or None where it cannot be built."""
-    loaded = load_native(Path(__file__).with_name("native.cpp"))
-    if loaded.library is None:
-        return None
-    function = loaded.library.rayk_digest
-    function.argtypes = _ARGUMENTS
-    function.restype = None
-    call: Callable[..., None] = function
-    return call
+    return _KERNELS.library.rayk_digest if _KERNELS.why_not() is None else None
 
 
 def digest_views_native(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from rayk.kernels.native import load_native
+from rayk.kernels.native import NativeKernels
 from rayk.kernels.paged_attention.heads import HeadGroups
 from rayk.kernels.quantise import QuantisedKV, head_size_v
 
@@ -43,22 +41,9 @@ class _Coding(ctypes.Structure):
     )
 
 
-@functools.cache
-def _load() -> tuple[Callable[..., int] | None, str]:
-    loaded = load_native(Path(__file__).with_name("native.cpp"))
-    if loaded.library is None:
-        return None, loaded.reason
-    function = loaded.library.rayk_paged_attention
-    function.argtypes = _ARGUMENTS
-    function.restype = _INT
-    call: Callable[..., int] = function
-    return call, ""
-
-
-def why_no_native() -> str | None:
-    """Why this machine cannot run the C++ kernel, or None when it can. Builds it on first use."""
-    function, reason = _load()
-    return reason if function is None else None
+_KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_paged_attention": _ARGUMENTS}, _INT)
+why_no_native = _KERNELS.why_not
+"""Why this machine cannot run the C++ kernel, or None when it can. Builds it on first use."""
 
 
 def paged_attention_native(
@@ -76,8 +61,6 @@ def paged_attention_native(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Arguments and result as `paged_attention`; computes in float32 on torch's number of threads."""
-    function, reason = _load()
-    assert function is not None, reason
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
     assert query_start_loc.is_contiguous()
@@ -93,7 +76,7 @@ def paged_attention_native(
     assert q.shape[-1] == head_size_k
     size_v = head_size_v(kv_cache, head_size_k)
     out = torch.empty(q.shape[0], q.shape[1], size_v, dtype=torch.float32)
-    status = function(
+    status = _KERNELS.library.rayk_paged_attention(
         q32.data_ptr(),
         q32.stride(0),
         q32.stride(1),

@@ -6,12 +6,11 @@ At one token a step they cost what their calls cost, and so do torch's: some 3 u
 from __future__ import annotations
 
 import ctypes
-import functools
 from pathlib import Path
 
 import torch
 
-from rayk.kernels.native import load_native
+from rayk.kernels.native import NativeKernels
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -26,20 +25,9 @@ _ARGUMENTS = {
 }
 
 
-@functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    loaded = load_native(Path(__file__).with_name("native.cpp"))
-    if loaded.library is not None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(loaded.library, name)
-            function.argtypes, function.restype = arguments, None
-    return loaded.library, loaded.reason
-
-
-def why_no_native() -> str | None:
-    """Why this machine cannot run the C++ kernels, or None when it can. Builds them on first use."""
-    library, reason = _load()
-    return reason if library is None else None
+_KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), _ARGUMENTS)
+why_no_native = _KERNELS.why_not
+"""Why this machine cannot run the C++ kernels, or None when it can. Builds them on first use."""
 
 
 def is_native(x: torch.Tensor) -> bool:
@@ -51,8 +39,6 @@ def is_native(x: torch.Tensor) -> bool:
 
 def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, wide: bool) -> torch.Tensor:
     """See `rms_norm`."""
-    library, reason = _load()
-    assert library is not None, reason
     num_heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointer, stride_w = None, 0
@@ -64,7 +50,7 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float,
         if weight.dim() == 2:
             assert weight.shape[0] == num_heads, (weight.shape, x.shape)
             stride_w = weight.stride(0)
-    library.rayk_rms_norm(
+    _KERNELS.library.rayk_rms_norm(
         x.data_ptr(),
         x.stride(0),
         stride_h,
@@ -84,8 +70,6 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float,
 
 def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See `rotate_halves`."""
-    library, reason = _load()
-    assert library is not None, reason
     num_tokens, num_heads, size = x.shape
     half = cos.shape[-1]
     assert cos.shape == sin.shape == (num_tokens, 1, half), (cos.shape, sin.shape, x.shape)
@@ -94,7 +78,7 @@ def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     assert sin.is_contiguous()
     assert 2 * half <= size, (half, size)
     out = torch.empty(x.shape, dtype=x.dtype)
-    library.rayk_rotate(
+    _KERNELS.library.rayk_rotate(
         x.data_ptr(),
         x.stride(0),
         x.stride(1),
@@ -113,12 +97,10 @@ def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 def gated_native(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """See `gated`."""
-    library, reason = _load()
-    assert library is not None, reason
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.shape[1] == 2 * size, gate_up.shape
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype)
-    library.rayk_gate(
+    _KERNELS.library.rayk_gate(
         gate_up.data_ptr(),
         gate_up.stride(0),
         out.data_ptr(),

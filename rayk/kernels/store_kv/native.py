@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from rayk.kernels.native import load_native
+from rayk.kernels.native import NativeKernels
 from rayk.kernels.quantise import QuantisedKV
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _ARGUMENTS = (
     (_POINTER, _LONG, _LONG) * 2 + (_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT) + (_LONG,) * 4
 )
-
-
-@functools.cache
-def _load() -> tuple[Callable[..., int] | None, str]:
-    loaded = load_native(Path(__file__).with_name("native.cpp"))
-    if loaded.library is None:
-        return None, loaded.reason
-    function = loaded.library.rayk_store_kv
-    function.argtypes = _ARGUMENTS
-    function.restype = _INT
-    call: Callable[..., int] = function
-    return call, ""
-
-
-def why_no_native() -> str | None:
-    """Why this machine cannot run the C++ kernel, or None when it can. Builds it on first use."""
-    function, reason = _load()
-    return reason if function is None else None
+_KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_store_kv": _ARGUMENTS}, _INT)
+why_no_native = _KERNELS.why_not
+"""Why this machine cannot run the C++ kernel, or None when it can. Builds it on first use."""
 
 
 def is_native(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | QuantisedKV) -> bool:
@@ -43,7 +26,7 @@ def is_native(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | Quantis
         and kv_cache.is_cpu
         and k.dtype == v.dtype == kv_cache.dtype
         and k.stride(-1) == v.stride(-1) == kv_cache.stride(-1) == 1
-        and _load()[0] is not None
+        and why_no_native() is None
     )
 
 
@@ -51,8 +34,6 @@ def store_kv_native(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Arguments as `store_kv`."""
-    function, reason = _load()
-    assert function is not None, reason
     num_blocks, num_heads, num_slots, content = kv_cache.shape
     num_tokens, itemsize = len(slot_mapping), kv_cache.element_size()
     assert k.shape[:2] == v.shape[:2] == (num_tokens, num_heads), "one head slot per local KV head"
@@ -60,7 +41,7 @@ def store_kv_native(
     assert slot_mapping.dtype == torch.int64
     assert slot_mapping.is_contiguous()
     stride_b, stride_h, stride_n, _ = kv_cache.stride()
-    status = function(
+    status = _KERNELS.library.rayk_store_kv(
         k.data_ptr(),
         k.stride(0) * itemsize,
         k.stride(1) * itemsize,
