@@ -10,6 +10,7 @@ GONE = "tests/serve/test_disconnect.py::test_every_choice_is_aborted_and_has_the
 COMPLETIONS = "tests/serve/test_completions.py"
 LOGPROBS = "tests/serve/test_logprobs.py"
 CHAT = "tests/serve/test_chat.py"
+CALLS = "tests/serve/test_generator_calls.py"
 JOINED = f"{TEXT}::test_deltas_join_to_the_tokenizers_own_text"
 NAMED = f"{GUARD}::test_what_is_wrong_is_named"
 
@@ -172,6 +173,14 @@ HTTP = (
         "if piece.is_first:",
         "if True:",
         f"{CHAT}::test_a_stream_names_the_role_once_and_says_the_same",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "HEAD is refused",
+        "rayk/serve/replies.py",
+        'await self._app({**scope, "method": "GET"}, receive, without_body)',
+        "await self._app(scope, receive, without_body)",
+        f"{CALLS}::test_head_is_answered_as_get_without_the_body",
         needs_fixtures=True,
     ),
 )

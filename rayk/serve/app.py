@@ -28,7 +28,7 @@ from rayk.serve.guard import Guard
 from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
 from rayk.serve.protocol import ChatRequest, CompletionRequest
-from rayk.serve.replies import EventStream, unless_gone
+from rayk.serve.replies import EventStream, HeadAsGet, unless_gone
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, RaykError
 from rayk.types.serving import Completer, Health
@@ -53,6 +53,7 @@ def make_app(
     _add_generation_routes(app, front)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(Counted, metrics=front.metrics)  # outside: also who is turned away counts
+    app.add_middleware(HeadAsGet)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayk.serve.errors import api_error, to_json
 from rayk.types.errors import RaykError
@@ -79,6 +79,26 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": b""})
                     raise
             await send({"type": "http.response.body", "body": b""})
+
+
+class HeadAsGet:
+    """ASGI: answers HEAD as GET, less the body: HTTP asks it of all servers, and load generators look for
+    /metrics with it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            await send({**message, "body": b""} if is_body else message)
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
 
 
 async def _send_part(send: Send, body: bytes) -> None:
