@@ -3,18 +3,20 @@
     python jobs/benchmarks/decision_cost.py [--decisions 400] [--rounds 5] [--out DIR] [--check]
 
 All of it as a server's fleet does it, but without Ray: the policy's decision, the loads' book, the accounts
-of fronts, the waiting room's pace. So many requests are on engines meanwhile; for each new one another ends.
-Half of the engines prefill and half decode, with TP sizes 1, 2 and 4 in turn. Prompts have 1,024 tokens, of
-which 512 are one of 100 common beginnings, and come out of a pickle, as they do there. One request in two
+of fronts, the waiting room's pace, and what comes is unpickled first. So many requests are on engines
+meanwhile; for each new one another ends. Half of the engines prefill and half decode, with TP sizes 1, 2 and
+4 in turn. Prompts have 1,024 tokens, of which 512 are one of 100 common beginnings. One request in two
 belongs to one of 1,000 sessions. The index of prefixes is full.
 
 A row is one policy and number of engines, a column one number of running requests. Microseconds of the
 thread's processor time for one request, all three calls together: the median over decisions and, in brackets,
 the 99th percentile, each the least of several rounds, in which the columns take turns: what else the machine
-does only adds. `growth` is the cost at the largest number of running requests over that at the smallest. Two
-more tables: prompts of other lengths, and what a place in the waiting room costs.
+does only adds. `growth` is the cost at the largest number of running requests over that at the smallest. More
+tables: prompts of other lengths, what a front spends on a prompt before (its keys are made there, once, where
+the tokens are), and what a place in the waiting room costs.
 
-Target: every median under 200 us, and flat: growth below 1.5 (what there is of it are cache misses).
+Target: every median at the coordinator under 200 us, and flat: growth below 1.5 (what there is of it are
+cache misses).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from pathlib import Path
 
 from rayk.actors.desk import Desk
 from rayk.actors.serving import News
+from rayk.sched.asking import Asker, new_secret
 from rayk.sched.policies import POLICIES, Asked, PolicySettings, get_policy
 from rayk.sched.waiting_room import WaitingRoom
 
@@ -43,12 +46,13 @@ MAX_GROWTH = 1.5
 RUNNING = (10, 1_000, 10_000)
 ENGINES = (4, 64)
 PROMPT_TOKENS = 1_024
-OTHER_PROMPTS = (64, 8_192)
+OTHER_PROMPTS = (64, 8_192, 16_384)
 NUM_BEGINNINGS = 100
 NUM_SESSIONS = 1_000
 FRONT = "front"
 VOCABULARY = list(range(128_000))
-"""The same integers for all prompts that are only kept."""
+SETTINGS = PolicySettings(index_blocks=16_384)
+"""So small that an index this long is full before the first decision that is timed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Case:
 class Requests:
     """An endless row of them, each unlike the others."""
 
-    def __init__(self, num_prompt_tokens: int, seed: int = 0) -> None:
+    def __init__(self, policy: str, num_prompt_tokens: int, seed: int = 0) -> None:
+        self._asker = Asker(policy, SETTINGS, new_secret())
         self._draw = random.Random(seed)
         half = num_prompt_tokens // 2
         self._beginnings = [self._tokens(half) for _ in range(NUM_BEGINNINGS)]
@@ -73,14 +78,19 @@ class Requests:
 
     def next(self) -> Asked:
         """Another one."""
+        return self.ask(self.prompt())
+
+    def prompt(self) -> tuple[int, ...]:
+        """Another one."""
+        return self._draw.choice(self._beginnings) + self._tokens(self._num_rest)
+
+    def ask(self, prompt: tuple[int, ...]) -> Asked:
+        """What a front makes of a prompt."""
         self._count += 1
         draw = self._draw
         session = f"session {draw.randrange(NUM_SESSIONS)}" if self._count % 2 else None
-        return Asked(
-            request_id=f"request {self._count}",
-            prompt_token_ids=draw.choice(self._beginnings) + self._tokens(self._num_rest),
-            max_tokens=draw.randint(1, 512),
-            session=session,
+        return self._asker.ask(
+            f"request {self._count}", prompt, max_tokens=draw.randint(1, 512), session=session
         )
 
     def _tokens(self, num: int) -> tuple[int, ...]:
@@ -91,11 +101,8 @@ class Bench:
     """One case, kept from round to round."""
 
     def __init__(self, case: Case) -> None:
-        self._requests = Requests(case.num_prompt_tokens)
-        # So small that an index this long is full before the first decision that is timed.
-        settings = PolicySettings(index_blocks=16_384)
-        policy = get_policy(case.policy, settings)
-        self._desk = Desk(policy, max_waiting=512, limit=lambda: 10**9)
+        self._requests = Requests(case.policy, case.num_prompt_tokens)
+        self._desk = Desk(get_policy(case.policy, SETTINGS), max_waiting=512, limit=lambda: 10**9)
         for i in range(case.num_engines):
             self._desk.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
         self._running: deque[str] = deque()
@@ -120,8 +127,9 @@ class Bench:
         """Microseconds of `num` requests."""
         found = []
         for pickled in [pickle.dumps(self._requests.next()) for _ in range(num)]:
-            asked, oldest = pickle.loads(pickled), self._running.popleft()  # noqa: S301 - our own
+            oldest = self._running.popleft()
             started = time.thread_time_ns()
+            asked = pickle.loads(pickled)  # noqa: S301 - our own
             await self._place(asked)
             self._desk.tell(FRONT, News(prefilled=(asked.request_id,)))
             self._desk.tell(FRONT, News(ended=(oldest,)))
@@ -155,6 +163,17 @@ async def time_cases(cases: Sequence[Case], num_decisions: int, num_rounds: int)
             medians[case].append(statistics.median(found))
             p99s[case].append(statistics.quantiles(found, n=100)[98])
     return {case: Cost(min(medians[case]), min(p99s[case])) for case in cases}
+
+
+def time_front(num_prompt_tokens: int, num_rounds: int) -> tuple[float, int]:
+    """Microseconds to describe a prompt to `prefix_aware`, and bytes of the description."""
+    requests, found = Requests("prefix_aware", num_prompt_tokens), []
+    for _ in range(40 * num_rounds):
+        prompt = requests.prompt()
+        started = time.thread_time_ns()
+        asked = requests.ask(prompt)
+        found.append((time.thread_time_ns() - started) / 1e3)
+    return statistics.median(found), len(pickle.dumps(asked))
 
 
 def time_room(num_waiting: int, num_rounds: int) -> tuple[float, float]:
@@ -199,6 +218,15 @@ def table(costs: dict[Case, Cost]) -> str:
     return "\n".join(lines)
 
 
+def front_table(num_rounds: int) -> str:
+    """Markdown, microseconds."""
+    lines = ["| prompt | keys | bytes to the coordinator |", "|---:|---:|---:|"]
+    for num in sorted((PROMPT_TOKENS, *OTHER_PROMPTS)):
+        took, num_bytes = time_front(num, num_rounds)
+        lines.append(f"| {num:,} | {took:.0f} | {num_bytes:,} |")
+    return "\n".join(lines)
+
+
 def room_table(num_rounds: int) -> str:
     """Markdown, microseconds."""
     lines = ["| waiting | leave + enter | enter + pop |", "|---:|---:|---:|"]
@@ -238,12 +266,12 @@ def main() -> int:
     others: dict[Case, Cost] = {}
     for num in OTHER_PROMPTS:
         others |= asyncio.run(time_cases([Case("prefix_aware", 64, n, num) for n in RUNNING], *sizes))
-    parts = [table(costs), table(others), room_table(arguments.rounds)]
+    parts = [table(costs), table(others), front_table(arguments.rounds), room_table(arguments.rounds)]
     text = "\n\n".join(parts)
     print(text)
     if arguments.out is not None:
         write_results(text, costs | others, arguments.out)
-    return int(arguments.check and "MISSED" in parts[0])
+    return int(arguments.check and "MISSED" in parts[0] + parts[1])
 
 
 if __name__ == "__main__":

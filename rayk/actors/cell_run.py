@@ -20,8 +20,9 @@ from rayk.actors.sampled import with_seed
 from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
+from rayk.sched.asking import Asker, new_secret
 from rayk.sched.loads import LoadBook
-from rayk.sched.policies import Asked, get_policy
+from rayk.sched.policies import get_policy
 from rayk.specs import Cell
 from rayk.transfer.recovery import Recovery
 from rayk.transfer.ticket import Reservation
@@ -72,6 +73,7 @@ class CellRun:
         self._capture = capture
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._policy = get_policy(cell.policy, cell.policy_settings)
+        self._asker = Asker(cell.policy, cell.policy_settings, new_secret())
         self._loads = LoadBook()
         for engine in engines:
             self._loads.add(engine.name, engine.config.tp)
@@ -171,11 +173,9 @@ class CellRun:
             [e.name for e in side if engines.is_live(e)] or [e.name for e in side]
             for side in (engines.prefill, engines.decode)
         ]
-        asked = Asked(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            max_tokens=request.sampling.max_tokens,
-            session=session,
+        limit = request.sampling.max_tokens
+        asked = self._asker.ask(
+            request.request_id, request.prompt_token_ids, max_tokens=limit, session=session
         )
         placed = self._policy.place(asked, *(self._loads.of(names) for names in live))
         self._loads.placed(asked, placed)

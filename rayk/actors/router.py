@@ -29,6 +29,7 @@ from rayk.actors.flight import Flight, FlightRules, Way, note_failure  # noqa: E
 from rayk.actors.serving import News, Seat  # noqa: E402
 from rayk.engine.admission import bad_sampling, seeded  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402
+from rayk.sched.asking import Asker  # noqa: E402
 from rayk.sched.policies import Asked  # noqa: E402
 from rayk.specs.serving import ServerSettings  # noqa: E402
 from rayk.transfer.recovery import Cause, attempt_id, cause_of  # noqa: E402
@@ -61,6 +62,7 @@ class Router:
             transfer_s=settings.transfer_s,
             recomputes=settings.failure_policy == "recompute",
         )
+        self._asker = Asker(settings.policy, settings.policy_settings, settings.prefix_secret)
         self._numbers = itertools.count()
         self._courier: asyncio.Task[None] | None = None
 
@@ -152,13 +154,19 @@ class Router:
     async def _attempts(
         self, ask: Ask, request: Request, flight: Flight, stream: _Stream, until: float
     ) -> None:
+        asked = self._asker.ask(
+            request.request_id,
+            request.prompt_token_ids,
+            max_tokens=request.sampling.max_tokens,
+            session=ask.session,
+        )
         for number in itertools.count():
             name = attempt_id(request.request_id, number)
             attempt = replace(request, request_id=name)
             stream.attempt = name
             engines: list[EngineHandle] = []
             try:
-                seat = await self._place(ask, attempt, until, again=number > 0)
+                seat = await self._place(ask, replace(asked, request_id=name), until, again=number > 0)
                 flight.row.stage_ns.setdefault("queue", time.monotonic_ns() - flight.row.arrival_ns)
                 await self._fly(seat, attempt, flight, engines, number)
             except RaykError as error:
@@ -173,13 +181,7 @@ class Router:
                         engine.leader.abort.options(concurrency_group="control").remote(name)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
 
-    async def _place(self, ask: Ask, attempt: Request, until: float, *, again: bool) -> Seat:
-        asked = Asked(
-            request_id=attempt.request_id,
-            prompt_token_ids=attempt.prompt_token_ids,
-            max_tokens=attempt.sampling.max_tokens,
-            session=ask.session,
-        )
+    async def _place(self, ask: Ask, asked: Asked, until: float, *, again: bool) -> Seat:
         left_s = max(0.0, until - time.monotonic())
         place = partial(self._link.call, "place", self.name, asked, until=until)
         seat: Seat = await place(priority=ask.priority, deadline_s=left_s, again=again)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
+from rayk.sched.asking import new_secret
 from rayk.sched.policies import PolicySettings
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import TransferSpec
@@ -61,6 +62,8 @@ class ServerSettings:
     """An engine whose loop stands still for so long is killed and formed again. Longer than any step."""
     front_s: float = 15.0
     """A front that was not heard of for so long is gone: its requests are aborted."""
+    prefix_secret: bytes = field(default_factory=new_secret, repr=False, compare=False)
+    """Shared by its fronts: what prompts' prefixes are digested with (sched.asking)."""
 
     def __post_init__(self) -> None:
         names, roles = [e.name for e in self.engines], {e.role for e in self.engines}

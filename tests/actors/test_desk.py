@@ -24,7 +24,7 @@ def make_desk(max_running: int = 1, max_waiting: int = 2, *, opened: bool = True
 
 def place(desk: Desk, name: str, *, again: bool = False, **how: Any) -> asyncio.Task[Placed]:
     """The request's call, begun."""
-    asked = Asked(request_id=name, prompt_token_ids=(1, 2), max_tokens=3)
+    asked = Asked(request_id=name, num_prompt_tokens=2, max_tokens=3)
     call: Coroutine[Any, Any, Placed] = desk.place(
         how.get("front", "f"),
         asked,

@@ -21,7 +21,7 @@ def brute(placed: dict[str, tuple[Asked, Placed]], ahead: set[str]) -> list[Engi
         found[place.decode or place.prefill or ""].num_output_tokens += asked.max_tokens
         if request_id in ahead:
             computer = found[place.prefill or place.decode or ""]
-            computer.num_prompt_tokens += len(asked.prompt_token_ids) - place.num_cached_tokens
+            computer.num_prompt_tokens += asked.num_prompt_tokens - place.num_cached_tokens
     return list(found.values())
 
 
@@ -38,11 +38,11 @@ def test_loads_are_the_sums_over_requests(seed: int) -> None:
         if event == "place":
             asked = Asked(
                 request_id=str(i),
-                prompt_token_ids=(1,) * draw.randint(1, 99),
+                num_prompt_tokens=draw.randint(1, 99),
                 max_tokens=draw.randint(1, 9),
             )
             p, d = draw.choice(["p0", "p1", None]), draw.choice(["d0", "d1", None])
-            cached = draw.randint(0, len(asked.prompt_token_ids) - 1)
+            cached = draw.randint(0, asked.num_prompt_tokens - 1)
             place = Placed(prefill=p, decode=d if p else "d0", num_cached_tokens=cached)
             placed[str(i)] = (asked, place)
             ahead.add(str(i))
@@ -59,7 +59,7 @@ def test_loads_are_the_sums_over_requests(seed: int) -> None:
 def test_what_is_told_of_an_engine_that_is_gone_is_passed_over() -> None:
     book = LoadBook()
     book.add("p0")
-    asked, place = Asked(request_id="r", prompt_token_ids=(1, 2)), Placed(prefill="p0", decode=None)
+    asked, place = Asked(request_id="r", num_prompt_tokens=2), Placed(prefill="p0", decode=None)
     book.placed(asked, place)
     book.remove("p0")
     book.prefilled("r")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 
+from rayk.sched.asking import Asker
 from rayk.sched.loads import LoadBook
 from rayk.sched.policies import (
     HEEDED,
@@ -25,11 +27,17 @@ from rayk.sched.policies import (
 )
 from rayk.types.errors import UserError
 
-ASKED = Asked(request_id="r", prompt_token_ids=(1,))
+ASKED = Asked(request_id="r", num_prompt_tokens=1)
+SECRET = b"of these tests"
 SETTINGS = PolicySettings(
     output_cost=1.7, move_cost=0.3, block_tokens=4, local_prompt_tokens=20, local_backlog_tokens=25
 )
 TP = {"p0": 1, "p1": 2, "p2": 4, "d0": 2, "d1": 1, "d2": 2}
+
+
+def ask(request_id: str, prompt: Sequence[int], settings: PolicySettings = SETTINGS, **how: Any) -> Asked:
+    """A request as policies see it that heed prefixes."""
+    return Asker("prefix_aware", settings, SECRET).ask(request_id, prompt, **how)
 
 
 def loads(side: str, count: int) -> list[EngineLoad]:
@@ -82,18 +90,15 @@ class World:
             self.book.add(engine, tp)
         self.running: dict[str, tuple[Asked, Placed]] = {}
         self.ahead: set[str] = set()
+        self.prompts: dict[str, tuple[int, ...]] = {}
         self.given: list[tuple[tuple[int, ...], set[str]]] = []
         """(prompt, engines that were given it and live)"""
 
     def some_request(self, i: int) -> Asked:
         prompt = self.draw.choices((1, 2), weights=(6, 1), k=self.draw.randint(1, 40))
         session = self.draw.choice([None, "a", "b", "c"])
-        return Asked(
-            request_id=str(i),
-            prompt_token_ids=tuple(prompt),
-            max_tokens=self.draw.randint(1, 30),
-            session=session,
-        )
+        self.prompts[str(i)] = tuple(prompt)
+        return ask(str(i), prompt, self.settings, max_tokens=self.draw.randint(1, 30), session=session)
 
     def play(self, num: int, check: Callable[[Asked, list[str], list[str], Placed], None]) -> list[Placed]:
         """Place `num` requests, of which some end; `check` sees each decision before it counts."""
@@ -109,7 +114,7 @@ class World:
             self.ahead.add(asked.request_id)
             self.book.placed(asked, placed)
             names = {placed.prefill, placed.decode} - {None}
-            self.given.append((asked.prompt_token_ids, {str(n) for n in names}))
+            self.given.append((self.prompts[asked.request_id], {str(n) for n in names}))
             self.some_news()
         return found
 
@@ -130,20 +135,20 @@ class World:
 
     def held(self, asked: Asked, engine: str) -> int:
         """Tokens of whole blocks that the prompt shares with one that the engine was given; never all."""
-        best = 0
+        best, own = 0, self.prompts[asked.request_id]
         for prompt, names in self.given:
             if engine in names:
-                pairs = enumerate(zip(prompt, asked.prompt_token_ids, strict=False))
-                ends = min(len(prompt), len(asked.prompt_token_ids))
+                pairs = enumerate(zip(prompt, own, strict=False))
+                ends = min(len(prompt), len(own))
                 shared = next((i for i, (a, b) in pairs if a != b), ends)
                 best = max(best, shared // self.settings.block_tokens * self.settings.block_tokens)
-        return min(best, len(asked.prompt_token_ids) - 1)
+        return min(best, len(own) - 1)
 
     def prompt_ahead(self, engine: str) -> int:
         """Tokens to be computed there."""
         placed = [self.running[i] for i in self.ahead]
         return sum(
-            len(asked.prompt_token_ids) - place.num_cached_tokens
+            asked.num_prompt_tokens - place.num_cached_tokens
             for asked, place in placed
             if (place.prefill or place.decode) == engine
         )
@@ -163,7 +168,7 @@ def assert_least_loaded(
     world: World, asked: Asked, prefill: list[str], decode: list[str], placed: Placed
 ) -> None:
     output = world.settings.output_cost * asked.max_tokens
-    own = len(asked.prompt_token_ids) + (0 if decode else output)
+    own = asked.num_prompt_tokens + (0 if decode else output)
     assert_least(placed.prefill, {e: world.work(e, own) for e in prefill})
     if decode:
         assert_least(placed.decode, {e: world.work(e, output) for e in decode})
@@ -183,7 +188,7 @@ def test_prefix_aware_weighs_what_is_held_against_what_is_to_do(seed: int) -> No
     num_held = []
 
     def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
-        num, settings = len(asked.prompt_token_ids), world.settings
+        num, settings = asked.num_prompt_tokens, world.settings
         held = {e: world.held(asked, e) for e in TP}
         output = settings.output_cost * asked.max_tokens
         own = num + (0 if decode else output)
@@ -208,7 +213,7 @@ def test_conditional_computes_little_prompts_where_they_are_decoded(seed: int) -
             assert placed.prefill in prefill
             return
         assert placed.decode in decode
-        num_new = len(asked.prompt_token_ids) - world.held(asked, placed.decode)
+        num_new = asked.num_prompt_tokens - world.held(asked, placed.decode)
         is_short, is_idle = num_new <= 20, num_new + world.prompt_ahead(placed.decode) <= 25
         assert (placed.prefill is None) == (is_short and is_idle)
         computer = placed.prefill or placed.decode
@@ -222,14 +227,13 @@ def test_conditional_computes_little_prompts_where_they_are_decoded(seed: int) -
 def test_a_prompt_that_is_cached_at_the_decode_engine_is_computed_there() -> None:
     policy = get_policy("conditional", replace(SETTINGS, local_prompt_tokens=4))
     prompt = tuple(range(40))
-    asked = Asked(request_id="a", prompt_token_ids=prompt)
     sides = loads("p", 1), loads("d", 1)
-    first = policy.place(asked, *sides)
+    first = policy.place(ask("a", prompt), *sides)
     assert (first.prefill, first.num_cached_tokens) == ("p0", 0)
-    again = policy.place(replace(asked, request_id="b", prompt_token_ids=(*prompt, 99, 98)), *sides)
+    again = policy.place(ask("b", (*prompt, 99, 98)), *sides)
     assert (again.prefill, again.decode, again.num_cached_tokens) == (None, "d0", 40)
     policy.lost("d0")
-    after = policy.place(replace(asked, request_id="c"), *sides)
+    after = policy.place(ask("c", prompt), *sides)
     assert (after.prefill, after.num_cached_tokens) == ("p0", 39), "the prefill engine has it still"
 
 
@@ -240,7 +244,7 @@ def test_short_prompts_do_not_pile_up_where_others_decode() -> None:
         book.add(engine)
     found = []
     for i in range(6):
-        asked = Asked(request_id=str(i), prompt_token_ids=(i,) * 10)
+        asked = ask(str(i), (i,) * 10, settings)
         placed = policy.place(asked, book.of(["p0"]), book.of(["d0"]))
         book.placed(asked, placed)
         found.append(placed.prefill)
@@ -256,7 +260,7 @@ def test_shares_are_in_proportion_to_tp_sizes(name: str) -> None:
         book.add(engine, tp)
     found: Counter[str | None] = Counter()
     for i in range(400):
-        asked = Asked(request_id=str(i), prompt_token_ids=(i,) * 10, max_tokens=7)
+        asked = ask(str(i), (i,) * 10, max_tokens=7)
         placed = policy.place(asked, book.of(["p0", "p1"]), book.of(["d0", "d1"]))
         book.placed(asked, placed)
         found.update([placed.prefill, placed.decode])
@@ -267,10 +271,7 @@ def test_shares_are_in_proportion_to_tp_sizes(name: str) -> None:
 def test_idle_engines_that_are_alike_take_turns(name: str) -> None:
     policy = get_policy(name)
     found = Counter(
-        policy.place(
-            Asked(request_id=str(i), prompt_token_ids=(i,) * 100), loads("p", 3), loads("d", 2)
-        ).prefill
-        for i in range(30)
+        policy.place(ask(str(i), (i,) * 100), loads("p", 3), loads("d", 2)).prefill for i in range(30)
     )
     assert found == {"p0": 10, "p1": 10, "p2": 10}
 
@@ -380,7 +381,7 @@ def test_settings_of_hand_overs_say_nothing_where_there_are_none(name: str, sett
             book.add(engine, TP[engine])
         for i in range(300):
             prompt = tuple(draw.choices((1, 2), weights=(6, 1), k=draw.randint(1, 40)))
-            asked = Asked(request_id=str(i), prompt_token_ids=prompt, max_tokens=draw.randint(1, 30))
+            asked = ask(str(i), prompt, settings, max_tokens=draw.randint(1, 30))
             placed = policy.place(asked, book.of(["p0", "p1", "p2"]), [])
             book.placed(asked, placed)
             if i > 20:

@@ -1,8 +1,8 @@
 """Placement policies: which engines a request runs on. One file each.
 
 A policy sees engines as `EngineLoad`s, which the coordinator keeps up to date, and is told what became of the
-requests it placed. What a decision costs depends on the number of engines and the prompt's length, not on the
-number of requests.
+requests it placed. What a decision costs depends on the number of engines and of the prompt's blocks, not on
+the number of requests.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from typing import Protocol
 
 from rayk.types.errors import UserError
 
+PrefixKeys = tuple[int, ...]
+"""Of a prompt's prefixes of one block, two blocks and so on: equal for equal prefixes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a policy knows of a request."""
+    """What a policy knows of a request. Filled by `asking.Asker`."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    prefix_keys: PrefixKeys = ()
+    """Empty where the policy heeds none."""
     max_tokens: int = 0
     session: str | None = None
 

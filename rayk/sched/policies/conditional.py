@@ -24,14 +24,14 @@ class Conditional:
         """One engine or two."""
         if not decode:
             return self._aware.place(asked, prefill, decode)
-        keys, held = self._aware.look_up(asked)
+        held = self._aware.look_up(asked)
         consumer = self._aware.consumer(asked, decode, held)
         if self._is_little(asked, consumer, held):
             producer, engines = None, [consumer]
         else:
             producer = self._aware.producer(asked, prefill, held, is_alone=False)
             engines = [producer, consumer]
-        self._aware.index.put(keys, [e.name for e in engines])
+        self._aware.index.put(asked.prefix_keys, [e.name for e in engines])
         return Placed(
             prefill=None if producer is None else producer.name,
             decode=consumer.name,
@@ -40,7 +40,7 @@ class Conditional:
 
     def _is_little(self, asked: Asked, consumer: EngineLoad, held: dict[str, int]) -> bool:
         """Whether a decode engine computes the prompt."""
-        num_new = len(asked.prompt_token_ids) - held.get(consumer.name, 0)
+        num_new = asked.num_prompt_tokens - held.get(consumer.name, 0)
         is_short = num_new <= self._settings.local_prompt_tokens
         return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 

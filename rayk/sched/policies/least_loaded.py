@@ -22,7 +22,7 @@ class LeastLoaded:
     def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
         """The least loaded of each side."""
         price = self._output_cost
-        prompt, output = len(asked.prompt_token_ids), price * asked.max_tokens
+        prompt, output = asked.num_prompt_tokens, price * asked.max_tokens
         own = prompt if decode else prompt + output
         producer = self._chooser.least(prefill, work(prefill, price, own))
         if not decode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
-from rayk.sched.prefix_index import PrefixIndex, PrefixKeys
+from rayk.sched.prefix_index import PrefixIndex
 from rayk.sched.work import Chooser, work
 
 
@@ -27,37 +27,35 @@ class PrefixAware:
 
     def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
         """The cheapest of each side."""
-        keys, held = self.look_up(asked)
+        held = self.look_up(asked)
         producer = self.producer(asked, prefill, held, is_alone=not decode)
         consumer = self.consumer(asked, decode, held) if decode else None
         names = [e.name for e in (producer, consumer) if e is not None]
-        self.index.put(keys, names)
+        self.index.put(asked.prefix_keys, names)
         return Placed(
             prefill=producer.name,
             decode=None if consumer is None else consumer.name,
             num_cached_tokens=held.get(producer.name, 0),
         )
 
-    def look_up(self, asked: Asked) -> tuple[PrefixKeys, dict[str, int]]:
-        """The prompt's keys for the index; engine -> prompt tokens that it need not compute. The last one it
-        always does, for its logits."""
-        keys = self.index.keys(asked.prompt_token_ids)
-        held = self.index.num_held_tokens(keys)
-        most = len(asked.prompt_token_ids) - 1
-        return keys, {name: min(num, most) for name, num in held.items()}
+    def look_up(self, asked: Asked) -> dict[str, int]:
+        """Engine -> prompt tokens that it need not compute. The last one it always does, for its logits."""
+        held = self.index.num_held_tokens(asked.prefix_keys)
+        most = asked.num_prompt_tokens - 1
+        return {name: min(num, most) for name, num in held.items()}
 
     def producer(
         self, asked: Asked, prefill: Sequence[EngineLoad], held: dict[str, int], *, is_alone: bool
     ) -> EngineLoad:
         """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
-        own = len(asked.prompt_token_ids) + (price * asked.max_tokens if is_alone else 0.0)
+        own = asked.num_prompt_tokens + (price * asked.max_tokens if is_alone else 0.0)
         return self._chooser.least(prefill, work(prefill, price, own, held))
 
     def consumer(self, asked: Asked, decode: Sequence[EngineLoad], held: dict[str, int]) -> EngineLoad:
         """Who decodes."""
         price, move = self._settings.output_cost, self._settings.move_cost
-        own = price * asked.max_tokens + move * len(asked.prompt_token_ids)
+        own = price * asked.max_tokens + move * asked.num_prompt_tokens
         spared = {name: move * num for name, num in held.items()}
         return self._chooser.least(decode, work(decode, price, own, spared))
 

@@ -1,0 +1,65 @@
+"""What policies are told of requests, made where their tokens are: a policy never sees a prompt.
+
+A prompt is known by keyed digests of its beginnings. Whoever chooses prompts cannot tell the key, hence
+neither aim at an engine nor pass for somebody else's prompt.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from struct import Struct
+
+from rayk.sched.policies import Asked, PolicySettings, PrefixKeys, heeds
+
+SECRET_BYTES = 32
+TOKEN = Struct("<i")
+
+
+def new_secret() -> bytes:
+    """For those whose keys are to be compared, and for nobody else."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+class Asker:
+    """Describes requests to one policy. All who ask it share a secret."""
+
+    def __init__(self, policy: str, settings: PolicySettings, secret: bytes) -> None:
+        """`policy`: its name; of one that heeds no prefixes, none are digested."""
+        needs_keys = heeds(policy, "block_tokens", hands_over=True) and settings.index_blocks
+        self._block_tokens = settings.block_tokens if needs_keys else None
+        self._secret = secret
+
+    def ask(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_tokens: int = 0,
+        session: str | None = None,
+    ) -> Asked:
+        """A request as its policy will know it. Token ids fit into 32 bits."""
+        keys: PrefixKeys = ()
+        if self._block_tokens is not None:
+            keys = prefix_keys(prompt_token_ids, self._block_tokens, self._secret)
+        return Asked(
+            request_id=request_id,
+            num_prompt_tokens=len(prompt_token_ids),
+            prefix_keys=keys,
+            max_tokens=max_tokens,
+            session=session,
+        )
+
+
+def prefix_keys(prompt_token_ids: Sequence[int], block_tokens: int, secret: bytes) -> PrefixKeys:
+    """Of all full blocks of a prompt: each key depends on every token up to the block's end."""
+    digest = blake2b(digest_size=8, key=secret)
+    num_tokens = len(prompt_token_ids) // block_tokens * block_tokens
+    packed = Struct(f"<{num_tokens}i").pack(*prompt_token_ids[:num_tokens])
+    size = block_tokens * TOKEN.size
+    keys = []
+    for start in range(0, len(packed), size):
+        digest.update(packed[start : start + size])
+        keys.append(int.from_bytes(digest.digest(), "little"))
+    return tuple(keys)
