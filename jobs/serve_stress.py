@@ -262,7 +262,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     option("--prefill-tp", "of each", type=int, default=1)
     option("--num-decode", "engines", type=int, default=1)
     option("--decode-tp", "of each", type=int, default=2)
-    option("--spares", "idle engines' workers; 1 with --kill", type=int)
+    option("--spares", "idle workers; 2 with --kill", type=int)
     option("--request-s", "what a request may last", type=float, default=120.0)
     option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
     option("--http", "front", default="uvicorn", choices=["uvicorn", "serve"])
@@ -279,7 +279,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"--requests {options.requests} are not to be split over {len(options.families)} families"
         )
     options.requests //= len(options.families)
-    options.spares = int(options.kill) if options.spares is None else options.spares
+    options.spares = 2 * options.kill if options.spares is None else options.spares
     return options
 
 

@@ -56,14 +56,23 @@ KILLS = (
     Column(title="at, s", key="at_s", spec=".1f"),
     Column(title="engine", key="engine"),
     Column(title="rank", key="rank", spec="d"),
-    Column(title="has workers again after, s", key="formed_s", spec=".1f"),
+    Column(title="load", key="load", spec=".0f"),
+    Column(title="tries", key="tries", spec="d"),
+    Column(title="workers replaced", key="num_replaced", spec="d"),
+    Column(title="they are there, s", key="workers_s", spec=".1f"),
+    Column(title="formed, s", key="form_s", spec=".1f"),
+    Column(title="connected, s", key="connect_s", spec=".1f"),
+    Column(title="CPU to start a worker, s", key="start_cpu_s", spec=".1f"),
+    Column(title="CPU to form, s", key="form_cpu_s", spec=".1f"),
     Column(title="takes requests again after, s", key="restart_s", spec=".1f"),
     Column(title="throughput back after, s", key="back_s", spec=".1f"),
 )
 NOTE = (
     f"Throughput is back when the first window of {WINDOW_S:g} s that lies wholly behind the kill has at "
     f"least {BACK_SHARE:.0%} of the median tokens per second before the first kill: after {WINDOW_S:g} s at "
-    f"the earliest, {BACK_S:g} s at the latest. Windows may hold later kills."
+    f"the earliest, {BACK_S:g} s at the latest. Windows may hold later kills. The parts of a restart are "
+    "those of the try that succeeded, one after the other; processor time to start is a rank's, imports "
+    "included, whenever it was spent; to form that of all ranks."
 )
 
 
@@ -138,12 +147,29 @@ def kill_rows(run: Run) -> list[dict[str, Any]]:
                 "engine": kill.engine,
                 "rank": kill.rank,
                 "measures": number < run.measured_kills,
-                "formed_s": kill.formed_s,
+                "load": kill.load,
                 "restart_s": kill.restart_s,
+                **_parts(kill.parts),
                 "back_s": back_s,
             }
         )
     return rows
+
+
+def _parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """How a restart went. Nothing of one that did not end."""
+    workers_s, formed_s, joined_s = (parts.get(f"{name}_s") for name in ("workers", "formed", "joined"))
+    ranks = parts.get("cpu_s", ())
+    is_whole = joined_s is not None
+    return {
+        "tries": parts.get("try"),
+        "num_replaced": parts.get("num_replaced"),
+        "workers_s": workers_s,
+        "form_s": formed_s - workers_s if is_whole else None,
+        "connect_s": joined_s - formed_s if is_whole else None,
+        "start_cpu_s": max((r["start"] for r in ranks), default=None),
+        "form_cpu_s": sum(r["load"] + r["transport"] for r in ranks) if ranks else None,
+    }
 
 
 def request_rows(run: Run, verdicts: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:

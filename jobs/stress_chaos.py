@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,10 +46,12 @@ class Kill:
     """time.monotonic_ns."""
     epoch: int
     """Of the engine's life that it ended."""
-    formed_s: float | None = None
-    """Until there were workers for the engine's next life; None: there were none."""
+    load: float = 0.0
+    """Of the machine then: processes that ran or waited for a core, over the last minute."""
     restart_s: float | None = None
     """Until the engine took requests again; None: it has not."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Of the restart, as the fleet saw it; see actors.members.Member.restart."""
 
 
 class Throughput:
@@ -131,7 +133,8 @@ class Killer:
         name = self._draw.choice(names)
         rank = self._draw.randrange(len(pids[name]))
         epochs = {row["name"]: row["epoch"] for row in await self.engines()}
-        kill = Kill(engine=name, rank=rank, at_ns=time.monotonic_ns(), epoch=epochs[name])
+        load = os.getloadavg()[0]
+        kill = Kill(engine=name, rank=rank, at_ns=time.monotonic_ns(), epoch=epochs[name], load=load)
         os.kill(pids[name][rank], signal.SIGKILL)
         self.kills.append(kill)
         return kill
@@ -143,10 +146,8 @@ class Killer:
             rows = {row["name"]: row for row in await self.engines()}
             now = rows.get(kill.engine, {})
             since_s = (time.monotonic_ns() - kill.at_ns) / 1e9
-            if now.get("epoch", 0) > kill.epoch and kill.formed_s is None:
-                kill.formed_s = since_s
             if now.get("state") == "ready" and now["epoch"] > kill.epoch:
-                kill.restart_s = since_s
+                kill.restart_s, kill.parts = since_s, dict(now.get("restart", {}))
                 return
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"the next life of {kill.engine}", RESTART_S, now)

@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.actors.desk import Desk
@@ -25,12 +25,14 @@ from rayk.actors.forming import (
     end_reads,
     form_engine,
     stop_loops,
+    survivors,
     until_it_hangs,
 )
 from rayk.actors.nodes import EngineAsk, Node, worker_resources
-from rayk.actors.pool import FORM_S, WorkerPool, name_lost_nodes
+from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
+from rayk.actors.spares import Spares
 from rayk.actors.worker import RankSpec
 from rayk.sched.policies import Asked, Placed, get_policy
 from rayk.specs.serving import MAX_STREAMS, EngineEntry, ServerSettings
@@ -48,6 +50,8 @@ PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before each try to form a lost engine again; the last one for all that follow."""
 END_S = 30.0
 """Deadline for an engine's end."""
+SURVIVE_S = 5.0
+"""How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
 
 
 @dataclass(eq=False)
@@ -63,8 +67,8 @@ class _Member:
     """Why it is not ready."""
     turned_s: float = 0.0
     """When it was last seen to take a turn (time.monotonic)."""
-    restart_s: float | None = None
-    """How long it took to be ready again after its last loss."""
+    restart: dict[str, object] = field(default_factory=dict)
+    """How long it took to be ready again after its last loss, in all and by parts; what is known so far."""
 
     @property
     def name(self) -> str:
@@ -96,10 +100,12 @@ class Fleet:
         self._epoch = 0
         self._linked: set[tuple[str, int, str, int]] = set()
         """Producer and its epoch, consumer and its epoch."""
+        self._lenders: set[tuple[str, int]] = set()
+        """Engines and their epochs whose memory others read."""
         self._wiring = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._spares: asyncio.Queue[str] = asyncio.Queue()
-        """Idle workers that have answered."""
+        asks = sorted((engine_ask(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
+        self._spares = Spares(self._pool, asks, settings.num_spares, settings.model.folder)
 
     def __repr__(self) -> str:
         return f"Fleet({self.name})"
@@ -116,8 +122,7 @@ class Fleet:
         for member in self._members.values():
             self._tasks.append(asyncio.create_task(self._look_after(member)))
         self._tasks.append(asyncio.create_task(self._look_after_fronts()))
-        for i in range(self._settings.num_spares):
-            self._tasks.append(asyncio.create_task(self._prepare_spare(f"spare{i}")))
+        self._spares.start()
         return {m.name: m.life.facts for m in self._members.values()}
 
     async def drain(self, timeout_s: float) -> int:
@@ -133,7 +138,7 @@ class Fleet:
         self._desk.is_draining = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, self._spares.stop(), return_exceptions=True)
         accounts = await asyncio.gather(*(self._end(m) for m in self._members.values()))
         self._pool.free_all()
         return list(accounts)
@@ -239,7 +244,7 @@ class Fleet:
                     "state": member.state,
                     "epoch": member.handle.epoch if member.handle is not None else 0,
                     "turned_s_ago": round(age_s, 3) if member.turned_s else None,
-                    "restart_s": None if member.restart_s is None else round(member.restart_s, 3),
+                    "restart": dict(member.restart),
                 }
             )
         if self._desk.is_draining:
@@ -316,6 +321,7 @@ class Fleet:
             link = (p.name, p.life.epoch, d.name, d.life.epoch)
             if link in self._linked:
                 continue
+            self._lenders.add((p.name, p.life.epoch))
             try:
                 await self._connect(p.life, d.life)
             except EngineDied:
@@ -342,10 +348,11 @@ class Fleet:
             member.state, member.trouble = "lost", str(member.life.died.exception())
             lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
+            member.restart = {}
             ending = asyncio.create_task(self._end_reads(member.life))
             try:
                 await self._form_again(member)
-                member.restart_s = time.monotonic() - lost_s
+                member.restart["total_s"] = round(time.monotonic() - lost_s, 3)
             finally:
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)
@@ -370,49 +377,48 @@ class Fleet:
         """A new life in the same place, tried until it succeeds."""
         for number in itertools.count():
             await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
+            began = time.monotonic()
+            parts: dict[str, object] = {"try": number + 1}
+            member.restart = parts
+
+            def ends(part: str, parts: dict[str, object] = parts, began: float = began) -> None:
+                parts[part] = round(time.monotonic() - began, 3)
+
             try:
-                await self._replace_workers(member)
+                parts["num_replaced"] = await self._replace_workers(member)
+                ends("workers_s")
                 await self._form(member)
+                ends("formed_s")
+                parts["cpu_s"] = member.life.facts["cpu_s"]
                 await self._join(member)
-            except RaykError as error:
+                ends("joined_s")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine is wanted
                 name_lost_nodes([error], self._nodes)
-                member.state, member.trouble = "lost", str(error)
-                member.life.declare_dead(str(error))
+                member.state, member.trouble = "lost", str(error) or type(error).__name__
+                member.life.declare_dead(member.trouble)
             else:
                 return
 
-    async def _replace_workers(self, member: _Member) -> None:
-        """Others in a lost engine's place: a spare's, where there are spares."""
-        if self._settings.num_spares and await self._adopt_spare(member.name):
-            return
-        self._pool.replace_workers(member.name, member.entry.config.tp)
-        ask = engine_ask(member.entry, self._settings)
-        await self._pool.prepare([ask], self._placement, self._settings.model.folder, alone=True)
+    async def _replace_workers(self, member: _Member) -> int:
+        """Others in a lost engine's place, or in those of its ranks that cannot be used again; how many."""
+        tp = member.entry.config.tp
+        if not self._pool.is_placed(member.name):
+            self._pool.drop(member.name)
+            ask = engine_ask(member.entry, self._settings)
+            await self._pool.prepare([ask], self._placement, self._settings.model.folder, alone=True)
+            return tp
+        alive: set[int] = set()
+        if self._reuses(member.life):
+            alive = await survivors(member.life, SURVIVE_S)
+        lost = [rank for rank in range(tp) if rank not in alive]
+        await self._spares.fill(member.name, lost)
+        return len(lost)
 
-    async def _adopt_spare(self, engine: str) -> bool:
-        """Have the next idle workers take an engine's place: one that starts already is ready before others
-        would be. False where there are none in time."""
-        try:
-            async with asyncio.timeout(FORM_S):
-                spare = await self._spares.get()
-        except TimeoutError:
-            return False
-        is_ready = self._pool.adopt(engine, spare)
-        self._tasks.append(asyncio.create_task(self._prepare_spare(spare)))
-        return is_ready
-
-    async def _prepare_spare(self, name: str) -> None:
-        """Have idle workers ready, as many as the largest engine's."""
-        largest = max(self._settings.engines, key=lambda e: e.config.tp)
-        ask = replace(engine_ask(largest, self._settings), name=name)
-        for number in itertools.count(1):
-            try:
-                await self._pool.prepare([ask], "auto", self._settings.model.folder, alone=True)
-            except RaykError:
-                await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
-            else:
-                self._spares.put_nowait(name)
-                return
+    def _reuses(self, life: EngineHandle) -> bool:
+        """Whether ranks that outlived their engine may serve another one: nobody reads their memory, or
+        writes it."""
+        is_lender = (life.name, life.epoch) in self._lenders
+        return life.is_running and not is_lender and self._settings.transfer.mode == "pull"
 
     async def _look_after_fronts(self) -> None:
         """Abort the requests of fronts that are gone."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ray.exceptions import RayError
+
 from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.placement import kill
@@ -40,7 +42,8 @@ async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
         for rank, worker in enumerate(engine.workers)
     ]
     facts = await engine.guard(all_of(replies), "forming", FORM_S)
-    engine.facts = {**facts[0], "node": engine.node, "buffer_bytes": [f["buffer_bytes"] for f in facts]}
+    by_rank = {key: [f[key] for f in facts] for key in ("buffer_bytes", "cpu_s")}
+    engine.facts = {**facts[0], "node": engine.node, **by_rank}
     before = time.monotonic_ns()
     theirs = await engine.guard(engine.leader.clock_ns.remote(), "its clock", CONTROL_S)
     after = time.monotonic_ns()
@@ -120,6 +123,22 @@ async def see_a_turn(engine: EngineHandle, patience_s: float) -> None:
                 kill(worker)  # what is read from it can end only when it is gone
             return
         await asyncio.sleep(TURN_POLL_S)
+
+
+async def survivors(engine: EngineHandle, within_s: float) -> set[int]:
+    """Ranks of a dead engine whose processes have forgotten it, and can be ranks of another."""
+
+    async def survives(worker: Any) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                return bool(await worker.release.options(concurrency_group="control").remote(within_s / 2))
+        except (RayError, TimeoutError):
+            return False
+
+    if len(engine.workers) == 1:
+        return set()
+    found = await asyncio.gather(*(survives(w) for w in engine.workers))
+    return {rank for rank, is_sound in enumerate(found) if is_sound}
 
 
 async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, Any], tuple[str, ...]]:

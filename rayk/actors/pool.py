@@ -33,13 +33,16 @@ PLACED_POLL_S = 0.02
 
 @dataclass(eq=False)
 class Slot:
-    """An engine's place: a placement group and the workers in it."""
+    """An engine's place: its workers, each in a bundle of a placement group."""
 
     group: Any
+    """Where its workers were first."""
     resources: dict[str, float]
     node: Node | None = None
     """None until Ray has placed the group."""
     workers: list[Any] = field(default_factory=list)
+    bundles: list[tuple[Any, int]] = field(default_factory=list)
+    """Placement group and index, of each worker."""
     models: set[str] = field(default_factory=set)
     """Checkpoints that were seen from there."""
 
@@ -57,6 +60,11 @@ class Slot:
     def node_id(self) -> str | None:
         """Id of its node."""
         return self.node.node_id if self.node is not None else None
+
+    @property
+    def groups(self) -> list[Any]:
+        """All that it has a part in."""
+        return [group for group, _ in self.bundles] or [self.group]
 
     def suits(self, ask: EngineAsk, *, exactly: bool) -> bool:
         """Whether the engine can have this place; `exactly`: it must not be larger than need be."""
@@ -102,11 +110,11 @@ class WorkerPool:
                 async with asyncio.timeout(FORM_S):
                     return await self._prepare(asks, how, model, alone)
             except TimeoutError:
-                for name in [n for n, s in self._slots.items() if s.is_asked]:  # others start in their place
-                    self._free(name)
+                for name in [n for n, s in self._slots_of(asks).items() if s.is_asked]:
+                    self._free(name)  # others start in their place
                 raise DeadlineExceeded(self._waiting_for, FORM_S) from None
             finally:  # also when the cell's deadline cancels this
-                for name in [n for n, s in self._slots.items() if s.node is None or s.hangs]:
+                for name in [n for n, s in self._slots_of(asks).items() if s.node is None or s.hangs]:
                     self._free(name)
 
     def engine(self, name: str, num_workers: int) -> tuple[list[Any], Node]:
@@ -122,26 +130,72 @@ class WorkerPool:
             return
         for worker in slot.workers[:num_workers]:
             placement.kill(worker)
-        nodes = placement.live_nodes()
-        if slot.node_id not in {n.node_id for n in nodes}:
+        if not self.is_placed(name):
             self._free(name)
             return
-        slot.has_answered = False
         for index in range(num_workers):
-            slot.workers[index] = self._start(name, slot, index)
+            self.replace_worker(name, index)
 
-    def adopt(self, name: str, spare: str) -> bool:
-        """End a slot's workers at once; those of a spare slot, which is no more, take their place. False, and
-        nothing changed, where they are not ready for that."""
-        found = self._slots.get(spare)
-        if found is None or not found.has_answered or found.hangs:
-            return False
+    def has(self, name: str) -> bool:
+        """Whether there is such a slot."""
+        return name in self._slots
+
+    def node_id(self, name: str) -> str | None:
+        """Id of a slot's node; None without one."""
+        return self._slots[name].node_id if name in self._slots else None
+
+    def drop(self, name: str) -> None:
+        """Give a slot back, if there is one; its workers end."""
         if name in self._slots:
-            for worker in self._slots[name].workers:
-                placement.kill(worker)
             self._free(name)
-        self._slots[name] = self._slots.pop(spare)
+
+    def is_placed(self, name: str) -> bool:
+        """Whether there is such a slot, on a node that lives."""
+        slot = self._slots.get(name)
+        return slot is not None and slot.node_id in {n.node_id for n in placement.live_nodes()}
+
+    def replace_worker(self, name: str, index: int) -> None:
+        """End one worker of a slot at once and start another in its place."""
+        slot = self._slots[name]
+        placement.kill(slot.workers[index])
+        slot.has_answered = False
+        slot.workers[index] = self._start(name, slot, index)
+
+    def exchange(self, name: str, index: int, spare: str) -> bool:
+        """End one worker of a slot at once; the only one of a spare slot, which may be starting still, takes
+        its place, and a new one starts as the spare's. False, and nothing changed, where they are not on one
+        node."""
+        slot, other = self._slots[name], self._slots.get(spare)
+        if other is None or not other.workers or other.node_id != slot.node_id:
+            return False
+        placement.kill(slot.workers[index])
+        slot.workers[index], slot.bundles[index], other.bundles[0] = (
+            other.workers[0],
+            other.bundles[0],
+            slot.bundles[index],
+        )
+        slot.has_answered = slot.has_answered and other.has_answered
+        other.has_answered = False
+        other.workers[0] = self._start(spare, other, 0)
         return True
+
+    async def answers(self, name: str, index: int = 0) -> None:
+        """Wait until a worker of a slot says that it is there, or is exchanged. Raises EngineDied where it is
+        gone, DeadlineExceeded."""
+        slot = self._slots[name]
+        worker = slot.workers[index]
+        limit_s = ANSWER_S if slot.has_answered else FORM_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await worker.describe.remote()
+        except (TimeoutError, RayError) as error:
+            if worker is not slot.workers[index]:
+                return
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"a word from {name}", limit_s) from None
+            raise translate(error, name, node=str(slot.node)) from None
+        if worker is slot.workers[index]:
+            slot.has_answered = True
 
     def free_all(self) -> None:
         """Give every placement group back; its workers end."""
@@ -232,12 +286,13 @@ class WorkerPool:
         slot.node = next((n for n in nodes if n.node_id == node_id), None)
         if slot.node is None:  # it joined just now
             raise _NodeLost
+        slot.bundles = [(slot.group, index) for index in range(ask.num_workers)]
         slot.workers = [self._start(ask.name, slot, index) for index in range(ask.num_workers)]
 
     def _start(self, name: str, slot: Slot, index: int) -> Any:
         worker = f"{name}/r{index}"
         full = f"rayk/{self._run_id}/{worker}{self._suffix(worker)}"
-        return placement.start_worker(full, slot.group, index, slot.resources)
+        return placement.start_worker(full, *slot.bundles[index], slot.resources)
 
     def _suffix(self, name: str) -> str:
         # Ray frees a name only some time after its owner's death.
@@ -272,10 +327,16 @@ class WorkerPool:
 
     def _free(self, name: str) -> None:
         slot = self._slots.pop(name)
-        if slot.is_asked:  # a process that is stopped would outlive its group
+        # Groups end their workers, but not one that others have a part in, nor a process that is stopped.
+        others = {id(group) for other in self._slots.values() for group in other.groups}
+        if slot.is_asked or any(id(group) in others for group in slot.groups):
             for worker in slot.workers:
                 placement.kill(worker)
-        placement.free_group(slot.group)
+        for group in {id(g): g for g in slot.groups if id(g) not in others}.values():
+            placement.free_group(group)
+
+    def _slots_of(self, asks: Sequence[EngineAsk]) -> dict[str, Slot]:
+        return {a.name: self._slots[a.name] for a in asks if a.name in self._slots}
 
 
 async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rayk.actors.engines import EngineHandle
-from rayk.specs.experiment import TransferSpec
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow
+
+if TYPE_CHECKING:  # workers, which read no specs, import this
+    from rayk.specs.experiment import TransferSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,12 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayk.actors.commands import BlockTables, Describe, Reserve, StartRead, Wire
 from rayk.actors.extension import RankNews, TransferExtension, refusal
 from rayk.actors.planted import PlantedFault
 from rayk.engine.rank import EngineRank
-from rayk.specs import Cell
-from rayk.specs.experiment import FaultSpec
-from rayk.specs.faults import CORRUPT_HANDSHAKE, committing_role, side_of
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.fault_table import POINTS, RANK_KINDS
 from rayk.transfer.faults import FaultyAgent
@@ -23,6 +20,10 @@ from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.strikes import Strike
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import TransferError
+
+if TYPE_CHECKING:
+    from rayk.specs import Cell
+    from rayk.specs.experiment import FaultSpec
 
 DESCRIBE = "describe"
 """The part of a handshake in which an engine says what it is; the agent's reads are the other."""
@@ -33,6 +34,9 @@ def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[Pl
 
     A fault that names no rank is the last one's.
     """
+    # Imported here: a worker reads no specs, and starts the sooner for it.
+    from rayk.specs.faults import committing_role
+
     planted: list[PlantedFault] = []
     for fault in cell.faults:
         is_own = role == committing_role(fault, cell.spec.transfer.mode)
@@ -63,6 +67,8 @@ def _planted(fault: FaultSpec, strike: Strike | None = None) -> PlantedFault:
 
 
 def _strike(fault: FaultSpec, mode: str) -> Strike:
+    from rayk.specs.faults import CORRUPT_HANDSHAKE, side_of
+
     point = fault.point or ""
     is_of_rank = fault.kind in RANK_KINDS
     if point == "handshake" and (is_of_rank or (fault.kind, point) == CORRUPT_HANDSHAKE):

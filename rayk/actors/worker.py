@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.errors import CommError, DeadlineExceeded, RaykError
 from rayk.types.request import Request
 
 FLUSH_S = 0.004
@@ -87,10 +88,16 @@ class Worker:
         self._extension: RankExtension = NoExtension()
         self._lock = threading.Lock()
         self._aborted: set[str] = set()
+        self._ended = threading.Event()
+        """The loop is over."""
+        self._lost_peer = False
+        """Whether it ended because another rank did."""
         # A full collection over torch's own objects takes 100 ms, in the middle of somebody's first token:
         # what is imported stays, so it is never looked at again.
         gc.collect()
         gc.freeze()
+        self._start_cpu_s = time.process_time()
+        """Processor time that this process took to be here."""
 
     def __repr__(self) -> str:
         return f"Worker({self.name})"
@@ -128,6 +135,9 @@ class Worker:
         """
         self.dissolve()
         self._spec = spec
+        self._ended.clear()
+        self._lost_peer = False
+        began_s = time.process_time()
         if spec.config.device == "cpu":
             torch.set_num_threads(1)
         comm, comm_reason = make_comm(
@@ -141,6 +151,7 @@ class Worker:
         try:
             commit = functools.partial(commit_wrong_kv, faults=spec.faults)
             self._rank = EngineRank(spec.config, comm, on_loaded=commit)
+            loaded_s = time.process_time()
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
                 self._handover = TransferHandover(engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp)
@@ -165,15 +176,28 @@ class Worker:
             "kernel_block_sizes": list(plan.kernel_block_sizes),
             "groups": [(g.spec.kind, list(g.layers)) for g in plan.groups],
             "buffer_bytes": self._rank.caches.geometry.buffer_bytes,
+            "cpu_s": {
+                "start": round(self._start_cpu_s, 3),
+                "load": round(loaded_s - began_s, 3),
+                "transport": round(time.process_time() - loaded_s, 3),
+            },
         }
 
     def run(self) -> None:
         """The rank's loop, until `stop`. Raises EngineDied when it ends any other way."""
         assert self._loop is not None, "form first"
         try:
+            self._run()
+        finally:
+            self._ended.set()
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
             self._loop.run()
         except Exception as error:  # noqa: BLE001 - whatever ended the loop must reach every client
             assert self._spec is not None
+            self._lost_peer = isinstance(error, CommError)
             died = dead_engine(self._spec.engine, error, self._spec.rank)
             if not isinstance(error, RaykError):
                 died.cause += "\n" + traceback.format_exc(limit=-4)
@@ -182,6 +206,7 @@ class Worker:
             self._rank.comm.close()
             if self._leader is not None:
                 self._leader.fail(died)
+            error.__traceback__ = None  # its frames hold the rank, which is to be forgotten soon
             raise died from None
         else:
             if self._leader is not None:
@@ -326,6 +351,17 @@ class Worker:
                 rank.close()
             del rank, extension
             gc.collect()  # between engines, not inside one
+
+    def release(self, within_s: float) -> bool:
+        """Forget an engine whose other ranks died; whether this process is as good as new, which it is not
+        where its own loop failed, or does not end in time."""
+        if not self._ended.wait(within_s) or not self._lost_peer:
+            return False
+        extension = weakref.ref(self._extension)
+        self.dissolve()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what was being read into it
+        return extension() is None
 
     @staticmethod
     def _leases(leader: Leader, handover: TransferHandover | None) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def serve(
         float, typer.Option(min=0.1, help="Seconds that one request may take, its wait included.")
     ] = 600.0,
     spares: Annotated[
-        int, typer.Option(min=0, help="Idle workers that take a lost engine's place at once.")
+        int, typer.Option(min=0, help="Idle workers, each ready to take a lost one's place.")
     ] = 0,
     http: Annotated[
         Http,

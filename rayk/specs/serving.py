@@ -48,7 +48,7 @@ class ServerSettings:
     placement: str = "auto"
     gpus_per_worker: float | Literal["auto"] = 1.0
     num_spares: int = 0
-    """Sets of idle workers, as many as the largest engine has, each ready to take a lost engine's place."""
+    """Idle workers, each ready to take a lost one's place."""
     max_running: int | None = None
     """Requests on engines at once; None: twice the rows of the engines that decode."""
     max_waiting: int = 512
@@ -78,8 +78,7 @@ class ServerSettings:
     @property
     def num_workers(self) -> int:
         """Workers of all engines and spares."""
-        sizes = [e.config.tp for e in self.engines]
-        return sum(sizes) + self.num_spares * max(sizes)
+        return sum(e.config.tp for e in self.engines) + self.num_spares
 
     @property
     def device(self) -> str:

@@ -192,11 +192,19 @@ def test_under_fire_a_fifth_may_fail_but_throughput_must_be_back() -> None:
     assert told(run_of(**fire), ["right"] * 48 + ["failed"] * 12, None) == []
     assert told(run_of(**fire), ["right"] * 47 + ["failed"] * 13, None) == ["qwen3: only 78.3% were answered"]
     assert told(run_of(), ["right"] * 60, None) == ["qwen3: no rank was killed"]
-    run = run_of(kills=[kill(20)])
+    parts = {"try": 2, "num_replaced": 1, "workers_s": 0.5, "formed_s": 2.0, "joined_s": 2.25}
+    parts["cpu_s"] = [
+        {"start": 4.0, "load": 0.5, "transport": 0.25},
+        {"start": 3.0, "load": 1, "transport": 1},
+    ]
+    run = run_of(kills=[kill(20, restart_s=3.0, parts=parts)])
     run.met = [m for m in run.met if not 20 * SECOND <= m.observed.chunk_ns[0] < 39 * SECOND]
     verdicts = ["right"] * len(run.met)
     (row,) = report.kill_rows(run)
     assert row["back_s"] == pytest.approx(19 + 2.5, abs=0.21)
+    took = [row[k] for k in ("tries", "num_replaced", "workers_s", "form_s", "connect_s")]
+    assert took == [2, 1, 0.5, 1.5, 0.25]
+    assert (row["start_cpu_s"], row["form_cpu_s"]) == (4.0, 2.75)
     assert report.family_row(run, [(v, "") for v in verdicts])["num_late"] == 1
 
 
@@ -220,11 +228,8 @@ def test_what_cannot_be_sent_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_killing_has_a_spare_unless_told_otherwise() -> None:
+def test_killing_has_spares_unless_told_otherwise() -> None:
     parse = serve_stress.parse_options
-    assert (parse([]).spares, parse(["--kill"]).spares, parse(["--kill", "--spares", "0"]).spares) == (
-        0,
-        1,
-        0,
-    )
+    found = [parse(a).spares for a in ([], ["--kill"], ["--kill", "--spares", "0"])]
+    assert found == [0, 2, 0]
     assert parse(["--requests", "100"]).requests == 50

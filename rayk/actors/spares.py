@@ -1,0 +1,115 @@
+"""Idle workers of a server, each ready to take a lost one's place: a process that has imported everything
+forms a rank in a second or two, a new one takes several seconds of processor time before it can.
+
+Runs inside the fleet's actor, on its pool of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from rayk.actors.nodes import EngineAsk
+from rayk.actors.placement import NODE_ID_LABEL
+from rayk.actors.pool import WorkerPool
+from rayk.types.errors import EngineDied, RaykError
+
+LOOK_S = 2.0
+"""How often an idle worker is asked whether it is there."""
+NUM_TRIES = 4
+"""A lost worker's place is given to so many others, should they be gone, too."""
+
+
+class Spares:
+    """`count` idle workers, beside the engines in turn."""
+
+    def __init__(self, pool: WorkerPool, engines: Sequence[EngineAsk], count: int, model: str) -> None:
+        """`engines`: the largest first."""
+        self._pool = pool
+        self._model = model
+        self._beside = {f"spare{i}": engines[i % len(engines)] for i in range(count)}
+        self._order = list(self._beside)
+        """Who started first comes first: it is ready first."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Have them, from now on."""
+        self._task = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Look after them no more; they end with the pool."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def fill(self, engine: str, indices: Iterable[int]) -> None:
+        """End these workers of an engine at once, and have others in their places that answer: spares where
+        some are on its node, also such as start still: they began before a new one would. Raises RaykError.
+        """
+        await asyncio.gather(*(self._fill(engine, index) for index in indices))
+
+    async def _fill(self, engine: str, index: int) -> None:
+        for left in reversed(range(NUM_TRIES)):
+            spare = next((n for n in self._order if self._pool.exchange(engine, index, n)), None)
+            if spare is None:
+                self._pool.replace_worker(engine, index)
+            else:
+                self._began(spare)
+            try:
+                await self._pool.answers(engine, index)
+            except EngineDied:
+                if not left:
+                    raise
+            else:
+                return
+
+    async def _keep(self) -> None:
+        """All at once, then each by itself."""
+        try:
+            await self._prepare(self._beside)
+        except RaykError as error:
+            _say(error)
+        await asyncio.gather(*(self._keep_one(name) for name in self._beside))
+
+    async def _keep_one(self, name: str) -> None:
+        """A worker of this name: again where it is gone."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                if self._pool.has(name):
+                    await self._look(name)
+                else:
+                    await self._prepare([name])
+            except RaykError as error:
+                _say(error)
+
+    async def _look(self, name: str) -> None:
+        try:
+            await self._pool.answers(name)
+        except RaykError:
+            if self._pool.is_placed(name):
+                self._pool.replace_worker(name, 0)
+                self._began(name)
+            else:
+                self._pool.drop(name)
+            raise
+
+    async def _prepare(self, names: Iterable[str]) -> None:
+        asks = []
+        for name in names:
+            engine = self._beside[name]
+            home = self._pool.node_id(engine.name)
+            labels = engine.labels if home is None else {NODE_ID_LABEL: home}
+            asks.append(replace(engine, name=name, num_workers=1, labels=labels))
+        await self._pool.prepare(asks, "auto", self._model, alone=True)
+
+    def _began(self, name: str) -> None:
+        """Its worker is a new one now."""
+        self._order.remove(name)
+        self._order.append(name)
+
+
+def _say(error: RaykError) -> None:
+    logging.getLogger("rayk").warning("a spare worker: %s", error)
