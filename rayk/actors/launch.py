@@ -45,7 +45,7 @@ NAME_S, NAME_POLL_S = 30.0, 0.2
 def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str]:
     """Join the cluster at `address` or $RAY_ADDRESS, else start a local one that ends with the block.
 
-    Yields the cluster's address. Raises DeviceError when there is none at that address.
+    Yields the cluster's address. Raises DeviceError when there is none at that address, or none starts.
     """
     address = wanted_address(address)
     if address is not None:
@@ -73,13 +73,24 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
         try:
             with kept_sigterm():
                 context: Any = ray.init(**settings)
-        except ConnectionError as error:
-            raise DeviceError(
-                f"no Ray cluster answers at {address!r}: {error}".splitlines()[0],
-                where="--address" if address else "",
-                mend="start one with `ray start --head`, or leave the address out",
-            ) from error
+        except Exception as error:  # noqa: BLE001 - Ray raises bare ones, of all that it waited for in vain
+            raise _no_cluster(address, error) from error
         yield str(context["gcs_address"])
+
+
+def _no_cluster(address: str | None, error: Exception) -> DeviceError:
+    """Why Ray cannot be used, in one line."""
+    why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if address is None:
+        return DeviceError(
+            f"Ray does not start here: {why}",
+            mend="try again when the machine is less busy; `rayk doctor` says what it can do",
+        )
+    return DeviceError(
+        f"no Ray cluster answers at {address!r}: {why}",
+        where="--address",
+        mend="start one with `ray start --head`, or leave the address out",
+    )
 
 
 def num_cluster_gpus() -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private import state
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, LoggingConfig
@@ -21,6 +22,8 @@ MAX_ONGOING = 100_000
 """Serve's own limit of requests at once must never be met: the waiting room says who is refused."""
 CONTROLLER = ("SERVE_CONTROLLER_ACTOR", "serve")
 POLL_S = 1.0
+WATCH_S = 2.0
+"""How often a replica looks whether its server's driver lives."""
 
 
 class Ingress:
@@ -29,15 +32,34 @@ class Ingress:
     Serve hands each request to the app as ASGI, on the event loop that it was made on.
     """
 
-    def __init__(self, plan: FrontPlan) -> None:
+    def __init__(self, plan: FrontPlan, driver: str | None) -> None:
+        """`driver`: the Ray job that Serve must not outlive."""
         self._plan = plan
+        self._driver = driver
         self._stack = AsyncExitStack()
 
     async def __serve_build_asgi_app__(self) -> Any:
+        if self._driver is not None:
+            self._watching = asyncio.create_task(end_serve_after(self._driver))
         return await self._stack.enter_async_context(open_app(self._plan))
 
     async def __del__(self) -> None:
         await self._stack.aclose()
+
+
+async def end_serve_after(driver: str) -> None:
+    """End Serve on this cluster once a Ray job is over, however it ended.
+
+    Serve's actors belong to nobody: those of a driver that was killed would answer for ever, without engines.
+    """
+    while await asyncio.to_thread(_lives, driver):
+        await asyncio.sleep(WATCH_S)
+    await serve.shutdown_async()  # type: ignore[no-untyped-call]
+
+
+def _lives(driver: str) -> bool:
+    listed = state.jobs()  # type: ignore[no-untyped-call]  # Ray has no public name
+    return any(job["JobID"] == driver and not job["IsDead"] for job in listed)
 
 
 class RayServePart:
@@ -101,7 +123,9 @@ class RayServePart:
             health_check_period_s=5.0,
             logging_config=quiet,
         )(serve.ingress()(Ingress))
-        serve.run(deployment.bind(self._plan), name=APPLICATION, route_prefix="/")
+        # A cluster of our own ends with the driver, and Serve with the cluster.
+        driver = ray.get_runtime_context().get_job_id() if self._is_shared else None
+        serve.run(deployment.bind(self._plan, driver), name=APPLICATION, route_prefix="/")
 
 
 def refuse_second_serve() -> None:
