@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import uvicorn
 
 from rayk.engine.build import ThreadEngine
 from rayk.engine.leader import RequestEvent
+from rayk.types.errors import RoleConflict, UnknownEngine
 from rayk.types.request import FinishReason, TokenLogprobs
-from rayk.types.serving import Ask, Delta, Health, ModelCard
+from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard
 from tests.pd import wait_until
 
 
@@ -111,6 +113,53 @@ class ScriptedCompleter:
     async def health(self) -> Health:
         """`answer`."""
         return self.answer
+
+
+class ScriptedEngines:
+    """Implements EngineControl: engines that have names and roles, and do nothing."""
+
+    def __init__(self, **roles: str) -> None:
+        self.states = {name: idle_engine(name, role) for name, role in roles.items()}
+        self.error: Exception | None = None
+        """What both methods raise, if anything."""
+
+    async def engines(self) -> tuple[EngineState, ...]:
+        """As they were made, and changed since."""
+        self._fail()
+        return tuple(self.states.values())
+
+    async def set_role(self, engine: str, role: str) -> None:
+        """Each role keeps an engine."""
+        self._fail()
+        if engine not in self.states:
+            raise UnknownEngine(f"no engine {engine!r}")
+        others = {state.role for name, state in self.states.items() if name != engine}
+        if {role, *others} != {"prefill", "decode"}:
+            raise RoleConflict(f"{engine} is the only {self.states[engine].role} engine")
+        self.states[engine] = replace(self.states[engine], role=role)
+
+    def _fail(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def idle_engine(name: str, role: str) -> EngineState:
+    """One that has nothing to do; decode engines do not say how they are."""
+    said = {"num_running": 0, "num_waiting": 0, "num_steps": 7, "num_free_blocks": 9, "num_blocks": 10}
+    return EngineState(
+        name=name,
+        role=role,
+        tp=2,
+        state="ready",
+        trouble="",
+        epoch=1,
+        num_restarts=0,
+        restart={},
+        num_requests=0,
+        num_prompt_tokens=0,
+        num_output_tokens=0,
+        **(said if role == "prefill" else {}),
+    )
 
 
 def tokens_then_end(token_ids: list[int], *, per_delta: int = 1) -> Script:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rayk.actors.serving import News
 from rayk.sched.loads import LoadBook
-from rayk.sched.policies import Asked, Placed, Policy
+from rayk.sched.policies import Asked, EngineLoad, Placed, Policy
 from rayk.sched.waiting_room import NS_PER_S, WaitingRoom
 from rayk.types.errors import DeadlineExceeded
 
@@ -81,6 +81,10 @@ class Desk:
     def num_waiting(self) -> int:
         """Attempts that wait for one."""
         return sum(len(room) for room in self._rooms)
+
+    def load(self, engine: str) -> EngineLoad:
+        """What an engine has to do."""
+        return self._loads.of([engine])[0] if engine in self._known else EngineLoad(name=engine)
 
     def open(self, engine: str, role: str, tp: int) -> None:
         """An engine takes requests from now on."""

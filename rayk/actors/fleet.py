@@ -12,7 +12,6 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.actors.desk import Desk
@@ -28,6 +27,7 @@ from rayk.actors.forming import (
     survivors,
     until_it_hangs,
 )
+from rayk.actors.members import Member
 from rayk.actors.nodes import EngineAsk, Node, worker_resources
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
@@ -37,8 +37,15 @@ from rayk.actors.worker import RankSpec
 from rayk.sched.policies import Asked, Placed, get_policy
 from rayk.specs.serving import MAX_STREAMS, EngineEntry, ServerSettings
 from rayk.transfer.staging import StagingSettings
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError, UserError
-from rayk.types.serving import Health
+from rayk.types.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    RaykError,
+    RoleConflict,
+    TransferError,
+    UnknownEngine,
+)
+from rayk.types.serving import EngineState, Health
 
 WIRE_S = 15.0
 """How long a producer may take to answer a first read."""
@@ -50,36 +57,10 @@ PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before each try to form a lost engine again; the last one for all that follow."""
 END_S = 30.0
 """Deadline for an engine's end."""
+STATUS_S = 2.0
+"""An engine that is asked how it is, for whoever wants to know, answers within this or not at all."""
 SURVIVE_S = 5.0
 """How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
-
-
-@dataclass(eq=False)
-class _Member:
-    """One engine over all its lives."""
-
-    entry: EngineEntry
-    role: str
-    handle: EngineHandle | None = None
-    state: str = "forming"
-    """forming, ready or lost."""
-    trouble: str = ""
-    """Why it is not ready."""
-    turned_s: float = 0.0
-    """When it was last seen to take a turn (time.monotonic)."""
-    restart: dict[str, object] = field(default_factory=dict)
-    """How long it took to be ready again after its last loss, in all and by parts; what is known so far."""
-
-    @property
-    def name(self) -> str:
-        """The engine's."""
-        return self.entry.name
-
-    @property
-    def life(self) -> EngineHandle:
-        """The one it lives now, or lived last."""
-        assert self.handle is not None, f"{self.name} was never formed"
-        return self.handle
 
 
 class Fleet:
@@ -90,7 +71,7 @@ class Fleet:
         self._settings = settings
         self._life = secrets.token_hex(4)
         self._pool = WorkerPool(f"{name.rpartition('/')[2]}-{self._life}", keep=True)
-        self._members = {e.name: _Member(e, e.role) for e in settings.engines}
+        self._members = {e.name: Member(e, e.role) for e in settings.engines}
         self._nodes: dict[str, Node] = {}
         self._desk = Desk(
             get_policy(settings.policy, settings.policy_settings),
@@ -144,19 +125,22 @@ class Fleet:
         return list(accounts)
 
     async def set_role(self, engine: str, role: str) -> None:
-        """Have an engine prefill from now on, or decode. Requests that are on it stay. Raises UserError."""
+        """Have an engine prefill from now on, or decode. Requests that are on it stay.
+
+        Raises UnknownEngine, and RoleConflict where a role would be left without engines.
+        """
         member = self._members.get(engine)
         if member is None:
-            raise UserError(f"no engine {engine!r}", mend=f"one of {', '.join(self._members)}")
+            raise UnknownEngine(f"no engine {engine!r}", mend=f"one of {', '.join(self._members)}")
         if self._settings.is_aggregated or role not in ("prefill", "decode"):
-            raise UserError(
+            raise RoleConflict(
                 f"{engine} cannot be {role!r}", mend="prefill or decode, of engines that are not aggregated"
             )
         async with self._wiring:
             if member.role == role:
                 return
             if not any(m.role == member.role for m in self._members.values() if m is not member):
-                raise UserError(
+                raise RoleConflict(
                     f"{engine} is the only {member.role} engine", mend=f"make another one {member.role} first"
                 )
             if member.state == "ready":
@@ -230,26 +214,18 @@ class Fleet:
     async def health(self) -> Health:
         """Ready when every engine took a turn lately."""
         now = time.monotonic()
-        rows, reasons = [], []
-        for member in self._members.values():
-            age_s = now - member.turned_s
-            if member.state == "ready" and age_s > 2 * self._settings.hang_s:
-                reasons.append(f"{member.name} took no step for {age_s:.0f} s")
-            elif member.state != "ready":
-                reasons.append(f"{member.name} is {member.state}: {member.trouble}".removesuffix(": "))
-            rows.append(
-                {
-                    "name": member.name,
-                    "role": member.role,
-                    "state": member.state,
-                    "epoch": member.handle.epoch if member.handle is not None else 0,
-                    "turned_s_ago": round(age_s, 3) if member.turned_s else None,
-                    "restart": dict(member.restart),
-                }
-            )
+        reasons = [m.why_unwell(now, 2 * self._settings.hang_s) for m in self._members.values()]
+        rows = tuple(m.row(now) for m in self._members.values())
         if self._desk.is_draining:
             reasons.append("the server is about to end")
-        return Health(is_ready=not reasons, reason="; ".join(reasons), engines=tuple(rows))
+        reason = "; ".join(filter(None, reasons))
+        return Health(is_ready=not reason, reason=reason, engines=rows)
+
+    async def engines(self) -> tuple[EngineState, ...]:
+        """Each engine as it is now."""
+        members = list(self._members.values())
+        said = await asyncio.gather(*(m.said(STATUS_S) for m in members))
+        return tuple(m.told(self._desk.load(m.name), s) for m, s in zip(members, said, strict=True))
 
     # Engines.
 
@@ -259,7 +235,7 @@ class Fleet:
         placement = self._settings.placement
         return "auto" if placement == "spread" and self._settings.is_aggregated else placement
 
-    def _ready(self) -> Iterator[_Member]:
+    def _ready(self) -> Iterator[Member]:
         return (m for m in self._members.values() if m.state == "ready")
 
     def _lives(self, name: str | None) -> tuple[str, int] | None:
@@ -272,7 +248,7 @@ class Fleet:
         rows = (m.entry.config.max_seqs for m in self._members.values() if m.role != "prefill")
         return sum(min(2 * n, MAX_STREAMS) for n in rows)
 
-    async def _form(self, member: _Member) -> None:
+    async def _form(self, member: Member) -> None:
         """Make an engine of the workers that are in its place."""
         self._epoch += 1
         config = member.entry.config
@@ -304,7 +280,7 @@ class Fleet:
             notices_deaths=True,
         )
 
-    async def _join(self, member: _Member) -> None:
+    async def _join(self, member: Member) -> None:
         """Connect a new life of an engine to its partners; it takes requests from then on."""
         async with self._wiring:
             await self._connect_all(member, member.role)
@@ -312,7 +288,7 @@ class Fleet:
             member.state, member.turned_s = "ready", time.monotonic()
             self._desk.open(member.name, member.role, member.entry.config.tp)
 
-    async def _connect_all(self, member: _Member, role: str) -> None:
+    async def _connect_all(self, member: Member, role: str) -> None:
         """Connect an engine that is to have this role to the engines of the other."""
         if self._settings.is_aggregated:
             return
@@ -340,12 +316,13 @@ class Fleet:
             else:
                 return
 
-    async def _look_after(self, member: _Member) -> None:
+    async def _look_after(self, member: Member) -> None:
         """Watch an engine; when it is lost, form it again."""
         while True:
             await self._until_lost(member)
             self._desk.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
+            member.num_restarts += 1
             lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
             member.restart = {}
@@ -357,7 +334,7 @@ class Fleet:
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)
 
-    async def _until_lost(self, member: _Member) -> None:
+    async def _until_lost(self, member: Member) -> None:
         def on_turn(engine: EngineHandle) -> None:
             if engine is member.handle:
                 member.turned_s = time.monotonic()
@@ -373,7 +350,7 @@ class Fleet:
         if not self._settings.is_aggregated:
             await end_reads(lost, [m.life for m in self._ready()])
 
-    async def _form_again(self, member: _Member) -> None:
+    async def _form_again(self, member: Member) -> None:
         """A new life in the same place, tried until it succeeds."""
         for number in itertools.count():
             await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
@@ -399,7 +376,7 @@ class Fleet:
             else:
                 return
 
-    async def _replace_workers(self, member: _Member) -> int:
+    async def _replace_workers(self, member: Member) -> int:
         """Others in a lost engine's place, or in those of its ranks that cannot be used again; how many."""
         tp = member.entry.config.tp
         if not self._pool.is_placed(member.name):
@@ -433,7 +410,7 @@ class Fleet:
                 if member.state == "ready":
                     member.life.leader.abort.options(concurrency_group="control").remote(name)
 
-    async def _end(self, member: _Member) -> EngineAccount:
+    async def _end(self, member: Member) -> EngineAccount:
         """Stop an engine and see what came of its blocks."""
         if member.handle is None or not member.handle.is_running:
             return EngineAccount(engine=member.name, errors=(EngineDied(member.name, member.trouble),))

@@ -1,7 +1,8 @@
 """Router: completes prompts on a fleet's engines. It lives in a front; tokens come straight from engines.
 
-Implements types.serving.Completer. A request whose engine, transfer or fleet is lost is placed again behind
-the tokens that were delivered; the client's stream goes on without repeated or missing ones.
+Implements types.serving.Completer and EngineControl. A request whose engine, transfer or fleet is lost is
+placed again behind the tokens that were delivered; the client's stream goes on without repeated or missing
+ones.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ from rayk.transfer.ticket import Reservation  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, UserError  # noqa: E402
 from rayk.types.request import FinishReason, Request  # noqa: E402
 from rayk.types.rows import RequestRow, TransferRow  # noqa: E402
-from rayk.types.serving import Ask, Delta, Health, ModelCard  # noqa: E402
+from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard  # noqa: E402
 
 NAMESPACE = "rayk"
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""
 HEALTH_S = 5.0
 """A fleet that does not say how it is for so long is not well."""
+ROLE_S = 60.0
+"""A change of roles connects engines, which takes as long as their start."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Before a request is placed again; doubled each time: the fleet may not know yet what the front has seen."""
 
@@ -97,6 +100,23 @@ class Router:
         except (RaykError, TimeoutError) as error:
             return Health(is_ready=False, reason=str(error) or "the engines do not say how they are")
         return found
+
+    async def engines(self) -> tuple[EngineState, ...]:
+        """See EngineControl."""
+        found: tuple[EngineState, ...] = await self._told(HEALTH_S, "engines")
+        return found
+
+    async def set_role(self, engine: str, role: str) -> None:
+        """See EngineControl."""
+        await self._told(ROLE_S, "set_role", engine, role)
+
+    async def _told(self, within_s: float, method: str, *args: Any) -> Any:
+        """The fleet's answer. Raises what it raises, EngineDied where it is not there, DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._link.call(method, *args, until=time.monotonic())
+        except TimeoutError:
+            raise DeadlineExceeded(f"{method} of the fleet", within_s) from None
 
     async def close(self) -> None:
         """Abort what is under way, and tell the fleet that this front ends."""

@@ -23,6 +23,7 @@ from rayk.serve.described import (
     ModelsAnswer,
     streamed,
 )
+from rayk.serve.engines import add_engine_routes
 from rayk.serve.errors import ApiError, JsonResponse, install_handlers
 from rayk.serve.guard import Guard
 from rayk.serve.limits import HttpSettings
@@ -31,17 +32,21 @@ from rayk.serve.protocol import ChatRequest, CompletionRequest
 from rayk.serve.replies import EventStream, HeadAsGet, unless_gone
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, RaykError
-from rayk.types.serving import Completer, Health
+from rayk.types.serving import Completer, EngineControl, Health
 
 HEALTH_S = 5.0
 """A server that takes longer to say how it is, is not well."""
 
 
 def make_app(
-    completer: Completer, settings: HttpSettings | None = None, *, text: Text | None = None
+    completer: Completer,
+    settings: HttpSettings | None = None,
+    *,
+    text: Text | None = None,
+    engines: EngineControl | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible server of the completer's model. `text`: its tokenizer, where that is loaded
-    already."""
+    already. `engines`: those behind the completer, where it has any."""
     settings = settings or HttpSettings()
     front = _front(completer, settings, text)
     app = FastAPI(title="rayk", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
@@ -51,6 +56,8 @@ def make_app(
     _add_model_routes(app, front)
     _add_state_routes(app, front)
     _add_generation_routes(app, front)
+    if engines is not None:
+        add_engine_routes(app, engines)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(Counted, metrics=front.metrics)  # outside: also who is turned away counts
     app.add_middleware(HeadAsGet)

@@ -126,6 +126,35 @@ class HealthAnswer(BaseModel):
     engines: list[dict[str, Any]]
 
 
+class EngineAnswer(BaseModel):
+    """One engine as it is now: see types.serving.EngineState."""
+
+    object: str
+    name: str
+    role: str
+    tp: int
+    state: str
+    trouble: str
+    epoch: int
+    num_restarts: int
+    restart: dict[str, Any]
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_running: int | None
+    num_waiting: int | None
+    num_steps: int | None
+    num_free_blocks: int | None
+    num_blocks: int | None
+
+
+class EnginesAnswer(BaseModel):
+    """Every engine."""
+
+    object: str
+    data: list[EngineAnswer]
+
+
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in {
@@ -142,6 +171,14 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 """Of endpoints that generate."""
 SIMPLE_PROBLEMS: dict[int | str, dict[str, Any]] = {401: PROBLEMS[401], 404: PROBLEMS[404]}
+STATE_PROBLEMS: dict[int | str, dict[str, Any]] = {code: PROBLEMS[code] for code in (401, 500, 503, 504)}
+"""Of what engines are asked."""
+ROLE_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    **{code: problem for code, problem in PROBLEMS.items() if code != 429},
+    404: {"model": ErrorBody, "description": "No such engine"},
+    409: {"model": ErrorBody, "description": "The engine cannot take this role, as things are"},
+}
+"""Of changes of roles."""
 
 
 def streamed(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -14,7 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rayk.types.errors import DeadlineExceeded, Overloaded, RaykError, Unsupported, UserError
+from rayk.types.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    RaykError,
+    RoleConflict,
+    UnknownEngine,
+    Unsupported,
+    UserError,
+)
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -80,6 +88,10 @@ def api_error(error: Exception) -> ApiError:
     """What to tell of an error that a request ended with. Of a bug, nothing."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, UnknownEngine):
+        return ApiError(404, str(error), param="name", code="engine_not_found")
+    if isinstance(error, RoleConflict):
+        return ApiError(409, str(error), param="role", code="role_conflict")
     if isinstance(error, UserError | Unsupported):
         return ApiError(400, str(error))
     if isinstance(error, Overloaded):

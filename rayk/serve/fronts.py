@@ -31,6 +31,6 @@ async def open_app(plan: FrontPlan) -> AsyncIterator[Any]:
 
     router = Router(plan.fleet, plan.settings)
     try:
-        yield make_app(router, plan.http)
+        yield make_app(router, plan.http, engines=router)
     finally:
         await router.close()

@@ -18,7 +18,15 @@ from rayk.types.serving import Health
 PREFIX = "rayk_front_"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/health",
+        "/metrics",
+        "/engines",
+        "/openapi.json",
+    }
 )
 """Paths that are counted by name: clients must not be able to make new rows."""
 CLIENT_GONE = 499

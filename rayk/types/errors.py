@@ -5,7 +5,9 @@ RaykError
 │   ├── SpecError         the experiment file: where, what, how to mend it
 │   ├── CheckpointError   the model folder
 │   ├── UnsupportedArchitecture
-│   └── DeviceError       the machine or cluster cannot give what was asked
+│   ├── DeviceError       the machine or cluster cannot give what was asked
+│   ├── UnknownEngine     a server has no engine of that name
+│   └── RoleConflict      an engine of a server cannot change its role, as things are
 ├── Unsupported           the model itself cannot run this way (verdict UNSUPPORTED)
 ├── LayoutVetoed          no KV-cache layout is accepted by everybody
 ├── OutOfBlocks           the KV pool cannot hold the request
@@ -75,6 +77,16 @@ class UnsupportedArchitecture(UserError):
 @dataclass
 class DeviceError(UserError):
     """The machine or the cluster does not have what was asked for."""
+
+
+@dataclass
+class UnknownEngine(UserError):
+    """A server has no engine of that name."""
+
+
+@dataclass
+class RoleConflict(UserError):
+    """An engine of a server cannot take a role, as things are."""
 
 
 @dataclass

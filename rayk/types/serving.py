@@ -60,6 +60,54 @@ class Health:
     """Of each: name, role, state, epoch, when it last took a step."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """One engine of a server as it is now."""
+
+    name: str
+    role: str
+    """aggregated, prefill or decode."""
+    tp: int
+    state: str
+    """forming, ready or lost."""
+    trouble: str
+    """Why it is not ready; empty where nothing is to be said."""
+    epoch: int
+    """Of its life; engines of one server never share one. 0: it was never formed."""
+    num_restarts: int
+    """Lives that it has lost."""
+    restart: dict[str, object]
+    """How long it took to be ready again, the last time, in all (`total_s`) and by parts, as far as known."""
+    num_requests: int
+    """Placed on it and not over."""
+    num_prompt_tokens: int
+    """Of prompts that it is to compute, and has not yet."""
+    num_output_tokens: int
+    """That requests which decode on it, or are about to, may still generate."""
+    num_running: int | None = None
+    """This and what follows is what the engine itself says: None where it does not, soon enough."""
+    num_waiting: int | None = None
+    num_steps: int | None = None
+    """Of this life."""
+    num_free_blocks: int | None = None
+    num_blocks: int | None = None
+    """The null block included, which is never free."""
+
+
+class EngineControl(Protocol):
+    """What a server with engines of several roles tells of them, and lets be changed. Its methods run on one
+    event loop. They raise what the engines' owner died of."""
+
+    async def engines(self) -> tuple[EngineState, ...]:
+        """Every engine, in the order in which they were asked for."""
+        ...
+
+    async def set_role(self, engine: str, role: str) -> None:
+        """Have an engine prefill from now on, or decode. Requests that are on it stay. Raises UnknownEngine,
+        RoleConflict."""
+        ...
+
+
 class Completer(Protocol):
     """Completes prompts. Its methods run on one event loop."""
 

@@ -9,9 +9,8 @@ import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
-from ray.exceptions import RayTaskError
 
-from rayk.types.errors import Overloaded, UserError
+from rayk.types.errors import Overloaded, RoleConflict, UnknownEngine, UserError
 from rayk.types.request import FinishReason
 from tests.actors.served import Got, Served, complete, follow, settings_for
 from tests.markers import nixl, ray
@@ -207,20 +206,38 @@ def test_roles_change_under_load_and_no_request_is_lost(served, prompts, expecte
     async def run() -> None:
         await served.until_ready()
         async with served.router() as router:
-            with pytest.raises(RayTaskError, match="only prefill engine"):
-                await served.fleet.set_role.remote("prefill0", "decode")
+            with pytest.raises(RoleConflict, match="only prefill engine"):
+                await router.set_role("prefill0", "decode")
+            with pytest.raises(RoleConflict, match="cannot be 'aggregated'"):
+                await router.set_role("decode1", "aggregated")
+            with pytest.raises(UnknownEngine, match="prefill0, decode0, decode1"):
+                await router.set_role("decode9", "prefill")
             first = await begin(router, [*prompts, *prompts])
-            await served.fleet.set_role.remote("decode1", "prefill")
+            busy = {e.name: e for e in await router.engines()}
+            assert sum(e.num_requests for e in busy.values()) >= len(prompts), "some wait for a place"
+            assert sum(e.num_output_tokens for e in busy.values() if e.role == "decode") >= NUM_TOKENS
+            await router.set_role("decode1", "prefill")
             both = asyncio.create_task(complete_all(router, [*prompts, *prompts]))
-            await served.fleet.set_role.remote("prefill0", "decode")
+            await router.set_role("prefill0", "decode")
             check(await first.end(), [*expected, *expected])
             check(await both, [*expected, *expected])
             check(await complete_all(router, prompts), expected)
             roles = {e["name"]: e["role"] for e in (await router.health()).engines}
             assert roles == {"prefill0": "decode", "decode0": "decode", "decode1": "prefill"}
-            await served.fleet.set_role.remote("prefill0", "prefill")
-            await served.fleet.set_role.remote("decode1", "decode")
+            idle = await router.engines()
+            assert [(e.name, e.role, e.tp, e.state) for e in idle] == [
+                ("prefill0", "decode", 1, "ready"),
+                ("decode0", "decode", 2, "ready"),
+                ("decode1", "prefill", 1, "ready"),
+            ]
+            await router.set_role("prefill0", "prefill")
+            await router.set_role("decode1", "decode")
         await served.until_free()
+
+        told = await served.fleet.engines.remote()
+        assert [(e.num_requests, e.num_prompt_tokens, e.num_output_tokens) for e in told] == [(0, 0, 0)] * 3
+        assert [(e.num_running, e.num_waiting) for e in told] == [(0, 0)] * 3
+        assert [e.num_free_blocks for e in told] == [e.num_blocks - 1 for e in told] == [71] * 3
 
     asyncio.run(run())
 

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from rayk.serve.app import make_app
 from rayk.serve.limits import HttpSettings
-from tests.completer import EngineCompleter, serve
+from tests.completer import EngineCompleter, ScriptedEngines, serve
 from tests.serve.conftest import Server
 
 MODES = {"valid": GenerationMode.POSITIVE, "broken": GenerationMode.NEGATIVE}
@@ -33,6 +33,8 @@ OPERATIONS = (
     ("GET", "/v1/models/{model_id}"),
     ("GET", "/health"),
     ("GET", "/metrics"),
+    ("GET", "/engines"),
+    ("POST", "/engines/{name}/role"),
 )
 CHECKS = [
     not_a_server_error,
@@ -50,7 +52,8 @@ def fuzzed(server: Server) -> Iterator[str]:
     engine = server.completer.engine
     completer = EngineCompleter(engine, replace(server.completer.model, max_positions=40))
     limits = HttpSettings(ignores_unknown=True, max_n=2, max_choices=4)
-    with serve(make_app(completer, limits)) as url:
+    engines = ScriptedEngines(prefill0="prefill", prefill1="prefill", decode0="decode")
+    with serve(make_app(completer, limits, engines=engines)) as url:
         yield url
     completer.check_all_free()
     assert engine.error is None
@@ -75,7 +78,7 @@ def fuzz(url: str, method: str, path: str, mode: str, num_examples: int, *, is_f
         response = case.call(timeout=120)
         statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
         case.validate_response(response, checks=CHECKS)
-        if response.status_code >= 400 and path.startswith("/v1"):
+        if response.status_code >= 400 and path.startswith(("/v1", "/engines")):
             assert set(response.json()) == {"error"}
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -103,7 +106,14 @@ def test_generated_bodies_are_answered_as_the_document_says(
         assert statuses.get(400, 0) > 0
 
 
-@pytest.mark.parametrize(("method", "path"), OPERATIONS[2:])
+@pytest.mark.parametrize("mode", MODES)
+def test_roles_are_changed_or_refused_as_the_document_says(fuzzed: str, mode: str) -> None:
+    statuses = fuzz(fuzzed, *OPERATIONS[-1], mode, QUICK, is_fixed=True)
+    assert statuses.keys() <= {200, 400, 404, 409}
+    assert statuses.get(400 if mode == "broken" else 404, 0) > 0
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS[2:-1])
 def test_other_operations_are(fuzzed: str, method: str, path: str) -> None:
     assert fuzz(fuzzed, method, path, "valid", 10, is_fixed=True).keys() <= {200, 404}
 
@@ -113,7 +123,7 @@ def test_other_operations_are(fuzzed: str, method: str, path: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_many_more_are(fuzzed: str, method: str, path: str, mode: str) -> None:
-    if mode == "broken" and path in ("/v1/models", "/health", "/metrics"):
+    if mode == "broken" and path in ("/v1/models", "/health", "/metrics", "/engines"):
         pytest.skip("nothing of it can be broken")
     fuzz(fuzzed, method, path, mode, THOROUGH, is_fixed=False)
 

@@ -125,4 +125,6 @@ def test_bad_input_is_told_from_the_rest():
         "CheckpointError",
         "UnsupportedArchitecture",
         "DeviceError",
+        "UnknownEngine",
+        "RoleConflict",
     }

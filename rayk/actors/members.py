@@ -1,0 +1,93 @@
+"""Member: one engine of a server over all its lives, as its fleet knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayk.actors.engines import EngineHandle
+from rayk.sched.policies import EngineLoad
+from rayk.specs.serving import EngineEntry
+from rayk.types.errors import RaykError
+from rayk.types.serving import EngineState
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine over all its lives."""
+
+    entry: EngineEntry
+    role: str
+    handle: EngineHandle | None = None
+    state: str = "forming"
+    """forming, ready or lost."""
+    trouble: str = ""
+    """Why it is not ready."""
+    turned_s: float = 0.0
+    """When it was last seen to take a turn (time.monotonic)."""
+    num_restarts: int = 0
+    """Lives that it has lost."""
+    restart: dict[str, object] = field(default_factory=dict)
+    """How long it took to be ready again after its last loss, in all and by parts; what is known so far."""
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        return self.entry.name
+
+    @property
+    def life(self) -> EngineHandle:
+        """The one it lives now, or lived last."""
+        assert self.handle is not None, f"{self.name} was never formed"
+        return self.handle
+
+    @property
+    def epoch(self) -> int:
+        """Of its last life; 0 before the first."""
+        return 0 if self.handle is None else self.handle.epoch
+
+    def why_unwell(self, now: float, patience_s: float) -> str:
+        """Why requests should not come to it, or nothing. `now`: time.monotonic."""
+        age_s = now - self.turned_s
+        if self.state == "ready":
+            return f"{self.name} took no step for {age_s:.0f} s" if age_s > patience_s else ""
+        return f"{self.name} is {self.state}: {self.trouble}".removesuffix(": ")
+
+    def row(self, now: float) -> dict[str, object]:
+        """For types.serving.Health. `now`: time.monotonic."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "state": self.state,
+            "epoch": self.epoch,
+            "turned_s_ago": round(now - self.turned_s, 3) if self.turned_s else None,
+            "restart": dict(self.restart),
+        }
+
+    async def said(self, timeout_s: float) -> dict[str, Any]:
+        """Its leader's own counters; nothing of one that does not tell in time."""
+        if self.state != "ready":
+            return {}
+        reply = self.life.leader.status.options(concurrency_group="control").remote()
+        try:
+            return await self.life.guard(reply, "how it is", timeout_s)
+        except RaykError:
+            return {}
+
+    def told(self, load: EngineLoad, said: dict[str, Any]) -> EngineState:
+        """All there is to tell. `said`: its leader's counters."""
+        own = ("num_running", "num_waiting", "num_steps", "num_free_blocks", "num_blocks")
+        return EngineState(
+            name=self.name,
+            role=self.role,
+            tp=self.entry.config.tp,
+            state=self.state,
+            trouble=self.trouble,
+            epoch=self.epoch,
+            num_restarts=self.num_restarts,
+            restart=dict(self.restart),
+            num_requests=load.num_requests,
+            num_prompt_tokens=load.num_prompt_tokens,
+            num_output_tokens=load.num_output_tokens,
+            **{name: said.get(name) for name in own},
+        )

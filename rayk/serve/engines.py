@@ -1,0 +1,52 @@
+"""The engines behind a front: what they do, and which role each has. For whoever runs the server."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from rayk.serve.described import ROLE_PROBLEMS, STATE_PROBLEMS, EngineAnswer, EnginesAnswer
+from rayk.serve.errors import ApiError, JsonResponse
+from rayk.types.errors import HandshakeMismatch, LayoutVetoed, UnknownEngine, Unsupported
+from rayk.types.serving import EngineControl, EngineState
+
+LONGEST_NAME = 200
+"""Of a name that a client gave, told back."""
+
+
+class RoleRequest(BaseModel):
+    """What an engine is to do from now on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["prefill", "decode"]
+
+
+def add_engine_routes(app: FastAPI, control: EngineControl) -> None:
+    """Let clients see the engines and change their roles."""
+
+    @app.get("/engines", responses={200: {"model": EnginesAnswer}, **STATE_PROBLEMS})
+    async def engines() -> Response:
+        """Every engine: its role and TP size, its lives, what it has to do."""
+        return JsonResponse({"object": "list", "data": [_told(e) for e in await control.engines()]})
+
+    @app.post("/engines/{name}/role", responses={200: {"model": EngineAnswer}, **ROLE_PROBLEMS})
+    async def set_role(name: str, body: RoleRequest) -> Response:
+        """Have an engine prefill from now on, or decode; requests that are on it end where they are."""
+        if len(name) > LONGEST_NAME:
+            raise UnknownEngine(f"no engine {name[:LONGEST_NAME]!r}...")
+        try:
+            await control.set_role(name, body.role)
+        except (HandshakeMismatch, LayoutVetoed, Unsupported) as error:
+            # It and its partners would read the same bytes differently.
+            raise ApiError(409, str(error), param="role", code="role_conflict") from error
+        found = {e.name: e for e in await control.engines()}
+        return JsonResponse(_told(found[name]))
+
+
+def _told(engine: EngineState) -> dict[str, object]:
+    return {"object": "engine", **asdict(engine)}
