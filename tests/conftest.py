@@ -29,6 +29,7 @@ import pytest
 import torch
 
 from tests.helpers import poison
+from tests.quick_triton import quicken
 
 # Tiny models run several times faster on one thread than on two.
 torch.set_num_threads(1)
@@ -72,6 +73,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and tests stay: no later collection of garbage need look at them, which takes long."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Whatever has imported Triton's interpreter by now, which few tests need."""
+    quicken()
 
 
 def _installed(*names: str) -> bool:
