@@ -381,8 +381,12 @@ class Fleet:
         tp = member.entry.config.tp
         if not self._pool.is_placed(member.name):
             self._pool.drop(member.name)
-            ask = engine_ask(member.entry, self._settings)
-            await self._pool.prepare([ask], self._placement, self._settings.model.folder, alone=True)
+            ask, *others = (
+                engine_ask(m.entry, self._settings)
+                for m in (member, *(m for m in self._members.values() if m is not member))
+            )
+            folder = self._settings.model.folder
+            await self._pool.prepare([ask], self._placement, folder, alone=True, beside=others)
             return tp
         alive: set[int] = set()
         if self._reuses(member.life):

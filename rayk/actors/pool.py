@@ -97,18 +97,25 @@ class WorkerPool:
         self._waiting_for = ""
 
     async def prepare(
-        self, asks: Sequence[EngineAsk], how: str, model: str | None = None, *, alone: bool = False
+        self,
+        asks: Sequence[EngineAsk],
+        how: str,
+        model: str | None = None,
+        *,
+        alone: bool = False,
+        beside: Sequence[EngineAsk] = (),
     ) -> dict[str, int]:
         """Have workers for these engines, placed `how` (auto, pack, spread), that can read `model`.
 
-        Worker name -> process id. `alone`: engines that are not named stay, whatever is short. Raises
+        Worker name -> process id. `alone`: engines that are not named stay, whatever is short. `beside`: of
+        those, the ones that `how` holds for as well, as far as the nodes allow it. Raises
         DeviceError when the live nodes cannot hold them, CheckpointError when a node has no such model,
         EngineDied when workers do not start, DeadlineExceeded.
         """
         async with self._preparing:
             try:
                 async with asyncio.timeout(FORM_S):
-                    return await self._prepare(asks, how, model, alone)
+                    return await self._prepare(asks, how, model, alone, beside)
             except TimeoutError:
                 for name in [n for n, s in self._slots_of(asks).items() if s.is_asked]:
                     self._free(name)  # others start in their place
@@ -203,13 +210,18 @@ class WorkerPool:
             self._free(name)
 
     async def _prepare(
-        self, asks: Sequence[EngineAsk], how: str, model: str | None, alone: bool
+        self,
+        asks: Sequence[EngineAsk],
+        how: str,
+        model: str | None,
+        alone: bool,
+        beside: Sequence[EngineAsk],
     ) -> dict[str, int]:
         failures: Counter[str] = Counter()
         while True:
             nodes = placement.live_nodes()
             try:
-                return await _while_alive(self._settle(asks, how, model, nodes, alone), nodes)
+                return await _while_alive(self._settle(asks, how, model, nodes, alone, beside), nodes)
             except _NodeLost:
                 continue  # at most once per node of the cluster
             except _WorkerGone as gone:
@@ -221,7 +233,13 @@ class WorkerPool:
                 await asyncio.sleep(WATCH_S)
 
     async def _settle(
-        self, asks: Sequence[EngineAsk], how: str, model: str | None, nodes: Sequence[Node], alone: bool
+        self,
+        asks: Sequence[EngineAsk],
+        how: str,
+        model: str | None,
+        nodes: Sequence[Node],
+        alone: bool,
+        beside: Sequence[EngineAsk],
     ) -> dict[str, int]:
         """Keep, move, free and reserve slots until these engines have their workers."""
         self._drop_misfits(asks, nodes)
@@ -229,7 +247,7 @@ class WorkerPool:
             replace(a, num_workers=len(self._slots[a.name].workers)) if a.name in self._slots else a
             for a in asks
         ]
-        homes = self._plan(asks, how, nodes, alone)
+        homes = self._plan(asks, how, nodes, alone, beside)
         for name, node in homes.items():
             if name in self._slots and self._slots[name].node_id != node.node_id:
                 self._free(name)
@@ -263,13 +281,25 @@ class WorkerPool:
                 self._free(name)
 
     def _plan(
-        self, asks: Sequence[EngineAsk], how: str, nodes: Sequence[Node], alone: bool
+        self,
+        asks: Sequence[EngineAsk],
+        how: str,
+        nodes: Sequence[Node],
+        alone: bool,
+        beside: Sequence[EngineAsk],
     ) -> dict[str, Node]:
         """A node per engine: of what is free now, else of all there is (others may be about to leave)."""
         asks = with_homes(asks, {name: s.node_id for name, s in self._slots.items()})
+        settled = [
+            replace(b, home=s.node_id, num_workers=len(s.workers), labels={NODE_ID_LABEL: s.node_id})
+            for b in beside
+            if (s := self._slots.get(b.name)) is not None and s.node_id is not None
+        ]
         try:
-            return plan_nodes(asks, nodes, how, free=True)
+            return plan_nodes([*asks, *settled], nodes, how, free=True)
         except DeviceError:
+            if settled:  # better in the wrong place than in none
+                return plan_nodes(asks, nodes, "auto", free=True)
             if alone:
                 raise
             for name in [n for n in self._slots if n not in {a.name for a in asks}]:
