@@ -15,6 +15,7 @@ from rayk.oracle.files import is_whole, replaced_folder
 from rayk.oracle.quiet import no_progress_bars
 from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from rayk.oracle.trials import TRIALS, trial_key
 from rayk.types.errors import UserError
 
 SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
@@ -154,7 +155,8 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
     positions = getattr(config, "max_position_embeddings", None)
     prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, positions)
     dtype = getattr(torch, parameters["dtype"])
-    draw = search(model, seed=parameters["seed"], dtype=dtype, prompts=prompts, eos_id=eos)
+    known = TRIALS.get(trial_key(parameters))
+    draw = search(model, seed=parameters["seed"], dtype=dtype, prompts=prompts, eos_id=eos, known=known)
 
     size = parameters["max_shard_size"]
     with no_progress_bars():

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Draw:
     @property
     def margin(self) -> float:
         """Smallest margin over all probes."""
-        return min((p.margin for p in self.probes), default=float("inf"))
+        return min((p.margin for p in self.probes), default=inf)
 
     @property
     def routing_gap(self) -> float | None:
@@ -93,16 +94,24 @@ def probe_prompts(
 
 
 def search(
-    model: Any, *, seed: int, dtype: torch.dtype, prompts: Sequence[tuple[int, ...]], eos_id: int
+    model: Any,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    prompts: Sequence[tuple[int, ...]],
+    eos_id: int,
+    known: int | None = None,
 ) -> Draw:
     """Draw the weights of `model` (float32, changed in place) until the promise holds.
+
+    `known`: the trial that a search has taken before. It is measured like any other, and first.
 
     The weights are rounded through `dtype`, the one they will be saved in. The result depends on
     the model's config and the seed only. Raises UserError when no trial is good enough, as with
     very large vocabularies, whose top tokens lie closer together.
     """
     with _single_thread():
-        for trial in range(MAX_TRIALS):
+        for trial in (*(() if known is None else (known,)), *range(MAX_TRIALS)):
             draw_weights(model, seed=seed, trial=trial, dtype=dtype)
             if not _settle(model, max(prompts, key=len, default=()), f"{seed}/{trial}", dtype):
                 continue
@@ -179,8 +188,8 @@ def _probe(model: Any, prompt: tuple[int, ...]) -> Probe:
             logits = text.feed(token_ids, logits_to_keep=1)[-1]
             top = logits.topk(2).values
             margins.append(float(top[0] - top[1]))
-            if margins[-1] <= MIN_MARGIN:
-                break
+            if margins[-1] <= MIN_MARGIN or min(gaps, default=inf) <= MIN_ROUTING_GAP:
+                break  # it is not good enough, whatever follows
             stds.append(float(logits.std()))
             output.append(int(logits.argmax()))
             token_ids = (output[-1],)

@@ -24,10 +24,14 @@ def no_progress_bars() -> Iterator[None]:
 @contextmanager
 def no_kernel_advice() -> Iterator[None]:
     """Without the advice to install faster kernels: the reference is to be transformers' own code."""
+    # Not a level of its own: to set one clears what every logger has cached, for each token that is fed.
     logger = python_logging.getLogger("transformers.integrations.hub_kernels")
-    before = logger.level
-    logger.setLevel(python_logging.ERROR)
+    logger.addFilter(_is_error)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: python_logging.LogRecord) -> bool:
+    return record.levelno >= python_logging.ERROR

@@ -1,0 +1,83 @@
+"""Which trial the search for weights takes (see draw), where somebody has searched before.
+
+A hint that spares up to fifty trials, not a promise: the trial is measured like any other, and where it is
+not good enough (another release of transformers or torch) the search begins at the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_DECIDING = ("format", "family", "seed", "config", "dtype")
+
+
+def trial_key(parameters: Mapping[str, Any]) -> str:
+    """Of the parameters in a checkpoint's marker: a digest of those that the draw depends on."""
+    text = json.dumps({name: parameters[name] for name in _DECIDING}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+TRIALS: Mapping[str, int] = {
+    "1d962b53c645": 4,  # cohere2
+    "cd633e30212f": 6,  # cohere2 bfloat16
+    "55fe9cd74e17": 4,  # cohere2 float16
+    "1dc6d64d59fd": 1,  # deepseek_v3
+    "62efc0cc4545": 1,  # deepseek_v3
+    "d8e9b38a43f6": 5,  # deepseek_v3
+    "b5912e9120bd": 26,  # deepseek_v3
+    "afe99498f6be": 51,  # deepseek_v3
+    "a476a18ef85f": 2,  # falcon_h1
+    "3bf5f252c464": 3,  # falcon_h1
+    "bc46682ae3f7": 6,  # falcon_h1
+    "885ef01c9814": 15,  # gemma2
+    "5e1f38e16dc4": 16,  # gemma2
+    "76336beff4f6": 6,  # gemma3
+    "e5b0c302335d": 10,  # gemma3
+    "6ca9b82c0631": 22,  # gemma3 bfloat16
+    "c407d9a02e8a": 10,  # gemma3 float16
+    "5124cbec937c": 2,  # gemma3n
+    "166983abb079": 9,  # gpt_oss
+    "988604024a77": 19,  # gpt_oss bfloat16
+    "23eb0ff4b068": 45,  # gpt_oss float16
+    "901bd6136e0c": 8,  # granitemoehybrid
+    "8ef36f1153ed": 9,  # granitemoehybrid
+    "c37ac9b61cb1": 17,  # granitemoehybrid
+    "edc88ccb29d8": 1,  # jamba
+    "03243287c39b": 6,  # jamba
+    "69b0a7a76b58": 6,  # llama
+    "7bd31841ebac": 6,  # llama
+    "c2a4363d0989": 13,  # llama
+    "182de98aff3a": 5,  # llama4
+    "4cc1191641ad": 6,  # llama4
+    "d8f10fea0d3c": 7,  # llama4
+    "4d4221c4bbb3": 3,  # mamba2
+    "ebb6158c70a7": 3,  # mamba2
+    "53d373af4475": 6,  # mamba2
+    "253a3eb99f88": 10,  # mistral
+    "64896a2ff82f": 2,  # nemotron_h
+    "319129757caf": 1,  # phi3
+    "9915b46d5d95": 2,  # phi3 bfloat16
+    "2b18ae7b9d89": 1,  # phi3 float16
+    "2c751a82011a": 2,  # qwen2
+    "c980b3acfa75": 2,  # qwen2
+    "66fc5520f16c": 3,  # qwen2
+    "7e5641509a5d": 3,  # qwen2
+    "ef7a8699b99a": 9,  # qwen2
+    "f9e612314fd6": 10,  # qwen2
+    "1ae6531592d7": 14,  # qwen2
+    "6c27b90f5f55": 1,  # qwen3
+    "b55b54353ee1": 1,  # qwen3
+    "f46e38bfb49d": 1,  # qwen3
+    "fba210748757": 1,  # qwen3
+    "a1a6c7dc49d5": 2,  # qwen3
+    "d22bf7ba1a21": 5,  # qwen3
+    "10952a3959aa": 6,  # qwen3
+    "6897c50f70a0": 6,  # qwen3
+    "e6fcbc13574f": 6,  # qwen3
+    "b41ad9daf5be": 11,  # qwen3
+    "04734eb37e30": 1,  # qwen3_next
+    "4f7a5bca30a2": 27,  # qwen3_next
+}
