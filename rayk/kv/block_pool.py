@@ -76,6 +76,10 @@ class BlockPool:
         assert self._references[block_id] > 0, f"block {block_id} is not in use"
         self._kept[block_id] = True
 
+    def forget(self, block_id: int) -> None:
+        """Its content is not to be found any more, whoever holds it."""
+        self._kept[block_id] = False
+
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference of each block; null blocks are passed over. Of kept ones the last go first: what
         comes early in a sequence is worth more."""

@@ -50,6 +50,11 @@ class KVCacheGroup:
         """The caches of the group, by position."""
         return tuple((layer, self.spec.part) for layer in self.layers)
 
+    @property
+    def lanes(self) -> tuple[KVCacheSpec, ...]:
+        """What its layers see, each once: rows that are there for one may be missing for another."""
+        return tuple(dict.fromkeys(self.seen)) or (self.spec,)
+
     def seen_by(self, layer: int) -> KVCacheSpec:
         """What tells the rows of a layer that a later token may still read, whatever the group keeps."""
         return self.seen[self.layers.index(layer)] if self.seen else self.spec

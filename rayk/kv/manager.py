@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.prefix_cache import PrefixCache, PrefixKeys
-from rayk.kv.specs import max_live_blocks
+from rayk.kv.prefix_cache import PrefixCache, PrefixKeys, Since
+from rayk.kv.specs import KVCacheSpec, max_live_blocks
 from rayk.types.allocator import BlockUpdates
 
 
@@ -25,6 +25,8 @@ class _Table:
     num_trimmed: int = 0
     num_named: int = 0
     """First entries that are in the prefix cache, or will not be."""
+    since: Since | None = None
+    """Of a sequence of which only live rows arrived: what they are. None: all rows are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,12 @@ class KVCacheManager:
             return 0
         keys = self._keys_of(request_id, token_ids, max_tokens)
         unit = self.prefixes.unit_tokens
-        num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_blocks)
+        num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_rows)
         if not num_tokens:
             return 0
         tables = []
         for g in self.groups:
-            wanted = _live_blocks(g, num_tokens)
+            wanted = min((_live_rows(g, lane, num_tokens) for lane in g.lanes), key=lambda r: r.start)
             blocks = self.prefixes.blocks(g.index, keys, wanted)
             self.pool.share(blocks)
             first = num_tokens // g.spec.block_size - len(blocks)
@@ -132,10 +134,20 @@ class KVCacheManager:
                 continue
             keys = self._keys_of(request_id, token_ids, num_computed_tokens)
             for index in range(t.num_named, num_full):
-                block, key = t.blocks[index], keys[(index + 1) * g.spec.block_size]
-                if block != NULL_BLOCK and self.prefixes.put(g.index, key, block):
-                    self.pool.keep(block)
+                if t.blocks[index] != NULL_BLOCK:
+                    since = _since_in(g, index, t.since)
+                    self._name(g, keys[(index + 1) * g.spec.block_size], t.blocks[index], since)
             t.num_named = num_full
+
+    def _name(self, group: KVCacheGroup, key: bytes, block: int, since: Since) -> None:
+        """A block can be found, in place of one that holds less."""
+        assert self.prefixes is not None
+        outdone = self.prefixes.outdone(group.index, key, since)
+        if outdone is not None and outdone != block:
+            self.prefixes.forget([outdone])
+            self.pool.forget(outdone)
+        if self.prefixes.put(group.index, key, block, since):
+            self.pool.keep(block)
 
     def find_held(
         self, request_id: str, token_ids: Sequence[int], num_tokens: int, unit_tokens: int
@@ -146,22 +158,24 @@ class KVCacheManager:
         if self.prefixes is None:
             return nothing
 
-        def unseen(g: KVCacheGroup) -> int:
-            return g.spec.live_rows(num_tokens).start
+        def unseen(lane: KVCacheSpec) -> int:
+            return lane.live_rows(num_tokens).start
 
-        def wanted(g: KVCacheGroup, n: int) -> range | None:
-            first = unseen(g)
+        def wanted(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range | None:
+            first = unseen(lane)
             if n <= first:
                 return range(0)
-            size = g.spec.block_size
-            return range(first // size, n // size) if n % size == 0 else None
+            return range(first, n) if n % g.spec.block_size == 0 else None
 
         keys = self._keys_of(request_id, token_ids, num_tokens)
         held = self.prefixes.longest(keys, num_tokens, unit_tokens, wanted, unseen)
         if not held:
             return nothing
-        ranges = [wanted(g, held) or range(0) for g in self.groups]
-        blocks = [self.prefixes.blocks(g.index, keys, r) for g, r in zip(self.groups, ranges, strict=True)]
+        blocks = []
+        for g in self.groups:
+            of_lanes = [r for lane in g.lanes if (r := wanted(g, lane, held))]
+            longest = min(of_lanes, key=lambda r: r.start, default=range(0))
+            blocks.append(self.prefixes.blocks(g.index, keys, longest))
         return HeldPrefix(held, tuple(map(tuple, blocks)))
 
     def reserve_live(
@@ -175,11 +189,14 @@ class KVCacheManager:
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0
         for g, here in zip(self.groups, held.blocks if held else [()] * len(self.groups), strict=True):
-            live = g.spec.live_rows(num_tokens)
-            first = live.start // g.spec.block_size
-            count = -(-num_tokens // g.spec.block_size) - first - len(here)
-            tables.append(_Table([NULL_BLOCK] * first + list(here), first, _first_whole(g, num_tokens)))
-            needed += count
+            first = g.spec.live_rows(num_tokens).start // g.spec.block_size
+            if here and held:
+                # What layers with windows need of a group that keeps all may begin later.
+                first = held.num_tokens // g.spec.block_size - len(here)
+            since = tuple(lane.live_rows(num_tokens).start for lane in g.lanes)
+            num_named = min(since) // g.spec.block_size
+            tables.append(_Table([NULL_BLOCK] * first + list(here), first, num_named, since))
+            needed += -(-num_tokens // g.spec.block_size) - first - len(here)
             self.pool.share(here)
         if needed > self.pool.num_free_blocks:
             for t in tables:
@@ -291,18 +308,19 @@ class KVCacheManager:
         return keys
 
 
-def _live_blocks(group: KVCacheGroup, num_tokens: int) -> range:
+def _live_rows(group: KVCacheGroup, lane: KVCacheSpec, num_tokens: int) -> range:
     """Those that a sequence whose tokens end where a block does needs to go on."""
-    size = group.spec.block_size
-    return range(group.spec.live_rows(num_tokens).start // size, num_tokens // size)
+    del group
+    return range(lane.live_rows(num_tokens).start, num_tokens)
 
 
-def _first_whole(group: KVCacheGroup, num_tokens: int) -> int:
-    """Of a sequence of which only live rows arrived: the first block that will hold all that it should. Where
-    tokens have rows, the one that begins with a row that every layer sees."""
-    size = group.spec.block_size
-    first = max(group.seen_by(layer).live_rows(num_tokens).start for layer in group.layers)
-    return -(-first // size) if group.spec.has_token_rows else first // size
+def _since_in(group: KVCacheGroup, index: int, since: Since | None) -> Since:
+    """From where on rows are in an entry of a table, by lane; 0 where all are. A state is one row, that of
+    its block's last token."""
+    if since is None or not group.spec.has_token_rows:
+        return (0,) * len(group.lanes)
+    first, stop = index * group.spec.block_size, (index + 1) * group.spec.block_size
+    return tuple(0 if row <= first else min(row, stop) for row in since)
 
 
 def _num_real(tables: Sequence[Sequence[int]]) -> int:

@@ -5,6 +5,9 @@ from when on nobody writes into it; a block of states holds the state at its end
 from n cached tokens where n is a whole number of blocks in every group and all blocks that are live at n are
 there: all of full attention, those of the last window, of the current chunk, the one that ends with the
 state. Blocks before these need not exist any more.
+
+A block that came from elsewhere may hold the last of its rows only, and unlike ones of layers that see unlike
+rows (the group's lanes): it has the same name, beside the position from which each lane's rows are there.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import KVCacheSpec
 
 DIGEST_BYTES = 32
 """Equal digests of so many bytes mean equal tokens: nobody finds two sequences that share one."""
 _SECRET = secrets.token_bytes(32)
 """Of this process: nobody who chooses prompts can tell digests."""
 
-Wanted = Callable[[KVCacheGroup, int], range | None]
-"""Of a group and a number of tokens: the blocks, by position in the table, that must be cached to go on from
-there; None where one cannot."""
+Wanted = Callable[[KVCacheGroup, KVCacheSpec, int], range | None]
+"""Of a group's lane and a number of tokens: the positions whose rows must be cached to go on from there, up
+to a block's end; None where one cannot."""
+Since = tuple[int, ...]
+"""By lane: the position from which on its rows are there."""
 
 
 class PrefixKeys:
@@ -58,6 +64,8 @@ class PrefixCache:
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
         self._names: dict[int, tuple[int, bytes]] = {}
         """Block -> its group and key."""
+        self._since: dict[int, Since] = {}
+        """Block -> from where on it holds rows; 0 where it holds all."""
 
     def __len__(self) -> int:
         return len(self._names)
@@ -74,26 +82,39 @@ class PrefixCache:
         """Of a new sequence."""
         return PrefixKeys({g.spec.block_size for g in self._groups})
 
-    def put(self, group: int, key: bytes, block: int) -> bool:
-        """Remember a block; False where another one holds the same."""
+    def put(self, group: int, key: bytes, block: int, since: Since) -> bool:
+        """Remember a block; False where another one of this name is there."""
         if self._blocks[group].setdefault(key, block) != block:
             return False
         self._names[block] = group, key
+        self._since[block] = tuple(map(min, self._since.get(block, since), since))
         return True
+
+    def outdone(self, group: int, key: bytes, since: Since) -> int | None:
+        """The block of this name, if it holds fewer rows than one like this, and none beside those."""
+        block = self._blocks[group].get(key)
+        if block is None:
+            return None
+        known = self._since[block]
+        is_less = known != since and all(a >= b for a, b in zip(known, since, strict=True))
+        return block if is_less else None
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These are handed out for something else."""
         for block in blocks:
             group, key = self._names.pop(block)
-            del self._blocks[group][key]
+            del self._blocks[group][key], self._since[block]
 
-    def blocks(self, group: int, keys: PrefixKeys, wanted: range) -> list[int]:
-        """The blocks at these positions of a table, as far as they are cached without a gap."""
+    def blocks(self, group: int, keys: PrefixKeys, wanted: range, lane: int | None = None) -> list[int]:
+        """The blocks of these positions, as far as they are cached without a gap; `lane`: and hold what it
+        wants of its rows."""
         size, known = self._groups[group].spec.block_size, self._blocks[group]
         found: list[int] = []
-        for index in wanted:
+        for index in range(wanted.start // size, wanted.stop // size):
             block = known.get(keys[(index + 1) * size])
             if block is None:
+                break
+            if lane is not None and self._since[block][lane] > max(wanted.start, index * size):
                 break
             found.append(block)
         return found
@@ -104,36 +125,44 @@ class PrefixCache:
         max_tokens: int,
         unit_tokens: int,
         wanted: Wanted,
-        nothing_until: Callable[[KVCacheGroup], int] = lambda group: 0,
+        nothing_until: Callable[[KVCacheSpec], int] = lambda lane: 0,
     ) -> int:
-        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted blocks are cached.
+        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted rows are cached.
 
-        `keys` reach as far. More tokens want all blocks that fewer want, but for those at the beginning.
-        `nothing_until`: so many tokens of a group and fewer want no block.
+        `keys` reach as far. More tokens want all rows that fewer want, but for those at the beginning.
+        `nothing_until`: so many tokens of a lane and fewer want no row.
         """
-        found: dict[int, range] = {}
+        found: dict[tuple[int, int], range] = {}
+        lanes = [(g, lane, index) for g in self._groups for index, lane in enumerate(g.lanes)]
         n = max_tokens // unit_tokens * unit_tokens
         while n > 0:
             shorter = n
-            for g in self._groups:
-                fits = self._fits(g, keys, n, wanted, found)
-                shorter = min(shorter, n if fits == n else max(fits, nothing_until(g)))
+            for g, lane, index in lanes:
+                at = g.index, index
+                fits = self._fits(at, keys, n, wanted(g, lane, n), found)
+                shorter = min(shorter, n if fits == n else max(fits, nothing_until(lane)))
             if shorter == n:
                 return n
             n = min(n - unit_tokens, shorter // unit_tokens * unit_tokens)
         return 0
 
     def _fits(
-        self, group: KVCacheGroup, keys: PrefixKeys, n: int, wanted: Wanted, found: dict[int, range]
+        self,
+        at: tuple[int, int],
+        keys: PrefixKeys,
+        n: int,
+        wanted: range | None,
+        found: dict[tuple[int, int], range],
     ) -> int:
-        """`n` where the group has all it takes, else fewer tokens: no number in between can do. `found`: what
-        was looked up before, by group."""
-        blocks = wanted(group, n)
-        if blocks is None:
+        """`n` where a lane has all it takes, else fewer tokens: no number in between can do. `at`: its group
+        and number. `found`: what was looked up before, by lane."""
+        if wanted is None:
             return n - 1
-        before = found.get(group.index, range(0))
-        if not blocks or (blocks.start >= before.start and blocks.stop <= before.stop):
+        before = found.get(at, range(0))
+        if not wanted or (wanted.start >= before.start and wanted.stop <= before.stop):
             return n
-        num_found = len(self.blocks(group.index, keys, blocks))
-        found[group.index] = range(blocks.start, blocks.start + num_found)
-        return n if num_found == len(blocks) else found[group.index].stop * group.spec.block_size
+        group, lane = at
+        size = self._groups[group].spec.block_size
+        num_found = len(self.blocks(group, keys, wanted, lane))
+        found[at] = range(wanted.start, (wanted.start // size + num_found) * size)
+        return n if found[at].stop == wanted.stop else found[at].stop

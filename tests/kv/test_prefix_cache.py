@@ -44,6 +44,8 @@ MODELS = (
     groups(mamba1(block_size=5)),
     groups(full(4), mamba2(block_size=1000)),
     (group(0, full(4), (full(4), sliding(6))), group(1, sliding(9))),
+    (group(0, full(4), (chunked(8), sliding(5))), group(1, full(6), (full(6), chunked(10, full(6))))),
+    (group(0, full(4), (sliding(3), sliding(9))),),
 )
 
 
@@ -93,7 +95,7 @@ class CacheWalk(RuleBasedStateMachine):
             tables = self.manager.block_tables(request)
             for g, table in zip(self.groups, tables, strict=True):
                 assert len(table) == found // g.spec.block_size
-                self.check_rows(g, table, prompt, g.spec.live_rows(found))
+                self.check_rows(g, table, prompt, found)
         self.tokens[request], self.num_computed[request] = prompt, found
         if not self.compute(request, 1):
             if found:
@@ -129,10 +131,8 @@ class CacheWalk(RuleBasedStateMachine):
         fresh = []
         for g, (start, ids) in zip(self.groups, updates, strict=True):
             assert start == 0
-            live = g.spec.live_rows(n)
             here = held.blocks[g.index]
-            if held.num_tokens > live.start:
-                self.check_rows(g, ids, prompt, range(live.start, min(held.num_tokens, live.stop)))
+            self.check_rows(g, ids, prompt, n, stop=held.num_tokens)
             fresh += [b for b in ids if b != NULL_BLOCK and b not in here]
         self.hand_out(fresh)
         self.tokens[request], self.num_computed[request] = prompt, n
@@ -188,7 +188,7 @@ class CacheWalk(RuleBasedStateMachine):
         tables = self.manager.block_tables(request)
         for g, table in zip(self.groups, tables, strict=True):
             if start:
-                self.check_rows(g, table, tokens, self.seen_rows(g, start))
+                self.check_rows(g, table, tokens, start)
             for layer in g.layers:
                 for row in range(start, start + count):
                     self.write(g, layer, table, row, tokens)
@@ -197,11 +197,6 @@ class CacheWalk(RuleBasedStateMachine):
         self.name(request)
         self.manager.trim(request, start + count)
         return True
-
-    @staticmethod
-    def seen_rows(g: KVCacheGroup, num_tokens: int) -> range:
-        """What every layer of a group sees."""
-        return range(max(g.seen_by(n).live_rows(num_tokens).start for n in g.layers), num_tokens)
 
     def hand_out(self, blocks: list[int]) -> None:
         """Blocks are somebody's from now on: what was in them is lost."""
@@ -217,56 +212,78 @@ class CacheWalk(RuleBasedStateMachine):
         at = row % g.spec.block_size if g.spec.has_token_rows else 0
         self.memory[block, layer, at] = g.index, tokens[: row + 1]
 
-    def check_rows(self, g: KVCacheGroup, table: Sequence[int], tokens: Tokens, rows: range) -> None:
-        """These rows of all layers are what they stand for."""
-        for row in rows:
-            for layer in g.layers:
+    def check_rows(
+        self, g: KVCacheGroup, table: Sequence[int], tokens: Tokens, num_tokens: int, stop: int | None = None
+    ) -> None:
+        """What each layer sees of so many tokens is what it stands for; of its rows those before `stop`."""
+        for layer in g.layers:
+            live = g.seen_by(layer).live_rows(num_tokens)
+            for row in range(live.start, live.stop if stop is None else min(stop, live.stop)):
                 at = row % g.spec.block_size if g.spec.has_token_rows else 0
                 found = self.memory.get((table[row // g.spec.block_size], layer, at))
                 assert found == (g.index, tokens[: row + 1]), f"row {row} of layer {layer}: {found}"
 
     def name(self, request: str) -> None:
-        """Full blocks of a request that hold all they should can be found, the first of several alike."""
+        """Full blocks of a request that hold any row can be found: of several alike the first one that holds
+        more than those before it."""
         if not self.is_caching:
             return
         tokens, n = self.tokens[request], self.num_computed[request]
         for g, table in zip(self.groups, self.manager.block_tables(request), strict=True):
             for index, block in enumerate(table[: n // g.spec.block_size]):
-                rows = rows_of(g, index)
-                at = [(row % g.spec.block_size if g.spec.has_token_rows else 0, row) for row in rows]
-                is_whole = block != NULL_BLOCK and all(
-                    self.memory.get((block, layer, slot)) == (g.index, tokens[: row + 1])
-                    for layer in g.layers
-                    for slot, row in at
-                )
-                if is_whole:
-                    self.named.setdefault((g.index, tokens[: rows.stop]), block)
+                prefix = tokens[: (index + 1) * g.spec.block_size]
+                since = self.since(g, block, prefix)
+                if min(since.values()) == len(prefix):
+                    continue
+                known = self.named.get((g.index, prefix))
+                before = self.since(g, known, prefix) if known is not None else since
+                is_more = before != since and all(before[layer] >= since[layer] for layer in g.layers)
+                if known is None or is_more:
+                    self.named[g.index, prefix] = block
+
+    def since(self, g: KVCacheGroup, block: int, prefix: Tokens) -> dict[int, int]:
+        """Of a block that ends this prefix: from where on each layer's rows are there, to its end."""
+        found = {}
+        for layer in g.layers:
+            found[layer] = len(prefix)
+            for row in reversed(rows_of(g, len(prefix) // g.spec.block_size - 1)):
+                at = row % g.spec.block_size if g.spec.has_token_rows else 0
+                if self.memory.get((block, layer, at)) != (g.index, prefix[: row + 1]):
+                    break
+                found[layer] = row
+        return found
 
     def forget(self, request: str) -> None:
         self.tokens.pop(request, None)
         self.num_computed.pop(request, None)
 
-    def is_named(self, g: KVCacheGroup, tokens: Tokens, rows: range) -> bool:
-        """Whether blocks with all these rows can be found."""
+    def is_named(self, g: KVCacheGroup, layer: int, tokens: Tokens, rows: range) -> bool:
+        """Whether blocks with all these rows of a layer can be found."""
         size = g.spec.block_size
-        ends = {(row // size + 1) * size for row in rows}
-        return all(end <= len(tokens) and (g.index, tokens[:end]) in self.named for end in ends)
+        for row in rows:
+            prefix = tokens[: (row // size + 1) * size]
+            block = self.named.get((g.index, prefix))
+            if len(prefix) % size or block is None or self.since(g, block, prefix)[layer] > row:
+                return False
+        return True
 
     def best_hit(self, tokens: Tokens, most: int) -> int:
         for n in range(most, 0, -1):
             if all(
-                n % g.spec.block_size == 0 and self.is_named(g, tokens[:n], g.spec.live_rows(n))
+                n % g.spec.block_size == 0
+                and self.is_named(g, layer, tokens[:n], g.seen_by(layer).live_rows(n))
                 for g in self.groups
+                for layer in g.layers
             ):
                 return n
         return 0
 
     def best_held(self, tokens: Tokens, unit: int) -> int:
         for n in range(len(tokens) // unit * unit, 0, -unit):
-            live = [g.spec.live_rows(len(tokens)) for g in self.groups]
+            live = [(g, i, g.seen_by(i).live_rows(len(tokens))) for g in self.groups for i in g.layers]
             if all(
-                self.is_named(g, tokens[:n], range(rows.start, min(n, rows.stop)))
-                for g, rows in zip(self.groups, live, strict=True)
+                self.is_named(g, layer, tokens[:n], range(rows.start, min(n, rows.stop)))
+                for g, layer, rows in live
             ):
                 return n if self.is_caching else 0
         return 0
