@@ -31,6 +31,7 @@ from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
 from rayk.serve.protocol import ChatRequest, CompletionRequest
 from rayk.serve.replies import EventStream, HeadAsGet, unless_gone
 from rayk.serve.text import Text
+from rayk.serve.writer import Writer
 from rayk.types.errors import CheckpointError, RaykError
 from rayk.types.serving import Completer, EngineControl, Health
 
@@ -139,7 +140,7 @@ def _add_generation_routes(app: FastAPI, front: Front) -> None:
         return await _answer(ChatWriter(front, call, body), call, request)
 
 
-async def _answer(writer: CompletionWriter | ChatWriter, call: Call, request: Request) -> Response:
+async def _answer(writer: Writer, call: Call, request: Request) -> Response:
     headers = {"x-request-id": call.call_id}
     if call.body.stream:
         return EventStream(writer.events(), headers)

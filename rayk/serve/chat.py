@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from rayk.serve.answers import Piece, Prompt
@@ -13,7 +11,7 @@ from rayk.serve.asks import Call, Front, check_call, open_call, room, sampling_o
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import chat_content
 from rayk.serve.protocol import ChatRequest, Message
-from rayk.serve.replies import event
+from rayk.serve.writer import Writer
 
 
 async def open_chat(front: Front, body: ChatRequest) -> Call:
@@ -56,48 +54,14 @@ def _template_arguments(body: ChatRequest) -> dict[str, Any]:
     return given
 
 
-class ChatWriter:
-    """A call's answer in OpenAI's form."""
+class ChatWriter(Writer):
+    """A choice's first event names the role."""
+
+    KINDS = ("chat.completion", "chat.completion.chunk")
 
     def __init__(self, front: Front, call: Call, body: ChatRequest) -> None:
-        self._text = front.text
-        self._metrics = front.metrics
-        self._call = call
+        super().__init__(front, call, body.stream_options)
         self._body = body
-
-    async def whole(self) -> dict[str, Any]:
-        """All choices, once they are complete."""
-        pieces = await self._metrics.gathered(self._call.answer)
-        choices = [self._message(own) for own in pieces]
-        return {**self._frame("chat.completion", choices), "usage": self._call.answer.usage()}
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. A choice's first one names the role."""
-        options = self._body.stream_options
-        includes = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
-        async with aclosing(self._metrics.metered(self._call.answer)) as news:
-            async for piece in news:
-                written = b""
-                for choice in self._chunks(piece):
-                    frame = self._frame("chat.completion.chunk", [choice])
-                    if includes:
-                        frame["usage"] = self._call.answer.usage() if continuous else None
-                    written += event(frame)
-                if written:
-                    yield written
-        if includes:
-            yield event({**self._frame("chat.completion.chunk", []), "usage": self._call.answer.usage()})
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        call = self._call
-        return {
-            "id": call.call_id,
-            "object": kind,
-            "created": call.created_s,
-            "model": call.model_id,
-            "choices": choices,
-        }
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         body = self._body
@@ -119,7 +83,7 @@ class ChatWriter:
         chunk = {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**chunk, "token_ids": []} if self._body.return_token_ids else chunk
 
-    def _message(self, pieces: list[Piece]) -> dict[str, Any]:
+    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
         content = "".join(piece.text for piece in pieces)
         choice: dict[str, Any] = {
             "index": pieces[-1].index,

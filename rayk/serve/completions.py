@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
 
 from rayk.serve.answers import Piece, Prompt
@@ -12,7 +11,7 @@ from rayk.serve.asks import Call, Front, check_call, open_call, room, sampling_o
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import Columns
 from rayk.serve.protocol import CompletionRequest
-from rayk.serve.replies import event
+from rayk.serve.writer import Writer
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -70,51 +69,21 @@ def _read_one(front: Front, body: CompletionRequest, given: str | list[int]) -> 
     return Prompt(token_ids=tuple(given), text=front.text.decode(given, **skip), starts=tuple(starts))
 
 
-class CompletionWriter:
-    """A call's answer in OpenAI's form."""
+class CompletionWriter(Writer):
+    """What is echoed comes with a choice's first piece."""
+
+    KINDS = ("text_completion", "text_completion")
 
     def __init__(self, front: Front, call: Call, body: CompletionRequest) -> None:
-        self._text = front.text
-        self._metrics = front.metrics
-        self._call = call
+        super().__init__(front, call, body.stream_options)
         self._body = body
 
-    async def whole(self) -> dict[str, Any]:
-        """All choices, once they are complete."""
-        pieces = await self._metrics.gathered(self._call.answer)
-        choices = [self._joined([self._choice(p) for p in own]) for own in pieces]
-        return {**self._frame(choices), "usage": self._call.answer.usage()}
+    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        chunk = self._chunk(piece)
+        says = chunk["text"] or piece.finish_reason or chunk["logprobs"] or chunk.get("token_ids")
+        return [chunk] if says else []
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events."""
-        options = self._body.stream_options
-        includes = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
-        async with aclosing(self._metrics.metered(self._call.answer)) as news:
-            async for piece in news:
-                choice = self._choice(piece)
-                if not (
-                    choice["text"] or piece.finish_reason or choice["logprobs"] or choice.get("token_ids")
-                ):
-                    continue
-                frame = self._frame([choice])
-                if includes:
-                    frame["usage"] = self._call.answer.usage() if continuous else None
-                yield event(frame)
-        if includes:
-            yield event({**self._frame([]), "usage": self._call.answer.usage()})
-
-    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        call = self._call
-        return {
-            "id": call.call_id,
-            "object": "text_completion",
-            "created": call.created_s,
-            "model": call.model_id,
-            "choices": choices,
-        }
-
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
         body, prompt = self._body, self._call.prompt_of(piece.index)
         echoed = prompt.text if body.echo else ""
         choice: dict[str, Any] = {
@@ -138,8 +107,8 @@ class CompletionWriter:
             choice["logprobs"] = found.values if found.values["tokens"] else None
         return choice
 
-    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """One choice from the chunks of a stream."""
+    def _choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        parts = [self._chunk(piece) for piece in pieces]
         whole = dict(parts[-1])
         whole["text"] = "".join(p["text"] for p in parts)
         if self._body.return_token_ids:
