@@ -32,7 +32,7 @@ from rayk.actors.pushing import PushSide
 from rayk.engine.rank import EngineRank
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
-from rayk.transfer.consumer import TransferOutcome
+from rayk.transfer.consumer import TransferOutcome, refusal
 from rayk.transfer.faults import FaultyAgent, reuse_early
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.rank import TransferRank
@@ -259,7 +259,7 @@ class TransferExtension:
             self.transfer.start(command.ticket, command.block_tables, deadline, command.first_row)
         except RaykError as error:
             # The other ranks may have started: the leader waits for an outcome of each.
-            self._refused.append(refusal(command, error))
+            self._refused.append(refusal(command.ticket, error))
             if command.ticket.reservation_id is not None:
                 self.transfer.end_reservation(command.ticket.reservation_id)
         self._on_point("transfer", self._num_handovers)
@@ -271,16 +271,3 @@ class TransferExtension:
 
 
 _NO_NEWS = RankNews((), (), (), ())
-
-
-def refusal(command: StartRead, error: RaykError) -> TransferOutcome:
-    """The outcome of a read that did not begin."""
-    ticket = command.ticket
-    return TransferOutcome(
-        request_id=ticket.request_id,
-        lease_id=ticket.lease_id,
-        error=error,
-        rows=(),
-        stage_ns={},
-        is_draining=False,
-    )

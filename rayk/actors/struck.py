@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rayk.actors.commands import BlockTables, Describe, Reserve, StartRead, Wire
-from rayk.actors.extension import RankNews, TransferExtension, refusal
+from rayk.actors.extension import RankNews, TransferExtension
 from rayk.actors.planted import PlantedFault
 from rayk.engine.rank import EngineRank
 from rayk.transfer.agent import TransferAgent
+from rayk.transfer.consumer import refusal
 from rayk.transfer.fault_table import POINTS, RANK_KINDS
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.handshake import CacheDescription
@@ -143,7 +144,7 @@ class StruckExtension(TransferExtension):
         for due in [entry for entry in self._lost if entry[0] <= now]:
             self._lost.remove(due)
             error = TransferError(due[1].ticket.request_id, "deadline passed: the ticket never came")
-            self._refused.append(refusal(due[1], error))
+            self._refused.append(refusal(due[1].ticket, error))
         return super().poll()
 
     def _struck_start(self, command: StartRead) -> object:

@@ -8,17 +8,9 @@ from dataclasses import dataclass, field
 from rayk.specs import Cell
 from rayk.specs.cells import expected_of, is_known, verdict_of_fault
 from rayk.specs.experiment import VERDICTS, FaultSpec
-from rayk.types.errors import (
-    DeadlineExceeded,
-    EngineDied,
-    HandshakeMismatch,
-    KVMismatch,
-    LayoutVetoed,
-    RaykError,
-    TransferError,
-    Unsupported,
-)
+from rayk.types.errors import EngineDied, RaykError, TransferError
 from rayk.types.rows import RequestRow
+from rayk.types.verdicts import verdict_of
 
 
 @dataclass(slots=True)
@@ -49,21 +41,6 @@ class Findings:
         reasons = list(dict.fromkeys(reason for v, reason in self.items if v == verdict))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return verdict, reasons[0] + more
-
-
-def verdict_of(error: RaykError) -> str:
-    """The verdict an error stands for."""
-    match error:
-        case KVMismatch():
-            return "KV_MISMATCH"
-        case TransferError() | HandshakeMismatch():
-            return "TRANSFER_ERROR"
-        case DeadlineExceeded():
-            return "TIMEOUT"
-        case Unsupported() | LayoutVetoed():
-            return "UNSUPPORTED"
-        case _:
-            return "ENGINE_ERROR"
 
 
 def unrecovered(cell: Cell, requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> list[FaultSpec]:

@@ -1,4 +1,4 @@
-"""A request as a coordinator sees it, and what errors stand for."""
+"""A request as a coordinator sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rayk.transfer.recovery import Recovery, Stream
 from rayk.transfer.simulator.consumer import Consumer
 from rayk.transfer.simulator.producer import Producer
 from rayk.transfer.simulator.requests import Job
-from rayk.types.errors import DeadlineExceeded, HandshakeMismatch, KVMismatch, RaykError, TransferError
+from rayk.types.errors import RaykError
 
 GRAVEST = ("KV_MISMATCH", "TRANSFER_ERROR", "ENGINE_ERROR", "TIMEOUT", "PASS")
 """Verdicts, the gravest first; see specs.experiment."""
@@ -37,16 +37,3 @@ class Asked:
     is_recovered: bool = False
     is_aborted: bool = False
     num_valid: int | None = None
-
-
-def verdict_of(error: RaykError) -> str:
-    """The verdict an error stands for; see experiments.verdict."""
-    match error:
-        case KVMismatch():
-            return "KV_MISMATCH"
-        case TransferError() | HandshakeMismatch():
-            return "TRANSFER_ERROR"
-        case DeadlineExceeded():
-            return "TIMEOUT"
-        case _:
-            return "ENGINE_ERROR"

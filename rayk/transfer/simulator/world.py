@@ -15,7 +15,7 @@ from rayk.transfer.recovery import (
     attempt_id,
     cause_of,
 )
-from rayk.transfer.simulator.asked import GRAVEST, Asked, verdict_of
+from rayk.transfer.simulator.asked import GRAVEST, Asked
 from rayk.transfer.simulator.consumer import Consumer
 from rayk.transfer.simulator.core import Clock, Engine
 from rayk.transfer.simulator.memory import Memory
@@ -34,6 +34,7 @@ from rayk.types.errors import (
     RaykError,
     TransferError,
 )
+from rayk.types.verdicts import verdict_of
 
 NUM_PRODUCERS = 2
 NUM_BLOCKS = 24

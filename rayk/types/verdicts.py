@@ -1,0 +1,28 @@
+"""What errors stand for, in experiments and in the simulator."""
+
+from __future__ import annotations
+
+from rayk.types.errors import (
+    DeadlineExceeded,
+    HandshakeMismatch,
+    KVMismatch,
+    LayoutVetoed,
+    RaykError,
+    TransferError,
+    Unsupported,
+)
+
+
+def verdict_of(error: RaykError) -> str:
+    """The verdict that an error stands for; see specs.experiment."""
+    match error:
+        case KVMismatch():
+            return "KV_MISMATCH"
+        case TransferError() | HandshakeMismatch():
+            return "TRANSFER_ERROR"
+        case DeadlineExceeded():
+            return "TIMEOUT"
+        case Unsupported() | LayoutVetoed():
+            return "UNSUPPORTED"
+        case _:
+            return "ENGINE_ERROR"
