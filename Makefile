@@ -12,7 +12,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment quantised hybrid groups chaos fast-prefill serve-bench serve-stress serve-chaos sweep ceiling test test-slow test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment quantised hybrid groups chaos fast-prefill serve-bench serve-stress serve-chaos sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -28,6 +28,7 @@ help:
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
 	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
 	@echo "make test-slow   the long sweeps"
+	@echo "make test-generators  drive rayk serve with aiperf and guidellm, installed in environments of their own"
 	@echo "make nightly     20,000 random pairs of engines against the byte oracle, others each time"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
 	@echo "make check       formatting, lint, types, house rules"
@@ -94,6 +95,15 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
 
+# An environment per tool: they pin what the other must not have. Byte code is compiled when it is used.
+.venv-%/.installed: constraints-generators.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $< $*
+	@touch $@
+
+test-generators: $(STAMP) .venv-aiperf/.installed .venv-guidellm/.installed
+	$(BIN)/python -m pytest -m slow tests/serve/test_load_generators.py $(ARGS)
+
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/transfer/test_any_pair.py $(ARGS)
 
@@ -120,5 +130,5 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV) .venv-aiperf .venv-guidellm
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
