@@ -282,8 +282,8 @@ KV = (
     Mutation(
         "blocks of a request that arrives are rounded up to whole ones",
         "rayk/kv/manager.py",
-        "first = live.start // g.spec.block_size",
-        "first = -(-live.start // g.spec.block_size)",
+        "first = g.spec.live_rows(num_tokens).start // g.spec.block_size\n            if here",
+        "first = -(-g.spec.live_rows(num_tokens).start // g.spec.block_size)\n            if here",
         f"{MANAGER}::test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them",
     ),
     Mutation(

@@ -9,6 +9,7 @@ CACHE = "tests/kv/test_prefix_cache.py"
 ENGINE = "tests/engine/test_prefix_caching.py"
 HANDOVER = "tests/actors/test_prefix_handover.py"
 END_TO_END = "tests/test_prefix_end_to_end.py"
+SCHEDULES = "tests/actors/test_prefix_schedules.py"
 
 PREFIXES = (
     Mutation(
@@ -151,6 +152,22 @@ PREFIXES = (
         "rows = range(max(live.start, first_row), live.stop)",
         "rows = range(live.start, live.stop)",
         f"{HANDOVER}::test_what_is_converted_on_its_way_is_held_too",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "what is held is handed out before it is used",
+        "rayk/kv/manager.py",
+        "            self.pool.share(here)\n",
+        "",
+        f"{SCHEDULES}::test_conversations_whatever_comes_together[qwen3-5]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "keys of requests that were handed over are kept",
+        "rayk/kv/manager.py",
+        "        self._keys.pop(request_id, None)\n        self._leases[lease_id]",
+        "        self._leases[lease_id]",
+        f"{SCHEDULES}::test_conversations_whatever_comes_together[qwen3-5]",
         needs_fixtures=True,
     ),
 )
