@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
+from rayk.actors.lines import Line, LineLost
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
@@ -36,6 +38,8 @@ class EngineHandle:
     descriptions: tuple[Any, ...] = ()
     clock_offset_ns: int = 0
     """Coordinator's clock minus rank 0's."""
+    line: Line | None = None
+    """To rank 0, where requests do not go there through Ray."""
     died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _watchers: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -96,6 +100,11 @@ class EngineHandle:
     async def stream(self, timeout_s: float, *args: Any, **kwargs: Any) -> AsyncIterator[list[RequestEvent]]:
         """One request's events, batch by batch. `timeout_s` bounds the whole stream."""
         deadline = asyncio.get_running_loop().time() + timeout_s
+        if self.line is not None:
+            async with aclosing(self.line.stream("generate", *args, **kwargs)) as batches:
+                while (events := await self._over_line(batches, deadline, timeout_s)) is not None:
+                    yield events
+            return
         generator = self.leader.generate.options(num_returns="streaming", concurrency_group="io").remote(
             *args, **kwargs
         )
@@ -107,6 +116,21 @@ class EngineHandle:
             if events is None:
                 return
             yield events
+
+    async def _over_line(
+        self, batches: AsyncIterator[list[RequestEvent]], deadline: float, timeout_s: float
+    ) -> list[RequestEvent] | None:
+        """The next ones, None at the end. Raises what ends the request."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await anext(batches, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"a request on {self.name}", timeout_s) from None
+        except LineLost:
+            where = f" on node {self.node}" if self.node else ""
+            raise EngineDied(self.name, f"the worker process{where} cannot be reached", rank=0) from None
+        except RuntimeError as error:
+            raise EngineDied(self.name, str(error)) from None
 
     async def _watch(self, rank: int, ref: Any) -> None:
         try:

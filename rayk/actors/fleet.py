@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from rayk.actors.desk import Desk
@@ -27,8 +27,10 @@ from rayk.actors.forming import (
     survivors,
     until_it_hangs,
 )
+from rayk.actors.lines import LineAddress, LineService
 from rayk.actors.members import Member
 from rayk.actors.nodes import EngineAsk, Node, worker_resources
+from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
@@ -84,6 +86,12 @@ class Fleet:
         self._lenders: set[tuple[str, int]] = set()
         """Engines and their epochs whose memory others read."""
         self._wiring = asyncio.Lock()
+        told = (self.place, self.tell, self.leave, self.roster, self.health, self.engines, self.set_role)
+        self._service = LineService(
+            calls={method.__name__: method for method in told}, streams={"present": self.present}
+        )
+        self._line: LineAddress | None = None
+        self._opening = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         asks = sorted((engine_ask(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
         self._spares = Spares(self._pool, asks, settings.num_spares, settings.model.folder)
@@ -195,6 +203,22 @@ class Fleet:
         """A front ends: its requests are aborted."""
         self._abort(self._desk.forget(front))
 
+    async def line(self) -> LineAddress:
+        """Where fronts reach this fleet without Ray in between."""
+        async with self._opening:
+            if self._line is None:
+                host = await asyncio.to_thread(line_host, this_node())
+                self._line = await self._service.open(host)
+        return self._line
+
+    async def present(self, front: str) -> AsyncGenerator[None]:
+        """Lasts as long as a front does. When its line is lost, its requests are aborted at once."""
+        try:
+            yield None
+            await asyncio.Event().wait()
+        finally:
+            self._abort(self._desk.forget(front))
+
     async def roster(self) -> tuple[str, tuple[EngineCard, ...]]:
         """This fleet's life, and the engines that take requests."""
         cards = [
@@ -204,6 +228,7 @@ class Fleet:
                 epoch=m.life.epoch,
                 config=m.entry.config,
                 workers=tuple(m.life.workers),
+                line=m.life_line,
                 node=m.life.node,
                 clock_offset_ns=m.life.clock_offset_ns,
             )
@@ -258,6 +283,9 @@ class Fleet:
         member.handle = EngineHandle(member.name, member.role, self._epoch, config, workers, str(node))
         handle = member.handle
         await form_engine(handle, lambda rank, address: self._rank_spec(handle, rank, address))
+        host = await asyncio.to_thread(line_host, node.node_id)
+        open_line = handle.leader.open_line.options(concurrency_group="control")
+        member.line = await handle.guard(open_line.remote(host), "a line", CONTROL_S)
 
     def _rank_spec(self, engine: EngineHandle, rank: int, address: str) -> RankSpec:
         settings = self._settings

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.actors.engines import EngineHandle
+from rayk.actors.lines import LineAddress
 from rayk.sched.policies import EngineLoad
 from rayk.specs.serving import EngineEntry
 from rayk.types.errors import RaykError
@@ -19,6 +20,8 @@ class Member:
     entry: EngineEntry
     role: str
     handle: EngineHandle | None = None
+    line: LineAddress | None = None
+    """Of its life's rank 0."""
     state: str = "forming"
     """forming, ready or lost."""
     trouble: str = ""
@@ -40,6 +43,12 @@ class Member:
         """The one it lives now, or lived last."""
         assert self.handle is not None, f"{self.name} was never formed"
         return self.handle
+
+    @property
+    def life_line(self) -> LineAddress:
+        """Of the life it lives now."""
+        assert self.line is not None, f"{self.name} was never formed"
+        return self.line
 
     @property
     def epoch(self) -> int:

@@ -27,6 +27,7 @@ from rayk.actors.worker import Worker  # noqa: E402
 
 NODE_ID_LABEL = "ray.io/node-id"
 """A label Ray gives every node."""
+LOOPBACK = "127.0.0.1"
 CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
 """Threads of a worker: commands, one per request that streams, and the engine's loop."""
 
@@ -50,6 +51,12 @@ def live_nodes() -> list[Node]:
 def this_node() -> str:
     """Id of the node this process is on: the driver's, for the driver and its coordinator."""
     return str(ray.get_runtime_context().get_node_id())
+
+
+def line_host(node_id: str) -> str:
+    """The address at which processes of a node serve lines: loopback where the cluster has no other node."""
+    addresses = {n.node_id: n.address for n in live_nodes()}
+    return LOOPBACK if len(addresses) <= 1 else addresses.get(node_id, LOOPBACK)
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:

@@ -8,11 +8,10 @@ ones.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,13 +20,11 @@ from rayk.actors.environment import prepare_environment
 
 prepare_environment()
 
-import ray  # noqa: E402 - reads its environment once, when imported
-from ray.exceptions import RayActorError, RayError  # noqa: E402
-
 from rayk.actors.commands import CapturedRows  # noqa: E402
-from rayk.actors.engines import EngineHandle, translate  # noqa: E402
+from rayk.actors.engines import EngineHandle  # noqa: E402
+from rayk.actors.fleet_link import FleetLink  # noqa: E402
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure  # noqa: E402
-from rayk.actors.serving import News, Seat  # noqa: E402
+from rayk.actors.serving import Seat  # noqa: E402
 from rayk.engine.admission import bad_sampling, seeded  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402
 from rayk.sched.asking import Asker  # noqa: E402
@@ -41,8 +38,6 @@ from rayk.types.rows import RequestRow, TransferRow  # noqa: E402
 from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard  # noqa: E402
 
 NAMESPACE = "rayk"
-FLEET_POLL_S = 0.2
-"""How often a fleet that is not there is looked for."""
 HEALTH_S = 5.0
 """A fleet that does not say how it is for so long is not well."""
 ROLE_S = 60.0
@@ -58,7 +53,7 @@ class Router:
         """`fleet`: the name of its actor, in this namespace; it need not be there yet."""
         self.name = secrets.token_hex(4)
         self._settings = settings
-        self._link = _FleetLink(fleet, namespace, self.name)
+        self._link = FleetLink(fleet, namespace, self.name)
         self._rules = FlightRules(
             is_push=settings.transfer.mode == "push",
             request_s=settings.request_s,
@@ -129,6 +124,7 @@ class Router:
                 await self._link.call("leave", self.name, until=time.monotonic())
         except (RaykError, TimeoutError):
             pass  # then it misses the front by itself
+        await self._link.close()
 
     def _admitted(self, request: Request) -> Request:
         """The request as engines will know it. Raises UserError for what no engine would take."""
@@ -243,7 +239,7 @@ class Router:
 class _Stream:
     """What comes back of one request, in order. Implements flight.FlightLog."""
 
-    def __init__(self, link: _FleetLink) -> None:
+    def __init__(self, link: FleetLink) -> None:
         self.attempt = ""
         """The one that is under way."""
         self.is_over = False
@@ -299,87 +295,6 @@ class _Stream:
     def reserved(self, reservation: Reservation) -> Reservation:
         """As it is."""
         return reservation
-
-
-class _FleetLink:
-    """A front's way to the fleet: found again when it was lost, told of what ends, asked for engines."""
-
-    def __init__(self, fleet: str, namespace: str, front: str) -> None:
-        self._name = fleet
-        self._namespace = namespace
-        self._front = front
-        self._fleet: Any = None
-        self._life = ""
-        self._engines: dict[tuple[str, int], EngineHandle] = {}
-        self._asking = asyncio.Lock()
-        self._prefilled: list[str] = []
-        self._ended: list[str] = []
-        self._has_news = asyncio.Event()
-
-    async def call(self, method: str, *args: Any, until: float, **kwargs: Any) -> Any:
-        """Ask the fleet, and again where it is lost meanwhile, but at `until` (time.monotonic) for the last
-        time. Raises what it raises, and EngineDied where it is not there."""
-        while True:
-            try:
-                if self._fleet is None:
-                    get: Callable[..., Any] = ray.get_actor
-                    self._fleet = await asyncio.to_thread(get, self._name, namespace=self._namespace)
-                return await getattr(self._fleet, method).remote(*args, **kwargs)
-            except (RayActorError, ValueError) as error:
-                self._fleet = None
-                if time.monotonic() >= until:
-                    raise EngineDied("fleet", f"{self._name} is not there") from error
-            except RayError as error:
-                raise translate(error, "fleet") from None
-            await asyncio.sleep(FLEET_POLL_S)
-
-    async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
-        """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
-        async with self._asking:
-            if life != self._life or key not in self._engines:
-                found, cards = await self.call("roster", until=time.monotonic())
-                if found != self._life:
-                    self._life, self._engines = found, {}
-                self._engines = {
-                    (c.name, c.epoch): self._engines.get((c.name, c.epoch))
-                    or EngineHandle(
-                        c.name,
-                        c.role,
-                        c.epoch,
-                        c.config,
-                        list(c.workers),
-                        c.node,
-                        clock_offset_ns=c.clock_offset_ns,
-                    )
-                    for c in cards
-                }
-        if life != self._life or key not in self._engines:
-            raise EngineDied(key[0], "it was lost before the request came to it")
-        return self._engines[key]
-
-    def prefilled(self, attempt: str) -> None:
-        """Its first token is here."""
-        self._prefilled.append(attempt)
-        self._has_news.set()
-
-    def ended(self, attempt: str) -> None:
-        """It is over."""
-        self._ended.append(attempt)
-        self._has_news.set()
-
-    async def carry(self, period_s: float) -> None:
-        """Tell the fleet what is new at once, and every `period_s` that this front lives."""
-        while True:
-            try:
-                async with asyncio.timeout(period_s):
-                    await self._has_news.wait()
-            except TimeoutError:
-                pass
-            self._has_news.clear()
-            news = News(prefilled=tuple(self._prefilled), ended=tuple(self._ended))
-            self._prefilled, self._ended = [], []
-            with contextlib.suppress(EngineDied):  # with the fleet went all that it knew
-                await self.call("tell", self._front, news, until=time.monotonic())
 
 
 def _joined(first: Delta, second: Delta) -> Delta:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayk.actors.lines import LineAddress
 from rayk.kv.manager import Ledger
 from rayk.types.config import EngineConfig
 from rayk.types.errors import RaykError
@@ -20,6 +21,8 @@ class EngineCard:
     config: EngineConfig
     workers: tuple[Any, ...]
     """Actor handles, rank 0 first."""
+    line: LineAddress
+    """Of rank 0."""
     node: str = ""
     clock_offset_ns: int = 0
     """The fleet's clock minus rank 0's."""

@@ -1,0 +1,129 @@
+"""FleetLink: a front's way to the fleet of its server, over a line that Ray says the address of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rayk.actors.environment import prepare_environment
+
+prepare_environment()
+
+import ray  # noqa: E402 - reads its environment once, when imported
+from ray.exceptions import RayActorError, RayError  # noqa: E402
+
+from rayk.actors.engines import EngineHandle, translate  # noqa: E402
+from rayk.actors.lines import Line, LineLost  # noqa: E402
+from rayk.actors.serving import News  # noqa: E402
+from rayk.types.errors import EngineDied  # noqa: E402
+
+FLEET_POLL_S = 0.2
+"""How often a fleet that is not there is looked for."""
+
+
+class FleetLink:
+    """A front's way to the fleet: found again when it was lost, told of what ends, asked for engines."""
+
+    def __init__(self, fleet: str, namespace: str, front: str) -> None:
+        self._name = fleet
+        self._namespace = namespace
+        self._front = front
+        self._line: Line | None = None
+        self._presence: asyncio.Task[None] | None = None
+        self._finding = asyncio.Lock()
+        self._life = ""
+        self._engines: dict[tuple[str, int], EngineHandle] = {}
+        self._asking = asyncio.Lock()
+        self._prefilled: list[str] = []
+        self._ended: list[str] = []
+        self._has_news = asyncio.Event()
+
+    async def call(self, method: str, *args: Any, until: float, **kwargs: Any) -> Any:
+        """Ask the fleet, and again where it is lost meanwhile, but at `until` (time.monotonic) for the last
+        time. Raises what it raises, and EngineDied where it is not there."""
+        while True:
+            try:
+                line = await self._found()
+                return await line.call(method, *args, **kwargs)
+            except (RayActorError, ValueError, LineLost) as error:
+                self._line = None
+                if time.monotonic() >= until:
+                    raise EngineDied("fleet", f"{self._name} is not there") from error
+            except RayError as error:
+                raise translate(error, "fleet") from None
+            except RuntimeError as error:
+                raise EngineDied("fleet", str(error)) from None
+            await asyncio.sleep(FLEET_POLL_S)
+
+    async def close(self) -> None:
+        """Let go of all lines."""
+        lines = [e.line for e in self._engines.values()] + [self._line]
+        self._engines, self._line = {}, None
+        await asyncio.gather(*(line.close() for line in lines if line is not None))
+
+    async def _found(self) -> Line:
+        """The line to it; asked for where there is none."""
+        async with self._finding:
+            if self._line is None:
+                get: Callable[..., Any] = ray.get_actor
+                fleet = await asyncio.to_thread(get, self._name, namespace=self._namespace)
+                self._line = Line(await fleet.line.remote())
+                self._presence = asyncio.create_task(self._be_present(self._line))
+            return self._line
+
+    async def _be_present(self, line: Line) -> None:
+        with contextlib.suppress(LineLost):  # whoever calls next finds out
+            async for _ in line.stream("present", self._front):
+                pass
+
+    async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
+        """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
+        async with self._asking:
+            if life != self._life or key not in self._engines:
+                found, cards = await self.call("roster", until=time.monotonic())
+                if found != self._life:
+                    self._life, self._engines = found, {}
+                self._engines = {
+                    (c.name, c.epoch): self._engines.get((c.name, c.epoch))
+                    or EngineHandle(
+                        c.name,
+                        c.role,
+                        c.epoch,
+                        c.config,
+                        list(c.workers),
+                        c.node,
+                        line=Line(c.line),
+                        clock_offset_ns=c.clock_offset_ns,
+                    )
+                    for c in cards
+                }
+        if life != self._life or key not in self._engines:
+            raise EngineDied(key[0], "it was lost before the request came to it")
+        return self._engines[key]
+
+    def prefilled(self, attempt: str) -> None:
+        """Its first token is here."""
+        self._prefilled.append(attempt)
+        self._has_news.set()
+
+    def ended(self, attempt: str) -> None:
+        """It is over."""
+        self._ended.append(attempt)
+        self._has_news.set()
+
+    async def carry(self, period_s: float) -> None:
+        """Tell the fleet what is new at once, and every `period_s` that this front lives."""
+        while True:
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._has_news.wait()
+            except TimeoutError:
+                pass
+            self._has_news.clear()
+            news = News(prefilled=tuple(self._prefilled), ended=tuple(self._ended))
+            self._prefilled, self._ended = [], []
+            with contextlib.suppress(EngineDied):  # with the fleet went all that it knew
+                await self.call("tell", self._front, news, until=time.monotonic())

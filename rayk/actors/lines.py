@@ -1,0 +1,277 @@
+"""Lines: calls and streams from one process of a server to another, with next to nothing in between.
+
+A Ray call takes about a millisecond of processor time on either side, a stream's first item two, and a
+request of a server needs several of both. A line is one TCP connection that carries all calls of one process
+to another at once. Ray still starts and ends processes, and says where they are: whoever serves lines gives
+out a `LineAddress` through it.
+
+    frame       length (4 bytes, big endian), then a pickle
+    caller      the service's secret, as it is; then frames (number, method, args, kwargs) that begin calls,
+                and (number, None, (), {}) that gives one up
+    service     frames (number, item, error, is_last)
+
+Pickles come from processes of the same server alone: nothing is unpickled for a caller who has not shown the
+secret first, which is drawn anew for each service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import pickle
+import secrets
+import socket
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rayk.types.errors import RaykError
+
+Stream = Callable[..., AsyncIterator[Any]]
+Call = Callable[..., Awaitable[Any]]
+
+HELLO_S = 10.0
+"""How long a connection may take to be made, and a caller to show the secret."""
+SECRET_BYTES = 32
+LENGTH_BYTES = 4
+KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 8000}
+"""A node that is gone sends nothing more: noticed within eight seconds (the last one counts milliseconds)."""
+CLOSE_S = 5.0
+
+
+class LineLost(ConnectionError):
+    """The other end is not there, or not any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineAddress:
+    """Where a service is, for those who may call it."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+class LineService:
+    """Answers calls on the loop that opened it."""
+
+    def __init__(self, *, calls: Mapping[str, Call] = {}, streams: Mapping[str, Stream] = {}) -> None:
+        """What may be called, by name. A stream that is given up, or whose caller is lost, is closed."""
+        self._calls = dict(calls)
+        self._streams = dict(streams)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._server: asyncio.Server | None = None
+        self._callers: set[asyncio.Task[None]] = set()
+
+    async def open(self, host: str) -> LineAddress:
+        """Listen at any port of this address."""
+        self._server = await asyncio.start_server(self._meet, host, 0)
+        return LineAddress(host, self._server.sockets[0].getsockname()[1], self._secret)
+
+    async def close(self) -> None:
+        """Take no more calls, and give up those under way."""
+        if self._server is not None:
+            self._server.close()
+        for caller in self._callers:
+            caller.cancel()
+        await asyncio.gather(*self._callers, return_exceptions=True)
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        under_way: dict[int, asyncio.Task[None]] = {}
+        try:
+            _keep_alive(writer)
+            async with asyncio.timeout(HELLO_S):
+                shown = await reader.readexactly(SECRET_BYTES)
+            if hmac.compare_digest(shown, self._secret):
+                await self._serve(reader, writer, under_way)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # the caller is gone, or never was one
+        finally:
+            self._callers.discard(task)
+            for call in under_way.values():
+                call.cancel()
+            writer.close()
+
+    async def _serve(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        under_way: dict[int, asyncio.Task[None]],
+    ) -> None:
+        while True:
+            number, method, args, kwargs = await _received(reader)
+            if method is None:
+                if number in under_way:
+                    under_way[number].cancel()
+                continue
+            call = asyncio.create_task(self._answer(writer, number, method, args, kwargs))
+            under_way[number] = call
+            call.add_done_callback(partial(_forget, under_way, number))
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, number: int, method: str, args: Any, kwargs: Any
+    ) -> None:
+        item: Any = None
+        error: RaykError | str | None = None
+        try:
+            if method in self._streams:
+                async with aclosing(self._streams[method](*args, **kwargs)) as items:  # type: ignore[type-var]
+                    async for item in items:
+                        await _send(writer, (number, item, None, False))
+                item = None
+            else:
+                item = await self._calls[method](*args, **kwargs)
+        except RaykError as failure:
+            error = failure
+        except OSError:
+            return  # the caller is gone
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the caller waits for it
+            error = f"{type(failure).__name__}: {failure}"
+        await _send(writer, (number, item, error, True))
+
+
+class LineThread:
+    """A service on a loop and a thread of its own, for processes that have no loop."""
+
+    def __init__(self, service: LineService) -> None:
+        self._service = service
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="lines")
+        self._thread.start()
+
+    def open(self, host: str) -> LineAddress:
+        """See LineService.open."""
+        return asyncio.run_coroutine_threadsafe(self._service.open(host), self._loop).result(HELLO_S)
+
+    def close(self) -> None:
+        """Give up all calls, and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+
+class Line:
+    """A caller's end. One event loop. Connects when it is first needed, and again when it was lost."""
+
+    def __init__(self, address: LineAddress) -> None:
+        self._address = address
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Queue[tuple[Any, Any, bool] | None]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One answer. Raises what the service raised, LineLost, and RuntimeError for errors not of rayk."""
+        async with aclosing(self._frames(method, args, kwargs)) as frames:
+            item, _ = await anext(frames)
+            return item
+
+    async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        """Items as they come. Raises as `call` does. Closing it early gives the call up."""
+        async with aclosing(self._frames(method, args, kwargs)) as frames:
+            async for item, is_last in frames:
+                if not is_last:
+                    yield item
+
+    async def close(self) -> None:
+        """Let go of the connection; what is under way is lost."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _frames(self, method: str, args: Any, kwargs: Any) -> Any:
+        writer = await self._connected()
+        number = next(self._numbers)
+        answers: asyncio.Queue[tuple[Any, Any, bool] | None] = asyncio.Queue()
+        self._answers[number] = answers
+        try:
+            try:
+                await _send(writer, (number, method, args, kwargs))
+            except OSError as error:
+                raise LineLost(f"{self._address}: {error}") from error
+            while True:
+                answer = await answers.get()
+                if answer is None:
+                    raise LineLost(f"{self._address}: the connection ended")
+                item, problem, is_last = answer
+                if is_last:
+                    del self._answers[number]
+                if isinstance(problem, RaykError):
+                    raise problem
+                if problem is not None:
+                    raise RuntimeError(problem)
+                yield item, is_last
+                if is_last:
+                    return
+        finally:
+            if self._answers.pop(number, None) is not None and not writer.is_closing():
+                writer.write(_frame((number, None, (), {})))
+
+    async def _connected(self) -> asyncio.StreamWriter:
+        async with self._connecting:
+            if self._writer is None:
+                where = self._address
+                try:
+                    async with asyncio.timeout(HELLO_S):
+                        reader, writer = await asyncio.open_connection(where.host, where.port)
+                except (OSError, TimeoutError) as error:
+                    raise LineLost(f"{where}: {error}") from error
+                _keep_alive(writer)
+                writer.write(where.secret)
+                self._writer = writer
+                self._reading = asyncio.create_task(self._read(reader, writer))
+            return self._writer
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                number, item, error, is_last = await _received(reader)
+                if number in self._answers:
+                    self._answers[number].put_nowait((item, error, is_last))
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # those who wait are told below
+        finally:
+            self._writer = None
+            writer.close()
+            for answers in self._answers.values():
+                answers.put_nowait(None)
+            self._answers.clear()
+
+
+def _forget(under_way: dict[int, asyncio.Task[None]], number: int, _done: asyncio.Task[None]) -> None:
+    under_way.pop(number, None)
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _frame(value: Any) -> bytes:
+    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+async def _send(writer: asyncio.StreamWriter, value: Any) -> None:
+    writer.write(_frame(value))
+    await writer.drain()
+
+
+async def _received(reader: asyncio.StreamReader) -> Any:
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    return pickle.loads(await reader.readexactly(length))  # noqa: S301 - see the module

@@ -1,0 +1,282 @@
+"""Calls and streams between processes: what they bring, who may call, and what is left of a lost end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.actors.lines import SECRET_BYTES, Line, LineAddress, LineLost, LineService, LineThread
+from rayk.types.errors import EngineDied
+
+HOST = "127.0.0.1"
+LIMIT_S = 60.0
+
+
+class Service:
+    """Counts, fails, waits."""
+
+    def __init__(self) -> None:
+        self.closed: list[str] = []
+        self.entered = asyncio.Event()
+
+    async def twice(self, number: int) -> int:
+        return 2 * number
+
+    async def dies(self, what: str) -> None:
+        raise EngineDied("prefill0", what, rank=1)
+
+    async def breaks(self) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    async def count(self, name: str, num: int, *, pause_s: float = 0.0) -> AsyncIterator[tuple[str, int]]:
+        try:
+            for i in range(num):
+                await asyncio.sleep(pause_s)
+                yield name, i
+        finally:
+            self.closed.append(name)
+
+    async def sizes(self, sizes: list[int]) -> AsyncIterator[bytes]:
+        for size in sizes:
+            yield random.Random(size).randbytes(size)
+
+    async def waits(self, name: str) -> AsyncIterator[str]:
+        try:
+            yield name
+            self.entered.set()
+            await asyncio.sleep(LIMIT_S)
+        finally:
+            self.closed.append(name)
+
+    def lines(self) -> LineService:
+        return LineService(
+            calls={"twice": self.twice, "dies": self.dies, "breaks": self.breaks},
+            streams={"count": self.count, "sizes": self.sizes, "waits": self.waits},
+        )
+
+
+def run(test: Any) -> None:
+    """`test(service, lines, address)` on a loop, with the service closed behind it."""
+
+    async def whole() -> None:
+        service = Service()
+        lines = service.lines()
+        address = await lines.open(HOST)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await test(service, lines, address)
+        finally:
+            await lines.close()
+
+    asyncio.run(whole())
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_many_calls_and_streams_share_a_line():
+    async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+
+        async def counted(name: str, num: int) -> list[tuple[str, int]]:
+            return [item async for item in line.stream("count", name, num, pause_s=0.001)]
+
+        names = [f"s{i}" for i in range(40)]
+        found = await asyncio.gather(*(counted(n, i) for i, n in enumerate(names)))
+        assert found == [[(n, k) for k in range(i)] for i, n in enumerate(names)]
+        assert await asyncio.gather(*(line.call("twice", i) for i in range(100))) == list(range(0, 200, 2))
+        await line.close()
+
+    run(test)
+
+
+def test_frames_of_any_size_arrive_whole_and_in_order():
+    sizes = [0, 1, 65_535, 65_536, 1 << 20, (5 << 20) + 1, 7]
+
+    async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        found = [item async for item in line.stream("sizes", sizes)]
+        assert found == [random.Random(size).randbytes(size) for size in sizes]
+        await line.close()
+
+    run(test)
+
+
+def test_errors_of_rayk_cross_intact_and_others_by_name():
+    async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        with pytest.raises(EngineDied) as caught:
+            await line.call("dies", "a cosmic ray")
+        assert caught.value == EngineDied("prefill0", "a cosmic ray", rank=1)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: by nothing"):
+            await line.call("breaks")
+        with pytest.raises(RuntimeError, match="KeyError: 'nothing_of_the_kind'"):
+            await line.call("nothing_of_the_kind")
+        assert await line.call("twice", 4) == 8
+        await line.close()
+
+    run(test)
+
+
+def test_a_stream_that_is_left_early_is_closed_at_the_service():
+    async def test(service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        stream = line.stream("waits", "left")
+        assert await anext(stream) == "left"
+        await stream.aclose()
+        await until(lambda: service.closed == ["left"])
+        assert await line.call("twice", 1) == 2
+        await line.close()
+
+    run(test)
+
+
+def test_who_loses_the_caller_gives_up_what_it_asked_for():
+    async def test(service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        streams = [line.stream("waits", name) for name in "ab"]
+        assert [await anext(s) for s in streams] == ["a", "b"]
+        await line.close()
+        await until(lambda: sorted(service.closed) == ["a", "b"])
+        for stream in streams:
+            with pytest.raises(LineLost):
+                await anext(stream)
+
+    run(test)
+
+
+def test_a_service_that_closes_ends_every_call_and_takes_no_new_one():
+    async def test(service: Service, lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        stream = line.stream("waits", "here")
+        await anext(stream)
+        await lines.close()
+        with pytest.raises(LineLost):
+            await anext(stream)
+        assert service.closed == ["here"]
+        with pytest.raises(LineLost):
+            await line.call("twice", 1)
+
+    run(test)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("shown", [b"", b"\0" * SECRET_BYTES, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 4])
+def test_nothing_is_unpickled_for_who_does_not_know_the_secret(shown: bytes, tmp_path: Path):
+    bomb = pickle.dumps(Bomb(tmp_path / "gone_off"))
+
+    async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(shown + len(bomb).to_bytes(4, "big") + bomb)
+        if len(shown) < SECRET_BYTES:  # it would wait for the rest
+            writer.write(bytes(SECRET_BYTES))
+        with contextlib.suppress(ConnectionError):  # it hung up while there was more to read
+            assert await reader.read() == b""
+        writer.close()
+        # The same bytes behind the secret do go off.
+        assert not (tmp_path / "gone_off").exists()
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(address.secret + len(bomb).to_bytes(4, "big") + bomb)
+        await until((tmp_path / "gone_off").exists)
+        writer.close()
+
+    run(test)
+
+
+def test_the_secret_is_not_shown():
+    assert "abcdef" not in repr(LineAddress("h", 1, b"abcdef"))
+
+
+async def drained(stream: AsyncIterator[Any]) -> None:
+    async for _ in stream:
+        pass
+
+
+SCRIPT = """
+import asyncio, pickle, sys, time
+from rayk.actors.lines import LineService, LineThread
+
+async def forever():
+    while True:
+        yield time.monotonic()
+        await asyncio.sleep(0.01)
+
+thread = LineThread(LineService(streams={"forever": forever}))
+sys.stdout.buffer.write(pickle.dumps(thread.open("127.0.0.1")))
+sys.stdout.close()
+time.sleep(600)
+"""
+
+
+def test_a_killed_process_is_noticed_at_once():
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            address: LineAddress = pickle.load(process.stdout)
+
+            async def test() -> None:
+                line = Line(address)
+                stream = line.stream("forever")
+                for _ in range(3):
+                    await anext(stream)
+                os.kill(process.pid, signal.SIGKILL)
+                async with asyncio.timeout(LIMIT_S):
+                    with pytest.raises(LineLost):
+                        await drained(stream)
+
+            asyncio.run(test())
+        finally:
+            process.kill()
+
+
+def test_a_thread_serves_without_a_loop_of_the_caller():
+    async def twice(number: int) -> int:
+        return 2 * number
+
+    thread = LineThread(LineService(calls={"twice": twice}))
+    address = thread.open(HOST)
+
+    async def test() -> None:
+        line = Line(address)
+        assert await line.call("twice", 21) == 42
+        thread.close()
+        with pytest.raises(LineLost):
+            await line.call("twice", 1)
+
+    asyncio.run(test())
+
+
+def test_nobody_listening_is_a_lost_line():
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+
+    async def test() -> None:
+        with pytest.raises(LineLost):
+            await Line(LineAddress(HOST, port, bytes(SECRET_BYTES))).call("twice", 1)
+
+    asyncio.run(test())
