@@ -67,6 +67,13 @@ FRONTS = (
         f"{PLAN}::test_settings_of_engines",
     ),
     Mutation(
+        "every engine has the size of the first",
+        "rayk/specs/server_plan.py",
+        "return cells[min(i, len(cells) - 1)]",
+        "return cells[0]",
+        f"{PLAN}::test_each_engine_of_a_role_may_have_a_size_of_its_own",
+    ),
+    Mutation(
         "a list is taken for an axis of one value",
         "rayk/specs/server_plan.py",
         "if loaded.spec.matrix:",

@@ -16,6 +16,13 @@ NAMED = f"{GUARD}::test_what_is_wrong_is_named"
 
 HTTP = (
     Mutation(
+        "a role that cannot be is bad input",
+        "rayk/serve/errors.py",
+        'return ApiError(409, str(error), param="role", code="role_conflict")',
+        "return ApiError(400, str(error))",
+        "tests/serve/test_engines.py::test_what_cannot_be_is_refused_and_changes_nothing",
+    ),
+    Mutation(
         "half a character is told",
         "rayk/serve/text.py",
         "if new and not new.endswith(REPLACEMENT):\n            return self._tell(len(self._waiting), new)",

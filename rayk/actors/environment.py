@@ -16,6 +16,8 @@ RAY_DEFAULTS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     # An actor without a GPU sees none; by default Ray leaves it all of the machine's.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    # On a busy machine, five seconds are too few for a proxy to start in: Serve would kill it, and give up.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 """Applied where the user has not set them."""
 

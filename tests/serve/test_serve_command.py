@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import requests
 from typer.testing import CliRunner
 
 from rayk.cli.main import app
@@ -25,6 +27,7 @@ from tests.markers import nixl, ray
 START_S = 240.0
 """Machines may be slow: nothing here measures time."""
 NUM_TOKENS = 300
+KEY = {"Authorization": "Bearer k"}
 
 
 @pytest.fixture
@@ -175,6 +178,17 @@ class Server:
             )
         )
 
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """What it tells of each."""
+        found = requests.get(f"{self.url}/engines", headers=KEY, timeout=START_S)
+        assert found.status_code == 200, found.text
+        return {engine["name"]: engine for engine in found.json()["data"]}
+
+    def turn(self, engine: str, role: str) -> int:
+        """Change an engine's role; the status."""
+        url = f"{self.url}/engines/{engine}/role"
+        return requests.post(url, json={"role": role}, headers=KEY, timeout=START_S).status_code
+
     def ends(self) -> int:
         """Its exit status; nothing but the ready line went to stdout."""
         code = self.process.wait(START_S)
@@ -251,22 +265,13 @@ def truth(checkpoint: Any, reference: Any) -> list[tuple[list[int], list[int]]]:
 def test_a_server_on_ray_serve_answers_drains_and_leaves_nothing(
     model: Path, truth: list[tuple[list[int], list[int]]]
 ) -> None:
-    with serving(model, "--prefill-tp", "1", "--decode-tp", "1", "--api-key", "k") as server:
+    with serving(model, "--prefill-tp", "1", "--decode-tp", "2,1", "--api-key", "k") as server:
         assert server.model_id == model.name
         assert [m.id for m in server.client().models.list()] == [model.name]
         with pytest.raises(openai.AuthenticationError):
             server.client("other").models.list()
-        answers: dict[int, list[int]] = {}
-
-        def ask(index: int) -> None:
-            answers[index] = tokens_of(server.stream(truth[index][0]))
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(truth))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [answers.get(i) for i in range(len(truth))] == [expected for _, expected in truth]
+        see_roles_change_under_load(server, truth)
+        see_all_engines_stop_for_a_client_that_goes(server)
 
         started = descendants(server.process.pid)
         assert any("ServeReplica" in line for line in started.values())
@@ -277,6 +282,71 @@ def test_a_server_on_ray_serve_answers_drains_and_leaves_nothing(
         assert delivered + tokens_of(stream) == truth[0][1], "what ran when the signal came ends as it should"
         assert server.ends() == 0
         until(lambda: not started.keys() & alive(started), "the end of every process")
+
+
+def see_roles_change_under_load(server: Server, truth: list[tuple[list[int], list[int]]]) -> None:
+    """Engines of unlike TP, each of which prefills for a while and decodes for a while."""
+    before = {e["name"]: (e["role"], e["tp"], e["state"]) for e in server.engines().values()}
+    assert before == {
+        "prefill0": ("prefill", 1, "ready"),
+        "decode0": ("decode", 2, "ready"),
+        "decode1": ("decode", 1, "ready"),
+    }
+    is_over = threading.Event()
+
+    def ask(prompt: list[int]) -> list[list[int]]:
+        found = [tokens_of(server.stream(prompt))]
+        while not is_over.is_set():
+            found.append(tokens_of(server.stream(prompt)))
+        return [*found, tokens_of(server.stream(prompt))]
+
+    with ThreadPoolExecutor(len(truth)) as pool:
+        asked = [pool.submit(ask, prompt) for prompt, _ in truth]
+        try:
+            until(lambda: server.engines()["decode0"]["num_requests"], "a request on the engine that turns")
+            assert server.turn("prefill0", "decode") == 409, "nobody would prefill"
+            for engine, role in (("decode0", "prefill"), ("prefill0", "decode"), ("decode1", "prefill")):
+                assert server.turn(engine, role) == 200
+                until(lambda e=engine: server.engines()[e]["num_requests"], f"a request for the new {role}")
+            roles = {name: e["role"] for name, e in server.engines().items()}
+            assert roles == {"prefill0": "decode", "decode0": "prefill", "decode1": "prefill"}
+            for engine in ("decode1", "prefill0", "decode0"):
+                assert server.turn(engine, engine.rstrip("01")) == 200
+        finally:
+            is_over.set()
+        for answers, (_, expected) in zip(asked, truth, strict=True):
+            assert all(answer == expected for answer in answers.result()), "a token is wrong, or is missing"
+
+
+def see_all_engines_stop_for_a_client_that_goes(server: Server) -> None:
+    """Through Serve's proxy: a stream of many choices of which the client reads one chunk."""
+    before = server.engines()
+    num_choices, num_prompt_tokens, num_tokens = 64, 1400, 600
+    body = {
+        "prompt": [5] * num_prompt_tokens,
+        "n": num_choices,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with requests.post(
+        f"{server.url}/v1/completions", json=body, headers=KEY, stream=True, timeout=START_S
+    ) as answer:
+        lines = answer.iter_lines()  # kept: the connection ends with it
+        assert next(lines).startswith(b"data: ")
+        until(lambda: all(e["num_running"] for e in server.engines().values()), "work for each engine")
+
+    def stopped() -> dict[str, dict[str, Any]] | None:
+        engines = server.engines()
+        busy = [e for e in engines.values() if e["num_requests"] or e["num_running"] or e["num_waiting"]]
+        held = [e for e in engines.values() if e["num_free_blocks"] != e["num_blocks"] - 1]
+        return None if busy or held else engines
+
+    after = until(stopped, "an end of what nobody waits for")
+    steps = {name: engine["num_steps"] - before[name]["num_steps"] for name, engine in after.items()}
+    # Whole prompts, 512 tokens a step; and all their answers, on two engines of 16 rows each.
+    assert steps["prefill0"] < num_choices * num_prompt_tokens / 512
+    assert max(steps["decode0"], steps["decode1"]) < num_choices * num_tokens / 32
 
 
 def refuses(server: Server) -> bool:
