@@ -6,6 +6,8 @@ A plain class; `launch` makes it a Ray actor. `form` builds the rank, `run` is i
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import gc
 import os
@@ -16,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
+from rayk.actors.lines import LineAddress, LineService, LineThread
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.push_flow import PushSettings
 from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
@@ -87,6 +90,7 @@ class Worker:
         self._handover: TransferHandover | None = None
         self._extension: RankExtension = NoExtension()
         self._lock = threading.Lock()
+        self._line: LineThread | None = None
         self._aborted: set[str] = set()
         self._ended = threading.Event()
         """The loop is over."""
@@ -220,57 +224,11 @@ class Worker:
         except TimeoutError:
             raise DeadlineExceeded(f"{type(command).__name__} on {self.name}", timeout_s) from None
 
-    def generate(
-        self,
-        request: Request,
-        *,
-        mode: str,
-        ticket: TransferTicket | None = None,
-        output_token_ids: tuple[int, ...] = (),
-        transfer_s: float = 30.0,
-        reserve_s: float | None = None,
-        capture: bool = False,
-        recompute: bool = False,
-        producer: str = "",
-        hold_s: float = 30.0,
-        reservation: Reservation | None = None,
-    ) -> Iterator[list[RequestEvent]]:
-        """Run a request and yield its events as they come, the first at once and later ones gathered.
-
-        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one) or
-        reserve (ends with a Reservation of blocks that engine `producer` may push into).
-        """
-        assert self._leader is not None, "requests go to rank 0"
-        assert self._handover is not None
+    def generate(self, request: Request, **arguments: Any) -> Iterator[list[RequestEvent]]:
+        """Run a request (see `_submit`) and yield its events as they come, the first at once and later ones
+        gathered."""
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        if mode == "decode":
-            assert ticket is not None
-            self._handover.submit_decode(
-                request,
-                ticket,
-                output_token_ids,
-                transfer_s,
-                events.put,
-                reserve_s=reserve_s,
-                recompute=recompute,
-            )
-        elif mode == "reserve":
-            wait_s = transfer_s if reserve_s is None else reserve_s
-            self._handover.submit_reserve(
-                request, events.put, producer=producer, reserve_s=wait_s, hold_s=hold_s
-            )
-        else:
-            self._handover.submit(
-                request,
-                events.put,
-                hand_over=mode == "prefill",
-                capture=capture,
-                output_token_ids=output_token_ids,
-                reservation=reservation,
-            )
-        if request.request_id in self._aborted:
-            # The abort ran on another thread and overtook this call.
-            self._leader.abort(request.request_id)
+        self._submit(request, events.put, **arguments)
         first = True
         while True:
             batch = [events.get()]
@@ -282,6 +240,87 @@ class Worker:
             yield batch
             if batch[-1].is_last:
                 return
+
+    def open_line(self, host: str) -> LineAddress:
+        """Let fronts `generate` without Ray in between, until the engine is dissolved (rank 0)."""
+        assert self._leader is not None, "requests go to rank 0"
+        self._close_line()
+        self._line = LineThread(LineService(streams={"generate": self._generate}))
+        return self._line.open(host)
+
+    async def _generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent]]:
+        """As `generate`, on the line's loop. A caller who goes aborts the request."""
+        events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(event: RequestEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # the line is closed: nobody waits for it
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._submit(request, put, **arguments)
+        first, is_over = True, False
+        try:
+            while not is_over:
+                batch = [await events.get()]
+                if not first and not batch[0].is_last:
+                    await asyncio.sleep(FLUSH_S)
+                while not events.empty():
+                    batch.append(events.get_nowait())
+                first, is_over = False, batch[-1].is_last
+                yield batch
+        finally:
+            if not is_over:
+                self.abort(request.request_id)
+
+    def _submit(
+        self,
+        request: Request,
+        put: Callable[[RequestEvent], Any],
+        *,
+        mode: str,
+        ticket: TransferTicket | None = None,
+        output_token_ids: tuple[int, ...] = (),
+        transfer_s: float = 30.0,
+        reserve_s: float | None = None,
+        capture: bool = False,
+        recompute: bool = False,
+        producer: str = "",
+        hold_s: float = 30.0,
+        reservation: Reservation | None = None,
+    ) -> None:
+        """Run a request; its events are put from the engine's thread.
+
+        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one) or
+        reserve (ends with a Reservation of blocks that engine `producer` may push into).
+        """
+        assert self._leader is not None, "requests go to rank 0"
+        assert self._handover is not None
+        if mode == "decode":
+            assert ticket is not None
+            self._handover.submit_decode(
+                request,
+                ticket,
+                output_token_ids,
+                transfer_s,
+                put,
+                reserve_s=reserve_s,
+                recompute=recompute,
+            )
+        elif mode == "reserve":
+            wait_s = transfer_s if reserve_s is None else reserve_s
+            self._handover.submit_reserve(request, put, producer=producer, reserve_s=wait_s, hold_s=hold_s)
+        else:
+            self._handover.submit(
+                request,
+                put,
+                hand_over=mode == "prefill",
+                capture=capture,
+                output_token_ids=output_token_ids,
+                reservation=reservation,
+            )
+        if request.request_id in self._aborted:
+            # The abort ran on another thread and overtook this call.
+            self._leader.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Stop a request, also one whose `generate` is still on its way."""
@@ -340,6 +379,7 @@ class Worker:
     def dissolve(self) -> None:
         """Forget the engine: unbind, deregister, leave the group. The process and its agent stay."""
         with self._lock:
+            self._close_line()
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
             self._loop = self._leader = self._handover = None
@@ -362,6 +402,11 @@ class Worker:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was being read into it
         return extension() is None
+
+    def _close_line(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
 
     @staticmethod
     def _leases(leader: Leader, handover: TransferHandover | None) -> tuple[str, ...]:
