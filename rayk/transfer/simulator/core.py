@@ -305,6 +305,8 @@ class Flight:
     def _is_cut_off(self) -> bool:
         """Whether a process at an end is gone, or stopped and its bytes with it."""
         ends = (self.source, self.target)
+        if self.source.runs and self.target.runs:
+            return False
         if not self.target.alive:
             self.end(False)
             return True

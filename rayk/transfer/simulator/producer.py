@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -334,12 +333,17 @@ class Push:
                 clock.notify(self.producer, self.consumer, self.consumer, self._to, stopped.encode(), None)
         return []
 
-    def _is_computed(self, layer: int, position: int) -> bool:
-        index, row = self.producer.world.model.place(layer, position)
-        block, prompt = self.run.tables[layer][index], self.run.job.prompt
-        rows = (self.producer.memory.rows(layer, head, block)[row] for head in self._heads)
-        right = (right_rows(prompt, layer, head)[position] for head in self._heads)
-        return all(map(operator.eq, rows, right))
+    def _are_computed(self, layer: int, positions: range) -> bool:
+        """Whether the rows of all of them are what they must be."""
+        place, rows = self.producer.world.model.place, self.producer.memory.rows
+        table = self.run.tables[layer]
+        for head in self._heads:
+            right = right_rows(self.run.job.prompt, layer, head)
+            for position in positions:
+                index, row = place(layer, position)
+                if rows(layer, head, table[index])[row] != right[position]:
+                    return False
+        return True
 
     def _post(self, action: p.PostWrite) -> None:
         world, job = self.producer.world, self.run.job
@@ -347,7 +351,7 @@ class Push:
         for layer in action.layers:
             live = world.model.live_rows(layer, job.num_tokens)
             positions = range(max(action.start, live.start), action.stop)
-            if any(not self._is_computed(layer, position) for position in positions):
+            if not self._are_computed(layer, positions):
                 world.violate(f"{job.job_id}: a write of rows that are not computed: {action}")
             # A block goes once, when its last live row is there.
             ends = {
