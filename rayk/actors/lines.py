@@ -17,12 +17,14 @@ secret first, which is drawn anew for each service.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import pickle
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -135,6 +137,42 @@ class LineService:
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller waits for it
             error = f"{type(failure).__name__}: {failure}"
         await _send(writer, (number, item, error, True))
+
+
+class Funnel:
+    """Items from another thread, for one coroutine that takes all there are.
+
+    Whoever puts an item wakes the loop only where it waits: to wake it for each would have two threads pass
+    Python's lock to and fro.
+    """
+
+    def __init__(self) -> None:
+        """On the loop that takes."""
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[Any] = deque()
+        self._is_waiting = False
+        self._wake = asyncio.Event()
+
+    def put(self, item: Any) -> None:
+        """From any thread, also after the loop has ended."""
+        self._items.append(item)
+        if self._is_waiting:
+            self._is_waiting = False
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody takes any more
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    async def wait(self) -> None:
+        """Until there are items."""
+        while not self._items:
+            self._wake.clear()
+            self._is_waiting = True
+            if not self._items:  # an item that came before the line above woke nobody
+                await self._wake.wait()
+            self._is_waiting = False
+
+    def take(self) -> list[Any]:
+        """All there are."""
+        return [self._items.popleft() for _ in range(len(self._items))]
 
 
 class LineThread:

@@ -7,7 +7,6 @@ A plain class; `launch` makes it a Ray actor. `form` builds the rank, `run` is i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import gc
 import os
@@ -28,7 +27,7 @@ import torch
 
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
-from rayk.actors.lines import LineAddress, LineService, LineThread
+from rayk.actors.lines import Funnel, LineAddress, LineService, LineThread
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.push_flow import PushSettings
 from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
@@ -250,22 +249,16 @@ class Worker:
 
     async def _generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent]]:
         """As `generate`, on the line's loop. A caller who goes aborts the request."""
-        events: asyncio.Queue[RequestEvent] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def put(event: RequestEvent) -> None:
-            with contextlib.suppress(RuntimeError):  # the line is closed: nobody waits for it
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        self._submit(request, put, **arguments)
+        events = Funnel()
+        self._submit(request, events.put, **arguments)
         first, is_over = True, False
         try:
             while not is_over:
-                batch = [await events.get()]
-                if not first and not batch[0].is_last:
+                await events.wait()
+                batch: list[RequestEvent] = events.take()
+                if not first and not batch[-1].is_last:
                     await asyncio.sleep(FLUSH_S)
-                while not events.empty():
-                    batch.append(events.get_nowait())
+                    batch += events.take()
                 first, is_over = False, batch[-1].is_last
                 yield batch
         finally:

@@ -11,13 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayk.actors.lines import SECRET_BYTES, Line, LineAddress, LineLost, LineService, LineThread
+from rayk.actors.lines import SECRET_BYTES, Funnel, Line, LineAddress, LineLost, LineService, LineThread
 from rayk.types.errors import EngineDied
 
 HOST = "127.0.0.1"
@@ -268,6 +269,30 @@ def test_a_thread_serves_without_a_loop_of_the_caller():
             await line.call("twice", 1)
 
     asyncio.run(test())
+
+
+def test_a_funnel_brings_everything_once_and_in_order():
+    num_items, num_threads = 20_000, 3
+
+    async def test() -> list[tuple[int, int]]:
+        funnel, found = Funnel(), []
+
+        def put(thread: int) -> None:
+            for i in range(num_items):
+                funnel.put((thread, i))
+
+        threads = [threading.Thread(target=put, args=(n,)) for n in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        async with asyncio.timeout(LIMIT_S):
+            while len(found) < num_items * num_threads:
+                await funnel.wait()
+                found += funnel.take()
+        return found
+
+    found = asyncio.run(test())
+    for thread in range(num_threads):
+        assert [i for n, i in found if n == thread] == list(range(num_items))
 
 
 def test_nobody_listening_is_a_lost_line():
