@@ -58,6 +58,7 @@ FRONTS = (
         "wanted = 2 * each * engine.max_seqs + 1",
         "wanted = each * engine.max_seqs + 1",
         f"{PLAN}::test_pools_hold_every_row_at_its_longest_or_what_memory_allows",
+        needs_fixtures=True,
     ),
     Mutation(
         "blocks that somebody gave are counted again",
@@ -65,6 +66,7 @@ FRONTS = (
         'if any(text.startswith(f"{key}=") for text in overrides for key in POOL_KEYS):',
         "if not overrides:",
         f"{PLAN}::test_settings_of_engines",
+        needs_fixtures=True,
     ),
     Mutation(
         "every engine has the size of the first",
@@ -72,6 +74,7 @@ FRONTS = (
         "return cells[min(i, len(cells) - 1)]",
         "return cells[0]",
         f"{PLAN}::test_each_engine_of_a_role_may_have_a_size_of_its_own",
+        needs_fixtures=True,
     ),
     Mutation(
         "a list is taken for an axis of one value",
@@ -79,6 +82,7 @@ FRONTS = (
         "if loaded.spec.matrix:",
         "if len(loaded.spec.matrix) > 1:",
         f"{COMMAND}::test_bad_options_are_refused",
+        needs_fixtures=True,
     ),
     Mutation(
         "settings of decode engines are dropped in silence",
@@ -86,5 +90,6 @@ FRONTS = (
         'if text.startswith(("decode.", "transfer."))]',
         'if text.startswith("nothing.")]',
         f"{COMMAND}::test_bad_options_are_refused",
+        needs_fixtures=True,
     ),
 )
