@@ -159,6 +159,8 @@ class Reserve:
     producer: str
     block_tables: BlockTables
     num_tokens: int
+    held_blocks: frozenset[int] = frozenset()
+    """Of the tables: what is in them is not written."""
 
 
 @dataclass(frozen=True, slots=True)

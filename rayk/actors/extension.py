@@ -170,10 +170,12 @@ class TransferExtension:
         match command:
             case PushStep():
                 self._push.begin(command)  # of kernels that are to come: it waits for them
-            case Reserve(_, reservation_id, producer, block_tables, num_tokens):
+            case Reserve(_, reservation_id, producer, block_tables, num_tokens, held):
                 self._fence.wait()  # kernels of the blocks' last owner may be queued
-                self._push.blocks_assigned([b for table in block_tables for b in table if b])
-                self.transfer.reserve(reservation_id, producer, block_tables, num_tokens)
+                self._push.blocks_assigned(
+                    [b for table in block_tables for b in table if b and b not in held]
+                )
+                self.transfer.reserve(reservation_id, producer, block_tables, num_tokens, held)
             case EndReservation(reservation_id):
                 self.transfer.end_reservation(reservation_id)
             case EndPush(reservation_id, reason):

@@ -96,7 +96,7 @@ class TransferHandover:
             if self.leader.open(request, sink, prefilled=True):
                 wish = Wish(
                     request_id=request.request_id,
-                    num_tokens=len(request.prompt_token_ids),
+                    token_ids=tuple(request.prompt_token_ids),
                     producer=producer,
                     reserve_s=reserve_s,
                     hold_s=hold_s,
@@ -249,9 +249,9 @@ class TransferHandover:
         if ticket.reservation_id is None:
             self.receiving.queue(incoming)
             return
-        tables = self.reservations.claim(request_id, ticket.reservation_id)
-        if tables is not None:
-            self.receiving.begin(incoming, tables)
+        claimed = self.reservations.claim(request_id, ticket.reservation_id)
+        if claimed is not None:
+            self.receiving.begin(incoming, *claimed)
             return
         self.reservations.give_up(request_id)
         error = TransferError(request_id, "the blocks that it was pushed into were given up")

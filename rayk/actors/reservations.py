@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rayk.actors.commands import BlockTables, EndReservation, Reserve
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded, RaykError
@@ -30,7 +31,8 @@ class Wish:
     """A request that wants blocks."""
 
     request_id: str
-    num_tokens: int
+    token_ids: tuple[int, ...]
+    """Of the prompt."""
     producer: str
     """The engine that will write."""
     reserve_s: float
@@ -38,6 +40,11 @@ class Wish:
     hold_s: float
     """How long they wait for its ticket."""
     asked_ns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -47,6 +54,8 @@ class _Held:
     wish: Wish
     reservation_id: str
     block_tables: BlockTables
+    prefix: HeldPrefix
+    """What need not be written."""
     reserved_ns: int
     parts: dict[int, Reserved] = field(default_factory=dict)
     """What each rank answered that has room."""
@@ -104,14 +113,17 @@ class Reservations:
         while self._queued and not self.leader.scheduler.is_short_of_blocks:
             wish = self._queued[0]
             reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wish.request_id}"
-            tables = reserve_blocks(self.leader, reservation_id, wish.num_tokens)
+            manager = self.leader.manager
+            unit = row_group_blocks(manager.groups)
+            prefix = manager.find_held(wish.request_id, wish.token_ids, wish.num_tokens, unit)
+            tables = reserve_blocks(self.leader, reservation_id, wish.num_tokens, prefix)
             if tables is None:
                 return
             self._queued.popleft()
-            self._held[wish.request_id] = _Held(wish, reservation_id, tables, now)
-            self._commands.append(
-                Reserve(wish.request_id, reservation_id, wish.producer, tables, wish.num_tokens)
-            )
+            self._held[wish.request_id] = _Held(wish, reservation_id, tables, prefix, now)
+            here = frozenset(block for blocks in prefix.blocks for block in blocks)
+            at = wish.request_id, reservation_id, wish.producer
+            self._commands.append(Reserve(*at, tables, wish.num_tokens, here))
 
     def on_refused(self, command: Reserve, error: RaykError | None) -> None:
         """A rank cannot do what it was told, if there is an error."""
@@ -151,22 +163,23 @@ class Reservations:
             block_tables=held.block_tables,
             generations=generations,
             hold_s=wish.hold_s,
+            num_held_tokens=held.prefix.num_tokens,
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
         held.is_given, held.reserved_ns = True, time.monotonic_ns()
         info = {"stage_ns": {"reserve": held.reserved_ns - wish.asked_ns}}
         self.leader.emit(RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info))
 
-    def claim(self, request_id: str, reservation_id: str) -> BlockTables | None:
-        """The request's ticket is here: its blocks are the request's from now on. None where they were given
-        up."""
+    def claim(self, request_id: str, reservation_id: str) -> tuple[BlockTables, HeldPrefix] | None:
+        """The request's ticket is here: its blocks are the request's from now on, and what of them was not
+        written. None where they were given up."""
         assert self.leader is not None
         held = self._held.get(request_id)
         if held is None or held.reservation_id != reservation_id:
             return None
         del self._held[request_id]
         self.leader.manager.rename(reservation_id, request_id)
-        return held.block_tables
+        return held.block_tables, held.prefix
 
     def give_up(self, request_id: str) -> bool:
         """Nobody will claim a request's blocks: they are freed when nobody writes into them any more. False
@@ -174,13 +187,20 @@ class Reservations:
         for wish in self._queued:
             if wish.request_id == request_id:
                 self._queued.remove(wish)
+                self._forget_keys(request_id)
                 return True
         held = self._held.pop(request_id, None)
         if held is None:
             return False
+        self._forget_keys(request_id)
         self._ending[held.reservation_id] = set()
         self._commands.append(EndReservation(held.reservation_id))
         return True
+
+    def _forget_keys(self, request_id: str) -> None:
+        """What its prompt is known by; its blocks are under its reservation's name."""
+        assert self.leader is not None
+        self.leader.manager.free(request_id)
 
     def on_news(self, rank: int, news: RankNews) -> None:
         """Count the ranks that have room, and those where a reservation that was given up is clear."""

@@ -5,6 +5,7 @@ The session of a pushed request is that of one which is read; its reads are arri
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -157,6 +158,8 @@ class ArrivalReads:
     """Nothing may be waited for; never."""
     _left: list[int] = field(default_factory=list)
     _rows: list[TransferRow] = field(default_factory=list)
+    _held_bytes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(producer rank, group) -> what need not arrive."""
     _is_stopped: bool = False
 
     @property
@@ -175,8 +178,9 @@ class ArrivalReads:
         return tuple(self._rows)
 
     def note_held(self, reads: Sequence[BlockReads]) -> None:
-        """What is pushed is pushed whole."""
-        assert not reads, "a producer that pushes knows of nothing that is held"
+        """These are here already, and are not pushed."""
+        for read in reads:
+            self._held_bytes[read.producer_rank, read.group] += read.num_bytes
 
     def post(self, index: int) -> list[s.Event]:
         """Wait for an arrival."""
@@ -190,8 +194,9 @@ class ArrivalReads:
         rank, reservation_id = self.producer_ranks[index], self._reservation_id
         if self.arrivals.has_arrived(reservation_id, rank, self.ticket.attempt):
             self._left.remove(index)
-            tallies = self.arrivals.tally(reservation_id, rank)
-            self._rows += [self._row(rank, tally) for tally in tallies]
+            told = {tally.group: tally for tally in self.arrivals.tally(reservation_id, rank)}
+            groups = sorted({*told, *(group for r, group in self._held_bytes if r == rank)})
+            self._rows += [self._row(rank, told.get(group) or Tally(group, *[0] * 8)) for group in groups]
             lost = self.lost_block()
             if lost is None:
                 return [s.ReadDone(index)]
@@ -227,6 +232,7 @@ class ArrivalReads:
             consumer_rank=self.link.plan.consumer.tp_rank,
             group=tally.group,
             bytes=tally.num_bytes,
+            held_bytes=self._held_bytes[rank, tally.group],
             num_descriptors=tally.num_descriptors,
             num_descriptors_merged=tally.num_merged,
             mode="push",

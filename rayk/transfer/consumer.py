@@ -115,7 +115,6 @@ class Consumption:
         # Lowering the plan is part of the read's cost.
         self._stage_began_ns = self.clock()
         ticket, pushed = self.ticket, self.pushed
-        assert pushed is None or not self.first_row, "a push brings every row"
         rows = range(self.first_row, ticket.num_tokens) if self.first_row else None
         self.reads = [] if pushed is not None else self._lower(rows)
         self._data = pushed or DataReads(

@@ -240,7 +240,7 @@ class _Side:
             chunk.block_tables,
             reservation.tables(self.rank),
             layers={self._push.link.layers[i] for i in action.layers},
-            rows=range(action.start, action.stop),
+            rows=range(min(action.stop, max(action.start, reservation.num_held_tokens)), action.stop),
         )
         for write in (part for whole in writes for part in parts_of(whole, MAX_DESCRIPTORS)):
             flight.failure = self._post_part(flight, write)

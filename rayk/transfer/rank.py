@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -256,19 +256,22 @@ class TransferRank:
         consumption.start()
 
     def reserve(
-        self, reservation_id: str, engine: str, block_tables: Sequence[Sequence[int]], num_tokens: int
+        self,
+        reservation_id: str,
+        engine: str,
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: int,
+        held_blocks: Collection[int] = (),
     ) -> None:
-        """Let the ranks of a connected producer engine write a request's KV into these blocks, or where it is
-        converted on its way there. From when `reserved` names it, until `cleared` does.
-
-        Raises HandshakeMismatch when the engine is not connected.
-        """
+        """Let the ranks of a connected producer engine write a request's KV into these blocks, but into those
+        held already, or where it is converted on its way there. From when `reserved` names it, until
+        `cleared` does. Raises HandshakeMismatch when the engine is not connected."""
         link = self._links.get(engine)
         if link is None:
             raise HandshakeMismatch((("engine", engine, "not connected"),))
         if reservation_id in self._reserving.arrivals or reservation_id in self._queue:
             return  # it came twice
-        self.bump_generations([b for table in block_tables for b in table if b])
+        self.bump_generations([b for table in block_tables for b in table if b and b not in held_blocks])
         queued = Queued(reservation_id, num_tokens, block_tables, FOREVER_NS, link)
         if link.wire is None:
             self._reserving.admit(queued)
@@ -387,13 +390,11 @@ class TransferRank:
     def bump_generations(self, block_ids: Sequence[int]) -> None:
         """Count that these blocks are handed out again. Call before anything is written into them."""
         if block_ids:
-            ids = torch.tensor(sorted(set(block_ids)), dtype=torch.int64, device=self._caches.buffer.device)
-            self._caches.generations[ids] += 1
+            self._caches.bump_generations(block_ids)
 
     def generations(self, block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """The current generation of each block, per group, as a ticket carries them."""
-        table = self._caches.generations.cpu()
-        return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
+        return self._caches.generations_of(block_tables)
 
     def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> Digests:
         """[words] of a request on this rank, zero where it holds nothing. As long on every rank: a ticket

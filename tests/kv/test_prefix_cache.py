@@ -333,3 +333,28 @@ def test_a_state_that_is_missing_does_not_hide_what_needs_none() -> None:
     blocks = manager.block_tables("a")[0]
     assert manager.find_held("b", (1,) * 8 + (3,) * 4, 12, 4) == HeldPrefix(8, (blocks[:2], ()))
     assert manager.find_held("c", first, 12, 4) == HeldPrefix(12, (blocks, manager.block_tables("a")[1]))
+
+
+def test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more() -> None:
+    """Of 22 tokens whose last 5 rows alone are seen by one of two layers, and came for it."""
+    manager = KVCacheManager((group(0, full(4), (full(4), sliding(6))),), NUM_BLOCKS, prefix_caching=True)
+    tokens = tuple(range(22))
+    assert manager.reserve_live("came", 22) is not None
+    manager.remember("came", tokens, 22)
+    (came,) = manager.block_tables("came")
+    assert manager.find_held("again", tokens, 22, 4) == HeldPrefix(20, (came[:5],))
+    assert manager.find_held("row 16 is seen", tokens[:21], 21, 4) == HeldPrefix(16, (came[:4],))
+    assert manager.find_held("no row of these", tokens[:17], 17, 4) == HeldPrefix(12, (came[:3],))
+    assert manager.match("rows 15 and on", tokens, 21) == 0
+    assert manager.extend("computed", 22) is not None
+    manager.remember("computed", tokens, 22)
+    (computed,) = manager.block_tables("computed")
+    assert manager.match("rows 15 and on", tokens, 21) == 20
+    assert manager.block_tables("rows 15 and on") == (computed[:5],)
+    assert manager.reserve_live("comes later", 22) is not None
+    manager.remember("comes later", tokens, 22)
+    assert manager.find_held("again", tokens, 22, 4).blocks == (computed[:5],), "which hold more"
+    for request in ("came", "computed", "rows 15 and on", "comes later"):
+        manager.free(request)
+        manager.check_integrity()
+    assert sum(map(manager.pool.is_kept, range(NUM_BLOCKS))) == 5
