@@ -8,6 +8,7 @@ SUPERVISOR = "tests/serve/test_supervisor.py"
 PLAN = "tests/specs/test_server_plan.py"
 PORTS = "tests/serve/test_ports.py"
 COMMAND = "tests/serve/test_serve_command.py"
+LINES = "tests/actors/test_lines.py"
 
 FRONTS = (
     Mutation(
@@ -91,5 +92,40 @@ FRONTS = (
         'if text.startswith("nothing.")]',
         f"{COMMAND}::test_bad_options_are_refused",
         needs_fixtures=True,
+    ),
+    Mutation(
+        "lines serve whoever connects",
+        "rayk/actors/lines.py",
+        "if hmac.compare_digest(shown, self._secret):",
+        "if shown is not None:",
+        f"{LINES}::test_nothing_is_unpickled_for_who_does_not_know_the_secret",
+    ),
+    Mutation(
+        "what a lost caller asked for goes on",
+        "rayk/actors/lines.py",
+        "            for call in under_way.values():\n                call.cancel()\n",
+        "",
+        f"{LINES}::test_who_loses_the_caller_gives_up_what_it_asked_for",
+    ),
+    Mutation(
+        "a stream that is left early goes on at the service",
+        "rayk/actors/lines.py",
+        "writer.write(_frame((number, None, (), {})))",
+        "pass",
+        f"{LINES}::test_a_stream_that_is_left_early_is_closed_at_the_service",
+    ),
+    Mutation(
+        "who waits on a lost line waits for ever",
+        "rayk/actors/lines.py",
+        "                answers.put_nowait(None)\n",
+        "                pass\n",
+        f"{LINES}::test_a_killed_process_is_noticed_at_once",
+    ),
+    Mutation(
+        "a funnel misses what comes before it waits",
+        "rayk/actors/lines.py",
+        "            if not self._items:  # an item that came before the line above woke nobody\n",
+        "            if True:\n",
+        f"{LINES}::test_a_funnel_that_is_filled_while_it_goes_to_sleep_wakes",
     ),
 )

@@ -17,6 +17,8 @@ from rayk.types.errors import UserError
 
 START_S = 120.0
 """Deadline of imports, tokenizer and bind."""
+KEEP_ALIVE_S = 75
+"""Idle connections stay longer than clients keep them, who would send into one that is being closed."""
 CLOSE_S = 5.0
 """How long connections may take to close once nothing runs on them any more."""
 
@@ -41,6 +43,7 @@ class UvicornFront:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=int(CLOSE_S),
+                timeout_keep_alive=KEEP_ALIVE_S,
                 server_header=False,
             )
             self._server = uvicorn.Server(config)

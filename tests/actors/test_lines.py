@@ -295,6 +295,25 @@ def test_a_funnel_brings_everything_once_and_in_order():
         assert [i for n, i in found if n == thread] == list(range(num_items))
 
 
+def test_a_funnel_that_is_filled_while_it_goes_to_sleep_wakes():
+    """An item that comes between the look and the sleep: put by the flag that says who sleeps."""
+
+    async def test() -> None:
+        class Late(Funnel):
+            def __setattr__(self, name: str, value: Any) -> None:
+                if name == "_is_waiting" and value:
+                    super().__setattr__(name, False)
+                    self.put("late")
+                super().__setattr__(name, value)
+
+        funnel = Late()
+        async with asyncio.timeout(5.0):
+            await funnel.wait()
+        assert funnel.take() == ["late"]
+
+    asyncio.run(test())
+
+
 def test_nobody_listening_is_a_lost_line():
     with socket.socket() as free:
         free.bind((HOST, 0))
