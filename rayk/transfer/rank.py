@@ -390,11 +390,13 @@ class TransferRank:
     def bump_generations(self, block_ids: Sequence[int]) -> None:
         """Count that these blocks are handed out again. Call before anything is written into them."""
         if block_ids:
-            self._caches.bump_generations(block_ids)
+            ids = torch.tensor(sorted(set(block_ids)), dtype=torch.int64, device=self._caches.buffer.device)
+            self._caches.generations[ids] += 1
 
     def generations(self, block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """The current generation of each block, per group, as a ticket carries them."""
-        return self._caches.generations_of(block_tables)
+        table = self._caches.generations.cpu()
+        return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
 
     def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> Digests:
         """[words] of a request on this rank, zero where it holds nothing. As long on every rank: a ticket
