@@ -9,8 +9,9 @@ other. Clients in a closed load stream answers to prompts of a few up to some hu
 way. What transformers answers to each prompt is computed once, before. In the end no request may be lost, no
 token wrong, and every KV block must be free.
 
-With --kill, a rank of each engine is killed under that load and the restart timed; then any rank of any
-engine is killed every three restart times for some minutes. No token may be wrong, no request may hang, at
+With --kill, a rank of each engine is killed under that load and the restart timed, until the engine takes
+requests and as many spares wait as before; then any rank of any engine is killed every three restart times
+for some minutes. No token may be wrong, no request may hang, at
 least 80 % must be answered, and tokens per second must be back at half of what they were within 20 s of each
 kill.
 
@@ -69,7 +70,7 @@ class Run:
     ended_ns: int = 0
     kills: list[Kill] = field(default_factory=list)
     restart_s: float | None = None
-    """As measured before the killing began."""
+    """Mean, until a spare waits again, as measured before the killing began."""
     measured_kills: int = 0
     """How many of the kills measured it."""
     blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -140,7 +141,7 @@ async def under_fire(
     try:
         await asyncio.sleep(STEADY_S)
         run.kills = killer.kills
-        run.restart_s = await killer.measure()
+        run.restart_s = await killer.measure(options.spares)
         run.measured_kills = len(killer.kills)
         print(f"restarts take {run.restart_s:.1f} s", file=sys.stderr, flush=True)
         await killer.go_on(3 * run.restart_s, 60 * options.minutes)

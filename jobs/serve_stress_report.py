@@ -42,7 +42,7 @@ FAMILIES = (
 FIRE = (
     Column(title="family", key="family"),
     Column(title="minutes", key="minutes", spec=".1f"),
-    Column(title="restart, s", key="restart_s", spec=".1f"),
+    Column(title="restart and new spare, s", key="restart_s", spec=".1f"),
     Column(title="kills", key="num_kills", spec=",d"),
     Column(title="tokens/s before, median", key="median_tokens_per_s", spec=",.0f"),
     Column(title="restart under fire p50, s", key="restart_s_p50", spec=".1f"),
@@ -70,7 +70,8 @@ KILLS = (
 NOTE = (
     f"Throughput is back when the first window of {WINDOW_S:g} s that lies wholly behind the kill has at "
     f"least {BACK_SHARE:.0%} of the median tokens per second before the first kill: after {WINDOW_S:g} s at "
-    f"the earliest, {BACK_S:g} s at the latest. Windows may hold later kills. The parts of a restart are "
+    f"the earliest, {BACK_S:g} s at the latest. Windows may hold later kills. A kill comes every three times "
+    "that an engine's restart takes, its new spare included. The parts of a restart are "
     "those of the try that succeeded, one after the other; processor time to start is a rank's, imports "
     "included, whenever it was spent; to form that of all ranks."
 )

@@ -50,6 +50,8 @@ class Kill:
     """Of the machine then: processes that ran or waited for a core, over the last minute."""
     restart_s: float | None = None
     """Until the engine took requests again; None: it has not."""
+    whole_s: float | None = None
+    """Until the spares were there again, too, where that was waited for."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Of the restart, as the fleet saw it; see actors.members.Member.restart."""
 
@@ -95,14 +97,25 @@ class Killer:
         self.kills: list[Kill] = []
         self._watching: set[asyncio.Task[None]] = set()
 
-    async def measure(self) -> float:
-        """Kill a rank of each engine, one after the other; the mean of their restart times, seconds."""
+    async def measure(self, num_spares: int) -> float:
+        """Kill a rank of each engine, one after the other; the mean time until all is as it was before, the
+        spares included, seconds: what is killed faster than it comes back is gone some day."""
+        await self._until_spares(num_spares)
         engines = sorted(row["name"] for row in await self.engines())
         for engine in engines:
             kill = await self._kill(engine)
             await self._until_restarted(kill)
+            await self._until_spares(num_spares)
+            kill.whole_s = (time.monotonic_ns() - kill.at_ns) / 1e9
             await asyncio.sleep(SETTLE_S)
-        return statistics.mean(k.restart_s for k in self.kills if k.restart_s is not None)
+        return statistics.mean(k.whole_s for k in self.kills if k.whole_s is not None)
+
+    async def _until_spares(self, wanted: int) -> None:
+        async def are_there() -> bool:
+            return bool(await until_told(lambda: self._fleet.num_spares.remote(), "its spares") >= wanted)
+
+        if not await until_true(are_there, RESTART_S):
+            raise DeadlineExceeded(f"{wanted} spares", RESTART_S)
 
     async def go_on(self, period_s: float, duration_s: float) -> None:
         """Kill any rank of any engine that lives, every `period_s`; return when the last one lives again."""

@@ -163,6 +163,10 @@ class Fleet:
         """Attempts that have a place, and those that wait for one."""
         return self._desk.num_running, self._desk.num_waiting
 
+    async def num_spares(self) -> int:
+        """Idle workers that are ready to take a lost one's place."""
+        return self._spares.num_ready
+
     async def blocks(self) -> dict[str, tuple[int, int]]:
         """Free blocks of each engine that takes requests, and all of its blocks (the null block included)."""
         found = {}

@@ -33,6 +33,12 @@ class Spares:
         self._order = list(self._beside)
         """Who started first comes first: it is ready first."""
         self._task: asyncio.Task[None] | None = None
+        self._ready: set[str] = set()
+
+    @property
+    def num_ready(self) -> int:
+        """Those that answered when they were last asked."""
+        return len(self._ready)
 
     def start(self) -> None:
         """Have them, from now on."""
@@ -88,7 +94,9 @@ class Spares:
     async def _look(self, name: str) -> None:
         try:
             await self._pool.answers(name)
+            self._ready.add(name)
         except RaykError:
+            self._ready.discard(name)
             if self._pool.is_placed(name):
                 self._pool.replace_worker(name, 0)
                 self._began(name)
@@ -107,6 +115,7 @@ class Spares:
 
     def _began(self, name: str) -> None:
         """Its worker is a new one now."""
+        self._ready.discard(name)
         self._order.remove(name)
         self._order.append(name)
 
