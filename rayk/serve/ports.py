@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
 
 from rayk.types.errors import UserError
+
+QUIET_PORTS = range(20_000, 32_768)
+"""Neither systems' ephemeral ports nor those of Ray's workers: the processes that start between the choice of
+a port and its use take hundreds of those."""
+NUM_TRIES = 32
 
 
 def claim_port(host: str, port: int) -> int:
@@ -14,6 +21,9 @@ def claim_port(host: str, port: int) -> int:
     It is given back at once: somebody else may take it before the server does, which then says so. Raises
     UserError.
     """
+    for candidate in random.sample(QUIET_PORTS, NUM_TRIES) if port == 0 else ():
+        with contextlib.suppress(OSError), listen(host, candidate):
+            return candidate
     try:
         with listen(host, port) as found:
             return int(found.getsockname()[1])

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rayk.serve.ports import claim_port, listen, reachable_host, url_of
+from rayk.serve.ports import QUIET_PORTS, claim_port, listen, reachable_host, url_of
 from rayk.types.errors import UserError
 
 
@@ -35,3 +35,14 @@ def test_urls() -> None:
     assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
     assert url_of("::1", 80) == "http://[::1]:80"
     assert [reachable_host(h) for h in ("0.0.0.0", "::", "10.0.0.1")] == ["127.0.0.1", "::1", "10.0.0.1"]
+
+
+def test_any_free_port_is_none_that_others_are_given_at_random() -> None:
+    """What starts between the choice and the use asks its system for ports, and gets ephemeral ones."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        ephemeral = other.getsockname()[1]
+    found = {claim_port("127.0.0.1", 0) for _ in range(20)}
+    assert len(found) > 1
+    assert all(port in QUIET_PORTS for port in found)
+    assert ephemeral not in QUIET_PORTS
