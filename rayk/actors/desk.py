@@ -15,7 +15,7 @@ from rayk.actors.serving import News
 from rayk.sched.loads import LoadBook
 from rayk.sched.policies import Asked, EngineLoad, Placed, Policy
 from rayk.sched.waiting_room import NS_PER_S, WaitingRoom
-from rayk.types.errors import DeadlineExceeded
+from rayk.types.errors import DeadlineExceeded, EngineDied
 
 MAX_AGAIN = 1 << 20
 """Requests that lost their engines wait without limit: they were admitted before."""
@@ -114,7 +114,8 @@ class Desk:
     ) -> Placed:
         """Engines for an attempt, once there is room. `again`: the request had a place and lost it.
 
-        Raises Overloaded where too many wait or the server is about to end, DeadlineExceeded.
+        Raises Overloaded where too many wait or the server is about to end, DeadlineExceeded, and EngineDied
+        where the front is taken for gone meanwhile.
         """
         name, now_ns = asked.request_id, self._clock()
         self._hear(front, now_ns)
@@ -157,7 +158,7 @@ class Desk:
         names = sorted(known.attempts) if known is not None else []
         found = [(name, self._placed[name][1]) for name in names if name in self._placed]
         for name in names:
-            self._end(name)
+            self._end(name, taken_for_gone=True)
         self._pump()
         return found
 
@@ -191,11 +192,14 @@ class Desk:
             waiting = next((w for room in self._rooms if (w := room.pop(now_ns)) is not None), None)
             if waiting is None:
                 return
-            if not waiting.seat.done():
+            if waiting.seat.done():  # whoever asked has gone
+                self._strike_off(waiting.front, waiting.asked.request_id)
+            else:
                 waiting.seat.set_result(self._sit(waiting.front, waiting.asked))
 
-    def _end(self, name: str) -> None:
-        """An attempt is over, or not wanted any more."""
+    def _end(self, name: str, *, taken_for_gone: bool = False) -> None:
+        """An attempt is over, or not wanted any more; `taken_for_gone`: its front may live all the same, and
+        then asks for another place."""
         now_ns = self._clock()
         if name in self._placed:
             front, _ = self._placed.pop(name)
@@ -206,6 +210,8 @@ class Desk:
             return
         waiting = next((w for room in self._rooms if (w := room.leave(name)) is not None), None)
         if waiting is not None:
+            if taken_for_gone and not waiting.seat.done():
+                waiting.seat.set_exception(EngineDied("fleet", "it took this front for gone"))
             waiting.seat.cancel()
             self._strike_off(waiting.front, name)
             return
