@@ -68,6 +68,7 @@ class LineService:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._server: asyncio.Server | None = None
         self._callers: set[asyncio.Task[None]] = set()
+        self._is_closing = False
 
     async def open(self, host: str) -> LineAddress:
         """Listen at any port of this address."""
@@ -76,6 +77,7 @@ class LineService:
 
     async def close(self) -> None:
         """Take no more calls, and give up those under way."""
+        self._is_closing = True
         if self._server is not None:
             self._server.close()
         for caller in self._callers:
@@ -95,6 +97,9 @@ class LineService:
                 await self._serve(reader, writer, under_way)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the caller is gone, or never was one
+        except asyncio.CancelledError:
+            if not self._is_closing:  # asyncio would print that its callback was cancelled
+                raise
         finally:
             self._callers.discard(task)
             for call in under_way.values():
@@ -120,23 +125,24 @@ class LineService:
     async def _answer(
         self, writer: asyncio.StreamWriter, number: int, method: str, args: Any, kwargs: Any
     ) -> None:
-        item: Any = None
-        error: RaykError | str | None = None
         try:
             if method in self._streams:
                 async with aclosing(self._streams[method](*args, **kwargs)) as items:  # type: ignore[type-var]
                     async for item in items:
                         await _send(writer, (number, item, None, False))
-                item = None
+                last = _frame((number, None, None, True))
             else:
-                item = await self._calls[method](*args, **kwargs)
-        except RaykError as failure:
-            error = failure
+                last = _frame((number, await self._calls[method](*args, **kwargs), None, True))
         except OSError:
             return  # the caller is gone
+        except asyncio.CancelledError as failure:
+            if _is_cancelled():
+                raise  # by the caller, or with its connection
+            last = _frame((number, None, _told(failure), True))
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller waits for it
-            error = f"{type(failure).__name__}: {failure}"
-        await _send(writer, (number, item, error, True))
+            last = _last_frame(number, failure)
+        with contextlib.suppress(OSError):
+            await _send_frame(writer, last)
 
 
 class Funnel:
@@ -189,13 +195,16 @@ class LineThread:
         return asyncio.run_coroutine_threadsafe(self._service.open(host), self._loop).result(HELLO_S)
 
     def close(self) -> None:
-        """Give up all calls, and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(CLOSE_S)
+        """Give up all calls, and end the thread, where these take no longer than CLOSE_S."""
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._service.close(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         self._loop.run_forever()
+        self._loop.run_until_complete(self._service.close())  # where that was not awaited
+        self._loop.run_until_complete(asyncio.sleep(0))  # its connections end one turn later
         self._loop.close()
 
 
@@ -306,8 +315,30 @@ def _frame(value: Any) -> bytes:
 
 
 async def _send(writer: asyncio.StreamWriter, value: Any) -> None:
-    writer.write(_frame(value))
+    await _send_frame(writer, _frame(value))
+
+
+async def _send_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
+    writer.write(frame)
     await writer.drain()
+
+
+def _last_frame(number: int, failure: Exception) -> bytes:
+    """How a call ends that failed: with the error itself where the caller knows it."""
+    if isinstance(failure, RaykError):
+        with contextlib.suppress(Exception):  # where it cannot be pickled, its text has to do
+            return _frame((number, None, failure, True))
+    return _frame((number, None, _told(failure), True))
+
+
+def _told(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _is_cancelled() -> bool:
+    """Whether a CancelledError is meant for this task, not for what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _received(reader: asyncio.StreamReader) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rayk.actors import lines as lines_module
 from rayk.actors.lines import SECRET_BYTES, Funnel, Line, LineAddress, LineLost, LineService, LineThread
 from rayk.types.errors import EngineDied
 
@@ -41,6 +42,24 @@ class Service:
     async def breaks(self) -> None:
         raise ZeroDivisionError("by nothing")
 
+    async def gives(self, what: str) -> Any:
+        """What no pickle can hold: an item, or an error of rayk."""
+        if what == "item":
+            return threading.Lock()
+        error = EngineDied("prefill0", "a lock")
+        error.held = threading.Lock()  # type: ignore[attr-defined]
+        raise error
+
+    async def gives_each(self) -> AsyncIterator[Any]:
+        yield 1
+        yield threading.Lock()
+
+    async def waits_for(self, what: str) -> None:
+        """For something that is given up itself."""
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(future.cancel)
+        await future
+
     async def count(self, name: str, num: int, *, pause_s: float = 0.0) -> AsyncIterator[tuple[str, int]]:
         try:
             for i in range(num):
@@ -63,8 +82,19 @@ class Service:
 
     def lines(self) -> LineService:
         return LineService(
-            calls={"twice": self.twice, "dies": self.dies, "breaks": self.breaks},
-            streams={"count": self.count, "sizes": self.sizes, "waits": self.waits},
+            calls={
+                "twice": self.twice,
+                "dies": self.dies,
+                "breaks": self.breaks,
+                "gives": self.gives,
+                "waits_for": self.waits_for,
+            },
+            streams={
+                "count": self.count,
+                "sizes": self.sizes,
+                "waits": self.waits,
+                "gives_each": self.gives_each,
+            },
         )
 
 
@@ -134,6 +164,24 @@ def test_errors_of_rayk_cross_intact_and_others_by_name():
     run(test)
 
 
+def test_whatever_cannot_be_told_ends_the_call_all_the_same():
+    async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        for what in ("item", "error"):
+            with pytest.raises(RuntimeError, match="TypeError: cannot pickle|EngineDied: .*a lock"):
+                await asyncio.wait_for(line.call("gives", what), LIMIT_S / 4)
+        stream = line.stream("gives_each")
+        assert await anext(stream) == 1
+        with pytest.raises(RuntimeError, match="TypeError: cannot pickle"):
+            await asyncio.wait_for(anext(stream), LIMIT_S / 4)
+        with pytest.raises(RuntimeError, match="CancelledError"):
+            await asyncio.wait_for(line.call("waits_for", "that"), LIMIT_S / 4)
+        assert await line.call("twice", 4) == 8
+        await line.close()
+
+    run(test)
+
+
 def test_a_stream_that_is_left_early_is_closed_at_the_service():
     async def test(service: Service, _lines: LineService, address: LineAddress) -> None:
         line = Line(address)
@@ -174,6 +222,43 @@ def test_a_service_that_closes_ends_every_call_and_takes_no_new_one():
             await line.call("twice", 1)
 
     run(test)
+
+
+def test_a_service_that_closes_is_quiet_about_those_it_served(caplog: pytest.LogCaptureFixture):
+    async def test(_service: Service, lines: LineService, address: LineAddress) -> None:
+        callers = [Line(address) for _ in range(3)]
+        assert [await line.call("twice", i) for i, line in enumerate(callers)] == [0, 2, 4]
+        await lines.close()
+        for line in callers:
+            await line.close()
+
+    with caplog.at_level("ERROR", logger="asyncio"):
+        run(test)
+    assert [r.getMessage() for r in caplog.records] == []
+
+
+def test_a_thread_that_hangs_keeps_nobody_who_closes_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lines_module, "CLOSE_S", 0.05)
+    entered, leave = threading.Event(), threading.Event()
+
+    async def hangs() -> None:
+        entered.set()
+        leave.wait(LIMIT_S)
+
+    thread = LineThread(LineService(calls={"hangs": hangs}))
+
+    async def test() -> None:
+        line = Line(thread.open(HOST))
+        call = asyncio.create_task(line.call("hangs"))
+        assert await asyncio.to_thread(entered.wait, LIMIT_S)
+        await asyncio.to_thread(thread.close)
+        assert not call.done()
+        leave.set()
+        await asyncio.wait({call}, timeout=LIMIT_S)
+        assert call.done(), "answered or lost, whichever came first"
+        await line.close()
+
+    asyncio.run(test())
 
 
 class Bomb:
