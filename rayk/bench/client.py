@@ -56,15 +56,6 @@ class Observed:
             return sum(self.chunk_tokens)
         return self.usage.get("completion_tokens")
 
-    @property
-    def token_ns(self) -> list[int] | None:
-        """When each token was read, those of one chunk at once; None where chunks do not say what they carry
-        and there are more tokens, or fewer, than chunks."""
-        if self.chunk_tokens and len(self.chunk_tokens) == len(self.chunk_ns):
-            pairs = zip(self.chunk_ns, self.chunk_tokens, strict=True)
-            return [at for at, count in pairs for _ in range(count)]
-        return list(self.chunk_ns) if self.num_output_tokens == len(self.chunk_ns) else None
-
 
 class EventLines:
     """Data of server-sent events, from bytes cut anywhere (WHATWG HTML, 9.2.6: lines end in CR LF, LF or CR;

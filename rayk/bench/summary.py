@@ -85,7 +85,8 @@ def summarize(load: Load, model: str, sent: Sent) -> tuple[dict[str, Any], list[
         "num_failed": sum(row["outcome"] != OK for row in measured),
         "num_refused": sum(row["outcome"] == REFUSED for row in measured),
         "num_timeouts": sum(row["outcome"] == TIMEOUT for row in measured),
-        **_rates(sent, phases, measured),
+        **_tokens(measured),
+        **_rates(sent, phases, rows),
         **_generator(sent),
         "wall_s": (sent.ended_ns - sent.began_ns) / NS_PER_S,
     }
@@ -109,12 +110,29 @@ def _axes(load: Load, model: str) -> dict[str, Any]:
     }
 
 
-def _rates(sent: Sent, phases: Sequence[str], measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _tokens(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Prompt tokens and those of them that the server had in its caches, of answers that tell of both; tokens
+    per chunk, of answers whose tokens are known. None where no answer tells."""
+    answered = [row for row in measured if row["outcome"] == OK]
+    told = [row for row in answered if None not in (row["num_prompt_tokens"], row["num_cached_tokens"])]
+    sums: dict[str, Any] = {
+        f"num_{what}_tokens": sum(row[f"num_{what}_tokens"] for row in told) if told else None
+        for what in ("prompt", "cached")
+    }
+    counted = [row for row in answered if row["num_output_tokens"] is not None]
+    num_chunks = sum(row["num_chunks"] for row in counted)
+    per_chunk = sum(row["num_output_tokens"] for row in counted) / num_chunks if num_chunks else None
+    return sums | {"tokens_per_chunk": per_chunk}
+
+
+def _rates(sent: Sent, phases: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What went through in the measured window: from the first measured request's due time to that of the
     first one of the cool-down; without cool-down to the end of the last answer.
 
-    Tokens count where they were read, also those of requests that came before the window.
+    Answers, good ones (goodput) and tokens count where they were read, also those of requests that came
+    before the window; what is offered, and the shares that were good or failed, are of requests due in it.
     """
+    measured = [row for row in rows if row["phase"] == MEASURED]
     if not measured:
         return {"window_s": 0.0}
     first, after = phases.index(MEASURED), len(phases) - phases.count(COOLDOWN)
@@ -127,18 +145,20 @@ def _rates(sent: Sent, phases: Sequence[str], measured: Sequence[dict[str, Any]]
     window_s = (end_ns - begin_ns) / NS_PER_S
     if window_s <= 0:
         return {"window_s": 0.0}
-    answered = [s for s in sent.requests if s.outcome == OK]
-    ended = sum(begin_ns < s.chunk_ns[-1] <= end_ns for s in answered)
+    ended = [
+        row["is_good"]
+        for s, row in zip(sent.requests, rows, strict=True)
+        if s.outcome == OK and begin_ns < s.chunk_ns[-1] <= end_ns
+    ]
     tokens = sum(_tokens_within(s, begin_ns, end_ns) for s in sent.requests)
     in_flight_ns = sum(max(0, min(s.ended_ns, end_ns) - max(s.sent_ns, begin_ns)) for s in sent.requests)
-    good = sum(row["is_good"] for row in measured)
     return {
         "window_s": window_s,
         "offered_per_s": len(measured) / window_s,
-        "answered_per_s": ended / window_s,
+        "answered_per_s": len(ended) / window_s,
         "output_tokens_per_s": tokens / window_s,
-        "goodput_per_s": good / window_s,
-        "good_share": good / len(measured),
+        "goodput_per_s": sum(ended) / window_s,
+        "good_share": sum(row["is_good"] for row in measured) / len(measured),
         "failed_share": sum(row["outcome"] != OK for row in measured) / len(measured),
         "mean_in_flight": in_flight_ns / NS_PER_S / window_s,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,12 +23,13 @@ PALETTE = ("#3b7dd8", "#d9822b", "#2f9e77", "#b65fcf", "#c94f4f", "#7a8b2e", "#1
 MAX_POINTS = 4000
 """Requests that a plot shows; every k-th of more."""
 NOTE = (
-    "Times in ms, from when a request was due (closed: sent) to its first and its last token. The interval "
-    "in brackets holds the true value with 95% confidence, by batch means over requests in order of arrival. "
-    "A percentile is given where both ends of its interval lie within the sample: of independent requests "
-    "from 12 on for p50, 58 for p90, 618 for p99. Requests that failed count as infinitely late in "
-    "percentiles; means are of what was answered. Measured are the requests between warm-up (MSER-5) and the "
-    "time when the load begins to run out."
+    "Times in ms, from when a request was due (closed: sent) to its first and its last token. ITL are the "
+    "gaps between chunks that carry tokens, TPOT is the time after the first chunk over the tokens after "
+    "the first. The interval in brackets holds the true value with 95% confidence, by batch means over "
+    "requests in order of arrival. A percentile is given where both ends of its interval lie within the "
+    "sample: of independent requests from 12 on for p50, 58 for p90, 618 for p99. Requests that failed "
+    "count as infinitely late in percentiles; means are of what was answered. Measured are the requests "
+    "between warm-up (MSER-5) and the time when the load begins to run out."
 )
 RATES = (
     Column(title="load", key="cell_id"),
@@ -39,11 +40,16 @@ RATES = (
     Column(title="good %", key="good_percent", spec=".1f"),
     Column(title="tokens/s", key="output_tokens_per_s", spec=",.1f"),
     Column(title="in flight", key="mean_in_flight", spec=".1f"),
+)
+REQUESTS = (
+    Column(title="load", key="cell_id"),
     Column(title="measured", key="num_measured", spec=",d"),
     Column(title="of", key="num_requests", spec=",d"),
     Column(title="failed", key="num_failed", spec=",d"),
     Column(title="of them 429", key="num_refused", spec=",d"),
     Column(title="timed out", key="num_timeouts", spec=",d"),
+    Column(title="cached %", key="cached_percent", spec=".1f"),
+    Column(title="tokens/chunk", key="tokens_per_chunk", spec=".2f"),
 )
 LATENCIES = (
     Column(title="load", key="cell_id"),
@@ -62,6 +68,11 @@ GENERATOR = (
 )
 
 
+def request_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    """REQUESTS, less what no server told."""
+    return [c for c in REQUESTS if any(row[c.key] is not None for row in rows)]
+
+
 def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """A row per load: what went through."""
     return [
@@ -69,9 +80,17 @@ def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
             **_plain(cell),
             "good_percent": _times(cell["good_share"], 100),
             "cpu_percent": _times(cell["generator_cpu_share"], 100),
+            "cached_percent": _cached_percent(cell),
+            "tokens_per_chunk": _times(cell.get("tokens_per_chunk"), 1),
         }
         for cell in cells.to_dict(orient="records")
     ]
+
+
+def _cached_percent(cell: Mapping[Any, Any]) -> float | None:
+    """Of the prompt tokens; None where the server, or an older bench, does not tell."""
+    cached, total = (cell.get(f"num_{what}_tokens") for what in ("cached", "prompt"))
+    return None if _is_nothing(cached) or _is_nothing(total) or not total else 100 * cached / total
 
 
 def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
@@ -119,6 +138,7 @@ def load_tables(cells: pd.DataFrame) -> list[Table]:
     rates, latencies = rate_rows(cells), latency_rows(cells)
     for title, columns, rows in (
         (load_headline(cells), RATES, rates),
+        ("Requests", request_columns(rates), rates),
         ("Latencies, ms (95%)", LATENCIES, latencies),
     ):
         table = Table(title=title, title_justify="left", title_style="bold")
@@ -149,6 +169,7 @@ def load_markdown(cells: pd.DataFrame) -> str:
     lines = [f"# {load_headline(cells)}", ""]
     for title, columns, rows in (
         ("Rates", RATES, rate_rows(cells)),
+        ("Requests", request_columns(rate_rows(cells)), rate_rows(cells)),
         ("Latencies, ms", LATENCIES, latency_rows(cells)),
         ("Generator", GENERATOR, rate_rows(cells)),
     ):
@@ -162,7 +183,7 @@ def load_page(result: Result) -> Page:
     """The report of a bench's folder."""
     cells = result.cells
     counts = cells["verdict"].value_counts().to_dict()
-    tokens = result.requests["num_output_tokens"].sum()
+    tokens, rates = result.requests["num_output_tokens"].sum(), rate_rows(cells)
     return Page(
         eyebrow=f"rayk bench · {', '.join(dict.fromkeys(cells['model']))}",
         title=load_headline(cells),
@@ -173,7 +194,7 @@ def load_page(result: Result) -> Page:
             (f"{cells['wall_s'].sum():,.0f} s", "under load"),
         ],
         sections=[
-            Section(title="Rates", note=_rates_note(cells), columns=RATES, rows=rate_rows(cells)),
+            Section(title="Rates", note=_rates_note(cells), columns=RATES, rows=rates),
             Section(
                 title="Verdicts",
                 text="\n".join(map(folded, reasons(cells))) or "Nothing is held against any number.",
@@ -181,10 +202,13 @@ def load_page(result: Result) -> Page:
             Section(title="Latencies", note=NOTE, columns=LATENCIES, rows=latency_rows(cells)),
             Section(
                 title="Requests",
-                note="One mark per request, where it was due; hollow ones are warm-up and cool-down.",
+                note="Of those measured; cached are prompt tokens that the server says it had. One mark per "
+                "request, where it was due; hollow ones are warm-up and cool-down.",
+                columns=request_columns(rates),
+                rows=rates,
                 plots=[_scatter(result, name) for name in ("ttft", "e2e")],
             ),
-            Section(title="The generator", note=GENERATOR_NOTE, columns=GENERATOR, rows=rate_rows(cells)),
+            Section(title="The generator", note=GENERATOR_NOTE, columns=GENERATOR, rows=rates),
             Section(title="Spec", text=result.spec_yaml),
         ],
         environment=result.environment,
@@ -201,7 +225,11 @@ GENERATOR_NOTE = (
 def _rates_note(cells: pd.DataFrame) -> str:
     slos = ", ".join(dict.fromkeys(text for text in cells["slo"] if isinstance(text, str)))
     kept = f"a request is good if it keeps {slos}" if slos else "without objectives every answer is good"
-    return f"Per second of the measured window; {kept}. Requests that failed are not good."
+    return (
+        f"Per second of the measured window; {kept}. Requests that failed are not good. Answered and goodput "
+        "count answers that ended in the window; offered, good %, measured and failed are of requests due in "
+        "it."
+    )
 
 
 def _scatter(result: Result, metric: str) -> Plot:

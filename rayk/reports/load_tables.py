@@ -30,6 +30,9 @@ LOAD_CELL_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("concurrency", "seed"), _INT),
     **dict.fromkeys((f"num_{what}" for what in ("measured", "warmup", "cooldown")), _INT),
     **dict.fromkeys((f"num_{what}" for what in ("failed", "refused", "timeouts")), _INT),
+    # Sums over the answers that tell of both; `num_cached_tokens` / `num_prompt_tokens` were found in caches.
+    **dict.fromkeys(("num_prompt_tokens", "num_cached_tokens"), _INT),
+    "tokens_per_chunk": _FLOAT,
     # Of the measured window.
     "window_s": _FLOAT,
     **dict.fromkeys(("offered_per_s", "answered_per_s", "output_tokens_per_s", "goodput_per_s"), _FLOAT),

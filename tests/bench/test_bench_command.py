@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from rayk import load
 from rayk.cli.main import app
+from rayk.reports.load_page import load_markdown
 from rayk.reports.load_tables import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
 from tests.bench.fake_server import Script, serving
 
@@ -61,6 +62,13 @@ def test_loads_leave_tables_and_a_report(tmp_path: Path) -> None:
     assert "TTFT" in result.stdout
     assert "poisson rate=100" in result.stdout
     assert "goodput/s" in result.stdout
+    # The server says 3 of each prompt of 4 or 8, in turn.
+    measured = found.requests[found.requests["phase"] == "measured"].groupby("cell_id", sort=False)
+    assert list(found.cells["num_cached_tokens"]) == [3 * len(rows) for _, rows in measured]
+    assert list(found.cells["num_prompt_tokens"]) == [int(r["num_prompt_tokens"].sum()) for _, r in measured]
+    for name in ("cached %", "tokens/chunk"):
+        assert f"| {name} |" in load_markdown(found.cells)
+        assert name in page
     spec = (out / "spec.yaml").read_text(encoding="utf-8")
     assert "ttft=10000ms" in spec
 

@@ -86,13 +86,18 @@ def test_a_steady_load_is_valid_and_its_numbers_are_those_of_its_requests() -> N
     assert cell["answered_per_s"] == pytest.approx(
         sum(begin < seen.chunk_ns[-1] <= end for seen in sent.requests) / window_s
     )
-    good = 0
-    for seen in measured:
+    good = set()
+    for seen in sent.requests:
         gaps = [(b - a) / MS for a, b in zip(seen.chunk_ns, seen.chunk_ns[1:], strict=False)]
-        good += (seen.chunk_ns[0] - seen.due_ns) / MS <= 30 and max(gaps) <= 5.5
-    assert 0 < good < len(measured)
-    assert cell["goodput_per_s"] == pytest.approx(good / window_s)
-    assert cell["good_share"] == pytest.approx(good / len(measured))
+        if (seen.chunk_ns[0] - seen.due_ns) / MS <= 30 and max(gaps) <= 5.5:
+            good.add(seen.planned.index)
+    num_good = sum(seen.planned.index in good for seen in measured)
+    assert 0 < num_good < len(measured)
+    assert cell["good_share"] == pytest.approx(num_good / len(measured))
+    assert cell["goodput_per_s"] == pytest.approx(
+        sum(begin < seen.chunk_ns[-1] <= end and seen.planned.index in good for seen in sent.requests)
+        / window_s
+    )
     ttft = sorted((seen.chunk_ns[0] - seen.due_ns) / MS for seen in measured)
     assert cell["ttft_ms_p50"] == pytest.approx(ttft[math.ceil(0.5 * len(ttft)) - 1])
     assert cell["ttft_ms_p99"] == pytest.approx(ttft[math.ceil(0.99 * len(ttft)) - 1])
@@ -117,6 +122,42 @@ def test_rows_count_from_the_due_time() -> None:
     assert (row["ttft_ms"], row["tpot_ms"], row["e2e_ms"], row["send_lag_ms"]) == (40.0, 5.0, 60.0, 15.0)
     assert (row["due_ms"], row["itl_ms"], row["num_output_tokens"]) == (500.0, [5.0] * 4, 5)
     assert row["prompt_token_ids"] == [1, 2, 3]
+
+
+def test_goodput_counts_no_answer_that_answered_does_not() -> None:
+    """A queue that grows: each answer takes longer than the one before, all are good, few end in time."""
+    sent = steady(400)
+    for seen in sent.requests:
+        seen.chunk_ns = [at + 5 * seen.planned.index * MS for at in seen.chunk_ns]
+        seen.ended_ns = seen.chunk_ns[-1]
+    cell, _ = summarize(load_of(slo=parse_slo("e2e=100s"), warmup=100, cooldown=100), "fake", sent)
+    assert cell["good_share"] == 1
+    assert cell["goodput_per_s"] == cell["answered_per_s"]
+    assert cell["answered_per_s"] < 0.8 * cell["offered_per_s"]
+
+
+def test_gaps_are_between_chunks_however_many_tokens_they_carry() -> None:
+    times = [1020 * MS, 1030 * MS, 1045 * MS]
+    seen = observe(0, 1000, 20, 0, chunk_ns=times, chunk_tokens=[1, 2, 2])
+    sent = Sent(requests=[seen], began_ns=1000 * MS, ended_ns=1100 * MS)
+    cell, rows = summarize(load_of(slo=parse_slo("itl=15ms")), "fake", sent)
+    assert rows[0]["itl_ms"] == [10.0, 15.0], "no gap of 0 between tokens that came at once"
+    assert rows[0]["tpot_ms"] == 25 / 4
+    assert rows[0]["is_good"]
+    assert (cell["num_itl_values"], cell["tokens_per_chunk"]) == (2, 5 / 3)
+    assert not summarize(load_of(slo=parse_slo("itl=14ms")), "fake", sent)[1][0]["is_good"]
+
+
+def test_cached_tokens_are_told_of_what_was_measured() -> None:
+    sent = steady(60)
+    cell, _ = summarize(load_of(), "fake", sent)
+    assert (cell["num_prompt_tokens"], cell["num_cached_tokens"]) == (None, None), "the server does not say"
+    for seen in sent.requests:
+        seen.usage = {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": seen.planned.index % 2}
+    sent.requests[20].usage["cached_tokens"] = None
+    fail(sent.requests[21])
+    cell, _ = summarize(load_of(warmup=10, cooldown=10), "fake", sent)
+    assert (cell["num_prompt_tokens"], cell["num_cached_tokens"]) == (3 * 38, 19)
 
 
 def test_small_samples_have_no_high_percentiles() -> None:
@@ -267,3 +308,5 @@ def test_what_is_not_known_is_not_good() -> None:
     one = observe(0, 1000, 20, 0, chunk_tokens=[1], chunk_ns=[1020 * MS])
     sent = Sent(requests=[one], began_ns=1000 * MS, ended_ns=1030 * MS)
     assert summarize(load_of(slo=parse_slo("tpot=1ms,itl=1ms")), "fake", sent)[0]["good_share"] == 1
+    one.chunk_tokens = [NUM_TOKENS]
+    assert summarize(load_of(slo=parse_slo("itl=1ms")), "fake", sent)[0]["good_share"] == 1, "one chunk"
