@@ -90,7 +90,7 @@ def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 def _cached_percent(cell: Mapping[Any, Any]) -> float | None:
     """Of the prompt tokens; None where the server, or an older bench, does not tell."""
     cached, total = (cell.get(f"num_{what}_tokens") for what in ("cached", "prompt"))
-    return None if _is_nothing(cached) or _is_nothing(total) or not total else 100 * cached / total
+    return None if _is_nothing(total) or not total else _times(cached, 100 / float(total))
 
 
 def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
