@@ -3,8 +3,8 @@
     python jobs/benchmarks/serve_overhead.py [--requests 40] [--tokens 128] [--paths uvicorn,serve] [--check]
 
 One prefill and one decode engine of a tiny model, one request after the other over one connection, streamed.
-In turns with each, the same request runs on one engine in this process, which counts what its forward passes
-take. Medians, in milliseconds:
+Medians of the wall clock, less what the engines' own forward passes took (GET /engines tells it, before and
+after all requests of a kind), in milliseconds:
 
     request   a request of 2 tokens, from its first byte out to its last byte in, less its forward passes (a
               prefill, a decode step): HTTP, JSON, routing, placement, scheduling on both engines, hand-over
@@ -29,15 +29,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import torch
-
-from rayk.engine.build import ThreadEngine
 from rayk.oracle.checkpoint import write_checkpoint
-from rayk.types.config import EngineConfig
-from rayk.types.request import Request, SamplingParams
 
 TARGETS_MS = {"request": 10.0, "token": 1.0}
 COLUMNS = ("request", "first", "token", "e2e of 2", "e2e of all", "forward of 2", "forward of all")
@@ -101,15 +97,11 @@ class Client:
             raise RuntimeError(f"status {response.status}, {found} of {num_tokens} tokens")
         return Answer((first_ns - began) / 1e6, (ended - began) / 1e6)
 
-
-def forward_ms(engine: ThreadEngine, name: str, prompt: list[int], num_tokens: int) -> float:
-    """What the forward passes of a request take on an engine of this process."""
-    before = engine.loops[0].times.model_ns
-    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    request = Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
-    (done,) = engine.generate([request])
-    assert done.error is None
-    return (engine.loops[0].times.model_ns - before) / 1e6
+    def forward_ms(self) -> dict[str, float]:
+        """What the forward passes of each engine's rank 0 took so far."""
+        self._connection.request("GET", "/engines")
+        engines = json.loads(self._connection.getresponse().read())["data"]
+        return {engine["name"]: 1e3 * engine["forward_s"] for engine in engines}
 
 
 def measure(
@@ -117,30 +109,36 @@ def measure(
 ) -> dict[str, float]:
     """The medians of one path."""
     prompt = [5 + i % 200 for i in range(prompt_tokens)]
-    rows: list[tuple[Answer, Answer, float, float, float]] = []
-    with served(model, path) as url, ThreadEngine(EngineConfig(model=str(model))) as engine:
+    with served(model, path) as url:
         client = Client(url, model.name)
-        for i in range(WARM_UP + num_requests):
-            prefill = forward_ms(engine, f"{i}-0", prompt, 1)
-            short, short_forward = client.complete(prompt, SHORT), forward_ms(engine, f"{i}-1", prompt, SHORT)
-            whole, forward = (
-                client.complete(prompt, num_tokens),
-                forward_ms(engine, f"{i}-2", prompt, num_tokens),
-            )
-            if i >= WARM_UP:
-                rows.append((short, whole, prefill, short_forward, forward))
-    added = num_tokens - SHORT
-    tokens = [((w.last_ms - s.last_ms) - (all_of - few)) / added for s, w, _, few, all_of in rows]
-    columns = {
-        "request": [s.last_ms - few for s, _, _, few, _ in rows],
-        "first": [s.first_ms - prefill for s, _, prefill, _, _ in rows],
-        "token": tokens,
-        "e2e of 2": [s.last_ms for s, *_ in rows],
-        "e2e of all": [w.last_ms for _, w, *_ in rows],
-        "forward of 2": [few for *_, few, _ in rows],
-        "forward of all": [all_of for *_, all_of in rows],
+        for _ in range(WARM_UP):
+            client.complete(prompt, SHORT)
+            client.complete(prompt, num_tokens)
+        short, of_short = _answers(client, prompt, SHORT, num_requests)
+        whole, of_whole = _answers(client, prompt, num_tokens, num_requests)
+    medians = {
+        "first": statistics.median(a.first_ms for a in short),
+        "e2e of 2": statistics.median(a.last_ms for a in short),
+        "e2e of all": statistics.median(a.last_ms for a in whole),
+        "forward of 2": sum(of_short.values()),
+        "forward of all": sum(of_whole.values()),
     }
-    return {name: statistics.median(values) for name, values in columns.items()}
+    added = {what: medians[f"e2e of {what}"] - medians[f"forward of {what}"] for what in ("2", "all")}
+    return medians | {
+        "request": added["2"],
+        "first": medians["first"] - of_short["prefill0"],
+        "token": (added["all"] - added["2"]) / (num_tokens - SHORT),
+    }
+
+
+def _answers(
+    client: Client, prompt: list[int], num_tokens: int, num_requests: int
+) -> tuple[list[Answer], dict[str, float]]:
+    """So many, one after the other, and the mean milliseconds of each engine's forward passes for one."""
+    before = client.forward_ms()
+    answers = [client.complete(prompt, num_tokens) for _ in range(num_requests)]
+    after = client.forward_ms()
+    return answers, {name: (after[name] - before[name]) / num_requests for name in after}
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
@@ -163,13 +161,12 @@ def main() -> int:
     parser.add_argument("--paths", default="uvicorn,serve")
     parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     model = options.model or write_checkpoint("qwen3", Path("checkpoints/bench-qwen3"))
     results = {
         path: measure(model, path, options.requests, options.tokens, options.prompt_tokens)
         for path in options.paths.split(",")
     }
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
     print("# What a server adds, milliseconds\n\n    python jobs/benchmarks/serve_overhead.py\n")
     print(
         f"Medians of {options.requests} requests of {options.prompt_tokens} tokens, {SHORT} and "

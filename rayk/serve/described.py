@@ -144,6 +144,7 @@ class EngineAnswer(BaseModel):
     num_running: int | None
     num_waiting: int | None
     num_steps: int | None
+    forward_s: float | None
     num_free_blocks: int | None
     num_blocks: int | None
 

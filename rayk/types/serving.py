@@ -89,6 +89,8 @@ class EngineState:
     num_waiting: int | None = None
     num_steps: int | None = None
     """Of this life."""
+    forward_s: float | None = None
+    """That rank 0's forward passes of this life took, seconds."""
     num_free_blocks: int | None = None
     num_blocks: int | None = None
     """The null block included, which is never free."""
