@@ -175,6 +175,10 @@ def _rate(gb_per_s: float | None) -> str:
     return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1000:.1f} MB/s"
 
 
+WHERE_ANY = ("num_cached_tokens", "held_bytes")
+"""Told where they are above 0."""
+
+
 def _tip(record: dict[Any, Any]) -> str:
     facts = (
         ("requests", "num_requests", "d"),
@@ -182,6 +186,8 @@ def _tip(record: dict[Any, Any]) -> str:
         ("KV bytes compared", "num_kv_bytes_checked", ",d"),
         ("KV bytes wrong", "num_kv_bytes_mismatched", ",d"),
         ("KV bytes moved", "transfer_bytes", ",d"),
+        ("prompt tokens found in caches", "num_cached_tokens", ",d"),
+        ("KV held already, MiB", "held_bytes", "MiB"),
         ("descriptors", "num_descriptors", ",d"),
         ("smallest kernel block, tokens", "min_cut_kernel_block_size", "d"),
         ("token-layers", "num_token_layers", ",d"),
@@ -197,6 +203,6 @@ def _tip(record: dict[Any, Any]) -> str:
         lines.append(str(record["reason"]))
     for label, column, spec in facts:
         text = format_value(record[column], spec)
-        if text:
+        if text and not (text == "0" and column in WHERE_ANY):
             lines.append(f"{label}: {text}")
     return "\n".join(lines)

@@ -74,13 +74,15 @@ COLUMNS = (
     ("kernel block", "min_cut_kernel_block_size", "d"),
     ("token-layers", "num_token_layers", ",d"),
     ("fast layers", "num_fast_prefill_layers", "d"),
+    ("cached tokens", "num_cached_tokens", ",d"),
+    ("held MiB", "held_bytes", "MiB"),
     ("GB/s", "transfer_gb_per_s", ".3g"),
     ("TTFT ms", "ttft_ms_p50", ".1f"),
     ("TPOT ms", "tpot_ms_p50", ".1f"),
     ("wall s", "wall_s", ".1f"),
     ("reason", "reason", ""),
 )
-"""(title, column, format) of the verdict table; see `told_columns`."""
+"""(title, column, format) of the verdict table; see `told_columns` and `format_value`."""
 
 
 def tells_fast_prefill(cells: pd.DataFrame) -> bool:
@@ -89,12 +91,16 @@ def tells_fast_prefill(cells: pd.DataFrame) -> bool:
 
 
 def told_columns(cells: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """COLUMNS, less those of fast prefill where no cell used it, and of kernel blocks where all are whole."""
+    """COLUMNS, less those of fast prefill and of prefix caches where no cell used them, and of kernel blocks
+    where all are whole."""
     untold: set[str] = set()
     if not tells_fast_prefill(cells):
         untold |= {"num_token_layers", "num_fast_prefill_layers"}
     if not cells["min_cut_kernel_block_size"].notna().any():
         untold.add("min_cut_kernel_block_size")
+    for column in ("num_cached_tokens", "held_bytes"):
+        if not cells[column].fillna(0).gt(0).any():
+            untold.add(column)
     return [c for c in COLUMNS if c[1] not in untold]
 
 
@@ -116,8 +122,10 @@ DROPPED_FIRST = (
     "GB/s",
     "fast layers",
     "token-layers",
+    "held MiB",
     "TTFT ms",
     "KV bytes",
+    "cached tokens",
 )
 """Columns a narrow terminal does without, in this order."""
 MIN_REASON_WIDTH = 24
@@ -192,9 +200,11 @@ def _shown_columns(
 
 
 def format_value(value: Any, spec: str) -> str:
-    """A value as text; empty for None and NaN."""
+    """A value as text, as a format spec says; `MiB`: bytes, in MiB; empty for None and NaN."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
+    if spec == "MiB":
+        return f"{value / 2**20:,.3g}" if value < 2**30 else f"{value / 2**20:,.0f}"
     if spec.endswith("d"):
         value = int(value)
     return format(value, spec)

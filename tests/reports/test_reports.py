@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from random import Random
 
 import pandas as pd
 import pytest
@@ -20,7 +21,7 @@ from rayk.reports.labels import axis_label
 from rayk.reports.text import markdown, write_csv
 from rayk.reports.verdicts import STYLES, TONE_STYLES
 from rayk.specs.experiment import VERDICTS
-from tests.reports.synthetic import SPEC, cell_row, write_run
+from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,31 @@ def test_what_fast_prefill_saves_is_shown_where_a_cell_used_it(run: Path, tmp_pa
         assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
     assert "| 12,345 | 7 |" in markdown(load(tmp_path))
     assert "layers with fast prefill: 7" in (tmp_path / "report.html").read_text()
+
+
+def test_what_prefix_caches_had_is_shown_where_they_had_something(run: Path, tmp_path: Path) -> None:
+    names = {"cached tokens", "held MiB"}
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for tp in (1, 2):
+        cell = cell_row(tp, 1, ("BHLNC", "BHLNC"))
+        requests, transfers = request_rows(cell, Random(0)), transfer_rows(cell, Random(0))
+        if tp == 2:
+            requests[1].num_cached_tokens, requests[3].num_cached_tokens = 288, 1000
+            transfers[0].held_bytes = 3 * 2**19
+        writer.write_cell(cell, requests, transfers)
+    writer.finish()
+    for folder, told in ((tmp_path, names), (run, set())):
+        result = load(folder)
+        page = _Page(write_html(folder, tmp_path / "page.html").read_text())
+        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell |"))
+        assert names & set(page.texts) == told
+        assert names & set(head.strip("| ").split(" | ")) == told
+        assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
+    assert "| 1,288 | 1.5 |" in markdown(load(tmp_path))
+    tips = "\n".join(_Page((tmp_path / "report.html").read_text()).tips)
+    assert tips.count("prompt tokens found in caches: 1,288") == 1
+    assert tips.count("KV held already, MiB: 1.5") == 1
+    assert tips.count("prompt tokens found") == tips.count("KV held") == 1
 
 
 def test_kernel_blocks_are_shown_where_they_are_less_than_blocks(run: Path, tmp_path: Path) -> None:
