@@ -73,19 +73,24 @@ def gpu_names() -> list[str]:
     return names
 
 
-def git_commit() -> str | None:
-    """Commit of the current directory, `+changes` where files differ from it; None outside git."""
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def git_commit(package: Path = PACKAGE) -> str | None:
+    """Commit of the work tree that rayk itself runs from, `+changes` where files differ from it; None where
+    the package is not tracked by git, as when it is installed (`packages` then has its version)."""
     try:
-        commit = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(package, "rev-parse", "HEAD")
+        changed = _git(package, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}+changes" if changed else commit
 
 
-def _git(*arguments: str) -> str:
+def _git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", *arguments],  # noqa: S607
+        ["git", "-C", str(folder), *arguments],  # noqa: S607
         capture_output=True,
         text=True,
         check=True,
