@@ -244,8 +244,11 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     for text in overrides:
         key = text.partition("=")[0].strip()
         if "=" in text and key not in valid:
-            close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-            mend = f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
+            # The right word in the wrong section comes before a like word.
+            close = [name for name in valid if name.split(".")[-1] == key.split(".")[-1]]
+            close = close or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+            named = " or ".join(map(repr, close))
+            mend = f"did you mean {named}?" if close else f"valid: {', '.join(valid)}"
             raise SpecError(problem=f"a server has no key {key!r}", where=f"--set {text}", mend=mend)
 
 
