@@ -36,7 +36,7 @@ NAMESPACE = "rayk"
 OBJECT_STORE_BYTES = 160 << 20
 """Results and captured rows only; KV never enters the object store."""
 FLEET_CALLS = 4096
-"""Calls a fleet takes at once: one for each request that waits for a place."""
+"""Calls that a fleet takes over Ray at once, far more than there are: requests come over its line."""
 NAME_S, NAME_POLL_S = 30.0, 0.2
 """How long the name of a lost actor may take to be free."""
 

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, DeadlineExceeded, RaykError
 from rayk.types.request import Request
 
+LET_GO_S = 1.0
+"""How long what a lost engine's rank held may be held by others still."""
+ABORTED_KEPT = 4096
+"""Requests that were aborted before they came are remembered, the last of them."""
 FLUSH_S = 0.004
 """After a request's first token, later ones are gathered this long before they leave."""
 
@@ -90,7 +95,7 @@ class Worker:
         self._extension: RankExtension = NoExtension()
         self._lock = threading.Lock()
         self._line: LineThread | None = None
-        self._aborted: set[str] = set()
+        self._aborted: OrderedDict[str, None] = OrderedDict()
         self._ended = threading.Event()
         """The loop is over."""
         self._lost_peer = False
@@ -209,7 +214,8 @@ class Worker:
             self._rank.comm.close()
             if self._leader is not None:
                 self._leader.fail(died)
-            error.__traceback__ = None  # its frames hold the rank, which is to be forgotten soon
+            _let_go(error)
+            _let_go(died)
             raise died from None
         else:
             if self._leader is not None:
@@ -249,6 +255,9 @@ class Worker:
 
     async def _generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent]]:
         """As `generate`, on the line's loop. A caller who goes aborts the request."""
+        assert self._leader is not None, "requests go to rank 0"
+        if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
+            await asyncio.to_thread(self._leader.prepare, request)
         events = Funnel()
         self._submit(request, events.put, **arguments)
         first, is_over = True, False
@@ -317,7 +326,9 @@ class Worker:
 
     def abort(self, request_id: str) -> None:
         """Stop a request, also one whose `generate` is still on its way."""
-        self._aborted.add(request_id)
+        self._aborted[request_id] = None
+        while len(self._aborted) > ABORTED_KEPT:
+            self._aborted.popitem(last=False)
         if self._leader is not None:
             self._leader.abort(request_id)
 
@@ -394,6 +405,10 @@ class Worker:
         self.dissolve()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # what was being read into it
+        until = time.monotonic() + LET_GO_S
+        while extension() is not None and time.monotonic() < until:
+            time.sleep(LET_GO_S / 20)  # another thread's frames, on their way out
+            gc.collect()
         return extension() is None
 
     def _close_line(self) -> None:
@@ -452,3 +467,8 @@ class Worker:
                     kill_raylet()
                 if fault.kind in ("kill", "kill_node", "restart", "stop"):
                     strike_process(fault.kind)
+
+
+def _let_go(error: BaseException) -> None:
+    """Its frames, and those of the errors it came of, hold the rank, which is to be forgotten soon."""
+    error.__context__ = error.__cause__ = error.__traceback__ = None

@@ -16,7 +16,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.serving import ModelCard
 
 MAX_STREAMS = 96
-"""Requests on one engine at once: each holds a thread of its worker's io group while it streams."""
+"""Requests on one engine at once, where nobody says how many: those beyond its rows wait at its door."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

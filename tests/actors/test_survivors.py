@@ -32,7 +32,10 @@ def cluster(ray_address: str) -> Iterator[None]:
         yield
 
 
-def test_a_rank_that_outlived_its_engine_serves_another_one(cluster: None, checkpoint, reference) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_outlived_its_engine_serves_another_one(
+    cluster: None, checkpoint, reference, lost: int
+) -> None:
     """It decoded, so that it has an agent of the transport to forget, and was in the middle of a request."""
     from rayk.actors import placement
 
@@ -60,7 +63,7 @@ def test_a_rank_that_outlived_its_engine_serves_another_one(cluster: None, check
 
     async def tokens(engine: EngineHandle, index: int, count: int) -> list[int]:
         request = Request(
-            request_id=f"r{engine.epoch}",
+            request_id=f"r{engine.epoch}-{index}",
             prompt_token_ids=tuple(model.prompts[index]),
             sampling=SamplingParams(max_tokens=count, ignore_eos=True),
         )
@@ -70,20 +73,21 @@ def test_a_rank_that_outlived_its_engine_serves_another_one(cluster: None, check
         return [t for e in events for t in e.token_ids]
 
     async def run() -> None:
-        group = placement.reserve_group("rayk/survivors", 2, {"CPU": 0.01}, {})
-        workers = [placement.start_worker(f"rayk/survivors/r{i}", group, i, {"CPU": 0.01}) for i in range(2)]
+        name, left = f"rayk/survivors{lost}", 1 - lost
+        group = placement.reserve_group(name, 2, {"CPU": 0.01}, {})
+        workers = [placement.start_worker(f"{name}/r{i}", group, i, {"CPU": 0.01}) for i in range(2)]
         try:
             pids = [(await w.describe.remote())["pid"] for w in workers]
             first = await form(1, workers, tp=2)
-            assert not await workers[1].release.remote(0.01), "its engine lives"
+            assert not await workers[left].release.remote(0.01), "its engine lives"
             running = asyncio.create_task(tokens(first, 2, 500))
             assert await tokens(first, 0, NUM_TOKENS) == model.expected[0]
-            os.kill(pids[0], signal.SIGKILL)
+            os.kill(pids[lost], signal.SIGKILL)
             with pytest.raises(EngineDied):
                 await running
-            assert await survivors(first, START_S) == {1}
-            second = await form(2, workers[1:], tp=1)
-            assert (await workers[1].describe.remote())["pid"] == pids[1]
+            assert await survivors(first, START_S) == {left}
+            second = await form(2, [workers[left]], tp=1)
+            assert (await workers[left].describe.remote())["pid"] == pids[left]
             for index in range(2):
                 assert await tokens(second, index, NUM_TOKENS) == model.expected[index]
             status, leaked = await stop_loops(second, 0.0)
