@@ -88,12 +88,15 @@ class StrictModel(BaseModel):
 
 
 class RandomPrompts(StrictModel):
-    """`count` random prompts whose lengths cycle through `input_tokens`."""
+    """`count` random prompts whose lengths cycle through `input_tokens`. The first `prefix_tokens` of each
+    are one of `num_prefixes` stretches, in turn, as those of `rayk bench`."""
 
     count: PositiveInt = 8
     input_tokens: Annotated[list[PositiveInt], BeforeValidator(_as_list), Field(min_length=1)] = Field(
         default_factory=lambda: [5, 37, 300]
     )
+    prefix_tokens: Count = 0
+    num_prefixes: PositiveInt = 1
     seed: Count = 0
 
 

@@ -30,14 +30,22 @@ def resolve_prompts(
 
 
 def random_prompts(spec: RandomPrompts, vocab_size: int, special: Iterable[int]) -> list[list[int]]:
-    """`count` prompts of cycling lengths, ids uniform over the vocabulary without `special`."""
+    """`count` prompts of cycling lengths, ids uniform over the vocabulary without `special`. Prompts in turn
+    begin with one of the shared prefixes, or with as much of it as they have room for."""
     excluded = set(special)
     allowed = [i for i in range(vocab_size) if i not in excluded]
     if not allowed:
         raise SpecError(problem="every token of the vocabulary is special", where="prompts.random")
     draw = random.Random(spec.seed)
-    lengths = (spec.input_tokens[i % len(spec.input_tokens)] for i in range(spec.count))
-    return [draw.choices(allowed, k=length) for length in lengths]
+    # Prefixes are drawn on their own: prompts without any are those of the seed, as ever.
+    shared = random.Random(f"prefixes of {spec.seed}")
+    prefixes = [shared.choices(allowed, k=spec.prefix_tokens) for _ in range(spec.num_prefixes)]
+    found = []
+    for i in range(spec.count):
+        length = spec.input_tokens[i % len(spec.input_tokens)]
+        prefix = prefixes[i % spec.num_prefixes][:length]
+        found.append([*prefix, *draw.choices(allowed, k=length - len(prefix))])
+    return found
 
 
 def special_token_ids(model: str) -> set[int]:

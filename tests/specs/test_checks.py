@@ -240,6 +240,27 @@ def test_random_prompts_cycle_and_avoid_special_ids() -> None:
     assert prompts != resolve_prompts(other, config)
 
 
+def test_random_prompts_share_prefixes_in_turn() -> None:
+    random = {"count": 8, "input_tokens": [40, 90, 8], "seed": 5}
+
+    def prompts(**changes: int) -> list[list[int]]:
+        loaded = load_spec(spec(prompts={"random": random | changes})).spec
+        return resolve_prompts(loaded, decoder(vocab_size=1000, max_positions=4096))
+
+    found = prompts(prefix_tokens=20, num_prefixes=2)
+    assert [len(p) for p in found] == [40, 90, 8, 40, 90, 8, 40, 90]
+    for i, prompt in enumerate(found):
+        sharing = found[i % 2]  # of 40 or 90 tokens
+        shared = min(20, len(prompt))
+        assert prompt[:shared] == sharing[:shared]
+    assert found[0][:20] != found[1][:20]
+    assert len({tuple(p[20:24]) for p in found if len(p) > 20}) == 6, "what follows is each prompt's own"
+    assert found == prompts(prefix_tokens=20, num_prefixes=2)
+    other = prompts(prefix_tokens=20, num_prefixes=2, seed=6)
+    assert found[0][:20] != other[0][:20]
+    assert prompts() == prompts(prefix_tokens=0, num_prefixes=3) != found
+
+
 def test_special_ids_come_from_tokenizer_and_config(tmp_path: Path) -> None:
     tokens = [{"id": 7, "special": True}, {"id": 8, "special": False}]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
