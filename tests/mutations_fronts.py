@@ -96,9 +96,30 @@ FRONTS = (
     Mutation(
         "lines serve whoever connects",
         "rayk/actors/lines.py",
-        "if hmac.compare_digest(shown, self._secret):",
-        "if shown is not None:",
+        "            if is_known:\n",
+        "            if True:\n",
         f"{LINES}::test_nothing_is_unpickled_for_who_does_not_know_the_secret",
+    ),
+    Mutation(
+        "lines believe whoever listens",
+        "rayk/actors/lines.py",
+        'if not hmac.compare_digest(shown, _proof(secret, b"service", nonces)):',
+        "if not shown:",
+        f"{LINES}::test_who_listens_where_a_service_was_learns_no_secret_and_has_nothing_unpickled",
+    ),
+    Mutation(
+        "a caller may show what the service showed",
+        "rayk/actors/lines.py",
+        'hmac.digest(secret, whose + nonces, "sha256")',
+        'hmac.digest(secret, nonces, "sha256")',
+        f"{LINES}::test_nothing_is_unpickled_for_who_does_not_know_the_secret",
+    ),
+    Mutation(
+        "a call that cannot be told of is not answered",
+        "rayk/actors/lines.py",
+        "            last = _last_frame(number, failure)\n",
+        "            return\n",
+        f"{LINES}::test_whatever_cannot_be_told_ends_the_call_all_the_same",
     ),
     Mutation(
         "what a lost caller asked for goes on",

@@ -5,13 +5,16 @@ request of a server needs several of both. A line is one TCP connection that car
 to another at once. Ray still starts and ends processes, and says where they are: whoever serves lines gives
 out a `LineAddress` through it.
 
-    frame       length (4 bytes, big endian), then a pickle
-    caller      the service's secret, as it is; then frames (number, method, args, kwargs) that begin calls,
-                and (number, None, (), {}) that gives one up
+    caller      32 bytes drawn at random
+    service     32 bytes drawn at random; HMAC-SHA256 of "service", the caller's bytes and these
+    caller      HMAC-SHA256 of "caller" and the same; then frames (number, method, args, kwargs) that begin
+                calls, and (number, None, (), {}) that gives one up
     service     frames (number, item, error, is_last)
+    frame       length (4 bytes, big endian), then a pickle
 
-Pickles come from processes of the same server alone: nothing is unpickled for a caller who has not shown the
-secret first, which is drawn anew for each service.
+The key is the service's secret, which is drawn anew for each and never sent. Pickles come from processes of
+the same server alone: either end unpickles nothing before the other has proved that it knows the secret; a
+service that died may have left its port to somebody else.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ Stream = Callable[..., AsyncIterator[Any]]
 Call = Callable[..., Awaitable[Any]]
 
 HELLO_S = 10.0
-"""How long a connection may take to be made, and a caller to show the secret."""
-SECRET_BYTES = 32
+"""How long a connection may take to be made, and either end to prove that it knows the secret."""
+SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 LENGTH_BYTES = 4
 KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 8000}
 """A node that is gone sends nothing more: noticed within eight seconds (the last one counts milliseconds)."""
@@ -92,8 +95,8 @@ class LineService:
         try:
             _keep_alive(writer)
             async with asyncio.timeout(HELLO_S):
-                shown = await reader.readexactly(SECRET_BYTES)
-            if hmac.compare_digest(shown, self._secret):
+                is_known = await _meet_caller(reader, writer, self._secret)
+            if is_known:
                 await self._serve(reader, writer, under_way)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # the caller is gone, or never was one
@@ -272,11 +275,9 @@ class Line:
                 where = self._address
                 try:
                     async with asyncio.timeout(HELLO_S):
-                        reader, writer = await asyncio.open_connection(where.host, where.port)
-                except (OSError, TimeoutError) as error:
+                        reader, writer = await _connect(where)
+                except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
                     raise LineLost(f"{where}: {error}") from error
-                _keep_alive(writer)
-                writer.write(where.secret)
                 self._writer = writer
                 self._reading = asyncio.create_task(self._read(reader, writer))
             return self._writer
@@ -295,6 +296,41 @@ class Line:
             for answers in self._answers.values():
                 answers.put_nowait(None)
             self._answers.clear()
+
+
+async def _connect(where: LineAddress) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a service that knows the secret. Raises what the connection does, and LineLost."""
+    reader, writer = await asyncio.open_connection(where.host, where.port)
+    try:
+        _keep_alive(writer)
+        await _meet_service(reader, writer, where.secret)
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def _meet_service(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Prove to a service that this end knows the secret, once it has. Raises LineLost where it does not."""
+    ours = secrets.token_bytes(NONCE_BYTES)
+    writer.write(ours)
+    nonces = ours + await reader.readexactly(NONCE_BYTES)
+    shown = await reader.readexactly(PROOF_BYTES)
+    if not hmac.compare_digest(shown, _proof(secret, b"service", nonces)):
+        raise LineLost("somebody else listens there")
+    writer.write(_proof(secret, b"caller", nonces))
+
+
+async def _meet_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> bool:
+    """Whether a caller knows the secret; it is proved to him first that this end does."""
+    nonces = await reader.readexactly(NONCE_BYTES) + secrets.token_bytes(NONCE_BYTES)
+    writer.write(nonces[NONCE_BYTES:] + _proof(secret, b"service", nonces))
+    shown = await reader.readexactly(PROOF_BYTES)
+    return hmac.compare_digest(shown, _proof(secret, b"caller", nonces))
+
+
+def _proof(secret: bytes, whose: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, whose + nonces, "sha256")
 
 
 def _forget(under_way: dict[int, asyncio.Task[None]], number: int, _done: asyncio.Task[None]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import os
 import pickle
 import random
@@ -271,26 +273,80 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("shown", [b"", b"\0" * SECRET_BYTES, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 4])
-def test_nothing_is_unpickled_for_who_does_not_know_the_secret(shown: bytes, tmp_path: Path):
+def proof(secret: bytes, whose: bytes, *nonces: bytes) -> bytes:
+    """As the module's docstring says, by hand."""
+    return hmac.new(secret, whose + b"".join(nonces), hashlib.sha256).digest()
+
+
+@pytest.mark.parametrize("shown", ["nothing", "the service's", "the secret", "another nonce's"])
+def test_nothing_is_unpickled_for_who_does_not_know_the_secret(shown: str, tmp_path: Path):
     bomb = pickle.dumps(Bomb(tmp_path / "gone_off"))
+    frame = len(bomb).to_bytes(4, "big") + bomb
 
     async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(shown + len(bomb).to_bytes(4, "big") + bomb)
-        if len(shown) < SECRET_BYTES:  # it would wait for the rest
-            writer.write(bytes(SECRET_BYTES))
+        async def met() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes, bytes]:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(mine)
+            return reader, writer, await reader.readexactly(32), await reader.readexactly(32)
+
+        mine = os.urandom(32)
+        reader, writer, theirs, service_proof = await met()
+        assert service_proof == proof(address.secret, b"service", mine, theirs)
+        wrong = {
+            "nothing": bytes(32),
+            "the service's": service_proof,
+            "the secret": address.secret,
+            "another nonce's": proof(address.secret, b"caller", mine, os.urandom(32)),
+        }
+        writer.write(wrong[shown] + frame)
         with contextlib.suppress(ConnectionError):  # it hung up while there was more to read
             assert await reader.read() == b""
         writer.close()
-        # The same bytes behind the secret do go off.
+        # The same bytes behind the proof do go off.
         assert not (tmp_path / "gone_off").exists()
-        _, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(address.secret + len(bomb).to_bytes(4, "big") + bomb)
+        reader, writer, theirs, _ = await met()
+        writer.write(proof(address.secret, b"caller", mine, theirs) + frame)
         await until((tmp_path / "gone_off").exists)
         writer.close()
 
     run(test)
+
+
+@pytest.mark.parametrize("says", ["http", "zeros", "echo"])
+def test_who_listens_where_a_service_was_learns_no_secret_and_has_nothing_unpickled(
+    says: str, tmp_path: Path
+):
+    secret, heard, left = os.urandom(SECRET_BYTES), bytearray(), asyncio.Event()
+    bomb = pickle.dumps(Bomb(tmp_path / "gone_off"))
+    frame = len(bomb).to_bytes(4, "big") + bomb
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.extend(await reader.readexactly(32))
+        hello = {
+            "http": b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3,
+            "zeros": bytes(64),
+            "echo": 2 * bytes(heard),
+        }
+        writer.write(hello[says][:64] + frame)
+        with contextlib.suppress(ConnectionError):
+            heard.extend(await reader.read())
+        writer.close()
+        left.set()
+
+    async def test() -> None:
+        server = await asyncio.start_server(meet, HOST, 0)
+        line = Line(LineAddress(HOST, server.sockets[0].getsockname()[1], secret))
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(LineLost, match="somebody else"):
+                await line.call("twice", 1)
+            await left.wait()
+        await line.close()
+        server.close()
+
+    asyncio.run(test())
+    assert not (tmp_path / "gone_off").exists()
+    assert len(heard) == 32, "he hears a caller's nonce, and no more"
+    assert secret not in heard
 
 
 def test_the_secret_is_not_shown():
