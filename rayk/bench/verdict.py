@@ -32,7 +32,7 @@ def judge(load: Load, cell: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
     """The verdict on a load and every reason for it, those that make it INVALID first."""
     measured = [row for row in rows if row["phase"] == MEASURED]
     invalid = [*_generator_faults(cell), *_load_faults(load, cell, measured)]
-    noisy = [] if not measured else [*_imprecise(cell), *_unsteady(load, cell, measured)]
+    noisy = [] if not measured else [*_imprecise(cell, load), *_unsteady(load, cell, measured)]
     verdict = INVALID if invalid else NOISY if noisy else VALID
     return verdict, [*invalid, *noisy]
 
@@ -75,8 +75,8 @@ def _load_faults(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
     if unlike:
         one = unlike[0]
         found.append(
-            f"{len(unlike)} answers are not as long as asked, such as request {one['prompt_index']}: "
-            f"{one['num_output_tokens']} tokens instead of {one['max_tokens']}"
+            f"{_count(len(unlike), 'answer is', 'answers are')} not as long as asked, such as request "
+            f"{one['prompt_index']}: {one['num_output_tokens']} tokens instead of {one['max_tokens']}"
         )
     cut = [r for r in answered if _prompt_differs(r) and not load.use_chat]
     if cut:
@@ -92,8 +92,12 @@ def _prompt_differs(row: Row) -> bool:
     return sent is not None and counted is not None and len(sent) != counted
 
 
-def _imprecise(cell: Row) -> list[str]:
-    """Numbers that another run may well not find again."""
+def _count(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _imprecise(cell: Row, load: Load) -> list[str]:
+    """Numbers that another run may well not find again; what makes the load INVALID is not said again."""
     found = []
     wide = []
     for name in METRICS:
@@ -104,12 +108,18 @@ def _imprecise(cell: Row) -> list[str]:
         found.append(f"more requests are needed: means are known roughly, {', '.join(wide)}")
     if cell["ttft_ms_mean"] is None:
         found.append("too few requests for intervals")
+    kept_up = [
+        name
+        for name in ("send", "loop")
+        if (cell[f"{name}_lag_ms_p90"] or 0) <= _lag_limit_ms(cell, MAX_LAG_SHARE)
+    ]
     for percent, share in ((90, NOISY_LAG_SHARE), (99, MAX_LAG_SHARE)):
-        late = max(cell[f"{name}_lag_ms_p{percent}"] or 0 for name in ("send", "loop"))
+        late = max((cell[f"{name}_lag_ms_p{percent}"] or 0 for name in kept_up), default=0)
         if late > _lag_limit_ms(cell, share):
             found.append(f"{100 - percent}% of the generator's stamps are {late:.1f} ms late or more")
-    if cell["failed_share"]:
-        found.append(f"{cell['num_failed']} requests failed: means are of the answered ones")
+    if 0 < cell["failed_share"] <= load.failed_share:
+        failed = _count(cell["num_failed"], "request", "requests")
+        found.append(f"{failed} failed: means are of the answered ones")
     if cell["num_tpot_values"] == 0:
         found.append("the server does not say how many tokens it sent: no TPOT")
     return found

@@ -262,12 +262,12 @@ def shift(sent: Sent) -> None:
         (a_little_late, "NOISY", "1% of the generator's stamps are 20.1 ms late or more"),
         (busy, "INVALID", "it took 95% of a core"),
         (refuse, "INVALID", "requests failed (5."),
-        (fail_few, "NOISY", "1 requests failed"),
+        (fail_few, "NOISY", "1 request failed: means are of"),
         (fail_all, "INVALID", "no request was answered: planted"),
         (
             shorten,
             "INVALID",
-            "1 answers are not as long as asked, such as request 300: 4 tokens instead of 5",
+            "1 answer is not as long as asked, such as request 300: 4 tokens instead of 5",
         ),
         (other_prompt, "INVALID", "counts other prompts than were sent, such as 2 tokens of 3"),
         (overload, "NOISY", "TTFT grows by"),
@@ -283,6 +283,25 @@ def test_what_is_held_against_a_load(change: Callable[[Sent], None], verdict: st
     found, reason = verdict_of(sent)
     assert says in reason
     assert found == verdict
+
+
+@pytest.mark.parametrize(
+    ("change", "twin"),
+    [(late, "generator's stamps"), (slow_loop, "generator's stamps"), (refuse, "means are of")],
+)
+def test_what_makes_a_load_invalid_is_said_once(change: Callable[[Sent], None], twin: str) -> None:
+    sent = steady()
+    change(sent)
+    verdict, reason = verdict_of(sent)
+    assert verdict == "INVALID"
+    assert twin not in reason
+
+
+def test_one_lag_does_not_hide_the_other() -> None:
+    sent = steady()
+    late(sent)
+    sent.loop_lags_ns = [MS] * 98 + [30 * MS] * 2
+    assert "1% of the generator's stamps are 30.0 ms late or more" in verdict_of(sent)[1]
 
 
 def test_failures_may_be_allowed_and_still_are_not_good() -> None:
