@@ -13,6 +13,8 @@ from rayk.reports.differences import differences_of
 from rayk.reports.files import atomic_path, write_text
 from rayk.reports.folder import changed_facts, differences
 from rayk.reports.html import assets, template
+from rayk.reports.load_page import TONES
+from rayk.reports.load_tables import is_load
 from rayk.reports.result import Result
 from rayk.reports.text import markdown_table
 from rayk.reports.verdicts import format_value, headline, tone
@@ -25,6 +27,17 @@ METRICS = (
     ("wall s", "wall_s", ".1f"),
 )
 """(title, column of cells.parquet, format) of what is compared."""
+LOAD_METRICS = (
+    ("goodput/s", "goodput_per_s", ".2f"),
+    ("good %", "good_share", ".1%"),
+    ("TTFT ms", "ttft_ms_p50", ".1f"),
+    ("TPOT ms", "tpot_ms_p50", ".2f"),
+    ("E2E ms", "e2e_ms_p50", ".1f"),
+    ("tokens/s", "output_tokens_per_s", ".1f"),
+    ("failed", "num_failed", "d"),
+    ("wall s", "wall_s", ".1f"),
+)
+"""What is compared of loads; latencies are medians."""
 ABSENT = "absent"
 MAX_DIFFERENCES = 8
 """Columns with unlike values that are named per run."""
@@ -51,17 +64,22 @@ def labels(results: list[Result]) -> list[str]:
     return [f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
+def metrics_of(results: list[Result]) -> tuple[tuple[str, str, str], ...]:
+    """LOAD_METRICS where all runs are benches, else METRICS."""
+    return LOAD_METRICS if all(is_load(result.cells) for result in results) else METRICS
+
+
 def compare(results: list[Result]) -> pd.DataFrame:
     """One row per cell of any run, NaN where a run has none.
 
     Columns: `changed` (runs that have the cell differ in its verdict), `missing` (some run lacks it),
     `verdict/<run>`, `<column>/<run>`, and `<column>/<run>/ratio` to the first run for every other one.
     """
-    names = labels(results)
+    names, metrics = labels(results), metrics_of(results)
     tables = []
     for name, result in zip(names, results, strict=True):
-        columns = ["cell_id", "verdict", *(column for _, column, _ in METRICS)]
-        table = result.cells[columns].set_index("cell_id")
+        columns = ["cell_id", "verdict", *(column for _, column, _ in metrics)]
+        table = result.cells.reindex(columns=columns).set_index("cell_id")
         tables.append(table.add_suffix(f"/{name}"))
     joined = pd.concat(tables, axis=1)
     order = dict.fromkeys(cell for r in results for cell in r.cells["cell_id"])
@@ -69,7 +87,7 @@ def compare(results: list[Result]) -> pd.DataFrame:
     verdicts = joined[[f"verdict/{name}" for name in names]].fillna(ABSENT).to_numpy().tolist()
     joined.insert(1, "changed", [len({*row} - {ABSENT}) > 1 for row in verdicts])
     joined.insert(2, "missing", [ABSENT in row for row in verdicts])
-    for _, column, _ in METRICS:
+    for _, column, _ in metrics:
         base = joined[f"{column}/{names[0]}"].where(lambda values: values != 0)
         for name in names[1:]:
             joined[f"{column}/{name}/ratio"] = joined[f"{column}/{name}"] / base
@@ -81,12 +99,16 @@ def compare_headline(results: list[Result]) -> str:
     table = compare(results)
     changed, missing = int(table["changed"].sum()), int(table["missing"].sum())
     if changed:
-        text = f"{changed} of {len(table)} cells differ in verdict"
+        text = f"{changed} of {_cells(len(table))} {'differs' if changed == 1 else 'differ'} in verdict"
     elif missing < len(table):
-        text = f"{len(table) - missing} cells in every run, equal verdicts"
+        text = f"{_cells(len(table) - missing)} in every run, equal verdicts"
     else:
         text = "no cell is in every run"
     return text + (f", {missing} in some runs only" if missing else "")
+
+
+def _cells(count: int) -> str:
+    return f"{count} cell" if count == 1 else f"{count} cells"
 
 
 def write_compare_csv(results: list[Result], path: Path) -> Path:
@@ -149,7 +171,7 @@ def sections(results: list[Result]) -> list[Section]:
     if absent:
         note = "Not in every run: another matrix, or a run that was interrupted."
         found.append(section("Cells of some runs only", note, ["cell", *names], absent))
-    medians = _medians(table, names)
+    medians = _medians(table, names, metrics_of(results))
     if medians:
         note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
         head = ["", *names[1:], "cells"]
@@ -159,12 +181,18 @@ def sections(results: list[Result]) -> list[Section]:
 
 def _tones(results: list[Result]) -> list[dict[str, str]]:
     """Per run: cell -> how its verdict is coloured. One that was expected is good, whatever it is."""
-    return [{r["cell_id"]: tone(r) for r in result.cells.to_dict(orient="records")} for result in results]
+    found = []
+    for result in results:
+        tones = {r["cell_id"]: tone(r) for r in result.cells.to_dict(orient="records")}
+        found.append({cell: TONES.get(of, of) for cell, of in tones.items()})
+    return found
 
 
-def _medians(table: pd.DataFrame, names: list[str]) -> list[list[str]]:
+def _medians(
+    table: pd.DataFrame, names: list[str], metrics: tuple[tuple[str, str, str], ...]
+) -> list[list[str]]:
     rows = []
-    for title, column, _ in METRICS:
+    for title, column, _ in metrics:
         ratios = [table[f"{column}/{name}/ratio"].dropna() for name in names[1:]]
         if any(len(r) for r in ratios):
             counts = dict.fromkeys(str(len(r)) for r in ratios)
@@ -195,10 +223,18 @@ def _runs(results: list[Result]) -> list[dict[str, Any]]:
                 "label": label,
                 "headline": headline(result.cells),
                 "about": " · ".join(str(fact) for fact in facts if fact),
-                "notes": _notes(results[0], result) if i else [],
+                "notes": [*_invalid(result), *(_notes(results[0], result) if i else [])],
             }
         )
     return found
+
+
+def _invalid(result: Result) -> list[str]:
+    """Which of a bench's loads are not to be compared, and why."""
+    if not is_load(result.cells):
+        return []
+    rows = result.cells[result.cells["verdict"] == "INVALID"].to_dict(orient="records")
+    return [f"INVALID, its numbers do not hold: {row['cell_id']}: {row['reason']}" for row in rows]
 
 
 def _notes(base: Result, other: Result) -> list[str]:
@@ -221,19 +257,23 @@ def _notes(base: Result, other: Result) -> list[str]:
 
 
 def _table(results: list[Result]) -> tuple[list[tuple[str, bool]], list[list[dict[str, Any]]]]:
-    """Head (title, numeric) and rows of the comparison, each metric's runs side by side."""
-    names = labels(results)
+    """Head (title, numeric) and rows of the comparison, each metric's runs side by side; without metrics that
+    no run has."""
+    names, table = labels(results), compare(results)
+    metrics = [
+        m for m in metrics_of(results) if table[[f"{m[1]}/{name}" for name in names]].notna().any(axis=None)
+    ]
     head = [("cell", False), *((f"verdict, {name}", False) for name in names)]
-    head += [(f"{title}, {name}", True) for title, _, _ in METRICS for name in names]
+    head += [(f"{title}, {name}", True) for title, _, _ in metrics for name in names]
     tones = _tones(results)
     rows = []
-    for record in compare(results).to_dict(orient="records"):
+    for record in table.to_dict(orient="records"):
         row = [_cell(record["cell_id"], kind="name mono")]
         for name, of_run in zip(names, tones, strict=True):
             verdict = record[f"verdict/{name}"]
             text = verdict if isinstance(verdict, str) else ABSENT
             row.append(_cell(text, chip=of_run.get(record["cell_id"], "")))
-        for _, column, spec in METRICS:
+        for _, column, spec in metrics:
             values = [record[f"{column}/{name}"] for name in names]
             row += [_metric_cell(value, values[0], spec, i) for i, value in enumerate(values)]
         rows.append(row)

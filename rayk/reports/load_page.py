@@ -94,7 +94,7 @@ def _cached_percent(cell: Mapping[Any, Any]) -> float | None:
 
 
 def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row per load and metric: `12.3 (11.9-12.8)`, empty where the sample supports no value."""
+    """A row per load and metric: `12.3 (11.9 to 12.8)`, empty where the sample supports no value."""
     return [
         {
             "cell_id": cell["cell_id"],
@@ -111,8 +111,9 @@ def _estimate(cell: Mapping[Any, Any], name: str) -> str:
     value, low, high = (cell[f"{name}{end}"] for end in ("", "_low", "_high"))
     if _is_nothing(value):
         return ""
-    ends = [_short(low), "" if _is_nothing(high) else _short(high)]
-    return f"{_short(value)} ({'-'.join(ends)})" if ends[1] else f"{_short(value)} (over {ends[0]})"
+    least = _short(max(0.0, low))  # no time is less, whatever the t distribution says
+    ends = f"over {least}" if _is_nothing(high) else f"{least} to {_short(high)}"
+    return f"{_short(value)} ({ends})"
 
 
 def _short(value: float) -> str:

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
 from rayk import load
 from rayk.cli.main import app
-from rayk.reports.load_page import load_markdown
+from rayk.reports.load_page import latency_rows, load_markdown
 from rayk.reports.load_tables import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
 from tests.bench.fake_server import Script, serving
 
@@ -91,6 +92,30 @@ def test_reports_are_made_again_and_compared(tmp_path: Path) -> None:
     compared = (tmp_path / "a" / "compare.md").read_text(encoding="utf-8")
     assert "1 load: 1 " in compared
     assert "poisson rate=200" in compared
+    for name in ("goodput/s", "good %", "TTFT ms", "TPOT ms", "E2E ms", "tokens/s", "failed", "wall s"):
+        assert f"| {name}, a | {name}, b |" in compared
+    assert "GB/s" not in compared, "no run has any"
+
+
+def test_intervals_have_two_ends_none_of_them_below_0() -> None:
+    cell: dict[str, Any] = dict.fromkeys(LOAD_CELL_FIELDS)
+    cell |= {"ttft_ms_mean": 7.67, "ttft_ms_mean_low": -2.06, "ttft_ms_mean_high": 17.4}
+    cell |= {"ttft_ms_p50": 312.0, "ttft_ms_p50_low": 20.5, "ttft_ms_p50_high": None}
+    row = latency_rows(pd.DataFrame([cell], dtype=object))[0]
+    assert (row["mean"], row["p50"], row["p90"]) == ("7.67 (0.00 to 17.4)", "312 (over 20.5)", "")
+
+
+def test_a_comparison_names_invalid_loads(tmp_path: Path) -> None:
+    for name, status in (("a", 200), ("b", 429)):
+        options = ("--rate", "200", "--num-requests", "20", "--output-tokens", "3", "--slo", "e2e=100s")
+        run_on(Script(status=status), tmp_path / name, *options)
+    both = ["report", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "md", "--out", "-"]
+    text = CliRunner().invoke(app, both).stdout
+    told = text[text.index("- b:") :].partition("##")[0]
+    assert "INVALID, its numbers do not hold: poisson rate=200: no request was answered: HTTP 429" in told
+    row = next(line for line in text[text.index("## Cells") :].splitlines() if line.startswith("| poisson"))
+    assert "| 100.0% | 0.0% (-100%) |" in row
+    assert "| 0 | 20 |" in row
 
 
 def test_failed_requests_make_a_load_invalid_and_the_exit_status_1(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_sections_name_what_changed_and_what_is_missing(runs: list[Result]) -> N
 
 def test_runs_say_how_they_differ_from_the_first(runs: list[Result]) -> None:
     text = compare_markdown(runs)
-    assert text.startswith("# 1 of 4 cells differ in verdict, 3 in some runs only")
+    assert text.startswith("# 1 of 4 cells differs in verdict, 3 in some runs only")
     tuesday = text[text.index("- tuesday") : text.index("- wednesday")]
     assert "another spec" not in tuesday
     assert "cells.verdict: 1 row, first" in tuesday
@@ -152,6 +152,17 @@ def test_equal_runs_are_said_to_be_equal(tmp_path: Path) -> None:
     assert compare_headline(runs) == "2 cells in every run, equal verdicts"
     assert differences_of(*runs) == []
     assert "equal tables in the cells both have, times and nodes aside" in compare_markdown(runs)
+
+
+def test_one_cell_is_no_cells_and_metrics_that_no_run_has_are_left_out(tmp_path: Path) -> None:
+    alone = cell_row(1, None, ("BHLNC", "BHLNC"))
+    runs = [write(tmp_path / name, [alone]) for name in ("a", "b")]
+    assert compare_headline(runs) == "1 cell in every run, equal verdicts"
+    text = compare_markdown(runs)
+    assert "| TTFT ms, a | TTFT ms, b |" in text
+    assert "GB/s" not in text, "nothing was handed over"
+    moved = [write(tmp_path / name, [alone, pair(1)]) for name in ("c", "d")]
+    assert "| GB/s, c | GB/s, d |" in compare_markdown(moved)
 
 
 def change(result: Result, table: str, column: str, value: Any, row: int = 0) -> Result:
