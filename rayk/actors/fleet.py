@@ -61,6 +61,8 @@ END_S = 30.0
 """Deadline for an engine's end."""
 STATUS_S = 2.0
 """An engine that is asked how it is, for whoever wants to know, answers within this or not at all."""
+LEAVE_S = 1.0
+"""What fronts get to end the requests that were left when a server's time to end was over."""
 SURVIVE_S = 5.0
 """How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
 
@@ -80,6 +82,8 @@ class Fleet:
             max_waiting=settings.max_waiting,
             limit=self._max_running,
         )
+        self._is_over = asyncio.Event()
+        """Requests that are still here are to end."""
         self._epoch = 0
         self._linked: set[tuple[str, int, str, int]] = set()
         """Producer and its epoch, consumer and its epoch."""
@@ -115,12 +119,22 @@ class Fleet:
         return {m.name: m.life.facts for m in self._members.values()}
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no more requests and wait for those that are here; how many are left after `timeout_s`."""
+        """Take no more requests and wait for those that are here; how many were left after `timeout_s`, which
+        fronts then end with an error."""
         self._desk.is_draining = True
+        if await self._is_drained(timeout_s):
+            return 0
+        left = self._desk.num_running + self._desk.num_waiting
+        self._is_over.set()
+        await self._is_drained(LEAVE_S)
+        return left
+
+    async def _is_drained(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._desk.drained()
-        return self._desk.num_running + self._desk.num_waiting
+                return True
+        return False
 
     async def stop(self) -> list[EngineAccount]:
         """End every engine and give the workers back; what each engine left."""
@@ -215,10 +229,13 @@ class Fleet:
                 self._line = await self._service.open(host)
         return self._line
 
-    async def present(self, front: str) -> AsyncGenerator[None]:
-        """Lasts as long as a front does. When its line is lost, its requests are aborted at once."""
+    async def present(self, front: str) -> AsyncGenerator[bool]:
+        """Lasts as long as a front does. When its line is lost, its requests are aborted at once. True: the
+        front must end them now."""
         try:
-            yield None
+            yield False
+            await self._is_over.wait()
+            yield True
             await asyncio.Event().wait()
         finally:
             self._abort(self._desk.forget(front))

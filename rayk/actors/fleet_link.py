@@ -27,7 +27,9 @@ FLEET_POLL_S = 0.2
 class FleetLink:
     """A front's way to the fleet: found again when it was lost, told of what ends, asked for engines."""
 
-    def __init__(self, fleet: str, namespace: str, front: str) -> None:
+    def __init__(self, fleet: str, namespace: str, front: str, on_over: Callable[[], None]) -> None:
+        """`on_over`: called when the server ends, whatever is under way."""
+        self._on_over = on_over
         self._name = fleet
         self._namespace = namespace
         self._front = front
@@ -76,8 +78,9 @@ class FleetLink:
 
     async def _be_present(self, line: Line) -> None:
         with contextlib.suppress(LineLost):  # whoever calls next finds out
-            async for _ in line.stream("present", self._front):
-                pass
+            async for is_over in line.stream("present", self._front):
+                if is_over:
+                    self._on_over()
 
     async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
         """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""

@@ -32,7 +32,7 @@ from rayk.sched.policies import Asked  # noqa: E402
 from rayk.specs.serving import ServerSettings  # noqa: E402
 from rayk.transfer.recovery import Cause, attempt_id, cause_of  # noqa: E402
 from rayk.transfer.ticket import Reservation  # noqa: E402
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, UserError  # noqa: E402
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, ServerEnded, UserError  # noqa: E402
 from rayk.types.request import FinishReason, Request  # noqa: E402
 from rayk.types.rows import RequestRow, TransferRow  # noqa: E402
 from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard  # noqa: E402
@@ -53,7 +53,9 @@ class Router:
         """`fleet`: the name of its actor, in this namespace; it need not be there yet."""
         self.name = secrets.token_hex(4)
         self._settings = settings
-        self._link = FleetLink(fleet, namespace, self.name)
+        self._link = FleetLink(fleet, namespace, self.name, self.end_all)
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Requests that are under way."""
         self._rules = FlightRules(
             is_push=settings.transfer.mode == "push",
             request_s=settings.request_s,
@@ -77,15 +79,24 @@ class Router:
         stream = _Stream(self._link)
         task = asyncio.create_task(self._drive(ask, request, stream))
         task.add_done_callback(lambda _: stream.end())
+        self._tasks.add(task)
         try:
             while (delta := await stream.next()) is not None:
                 yield delta
                 if delta.finish_reason is not None:
                     return
+            if task.cancelled():
+                raise ServerEnded
             task.result()
         finally:
+            self._tasks.discard(task)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    def end_all(self) -> None:
+        """End every request that is under way, with ServerEnded."""
+        for task in self._tasks:
+            task.cancel()
 
     async def health(self) -> Health:
         """As the fleet says; not ready where it does not."""

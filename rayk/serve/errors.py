@@ -19,6 +19,7 @@ from rayk.types.errors import (
     Overloaded,
     RaykError,
     RoleConflict,
+    ServerEnded,
     UnknownEngine,
     Unsupported,
     UserError,
@@ -101,7 +102,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, str(error), "timeout_error", code="deadline_exceeded")
     if isinstance(error, RaykError):
-        return ApiError(503, str(error), SERVER, code="engine_failed", retry_after_s=1)
+        code = "server_ended" if isinstance(error, ServerEnded) else "engine_failed"
+        return ApiError(503, str(error), SERVER, code=code, retry_after_s=1)
     return ApiError(500, "the server failed", SERVER, code="internal_error")
 
 

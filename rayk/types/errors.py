@@ -17,6 +17,7 @@ RaykError
 ├── EngineDied            a rank of the engine is gone or failed
 ├── CommError             a collective failed or a peer is gone
 ├── Overloaded            a server has no room for another request
+├── ServerEnded           a server ended before the request did
 └── DeadlineExceeded      a wait ran past its deadline
 """
 
@@ -230,6 +231,14 @@ class Overloaded(RaykError):
 
     def __str__(self) -> str:
         return f"{self.reason}; try again in {self.retry_after_s:.0f} s"
+
+
+@dataclass
+class ServerEnded(RaykError):
+    """A server that was told to end did so before the request was over."""
+
+    def __str__(self) -> str:
+        return "the server has ended"
 
 
 @dataclass

@@ -23,6 +23,7 @@ from rayk.types.errors import (
     KVMismatch,
     Overloaded,
     RaykError,
+    ServerEnded,
     TransferError,
     UserError,
 )
@@ -168,26 +169,35 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_module, "FIRST_PAUSE_S", 0.0)
 
 
-def run(
-    fleet: Fleet, *, deadline_s: float | None = None, changes: dict[str, Any] | None = None, **sampling: Any
-) -> tuple[list[Delta], RaykError | None]:
-    """The news of one request, and the error that ended it."""
+def router_to(fleet: Fleet, **changes: Any) -> Router:
     entry = EngineEntry(name="p", role="aggregated", config=EngineConfig(model="m"))
     card = ModelCard(model_id="m", folder="m", vocab_size=500, max_positions=64)
     settings = ServerSettings(model=card, engines=(entry,), request_s=60.0)
-    settings = replace(settings, **(changes or {}))
+    router = Router("fleet", replace(settings, **changes))
+    router._link = fleet  # type: ignore[assignment]
+    return router
+
+
+def ask_for(deadline_s: float | None = None, **sampling: Any) -> Ask:
     request = Request(
         request_id="r",
         prompt_token_ids=(1, 2, 3),
         sampling=SamplingParams(max_tokens=NUM_TOKENS, **sampling),
     )
+    return Ask(request=request, deadline_s=deadline_s)
+
+
+def run(
+    fleet: Fleet, *, deadline_s: float | None = None, changes: dict[str, Any] | None = None, **sampling: Any
+) -> tuple[list[Delta], RaykError | None]:
+    """The news of one request, and the error that ended it."""
+    ask = ask_for(deadline_s, **sampling)
 
     async def complete() -> tuple[list[Delta], RaykError | None]:
-        router = Router("fleet", settings)
-        router._link = fleet  # type: ignore[assignment]
+        router = router_to(fleet, **(changes or {}))
         deltas: list[Delta] = []
         try:
-            async for delta in router.generate(Ask(request=request, deadline_s=deadline_s)):
+            async for delta in router.generate(ask):
                 deltas.append(delta)
         except RaykError as error:
             return deltas, error
@@ -244,6 +254,31 @@ def test_what_the_fleet_aborts_though_the_client_is_there_is_placed_again() -> N
     assert problem is None
     assert tokens_of(deltas) == FULL
     assert {d.finish_reason for d in deltas} == {None, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_when_the_server_ends_what_is_left_ends_with_an_error(num_before) -> None:
+    async def end(fleet: Fleet) -> tuple[list[Delta], BaseException | None]:
+        router, ask = router_to(fleet), ask_for()
+        deltas: list[Delta] = []
+
+        async def follow() -> None:
+            async for delta in router.generate(ask):
+                deltas.append(delta)
+
+        task = asyncio.create_task(follow())
+        while len(tokens_of(deltas)) < num_before or not fleet.prefill.asked:
+            await asyncio.sleep(0)
+        router.end_all()
+        await asyncio.wait({task})
+        return deltas, task.exception()
+
+    fleet = Fleet(Engine("p", [Life(num_before, hangs=True), Life()]))
+    deltas, problem = asyncio.run(end(fleet))
+    assert isinstance(problem, ServerEnded)
+    assert tokens_of(deltas) == FULL[:num_before]
+    assert fleet.over == [name for name, _ in fleet.placed], "its end is told, and it is not placed again"
+    assert fleet.prefill.leader.abort.calls == [(fleet.over[0],)], "it does not run on"
 
 
 def test_with_policy_fail_the_error_follows_the_tokens() -> None:

@@ -25,6 +25,7 @@ from rayk.types.errors import (
     KVMismatch,
     Overloaded,
     RaykError,
+    ServerEnded,
     Unsupported,
     UserError,
 )
@@ -288,6 +289,7 @@ def test_unknown_fields_may_be_ignored() -> None:
         (Unsupported("the model cannot"), 400, openai.BadRequestError),
         (Overloaded("the queue is full", 2.4), 429, openai.RateLimitError),
         (EngineDied("decode0", "killed"), 503, openai.InternalServerError),
+        (ServerEnded(), 503, openai.InternalServerError),
         (DeadlineExceeded("the request", 3.0), 504, openai.InternalServerError),
         (
             KVMismatch(
