@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -67,6 +67,8 @@ class Desk:
         self._rooms = (WaitingRoom[_Waiting](MAX_AGAIN), WaitingRoom[_Waiting](max_waiting))
         """Those who lost their place first."""
         self._fronts: dict[str, _Front] = {}
+        self._num_present: Counter[str] = Counter()
+        """Connections of each front."""
         self._early: OrderedDict[str, None] = OrderedDict()
         self._alarm: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
@@ -161,6 +163,18 @@ class Desk:
             self._end(name, taken_for_gone=True)
         self._pump()
         return found
+
+    def arrived(self, front: str) -> None:
+        """A front has made a connection, maybe while an older one is about to be missed."""
+        self._num_present[front] += 1
+
+    def left(self, front: str) -> list[tuple[str, Placed]]:
+        """One of a front's connections has ended. With the last one it is gone: see `forget`."""
+        self._num_present[front] -= 1
+        if self._num_present[front]:
+            return []
+        del self._num_present[front]
+        return self.forget(front)
 
     async def drained(self) -> None:
         """Wait until no request has a place or waits for one."""

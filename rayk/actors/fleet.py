@@ -230,15 +230,16 @@ class Fleet:
         return self._line
 
     async def present(self, front: str) -> AsyncGenerator[bool]:
-        """Lasts as long as a front does. When its line is lost, its requests are aborted at once. True: the
+        """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True: the
         front must end them now."""
+        self._desk.arrived(front)
         try:
             yield False
             await self._is_over.wait()
             yield True
             await asyncio.Event().wait()
         finally:
-            self._abort(self._desk.forget(front))
+            self._abort(self._desk.left(front))
 
     async def roster(self) -> tuple[str, tuple[EngineCard, ...]]:
         """This fleet's life, and the engines that take requests."""

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError  # noqa: E402
 from rayk.actors.engines import EngineHandle, translate  # noqa: E402
 from rayk.actors.lines import Line, LineLost  # noqa: E402
 from rayk.actors.serving import News  # noqa: E402
-from rayk.types.errors import EngineDied  # noqa: E402
+from rayk.types.errors import EngineDied, RaykError  # noqa: E402
 
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""
@@ -47,11 +47,13 @@ class FleetLink:
         """Ask the fleet, and again where it is lost meanwhile, but at `until` (time.monotonic) for the last
         time. Raises what it raises, and EngineDied where it is not there."""
         while True:
+            line: Line | None = None
             try:
                 line = await self._found()
                 return await line.call(method, *args, **kwargs)
             except (RayActorError, ValueError, LineLost) as error:
-                self._line = None
+                if self._line is line:  # else it was found again meanwhile
+                    self._line = None
                 if time.monotonic() >= until:
                     raise EngineDied("fleet", f"{self._name} is not there") from error
             except RayError as error:
@@ -77,10 +79,12 @@ class FleetLink:
             return self._line
 
     async def _be_present(self, line: Line) -> None:
-        with contextlib.suppress(LineLost):  # whoever calls next finds out
+        with contextlib.suppress(LineLost):  # whoever calls next looks for it again
             async for is_over in line.stream("present", self._front):
                 if is_over:
                     self._on_over()
+        if self._line is line:
+            self._line = None
 
     async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
         """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
@@ -128,5 +132,5 @@ class FleetLink:
             self._has_news.clear()
             news = News(prefilled=tuple(self._prefilled), ended=tuple(self._ended))
             self._prefilled, self._ended = [], []
-            with contextlib.suppress(EngineDied):  # with the fleet went all that it knew
+            with contextlib.suppress(RaykError):  # with the fleet went all that it knew
                 await self.call("tell", self._front, news, until=time.monotonic())

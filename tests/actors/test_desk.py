@@ -201,3 +201,19 @@ def test_who_goes_while_it_waits_is_forgotten_when_its_turn_comes() -> None:
         assert (await place(desk, "b")).prefill == "prefill0", "it was not the front's to forget"
 
     asyncio.run(run())
+
+
+def test_a_front_is_gone_with_the_last_of_its_connections() -> None:
+    async def run() -> None:
+        desk = make_desk(max_running=2)
+        desk.arrived("f")
+        desk.arrived("f")  # it has noticed sooner than the fleet that its first one was lost
+        placed = await place(desk, "a")
+        assert desk.left("f") == []
+        assert desk.num_running == 1
+        assert desk.left("f") == [("a", placed)]
+        assert desk.num_running == 0
+        desk.arrived("f")
+        assert desk.left("f") == []
+
+    asyncio.run(run())
