@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from typing import Any
 
 import ray
@@ -49,10 +51,20 @@ class UvicornFront:
             self._server = uvicorn.Server(config)
             await self._server.serve(sockets=[socket])
 
+    async def ping(self) -> int:
+        """A sign of life: the process' id."""
+        return os.getpid()
+
     async def stop(self) -> None:
         """Take no more connections; `run` ends when those that are there have closed."""
         if self._server is not None:
             self._server.should_exit = True
+
+
+LOOK_S = 1.0
+"""How often a front is asked for a sign of life."""
+PATIENCE_S = 15.0
+"""A front that gives none for so long hangs: it is killed."""
 
 
 class UvicornPart:
@@ -74,7 +86,32 @@ class UvicornPart:
         self._run = self._actor.run.remote()
 
     async def lost(self) -> str:
-        """What it ended of. Raises UserError when it cannot listen."""
+        """What it ended of; one that hangs is ended. Raises UserError when it cannot listen."""
+        hang = asyncio.ensure_future(self._hangs())
+        run = asyncio.ensure_future(self._ended())
+        try:
+            done, _ = await asyncio.wait({hang, run}, return_when=asyncio.FIRST_COMPLETED)
+            return (hang if hang in done else run).result()
+        finally:
+            hang.cancel()
+            run.cancel()
+
+    async def _hangs(self) -> str:
+        try:
+            pid = await self._actor.ping.remote()  # its process takes as long to start as it takes
+            while True:
+                await asyncio.sleep(LOOK_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._actor.ping.remote()
+        except TimeoutError:
+            # Ray asks a process to end and waits for seconds, in which it still holds the port.
+            os.kill(pid, signal.SIGKILL)
+            await self._ended()
+            return f"it hangs: no answer in {PATIENCE_S:g} s"
+        except RayError:
+            return await self._ended()
+
+    async def _ended(self) -> str:
         try:
             await self._run
         except RayActorError:

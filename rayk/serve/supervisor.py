@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied
 
 STEADY_S = 60.0
 """A part that lived so long is steady: what befell it before does not count any more."""
@@ -106,5 +106,5 @@ async def stop_parts(parts: Sequence[Part], timeout_s: float, say: Callable[[str
                 await part.stop()
         except TimeoutError:
             say(str(DeadlineExceeded(f"the end of {part.name}", timeout_s)))
-        except RaykError as error:
-            say(f"{part.name} did not end well: {error}")
+        except Exception as error:  # noqa: BLE001 - also what Ray raises: the parts behind it are to end, too
+            say(f"{part.name} did not end well: {str(error).strip() or type(error).__name__}")

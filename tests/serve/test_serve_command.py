@@ -371,29 +371,31 @@ def alive(pids: dict[int, str]) -> set[int]:
     return found
 
 
+def process_of(title: str) -> int:
+    """The one child, or child's child, of this process with such a title."""
+    found = [pid for pid, line in descendants(os.getpid()).items() if title in line]
+    assert len(found) == 1, (title, found)
+    return found[0]
+
+
 @ray
 @nixl
 @pytest.mark.timeout(900)
 def test_what_dies_is_started_again_and_streams_go_on(
     model: Path, truth: list[tuple[list[int], list[int]]], ray_address: str
 ) -> None:
-    def process(title: str) -> int:
-        found = [pid for pid, line in descendants(os.getpid()).items() if title in line]
-        assert len(found) == 1, (title, found)
-        return found[0]
-
     where = ("--http", "uvicorn", "--address", ray_address)
     with serving(model, *where, "--prefill-tp", "1", "--decode-tp", "1") as server:
         prompt, expected = truth[0]
         stream = server.stream(prompt)
         delivered = [t for _ in range(3) for t in next(stream).choices[0].token_ids]
-        os.kill(process("ray::Fleet"), signal.SIGKILL)
+        os.kill(process_of("ray::Fleet"), signal.SIGKILL)
         assert delivered + tokens_of(stream) == expected, "nothing is repeated, nothing is missing"
         assert any("the fleet of engines is lost" in line for line in server.errors)
 
         stream = server.stream(prompt)
         next(stream)
-        os.kill(process("ray::UvicornFront"), signal.SIGKILL)
+        os.kill(process_of("ray::UvicornFront"), signal.SIGKILL)
         with pytest.raises(
             (openai.APIError, OSError, Exception), match=r"(?i)peer|connection|reset|closed|end"
         ):
@@ -405,6 +407,44 @@ def test_what_dies_is_started_again_and_streams_go_on(
             server.process.send_signal(signal.SIGINT)
             time.sleep(0.2)
         assert server.process.wait(START_S) in (0, 130)
+
+
+@ray
+@nixl
+@pytest.mark.slow  # a hang is known by its length
+@pytest.mark.timeout(600)
+def test_a_front_that_hangs_is_started_again(
+    model: Path, truth: list[tuple[list[int], list[int]]], ray_address: str
+) -> None:
+    where = ("--http", "uvicorn", "--address", ray_address, "--mode", "aggregated")
+    with serving(model, *where) as server:
+        assert answers(server, *truth[0])
+        os.kill(process_of("ray::UvicornFront"), signal.SIGSTOP)
+        until(lambda: any("the HTTP front is lost (it hangs" in line for line in server.errors), "its end")
+        until(lambda: answers(server, *truth[0]), "an answer of the next front")
+        assert server.ends() == 0
+
+
+@ray
+@nixl
+@pytest.mark.timeout(600)
+def test_what_is_left_when_the_time_to_end_is_over_is_told_so(model: Path, ray_address: str) -> None:
+    where = ("--http", "uvicorn", "--address", ray_address, "--mode", "aggregated")
+    with serving(model, *where, "--drain-timeout", "0.01") as server, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": [5] * 100, "n": 8, "max_tokens": 1800, "ignore_eos": True}
+        url = f"{server.url}/v1/completions"
+        whole = pool.submit(requests.post, url, json=body, timeout=START_S)
+        with requests.post(url, json={**body, "stream": True}, stream=True, timeout=START_S) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith(b"data: ")
+            until(lambda: sum(e["num_requests"] for e in server.engines().values()) > 8, "both requests")
+            server.process.send_signal(signal.SIGTERM)
+            told = [line for line in lines if line]
+        assert b"the server has ended" in told[-1]
+        assert not any(b"[DONE]" in line for line in told)
+        assert whole.result().status_code == 503
+        assert whole.result().json()["error"]["code"] == "server_ended"
+        assert server.ends() == 0
 
 
 def answers(server: Server, prompt: list[int], expected: list[int]) -> bool:

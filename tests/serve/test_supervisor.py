@@ -174,14 +174,21 @@ def test_every_part_is_stopped_whatever_becomes_of_others() -> None:
         async def stop(self) -> None:
             raise EngineDied("decode0", "it is gone")
 
+    class Foreign(FakePart):
+        async def stop(self) -> None:
+            raise ValueError("no controller")
+
     async def run() -> None:
         said: list[str] = []
         last = FakePart("last")
-        await stop_parts((Stubborn("stubborn"), Broken("broken"), last), 0.05, said.append)
+        await stop_parts(
+            (Stubborn("stubborn"), Broken("broken"), Foreign("foreign"), last), 0.05, said.append
+        )
         assert last.is_stopped
         assert said == [
             "the end of stubborn exceeded its deadline of 0.05 s",
             "broken did not end well: engine decode0 died: it is gone",
+            "foreign did not end well: no controller",
         ]
 
     asyncio.run(run())
