@@ -422,6 +422,7 @@ def test_a_front_that_hangs_is_started_again(
         os.kill(process_of("ray::UvicornFront"), signal.SIGSTOP)
         until(lambda: any("the HTTP front is lost (it hangs" in line for line in server.errors), "its end")
         until(lambda: answers(server, *truth[0]), "an answer of the next front")
+        server.process.send_signal(signal.SIGINT)
         assert server.ends() == 0
 
 
