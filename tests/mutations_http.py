@@ -133,6 +133,20 @@ HTTP = (
         NAMED,
     ),
     Mutation(
+        "long texts are tokenised to be refused",
+        "rayk/serve/asks.py",
+        "if fewest >= max_positions:",
+        "if fewest > 1 << 30:",
+        f"{GUARD}::test_a_text_that_cannot_fit_is_not_tokenised",
+    ),
+    Mutation(
+        "texts that fit are taken for too long",
+        "rayk/serve/text.py",
+        "max(_LEAST_LONGEST, *map(len, self._tokenizer.get_vocab()))",
+        "4",
+        f"{TEXT}::test_no_text_has_fewer_tokens_than_was_said",
+    ),
+    Mutation(
         "a stream that failed says that all was sent",
         "rayk/serve/replies.py",
         "await _send_part(send, event(api_error(error).body))",
@@ -169,9 +183,9 @@ HTTP = (
     ),
     Mutation(
         "chats are tokenised as texts",
-        "rayk/serve/text.py",
-        "return self.encode(text, add_special_tokens=False)",
-        "return self.encode(text)",
+        "rayk/serve/chat.py",
+        "return text.encode(told, add_special_tokens=False)",
+        "return text.encode(told)",
         f"{TEXT}::test_a_chat_is_the_templates",
     ),
     Mutation(

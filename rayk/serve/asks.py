@@ -159,6 +159,22 @@ def room(front: Front, num_prompt_tokens: int) -> int:
     return min(model.max_positions, model.pool_tokens or model.max_positions) - num_prompt_tokens
 
 
+def check_text(front: Front, text: str) -> None:
+    """Refuse a text that no tokenizing can make fit, without doing that: it would take seconds of a thread.
+    Raises ApiError."""
+    fewest, limit = front.need_text().fewest_tokens(text), front.settings.max_prompt_tokens
+    if limit is not None and fewest > limit:
+        problem = f"the prompt has at least {fewest} tokens; this server takes {limit}"
+        raise ApiError(400, problem, param="prompt", code="prompt_too_long")
+    max_positions = front.completer.model.max_positions
+    if fewest >= max_positions:
+        problem = (
+            f"This model's maximum context length is {max_positions} tokens. However, your prompt of "
+            f"{len(text)} characters has at least {fewest}."
+        )
+        raise ApiError(400, problem, param="prompt", code="context_length_exceeded")
+
+
 def check_prompt(front: Front, prompt: Prompt, max_tokens: int) -> None:
     """Raises ApiError where a prompt is empty, has ids of no token, or leaves no room."""
     model, num_tokens = front.completer.model, len(prompt.token_ids)

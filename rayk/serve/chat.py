@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayk.serve.answers import Piece, Prompt
-from rayk.serve.asks import Call, Front, check_call, open_call, room, sampling_of
+from rayk.serve.asks import Call, Front, check_call, check_text, open_call, room, sampling_of
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import chat_content
 from rayk.serve.protocol import ChatRequest, Message
@@ -19,14 +20,21 @@ async def open_chat(front: Front, body: ChatRequest) -> Call:
     check_call(front, body, 1)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
-    text, messages = front.need_text(), [_plain(m) for m in body.messages]
-    arguments = _template_arguments(body)
+    messages, arguments = [_plain(m) for m in body.messages], _template_arguments(body)
     # Templates are programs: they run beside the loop.
-    token_ids = await asyncio.to_thread(lambda: text.chat(messages, **arguments))
+    token_ids = await asyncio.to_thread(_read, front, messages, arguments)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room(front, len(token_ids)))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(body, front.settings, max_tokens=max_tokens, logprobs=logprobs)
     return open_call(front, body, "chatcmpl", [Prompt(token_ids=tuple(token_ids))], sampling)
+
+
+def _read(front: Front, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    """Token ids of a conversation. Raises ApiError, UserError."""
+    text = front.need_text()
+    told = text.conversation(messages, **arguments)
+    check_text(front, told)
+    return text.encode(told, add_special_tokens=False)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayk.serve.answers import Piece, Prompt
-from rayk.serve.asks import Call, Front, check_call, open_call, room, sampling_of
+from rayk.serve.asks import Call, Front, check_call, check_text, open_call, room, sampling_of
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import Columns
 from rayk.serve.protocol import CompletionRequest
@@ -59,6 +59,7 @@ def _read_one(front: Front, body: CompletionRequest, given: str | list[int]) -> 
     if isinstance(given, str):
         begins = {"add_special_tokens": body.add_special_tokens is not False}
         text = front.need_text()
+        check_text(front, given)
         starts = text.starts(given, **begins) if wants_starts else ()
         return Prompt(token_ids=tuple(text.encode(given, **begins)), text=given, starts=tuple(starts))
     known = [t for t in given if t < front.completer.model.vocab_size]

@@ -16,6 +16,8 @@ MANY_TOKENS = 8
 """So many without a whole character: some of their bytes never will be one."""
 _LONGEST_CHARACTER = 4
 """Tokens that one character may be spread over: bytes of UTF-8."""
+_LEAST_LONGEST = 16
+"""Characters that a token may stand for even where no piece is so long: normalisers join some into one."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -47,12 +49,17 @@ class Text:
     def warm_up(self) -> None:
         """Look the vocabulary through while nobody waits: large ones take their time."""
         self.encode("a")
-        _ = self.special_ids, self.byte_ids, self.num_tokens
+        _ = self.special_ids, self.byte_ids, self.num_tokens, self.longest
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids, by default with those that the tokenizer begins texts with. Raises UserError."""
         _check_text(text)
         return [int(i) for i in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
+
+    def fewest_tokens(self, text: str) -> int:
+        """A text cannot become fewer tokens, whatever it says. Does not tokenise it: that takes long for long
+        ones, which clients may send."""
+        return -(-len(text) // self.longest)
 
     def starts(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Where each token of the encoded text begins in it, in characters."""
@@ -79,9 +86,10 @@ class Text:
         own = self.token(token_id).text
         return len(told) - len(own) if own and told.endswith(own) else 0
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-        """Token ids of a conversation by the checkpoint's chat template, up to where the answer begins.
-        `arguments`: for the template. Raises UserError where there is none, or it refuses the messages."""
+    def conversation(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """A conversation by the checkpoint's chat template, up to where the answer begins, special tokens
+        spelled out. `arguments`: for the template. Raises UserError where there is none, or it refuses the
+        messages."""
         from jinja2 import TemplateError
 
         if not getattr(self._tokenizer, "chat_template", None):
@@ -89,13 +97,13 @@ class Text:
                 "this model has no chat template", mend="use /v1/completions, or add one to its tokenizer"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **arguments
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             # What a template's own code raises of messages it was not written for.
             raise UserError(f"the chat template refuses the messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The tokenizer's own decoding."""
@@ -124,6 +132,11 @@ class Text:
     def num_tokens(self) -> int:
         """Ids from here on are no tokens, and have no text: models may know more than their tokenizer."""
         return int(max(self._tokenizer.get_vocab().values())) + 1
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token, or more: byte-level vocabularies spell each byte as one."""
+        return max(_LEAST_LONGEST, *map(len, self._tokenizer.get_vocab()))
 
     def _token(self, token_id: int) -> TokenText:
         raw = self._raw(token_id)

@@ -245,6 +245,45 @@ def test_messages_name_both_numbers() -> None:
     assert "takes 20" in message
 
 
+class Unused:
+    """A tokenizer that renders chats, and counts how often it is asked for tokens."""
+
+    def __init__(self) -> None:
+        self._tokenizer = build_tokenizer(CARD.vocab_size, adds_bos=False)
+        self.num_calls = 0
+
+    def __call__(self, *given: Any, **arguments: Any) -> Any:
+        self.num_calls += 1
+        return self._tokenizer(*given, **arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
+    completer, tokenizer, long = scripted(), Unused(), "how many " * 170_000
+    with serve(make_app(completer, text=Text(tokenizer))) as url:
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": long}]}
+        for found in (
+            complete(url, prompt=long),
+            complete(url, prompt=[long], echo=True, logprobs=1),
+            ask(url, "POST", "/v1/chat/completions", chat),
+        ):
+            message = assert_error(found, 400, "prompt")
+            assert found[1]["error"]["code"] == "context_length_exceeded"
+            assert message.startswith("This model's maximum context length is 64 tokens. However, ")
+        assert tokenizer.num_calls == 0
+        assert complete(url, prompt="how many")[0] == 200
+        assert tokenizer.num_calls > 0
+    settings = HttpSettings(max_prompt_tokens=1)
+    with serve(make_app(scripted(), settings, text=Text(tokenizer := Unused()))) as url:
+        found = complete(url, prompt="x" * (16 * 40))
+        assert "takes 1" in assert_error(found, 400, "prompt")
+        assert found[1]["error"]["code"] == "prompt_too_long"
+        assert tokenizer.num_calls == 0
+    assert len(completer.asked) == 1
+
+
 def test_other_models_are_not_found() -> None:
     url = the_url()
     assert_error(complete(url, model="gpt-4"), 404, "model")

@@ -136,6 +136,18 @@ def test_a_chat_is_the_templates() -> None:
     tokenizer = byte_level()
     messages = [{"role": "user", "content": "how many"}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert Text(tokenizer).chat(messages) == expected
+    text = Text(tokenizer)
+    assert text.encode(text.conversation(messages), add_special_tokens=False) == expected
     with pytest.raises(UserError, match="no chat template"):
-        Text(sentence_pieces()).chat(messages)
+        Text(sentence_pieces()).conversation(messages)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_text_has_fewer_tokens_than_was_said(kind: str, data: st.DataObject) -> None:
+    text = Text(KINDS[kind]())
+    longest = max(text._tokenizer.get_vocab(), key=len)
+    told = data.draw(st.text() | st.integers(0, 50).map(lambda n: longest * n))
+    assert text.fewest_tokens(told) <= len(text.encode(told, add_special_tokens=False))
+    assert text.fewest_tokens("x" * 10**6) > 10**4, "or else it would bound nothing"
