@@ -19,6 +19,8 @@ import uvicorn
 
 from rayk.engine.build import ThreadEngine
 from rayk.engine.leader import RequestEvent
+from rayk.serve.limits import HttpSettings
+from rayk.serve.listener import listener_config
 from rayk.types.errors import RoleConflict, UnknownEngine
 from rayk.types.request import FinishReason, TokenLogprobs
 from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard
@@ -177,9 +179,9 @@ def tokens_then_end(token_ids: list[int], *, per_delta: int = 1) -> Script:
 
 
 @contextmanager
-def serve(app: Any) -> Iterator[str]:
-    """The app on a free port of this machine, by uvicorn in a thread; its URL."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+def serve(app: Any, settings: HttpSettings | None = None) -> Iterator[str]:
+    """The app on a free port of this machine, by uvicorn in a thread; its URL. `settings`: of heads."""
+    config = listener_config(app, settings or HttpSettings(), host="127.0.0.1", port=0, lifespan="off")
     server = uvicorn.Server(config)
     failed: list[BaseException] = []
 

@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 SUPERVISOR = "tests/serve/test_supervisor.py"
 PLAN = "tests/specs/test_server_plan.py"
 PORTS = "tests/serve/test_ports.py"
+LISTENER = "tests/serve/test_listener.py"
 COMMAND = "tests/serve/test_serve_command.py"
 LINES = "tests/actors/test_lines.py"
 
@@ -52,6 +53,34 @@ FRONTS = (
         "found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)",
         "found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)",
         f"{PORTS}::test_a_free_port_is_given_back",
+    ),
+    Mutation(
+        "heads that come whole may be of any size",
+        "rayk/serve/listener.py",
+        "if self._num_parsed > self.max_head_bytes:",
+        "if self._num_parsed > 1 << 30:",
+        f"{LISTENER}::test_a_head_has_a_largest_size",
+    ),
+    Mutation(
+        "heads that never end may be of any size",
+        "rayk/serve/listener.py",
+        "if self._num_fed > self.max_head_bytes:",
+        "if self._num_fed > 1 << 30:",
+        f"{LISTENER}::test_what_never_becomes_a_head_is_not_kept",
+    ),
+    Mutation(
+        "bodies count as heads",
+        "rayk/serve/listener.py",
+        '        """A part of it."""\n        self._num_fed = 0\n',
+        '        """A part of it."""\n',
+        f"{LISTENER}::test_long_bodies_and_many_requests_are_no_long_heads",
+    ),
+    Mutation(
+        "a connection that is used again may be slow",
+        "rayk/serve/listener.py",
+        "self._timer is None and (self._in_head or not self._is_answering)",
+        "False",
+        f"{LISTENER}::test_a_head_that_does_not_come_is_not_waited_for",
     ),
     Mutation(
         "pools have no room for what is handed over",
@@ -131,7 +160,7 @@ FRONTS = (
     Mutation(
         "a stream that is left early goes on at the service",
         "rayk/actors/lines.py",
-        "writer.write(_frame((number, None, (), {})))",
+        "wire.write(_frame((number, None, (), {})))",
         "pass",
         f"{LINES}::test_a_stream_that_is_left_early_is_closed_at_the_service",
     ),
@@ -141,6 +170,13 @@ FRONTS = (
         "                answers.put_nowait(None)\n",
         "                pass\n",
         f"{LINES}::test_a_killed_process_is_noticed_at_once",
+    ),
+    Mutation(
+        "an item that ends a stream is lost",
+        "rayk/actors/lines.py",
+        "if item is not None or not is_last:",
+        "if not is_last:",
+        f"{LINES}::test_a_stream_may_end_with_an_item",
     ),
     Mutation(
         "a funnel misses what comes before it waits",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from rayk.actors.environment import wanted_address
-from rayk.serve.limits import http_settings
+from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
@@ -51,6 +51,9 @@ def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
     if options.api_key is not None and (not options.api_key.strip() or not options.api_key.isascii()):
         raise UserError("an API key has ASCII characters, and some", where="--api-key")
     http_settings(options.api_key, options.limits)
+    for text in options.limits if options.kind == "serve" else ():
+        if text.partition("=")[0] in OF_UVICORN:
+            raise UserError("Ray Serve reads heads itself", where=f"--limit {text}", mend="--http uvicorn")
     if is_local or options.kind == "uvicorn":
         return replace(options, port=claim_port(options.host, options.port))
     if options.port == 0:

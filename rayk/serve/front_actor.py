@@ -14,15 +14,12 @@ from ray.exceptions import RayActorError, RayError
 
 from rayk.actors.placement import on_this_node
 from rayk.serve.fronts import FrontPlan, open_app
+from rayk.serve.listener import CLOSE_S, listener_config
 from rayk.serve.ports import listen
 from rayk.types.errors import UserError
 
 START_S = 120.0
 """Deadline of imports, tokenizer and bind."""
-KEEP_ALIVE_S = 75
-"""Idle connections stay longer than clients keep them, who would send into one that is being closed."""
-CLOSE_S = 5.0
-"""How long connections may take to close once nothing runs on them any more."""
 
 
 class UvicornFront:
@@ -40,15 +37,7 @@ class UvicornFront:
         except OSError as error:
             raise UserError(f"cannot listen at {plan.host}:{plan.port}: {error}", where="--port") from error
         async with open_app(plan) as app:
-            config = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=int(CLOSE_S),
-                timeout_keep_alive=KEEP_ALIVE_S,
-                server_header=False,
-            )
-            self._server = uvicorn.Server(config)
+            self._server = uvicorn.Server(listener_config(app, plan.http))
             await self._server.serve(sockets=[socket])
 
     async def ping(self) -> int:

@@ -17,6 +17,10 @@ class HttpSettings:
 
     api_key: str | None = field(default=None, repr=False)
     """Asked for on every path but /health: `Authorization: Bearer KEY`."""
+    max_head_bytes: int = 64 * 1024
+    """Of a request's first line and headers. Of --http uvicorn."""
+    head_s: float = 30.0
+    """A connection that waits for nothing must send a head in so long, and whole. Of --http uvicorn."""
     max_body_bytes: int = 8 * _MEGABYTE
     body_s: float = 30.0
     """A body must be here so long after its head."""
@@ -36,7 +40,9 @@ class HttpSettings:
 
 LIMITS = tuple(f.name for f in fields(HttpSettings) if f.name != "api_key")
 """What people may set by name."""
-_NUMBERS = {"body_s": float}
+OF_UVICORN = frozenset({"max_head_bytes", "head_s"})
+"""Those that Ray Serve's proxy, which reads heads itself, knows nothing of."""
+_NUMBERS = {"body_s": float, "head_s": float}
 """Limits that are no whole numbers."""
 
 
