@@ -140,9 +140,9 @@ TRANSFER = (
     ),
     Mutation(
         "reused blocks keep their generation",
-        "rayk/transfer/rank.py",
-        "self._caches.generations[ids] += 1",
-        "self._caches.generations[ids] += 0",
+        "rayk/kv/caches.py",
+        "table.numpy()[ids] += 1",
+        "table.numpy()[ids] += 0",
         f"{RANK}::test_a_block_reused_while_being_read_is_named",
     ),
     Mutation(

@@ -22,6 +22,8 @@ from rayk.types.errors import EngineDied, RaykError  # noqa: E402
 
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""
+PREFILLED_S = 0.02
+"""How long the end of a prefill may wait for other news: policies weigh what prompts are still to compute."""
 
 
 class FleetLink:
@@ -112,9 +114,10 @@ class FleetLink:
         return self._engines[key]
 
     def prefilled(self, attempt: str) -> None:
-        """Its first token is here."""
+        """Its first token is here. Nobody waits for this: told with the next news, or soon."""
         self._prefilled.append(attempt)
-        self._has_news.set()
+        if len(self._prefilled) == 1:
+            asyncio.get_running_loop().call_later(PREFILLED_S, self._has_news.set)
 
     def ended(self, attempt: str) -> None:
         """It is over."""

@@ -9,7 +9,7 @@ out a `LineAddress` through it.
     service     32 bytes drawn at random; HMAC-SHA256 of "service", the caller's bytes and these
     caller      HMAC-SHA256 of "caller" and the same; then frames (number, method, args, kwargs) that begin
                 calls, and (number, None, (), {}) that gives one up
-    service     frames (number, item, error, is_last)
+    service     frames (number, item, error, is_last); the last one of a stream may be without an item
     frame       length (4 bytes, big endian), then a pickle
 
 The key is the service's secret, which is drawn anew for each and never sent. Pickles come from processes of
@@ -25,7 +25,6 @@ import hmac
 import itertools
 import pickle
 import secrets
-import socket
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -34,6 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rayk.actors.wire import Wire, framed
 from rayk.types.errors import RaykError
 
 Stream = Callable[..., AsyncIterator[Any]]
@@ -42,9 +42,6 @@ Call = Callable[..., Awaitable[Any]]
 HELLO_S = 10.0
 """How long a connection may take to be made, and either end to prove that it knows the secret."""
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
-LENGTH_BYTES = 4
-KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 8000}
-"""A node that is gone sends nothing more: noticed within eight seconds (the last one counts milliseconds)."""
 CLOSE_S = 5.0
 
 
@@ -61,79 +58,74 @@ class LineAddress:
     secret: bytes = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Last:
+    """What a stream yields where it knows that nothing follows: its end then takes no frame of its own."""
+
+    item: Any
+
+
 class LineService:
     """Answers calls on the loop that opened it."""
 
     def __init__(self, *, calls: Mapping[str, Call] = {}, streams: Mapping[str, Stream] = {}) -> None:
-        """What may be called, by name. A stream that is given up, or whose caller is lost, is closed."""
+        """What may be called, by name. A stream that is given up, or whose caller is lost, is closed; it may
+        yield its last item as `Last`."""
         self._calls = dict(calls)
         self._streams = dict(streams)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._server: asyncio.Server | None = None
         self._callers: set[asyncio.Task[None]] = set()
-        self._is_closing = False
 
     async def open(self, host: str) -> LineAddress:
         """Listen at any port of this address."""
-        self._server = await asyncio.start_server(self._meet, host, 0)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Wire(self._arrived), host, 0)
         return LineAddress(host, self._server.sockets[0].getsockname()[1], self._secret)
 
     async def close(self) -> None:
         """Take no more calls, and give up those under way."""
-        self._is_closing = True
         if self._server is not None:
             self._server.close()
         for caller in self._callers:
             caller.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)
 
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._callers.add(task)
+    def _arrived(self, wire: Wire) -> None:
+        caller = asyncio.create_task(self._meet(wire))
+        self._callers.add(caller)
+        caller.add_done_callback(self._callers.discard)
+
+    async def _meet(self, wire: Wire) -> None:
         under_way: dict[int, asyncio.Task[None]] = {}
         try:
-            _keep_alive(writer)
             async with asyncio.timeout(HELLO_S):
-                is_known = await _meet_caller(reader, writer, self._secret)
+                is_known = await _meet_caller(wire, self._secret)
             if is_known:
-                await self._serve(reader, writer, under_way)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+                wire.start(partial(self._begin, wire, under_way))
+                await wire.lost.wait()
+        except (OSError, TimeoutError):
             pass  # the caller is gone, or never was one
-        except asyncio.CancelledError:
-            if not self._is_closing:  # asyncio would print that its callback was cancelled
-                raise
         finally:
-            self._callers.discard(task)
             for call in under_way.values():
                 call.cancel()
-            writer.close()
+            wire.close()
 
-    async def _serve(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        under_way: dict[int, asyncio.Task[None]],
-    ) -> None:
-        while True:
-            number, method, args, kwargs = await _received(reader)
-            if method is None:
-                if number in under_way:
-                    under_way[number].cancel()
-                continue
-            call = asyncio.create_task(self._answer(writer, number, method, args, kwargs))
-            under_way[number] = call
-            call.add_done_callback(partial(_forget, under_way, number))
+    def _begin(self, wire: Wire, under_way: dict[int, asyncio.Task[None]], frame: Any) -> None:
+        number, method, args, kwargs = frame
+        if method is None:
+            if number in under_way:
+                under_way[number].cancel()
+            return
+        call = asyncio.create_task(self._answer(wire, number, method, args, kwargs))
+        under_way[number] = call
+        call.add_done_callback(partial(_forget, under_way, number))
 
-    async def _answer(
-        self, writer: asyncio.StreamWriter, number: int, method: str, args: Any, kwargs: Any
-    ) -> None:
+    async def _answer(self, wire: Wire, number: int, method: str, args: Any, kwargs: Any) -> None:
+        last: bytes | None = None
         try:
             if method in self._streams:
-                async with aclosing(self._streams[method](*args, **kwargs)) as items:  # type: ignore[type-var]
-                    async for item in items:
-                        await _send(writer, (number, item, None, False))
-                last = _frame((number, None, None, True))
+                await self._stream(wire, number, self._streams[method](*args, **kwargs))
             else:
                 last = _frame((number, await self._calls[method](*args, **kwargs), None, True))
         except OSError:
@@ -144,8 +136,18 @@ class LineService:
             last = _frame((number, None, _told(failure), True))
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller waits for it
             last = _last_frame(number, failure)
-        with contextlib.suppress(OSError):
-            await _send_frame(writer, last)
+        if last is not None:
+            with contextlib.suppress(OSError):
+                await wire.send(last)
+
+    async def _stream(self, wire: Wire, number: int, items: AsyncIterator[Any]) -> None:
+        async with aclosing(items):  # type: ignore[type-var]
+            async for item in items:
+                if isinstance(item, Last):
+                    await wire.send(_frame((number, item.item, None, True)))
+                    return
+                await wire.send(_frame((number, item, None, False)))
+        await wire.send(_frame((number, None, None, True)))
 
 
 class Funnel:
@@ -218,114 +220,128 @@ class Line:
         self._address = address
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Queue[tuple[Any, Any, bool] | None]] = {}
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._wire: Wire | None = None
         self._connecting = asyncio.Lock()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """One answer. Raises what the service raised, LineLost, and RuntimeError for errors not of rayk."""
-        async with aclosing(self._frames(method, args, kwargs)) as frames:
-            item, _ = await anext(frames)
-            return item
+        wire, number, answers = await self._ask(method, args, kwargs)
+        try:
+            return (await self._next(number, answers))[0]
+        finally:
+            self._give_up(wire, number)
 
     async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         """Items as they come. Raises as `call` does. Closing it early gives the call up."""
-        async with aclosing(self._frames(method, args, kwargs)) as frames:
-            async for item, is_last in frames:
-                if not is_last:
+        wire, number, answers = await self._ask(method, args, kwargs)
+        try:
+            is_last = False
+            while not is_last:
+                item, is_last = await self._next(number, answers)
+                if item is not None or not is_last:
                     yield item
+        finally:
+            self._give_up(wire, number)
 
     async def close(self) -> None:
         """Let go of the connection; what is under way is lost."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        if self._wire is not None:
+            self._lose(self._wire)
+            await asyncio.sleep(0)  # the socket is closed one turn later
 
-    async def _frames(self, method: str, args: Any, kwargs: Any) -> Any:
-        writer = await self._connected()
+    async def _ask(
+        self, method: str, args: Any, kwargs: Any
+    ) -> tuple[Wire, int, asyncio.Queue[tuple[Any, Any, bool] | None]]:
+        wire = self._wire or await self._connected()
         number = next(self._numbers)
-        answers: asyncio.Queue[tuple[Any, Any, bool] | None] = asyncio.Queue()
-        self._answers[number] = answers
+        frame = _frame((number, method, args, kwargs))
+        answers = self._answers[number] = asyncio.Queue()
         try:
-            try:
-                await _send(writer, (number, method, args, kwargs))
-            except OSError as error:
-                raise LineLost(f"{self._address}: {error}") from error
-            while True:
-                answer = await answers.get()
-                if answer is None:
-                    raise LineLost(f"{self._address}: the connection ended")
-                item, problem, is_last = answer
-                if is_last:
-                    del self._answers[number]
-                if isinstance(problem, RaykError):
-                    raise problem
-                if problem is not None:
-                    raise RuntimeError(problem)
-                yield item, is_last
-                if is_last:
-                    return
-        finally:
-            if self._answers.pop(number, None) is not None and not writer.is_closing():
-                writer.write(_frame((number, None, (), {})))
+            await wire.send(frame)
+        except OSError as error:
+            self._answers.pop(number, None)
+            raise LineLost(f"{self._address}: {error}") from error
+        except BaseException:
+            self._give_up(wire, number)
+            raise
+        return wire, number, answers
 
-    async def _connected(self) -> asyncio.StreamWriter:
+    async def _next(
+        self, number: int, answers: asyncio.Queue[tuple[Any, Any, bool] | None]
+    ) -> tuple[Any, bool]:
+        answer = await answers.get()
+        if answer is None:
+            raise LineLost(f"{self._address}: the connection ended")
+        item, problem, is_last = answer
+        if is_last:
+            self._answers.pop(number, None)
+        if isinstance(problem, RaykError):
+            raise problem
+        if problem is not None:
+            raise RuntimeError(problem)
+        return item, is_last
+
+    def _give_up(self, wire: Wire, number: int) -> None:
+        """Where it is not over."""
+        if self._answers.pop(number, None) is not None:
+            wire.write(_frame((number, None, (), {})))
+
+    async def _connected(self) -> Wire:
         async with self._connecting:
-            if self._writer is None:
+            if self._wire is None:
                 where = self._address
                 try:
                     async with asyncio.timeout(HELLO_S):
-                        reader, writer = await _connect(where)
-                except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                        wire = await _connect(where)
+                except (OSError, TimeoutError) as error:
                     raise LineLost(f"{where}: {error}") from error
-                self._writer = writer
-                self._reading = asyncio.create_task(self._read(reader, writer))
-            return self._writer
+                self._wire = wire
+                wire.start(self._answered, on_lost=partial(self._lose, wire))
+            return self._wire or wire
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                number, item, error, is_last = await _received(reader)
-                if number in self._answers:
-                    self._answers[number].put_nowait((item, error, is_last))
-        except (OSError, asyncio.IncompleteReadError):
-            pass  # those who wait are told below
-        finally:
-            self._writer = None
-            writer.close()
+    def _answered(self, frame: Any) -> None:
+        number, item, error, is_last = frame
+        if number in self._answers:
+            self._answers[number].put_nowait((item, error, is_last))
+
+    def _lose(self, wire: Wire) -> None:
+        """Tell those who wait, unless another connection has been made meanwhile."""
+        wire.close()
+        if self._wire is wire:
+            self._wire = None
             for answers in self._answers.values():
                 answers.put_nowait(None)
             self._answers.clear()
 
 
-async def _connect(where: LineAddress) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(where: LineAddress) -> Wire:
     """A connection to a service that knows the secret. Raises what the connection does, and LineLost."""
-    reader, writer = await asyncio.open_connection(where.host, where.port)
+    loop = asyncio.get_running_loop()
+    _, wire = await loop.create_connection(Wire, where.host, where.port)
     try:
-        _keep_alive(writer)
-        await _meet_service(reader, writer, where.secret)
+        await _meet_service(wire, where.secret)
     except BaseException:
-        writer.close()
+        wire.close()
         raise
-    return reader, writer
+    return wire
 
 
-async def _meet_service(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+async def _meet_service(wire: Wire, secret: bytes) -> None:
     """Prove to a service that this end knows the secret, once it has. Raises LineLost where it does not."""
     ours = secrets.token_bytes(NONCE_BYTES)
-    writer.write(ours)
-    nonces = ours + await reader.readexactly(NONCE_BYTES)
-    shown = await reader.readexactly(PROOF_BYTES)
+    wire.write(ours)
+    nonces = ours + await wire.read(NONCE_BYTES)
+    shown = await wire.read(PROOF_BYTES)
     if not hmac.compare_digest(shown, _proof(secret, b"service", nonces)):
         raise LineLost("somebody else listens there")
-    writer.write(_proof(secret, b"caller", nonces))
+    wire.write(_proof(secret, b"caller", nonces))
 
 
-async def _meet_caller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> bool:
+async def _meet_caller(wire: Wire, secret: bytes) -> bool:
     """Whether a caller knows the secret; it is proved to him first that this end does."""
-    nonces = await reader.readexactly(NONCE_BYTES) + secrets.token_bytes(NONCE_BYTES)
-    writer.write(nonces[NONCE_BYTES:] + _proof(secret, b"service", nonces))
-    shown = await reader.readexactly(PROOF_BYTES)
+    nonces = await wire.read(NONCE_BYTES) + secrets.token_bytes(NONCE_BYTES)
+    wire.write(nonces[NONCE_BYTES:] + _proof(secret, b"service", nonces))
+    shown = await wire.read(PROOF_BYTES)
     return hmac.compare_digest(shown, _proof(secret, b"caller", nonces))
 
 
@@ -337,26 +353,8 @@ def _forget(under_way: dict[int, asyncio.Task[None]], number: int, _done: asynci
     under_way.pop(number, None)
 
 
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def _frame(value: Any) -> bytes:
-    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(body).to_bytes(LENGTH_BYTES, "big") + body
-
-
-async def _send(writer: asyncio.StreamWriter, value: Any) -> None:
-    await _send_frame(writer, _frame(value))
-
-
-async def _send_frame(writer: asyncio.StreamWriter, frame: bytes) -> None:
-    writer.write(frame)
-    await writer.drain()
+    return framed(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def _last_frame(number: int, failure: Exception) -> bytes:
@@ -375,8 +373,3 @@ def _is_cancelled() -> bool:
     """Whether a CancelledError is meant for this task, not for what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-async def _received(reader: asyncio.StreamReader) -> Any:
-    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    return pickle.loads(await reader.readexactly(length))  # noqa: S301 - see the module

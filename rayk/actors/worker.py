@@ -28,7 +28,7 @@ import torch
 
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
-from rayk.actors.lines import Funnel, LineAddress, LineService, LineThread
+from rayk.actors.lines import Funnel, Last, LineAddress, LineService, LineThread
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.push_flow import PushSettings
 from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
@@ -253,7 +253,7 @@ class Worker:
         self._line = LineThread(LineService(streams={"generate": self._generate}))
         return self._line.open(host)
 
-    async def _generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent]]:
+    async def _generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent] | Last]:
         """As `generate`, on the line's loop. A caller who goes aborts the request."""
         assert self._leader is not None, "requests go to rank 0"
         if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
@@ -269,7 +269,7 @@ class Worker:
                     await asyncio.sleep(FLUSH_S)
                     batch += events.take()
                 first, is_over = False, batch[-1].is_last
-                yield batch
+                yield Last(batch) if is_over else batch
         finally:
             if not is_over:
                 self.abort(request.request_id)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from rayk.kv.geometry import GENERATION_BYTES, FieldGeometry, GroupGeometry, RankGeometry
@@ -84,12 +86,22 @@ class CanonicalKVCaches:
     tensors: tuple[torch.Tensor, ...]
     references: tuple[tuple[BlockReference, ...], ...]
 
-    @property
+    @cached_property
     def generations(self) -> torch.Tensor:
         """int64 [num_blocks]: counts how often each block was handed out; inside the buffer."""
         start = self.geometry.generations_offset
         table = self.buffer[start : start + self.geometry.num_blocks * GENERATION_BYTES]
         return table.view(torch.int64)
+
+    def bump_generations(self, block_ids: Collection[int]) -> None:
+        """Count that these blocks were handed out once more."""
+        if not block_ids:
+            return
+        ids, table = np.array(sorted(set(block_ids)), dtype=np.int64), self.generations
+        if table.is_cpu:  # torch takes ten times as long for a few numbers
+            table.numpy()[ids] += 1
+        else:
+            table[torch.from_numpy(ids).to(table.device)] += 1
 
     def view(self, layer: int, part: str = "attention") -> CacheView:
         """The typed view that a layer's kernels write and read: [B, H, N, C], C dense and with the fields one

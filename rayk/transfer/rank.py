@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
@@ -389,13 +388,11 @@ class TransferRank:
 
     def bump_generations(self, block_ids: Sequence[int]) -> None:
         """Count that these blocks are handed out again. Call before anything is written into them."""
-        if block_ids:
-            ids = torch.tensor(sorted(set(block_ids)), dtype=torch.int64, device=self._caches.buffer.device)
-            self._caches.generations[ids] += 1
+        self._caches.bump_generations(block_ids)
 
     def generations(self, block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """The current generation of each block, per group, as a ticket carries them."""
-        table = self._caches.generations.cpu()
+        table = self._caches.generations.cpu().numpy()
         return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
 
     def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> Digests:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from rayk.actors import lines as lines_module
-from rayk.actors.lines import SECRET_BYTES, Funnel, Line, LineAddress, LineLost, LineService, LineThread
+from rayk.actors.lines import SECRET_BYTES, Funnel, Last, Line, LineAddress, LineLost, LineService, LineThread
 from rayk.types.errors import EngineDied
 
 HOST = "127.0.0.1"
@@ -82,6 +82,15 @@ class Service:
         finally:
             self.closed.append(name)
 
+    async def ends_with(self, num: int) -> AsyncIterator[Any]:
+        try:
+            for i in range(num):
+                yield i
+            yield Last(num)
+            yield "more"
+        finally:
+            self.closed.append("ends_with")
+
     def lines(self) -> LineService:
         return LineService(
             calls={
@@ -96,6 +105,7 @@ class Service:
                 "sizes": self.sizes,
                 "waits": self.waits,
                 "gives_each": self.gives_each,
+                "ends_with": self.ends_with,
             },
         )
 
@@ -133,6 +143,17 @@ def test_many_calls_and_streams_share_a_line():
         found = await asyncio.gather(*(counted(n, i) for i, n in enumerate(names)))
         assert found == [[(n, k) for k in range(i)] for i, n in enumerate(names)]
         assert await asyncio.gather(*(line.call("twice", i) for i in range(100))) == list(range(0, 200, 2))
+        await line.close()
+
+    run(test)
+
+
+def test_a_stream_may_end_with_an_item():
+    async def test(service: Service, _lines: LineService, address: LineAddress) -> None:
+        line = Line(address)
+        for num in range(3):
+            assert [item async for item in line.stream("ends_with", num)] == list(range(num + 1))
+            await until(lambda n=num: service.closed == ["ends_with"] * (n + 1))
         await line.close()
 
     run(test)

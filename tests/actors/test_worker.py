@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from rayk.actors import worker as worker_module
+from rayk.actors.lines import Last
 from rayk.actors.worker import ABORTED_KEPT, RankSpec, Worker
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
@@ -127,8 +128,8 @@ def test_streams_go_on_while_a_tokenizer_is_loaded_and_an_abort_meanwhile_counts
         stops = Request(request_id="stops", prompt_token_ids=(1,), sampling=SamplingParams(stop=("x",)))
 
         async def events(request: Request) -> list[RequestEvent]:
-            batches = cast(AsyncGenerator[list[RequestEvent]], worker._generate(request, mode="whole"))
-            return [e async for batch in batches for e in batch]
+            batches = cast(AsyncGenerator[list[RequestEvent] | Last], worker._generate(request, mode="whole"))
+            return [e async for batch in batches for e in (batch.item if isinstance(batch, Last) else batch)]
 
         waits = asyncio.create_task(events(stops))
         await asyncio.to_thread(leader.entered.wait, LIMIT_S)
