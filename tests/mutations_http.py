@@ -186,7 +186,7 @@ HTTP = (
         "rayk/serve/chat.py",
         "return text.encode(told, add_special_tokens=False)",
         "return text.encode(told)",
-        f"{TEXT}::test_a_chat_is_the_templates",
+        f"{CHAT}::test_special_tokens_are_the_templates_alone",
     ),
     Mutation(
         "every chunk names the role",

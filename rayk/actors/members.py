@@ -68,6 +68,7 @@ class Member:
             "name": self.name,
             "role": self.role,
             "state": self.state,
+            "trouble": self.trouble,
             "epoch": self.epoch,
             "turned_s_ago": round(now - self.turned_s, 3) if self.turned_s else None,
             "restart": dict(self.restart),

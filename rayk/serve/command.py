@@ -73,13 +73,14 @@ def serve_until_stopped(
         # Ray is imported here so that bad input is refused in a second.
         from rayk.actors import launch
 
-        is_shared = wanted_address(address) is not None
+        cluster = wanted_address(address)
+        _say("starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}")
         with launch.connect(address):
             if stop.received:
                 return 0
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             settings = launch.fit_server(plan_server(options, device=device, is_local=False))
-            return asyncio.run(_serve(settings, front, stop, ready, is_shared=is_shared))
+            return asyncio.run(_serve(settings, front, stop, ready, is_shared=cluster is not None))
 
 
 async def _serve(
@@ -91,10 +92,11 @@ async def _serve(
     name = f"rayk/{secrets.token_hex(4)}/fleet"
     http = http_settings(front.api_key, front.limits)
     plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
-    fleet = FleetPart(name, settings)
+    fleet = FleetPart(name, settings, _say)
     http_part = _front_part(front.kind, plan, is_shared=is_shared)
     supervisor = Supervisor((fleet, http_part), stop.event(), _say)
     url = url_of(front.host, front.port)
+    _say(_plan_in_words(settings))
 
     def tell() -> None:
         ready.write(f"rayk: ready {url} model={settings.model.model_id}\n")
@@ -114,6 +116,13 @@ async def _serve(
         # The front first: what it still streams ends, and nobody comes in any more.
         await stop_parts((http_part, fleet), STOP_S, _say)
     return 0
+
+
+def _plan_in_words(settings: ServerSettings) -> str:
+    engines = ", ".join(f"{e.name} (TP {e.config.tp})" for e in settings.engines)
+    number, spares = len(settings.engines), settings.num_spares
+    kept = f", and {spares} spare worker{'s' if spares > 1 else ''}" if spares else ""
+    return f"forming {number} engine{'s' if number > 1 else ''}: {engines}{kept}"
 
 
 def _front_part(kind: str, plan: FrontPlan, *, is_shared: bool) -> Part:

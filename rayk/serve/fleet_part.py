@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -10,6 +11,7 @@ from ray.exceptions import RayActorError, RayError
 
 from rayk.actors import launch
 from rayk.actors.serving import EngineAccount
+from rayk.serve.engine_news import EngineNews
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
@@ -21,14 +23,22 @@ GRACE_S = 10.0
 """What an answer may take beyond what it was asked to wait."""
 
 
+def _keep_quiet(_line: str) -> None:
+    pass
+
+
 class FleetPart:
     """Implements supervisor.Part. Workers end with the fleet they belong to; the next one starts others."""
 
     name = "the fleet of engines"
 
-    def __init__(self, actor_name: str, settings: ServerSettings) -> None:
+    def __init__(
+        self, actor_name: str, settings: ServerSettings, say: Callable[[str], None] = _keep_quiet
+    ) -> None:
+        """`say` is told what befalls engines, for people."""
         self._actor_name = actor_name
         self._settings = settings
+        self._say = say
         self._actor: Any = None
         self.accounts: tuple[EngineAccount, ...] = ()
         """What each engine left, once the fleet was stopped."""
@@ -41,11 +51,14 @@ class FleetPart:
         await _answer(self._actor.start.remote())
 
     async def lost(self) -> str:
-        """What its process ended of; one that hangs is ended."""
+        """What its process ended of; one that hangs is ended. Tells of its engines meanwhile."""
+        news = EngineNews()
         while True:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    await self._actor.health.remote()
+                    found = await self._actor.health.remote()
+                for line in news.see(found.engines):
+                    self._say(line)
             except RayActorError:
                 return "its process ended"
             except TimeoutError:

@@ -57,7 +57,7 @@ class Health:
     is_ready: bool
     reason: str = ""
     engines: tuple[dict[str, object], ...] = field(default=())
-    """Of each: name, role, state, epoch, when it last took a step."""
+    """Of each: name, role, state, why it is not ready, epoch, when it last took a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,11 @@ from typing import Any
 import openai
 import pytest
 
+from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve.app import make_app
-from tests.completer import EngineCompleter, serve
+from rayk.serve.text import Text
+from rayk.types.serving import ModelCard
+from tests.completer import EngineCompleter, ScriptedCompleter, serve, tokens_then_end
 from tests.serve.conftest import Server
 
 MESSAGES = [
@@ -105,6 +108,21 @@ def test_what_cannot_be_done_is_refused_by_name(server: Server, fields: dict[str
         server.chat(messages, **fields)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+def test_special_tokens_are_the_templates_alone() -> None:
+    """Also of a tokenizer that begins texts with one."""
+    tokenizer = build_tokenizer(300, adds_bos=True)
+    card = ModelCard(model_id="tiny", folder="nowhere", vocab_size=300, max_positions=4096)
+    completer = ScriptedCompleter(card, tokens_then_end([70]))
+    with (
+        serve(make_app(completer, text=Text(tokenizer))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+    (asked,) = completer.asked
+    expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert list(asked.request.prompt_token_ids) == expected
 
 
 def test_what_says_nothing_of_the_answer_is_taken(server: Server) -> None:

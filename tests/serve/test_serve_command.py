@@ -386,6 +386,9 @@ def test_what_dies_is_started_again_and_streams_go_on(
 ) -> None:
     where = ("--http", "uvicorn", "--address", ray_address)
     with serving(model, *where, "--prefill-tp", "1", "--decode-tp", "1") as server:
+        told = "".join(server.errors)
+        assert f"rayk: joining the Ray cluster at {ray_address}\n" in told
+        assert "rayk: forming 2 engines: prefill0 (TP 1), decode0 (TP 1)\n" in told
         prompt, expected = truth[0]
         stream = server.stream(prompt)
         delivered = [t for _ in range(3) for t in next(stream).choices[0].token_ids]
