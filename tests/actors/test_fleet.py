@@ -268,7 +268,7 @@ def test_a_server_that_drains_ends_what_it_began_and_leaves_every_block(served, 
         async with served.router() as router:
             first = await begin(router, prompts)
             drained = asyncio.ensure_future(served.fleet.drain.remote(120.0))
-            while (await router.health()).is_ready:
+            while "about to end" not in (await router.health()).reason:
                 await asyncio.sleep(0.01)
             late = await complete(router, prompts[0], 4)
             assert isinstance(late.error, Overloaded)
