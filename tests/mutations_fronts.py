@@ -83,6 +83,13 @@ FRONTS = (
         f"{LISTENER}::test_a_head_that_does_not_come_is_not_waited_for",
     ),
     Mutation(
+        "a process that stands still is well until it is ended",
+        "rayk/actors/members.py",
+        'if self.state == "ready" and silent_s > SILENT_S:',
+        'if self.state == "ready" and silent_s > patience_s:',
+        "tests/actors/test_members.py::test_silence_and_standing_still_are_told_apart",
+    ),
+    Mutation(
         "pools have no room for what is handed over",
         "rayk/specs/server_plan.py",
         "wanted = 2 * each * engine.max_seqs + 1",

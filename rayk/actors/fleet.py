@@ -25,7 +25,6 @@ from rayk.actors.forming import (
     form_engine,
     stop_loops,
     survivors,
-    until_it_hangs,
 )
 from rayk.actors.lines import LineAddress, LineService
 from rayk.actors.members import Member
@@ -230,8 +229,8 @@ class Fleet:
         return self._line
 
     async def present(self, front: str) -> AsyncGenerator[bool]:
-        """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True: the
-        front must end them now."""
+        """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True:
+        the front must end them now."""
         self._desk.arrived(front)
         try:
             yield False
@@ -259,7 +258,7 @@ class Fleet:
         return self._life, tuple(cards)
 
     async def health(self) -> Health:
-        """Ready when every engine took a turn lately."""
+        """Ready when every rank gave a word lately, and every engine took a turn."""
         now = time.monotonic()
         reasons = [m.why_unwell(now, 2 * self._settings.hang_s) for m in self._members.values()]
         rows = tuple(m.row(now) for m in self._members.values())
@@ -335,7 +334,8 @@ class Fleet:
         async with self._wiring:
             await self._connect_all(member, member.role)
             member.life.raise_if_dead()
-            member.state, member.turned_s = "ready", time.monotonic()
+            member.state = "ready"
+            member.turned_s = member.heard_s = time.monotonic()
             self._desk.open(member.name, member.role, member.entry.config.tp)
 
     async def _connect_all(self, member: Member, role: str) -> None:
@@ -369,7 +369,7 @@ class Fleet:
     async def _look_after(self, member: Member) -> None:
         """Watch an engine; when it is lost, form it again."""
         while True:
-            await self._until_lost(member)
+            await member.until_lost(self._settings.hang_s)
             self._desk.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
             member.num_restarts += 1
@@ -383,18 +383,6 @@ class Fleet:
             finally:
                 ending.cancel()
                 await asyncio.gather(ending, return_exceptions=True)
-
-    async def _until_lost(self, member: Member) -> None:
-        def on_turn(engine: EngineHandle) -> None:
-            if engine is member.handle:
-                member.turned_s = time.monotonic()
-
-        watcher = asyncio.create_task(until_it_hangs(member.life, self._settings.hang_s, on_turn))
-        try:
-            await asyncio.wait({member.life.died})
-        finally:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
 
     async def _end_reads(self, lost: EngineHandle) -> None:
         if not self._settings.is_aggregated:

@@ -27,6 +27,8 @@ DRAIN_S = 12.0
 RELEASE_POLL_S = 0.02
 COMM_S = 60.0
 """How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
+HEAR_S = 1.0
+"""Between two words of a server's engines."""
 TURN_POLL_S = 0.1
 WIRE_POLL_S = 0.01
 
@@ -100,6 +102,20 @@ async def until_it_hangs(
         if not engine.died.done():
             on_turn(engine)
         await asyncio.sleep(patience_s / 2)
+
+
+async def hear(engine: EngineHandle, patience_s: float, on_word: Callable[[EngineHandle], None]) -> None:
+    """Ask every rank for a word again and again until the engine is dead; `on_word` is told when all gave
+    one. They do in the middle of long steps, too: only a process that stands still is silent."""
+    while not engine.died.done():
+        words = [w.status.options(concurrency_group="control").remote() for w in engine.workers]
+        try:
+            await engine.guard(all_of(words), "a word", patience_s)
+        except RaykError:
+            pass  # `died` tells of those that are gone
+        else:
+            on_word(engine)
+        await asyncio.sleep(HEAR_S)
 
 
 async def see_a_turn(engine: EngineHandle, patience_s: float) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.actors.engines import EngineHandle
+from rayk.actors.forming import hear, until_it_hangs
 from rayk.actors.lines import LineAddress
 from rayk.sched.policies import EngineLoad
 from rayk.specs.serving import EngineEntry
 from rayk.types.errors import RaykError
 from rayk.types.serving import EngineState
+
+SILENT_S = 4.0
+"""An engine with a rank that gave no word for so long is not well. It is not ended for that: machines
+stall."""
 
 
 @dataclass(eq=False)
@@ -28,6 +35,8 @@ class Member:
     """Why it is not ready."""
     turned_s: float = 0.0
     """When it was last seen to take a turn (time.monotonic)."""
+    heard_s: float = 0.0
+    """When all its ranks last gave a word (time.monotonic): in the middle of a long step, too."""
     num_restarts: int = 0
     """Lives that it has lost."""
     restart: dict[str, object] = field(default_factory=dict)
@@ -55,9 +64,33 @@ class Member:
         """Of its last life; 0 before the first."""
         return 0 if self.handle is None else self.handle.epoch
 
+    async def until_lost(self, hang_s: float) -> None:
+        """Watch the life it lives until that is over. One that takes no turn in `hang_s` is ended."""
+
+        def on_turn(engine: EngineHandle) -> None:
+            if engine is self.handle:
+                self.turned_s = time.monotonic()
+
+        def on_word(engine: EngineHandle) -> None:
+            if engine is self.handle:
+                self.heard_s = time.monotonic()
+
+        watchers = [
+            asyncio.create_task(until_it_hangs(self.life, hang_s, on_turn)),
+            asyncio.create_task(hear(self.life, hang_s, on_word)),
+        ]
+        try:
+            await asyncio.wait({self.life.died})
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
     def why_unwell(self, now: float, patience_s: float) -> str:
         """Why requests should not come to it, or nothing. `now`: time.monotonic."""
-        age_s = now - self.turned_s
+        age_s, silent_s = now - self.turned_s, now - self.heard_s
+        if self.state == "ready" and silent_s > SILENT_S:
+            return f"{self.name} has given no sign of life for {silent_s:.0f} s"
         if self.state == "ready":
             return f"{self.name} took no step for {age_s:.0f} s" if age_s > patience_s else ""
         return f"{self.name} is {self.state}: {self.trouble}".removesuffix(": ")

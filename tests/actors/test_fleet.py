@@ -193,6 +193,10 @@ def test_streams_go_on_when_a_rank_is_lost(served, prompts, expected, engine, ra
             before = served.epochs()
             first = await begin(router, prompts)
             served.strike(engine, rank, how)
+            if how is signal.SIGSTOP:  # long before it is ended for that
+                while not (reason := (await router.health()).reason):
+                    await asyncio.sleep(0.05)
+                assert reason.startswith(f"{engine} has given no sign of life")
             later = asyncio.create_task(complete_all(router, prompts))
             check(await first.end(), expected)
             check(await later, expected)
