@@ -11,7 +11,9 @@ after all requests of a kind), in milliseconds:
               of KV with its digests
     first     the same up to the first token's chunk, less one prefill
     token     each further token of a long answer, less its forward pass: scheduling, sampling, streaming
+    ready s   seconds from the command's start to its ready line, Ray's own start included
 
+Prompts share no prefix, so that all of their KV is handed over.
 Targets on the uvicorn path: 10 ms per request, 1 ms per token. The client shares the machine's cores.
 """
 
@@ -22,6 +24,7 @@ import http.client
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -36,7 +39,16 @@ from urllib.parse import urlsplit
 from rayk.oracle.checkpoint import write_checkpoint
 
 TARGETS_MS = {"request": 10.0, "token": 1.0}
-COLUMNS = ("request", "first", "token", "e2e of 2", "e2e of all", "forward of 2", "forward of all")
+COLUMNS = (
+    "request",
+    "first",
+    "token",
+    "e2e of 2",
+    "e2e of all",
+    "forward of 2",
+    "forward of all",
+    "ready s",
+)
 WARM_UP = 8
 SHORT = 2
 """Tokens of the request that is handed over for one decode step."""
@@ -52,8 +64,8 @@ class Answer:
 
 
 @contextmanager
-def served(model: Path, path: str) -> Iterator[str]:
-    """A `rayk serve` with this front; its URL."""
+def served(model: Path, path: str) -> Iterator[tuple[str, float]]:
+    """A `rayk serve` with this front; its URL, and the seconds from its start to its ready line."""
     command = [sys.executable, "-m", "rayk.cli.main", "serve", str(model), "--http", path, "--port", "0"]
     command += ["--prefill-tp", "1", "--decode-tp", "1", "--device", "cpu"]
     began = time.monotonic()
@@ -63,8 +75,7 @@ def served(model: Path, path: str) -> Iterator[str]:
             line = process.stdout.readline()
             if not line.startswith("rayk: ready "):
                 raise RuntimeError(f"the server did not start: {line!r}")
-            print(f"{path}: ready after {time.monotonic() - began:.1f} s", file=sys.stderr)
-            yield line.split()[2]
+            yield line.split()[2], time.monotonic() - began
         finally:
             process.terminate()
 
@@ -108,15 +119,16 @@ def measure(
     model: Path, path: str, num_requests: int, num_tokens: int, prompt_tokens: int
 ) -> dict[str, float]:
     """The medians of one path."""
-    prompt = [5 + i % 200 for i in range(prompt_tokens)]
-    with served(model, path) as url:
+    prompts = _prompts(prompt_tokens)
+    with served(model, path) as (url, ready_s):
         client = Client(url, model.name)
         for _ in range(WARM_UP):
-            client.complete(prompt, SHORT)
-            client.complete(prompt, num_tokens)
-        short, of_short = _answers(client, prompt, SHORT, num_requests)
-        whole, of_whole = _answers(client, prompt, num_tokens, num_requests)
+            client.complete(next(prompts), SHORT)
+            client.complete(next(prompts), num_tokens)
+        short, of_short = _answers(client, prompts, SHORT, num_requests)
+        whole, of_whole = _answers(client, prompts, num_tokens, num_requests)
     medians = {
+        "ready s": ready_s,
         "first": statistics.median(a.first_ms for a in short),
         "e2e of 2": statistics.median(a.last_ms for a in short),
         "e2e of all": statistics.median(a.last_ms for a in whole),
@@ -131,18 +143,25 @@ def measure(
     }
 
 
+def _prompts(num_tokens: int) -> Iterator[list[int]]:
+    """No two begin alike: engines hold nothing of them, and all of their KV is handed over."""
+    draw = random.Random(0)
+    while True:
+        yield [draw.randrange(5, 205) for _ in range(num_tokens)]
+
+
 def _answers(
-    client: Client, prompt: list[int], num_tokens: int, num_requests: int
+    client: Client, prompts: Iterator[list[int]], num_tokens: int, num_requests: int
 ) -> tuple[list[Answer], dict[str, float]]:
     """So many, one after the other, and the mean milliseconds of each engine's forward passes for one."""
     before = client.forward_ms()
-    answers = [client.complete(prompt, num_tokens) for _ in range(num_requests)]
+    answers = [client.complete(next(prompts), num_tokens) for _ in range(num_requests)]
     after = client.forward_ms()
     return answers, {name: (after[name] - before[name]) / num_requests for name in after}
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """Markdown, milliseconds."""
+    """Markdown, milliseconds but for the start."""
     lines = ["| path | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
     for path, row in results.items():
         lines.append(f"| {path} | " + " | ".join(f"{row[column]:.2f}" for column in COLUMNS) + " |")
