@@ -29,7 +29,14 @@ def prepare_environment() -> None:
 
 
 CONNECT_S = 5.0
-"""How long a cluster's address may take to answer."""
+"""How long a cluster's address may take to be connected to."""
+ANSWER_S = 20.0
+"""How long a cluster may take to say its first word there."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
+"""What begins every connection of gRPC, which Ray speaks: the preface of HTTP/2 and SETTINGS without any
+(RFC 9113, 3.4)."""
+_FRAME_HEAD, _KIND_AT, _SETTINGS = 9, 3, 4
+"""Of a frame of HTTP/2: bytes before its payload, where its type stands, and the type of the first."""
 
 
 def wanted_address(address: str | None) -> str | None:
@@ -38,7 +45,8 @@ def wanted_address(address: str | None) -> str | None:
 
 
 def check_address(address: str) -> None:
-    """Refuse a HOST:PORT where nobody listens, which Ray would try for minutes. Raises DeviceError.
+    """Refuse a HOST:PORT where nobody listens, or no Ray, which Ray would try for minutes. Raises
+    DeviceError.
 
     Other forms of address (auto, ray://...) are Ray's to judge.
     """
@@ -46,10 +54,26 @@ def check_address(address: str) -> None:
     if not colon or not port.isdigit() or "/" in host:
         return
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
+            if not os.environ.get("RAY_USE_TLS"):
+                _check_greeting(connection)
     except (OSError, OverflowError) as error:
         raise DeviceError(
             problem=f"no Ray cluster answers at {address!r}: {error}",
             where="the address",
             mend="start one with `ray start --head`, or leave the address out",
         ) from error
+
+
+def _check_greeting(connection: socket.socket) -> None:
+    """Raises OSError where who listens does not greet as HTTP/2 does."""
+    connection.settimeout(ANSWER_S)
+    connection.sendall(_HELLO)
+    head = b""
+    while len(head) < _FRAME_HEAD:
+        part = connection.recv(_FRAME_HEAD - len(head))
+        if not part:
+            raise OSError("who listens there closes the connection")
+        head += part
+    if head[_KIND_AT] != _SETTINGS:
+        raise OSError("who listens there is no Ray")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from rayk.types.errors import DeviceError
+from tests.listeners import SETTINGS, listening
 
 
 @pytest.mark.parametrize(
@@ -34,18 +33,46 @@ def test_a_local_cluster_that_does_not_start(
     assert caught.value.__cause__ is error
 
 
-def test_an_address_where_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     from rayk.actors import launch
 
     def init(**settings: object) -> None:
         raise RuntimeError(f"Failed to connect to {settings['address']}")
 
     monkeypatch.setattr(launch.ray, "init", init)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with (
-            pytest.raises(DeviceError, match=f"no Ray cluster answers at '{address}'") as caught,
-            launch.connect(address),
-        ):
-            raise AssertionError("there is no cluster")
+    with (
+        listening(SETTINGS) as address,
+        pytest.raises(DeviceError, match=f"no Ray cluster answers at '{address}'") as caught,
+        launch.connect(address),
+    ):
+        raise AssertionError("there is no cluster")
     assert caught.value.where == "--address"
+
+
+@pytest.mark.parametrize(
+    ("says", "closes", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", True, "who listens there is no Ray"),
+        (SETTINGS[:5], True, "closes the connection|reset by peer"),
+        (b"", False, "timed out"),
+    ],
+)
+def test_an_address_where_something_else_listens(
+    monkeypatch: pytest.MonkeyPatch, says: bytes, closes: bool, why: str
+) -> None:
+    """Ray itself would try for minutes."""
+    from rayk.actors import environment, launch
+
+    def init(**_: object) -> None:
+        raise AssertionError("Ray was asked")
+
+    monkeypatch.setattr(launch.ray, "init", init)
+    monkeypatch.delenv("RAY_USE_TLS", raising=False)
+    if not says:
+        monkeypatch.setattr(environment, "ANSWER_S", 0.1)
+    with (
+        listening(says, closes=closes) as address,
+        pytest.raises(DeviceError, match=f"no Ray cluster answers at '{address}': .*({why})"),
+        launch.connect(address),
+    ):
+        raise AssertionError("there is no cluster")

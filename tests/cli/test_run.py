@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rayk.cli.main import app
 from tests.conftest import CheckpointFactory
+from tests.listeners import SETTINGS, listening
 from tests.reports.synthetic import write_run
 from tests.specs.models import spec
 
@@ -157,8 +158,7 @@ def test_the_table_goes_to_stdout_and_the_rest_to_stderr(
     write_run(tmp_path / "good", failures=False)
     driver = stub_driver(monkeypatch, load(tmp_path / "good"))
     path = write_spec(tmp_path, model=str(model))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with listening(SETTINGS) as address:
         result = run(path, "--out", tmp_path / "out", "--address", address, "--set", "decode.tp=2")
     assert result.exit_code == 0, result.stderr
     assert "18 of 18 PASS" in result.stdout

@@ -1,0 +1,38 @@
+"""Somebody who listens, and says one thing to whoever connects."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+"""What servers of HTTP/2 say first."""
+
+
+@contextmanager
+def listening(says: bytes, *, closes: bool = False) -> Iterator[str]:
+    """Its HOST:PORT. `closes`: connections, at once."""
+    kept = []
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                connection, _ = server.accept()
+                kept.append(connection)
+                connection.sendall(says)
+                if closes:
+                    connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(60)
+            for connection in kept:
+                connection.close()
