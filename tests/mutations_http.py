@@ -133,6 +133,13 @@ HTTP = (
         NAMED,
     ),
     Mutation(
+        "a prompt is blamed for what its answer takes",
+        "rayk/serve/asks.py",
+        'param = "prompt" if num_tokens >= model.max_positions else asked_by',
+        'param = "prompt"',
+        NAMED,
+    ),
+    Mutation(
         "long texts are tokenised to be refused",
         "rayk/serve/asks.py",
         "if fewest >= max_positions:",

@@ -84,7 +84,12 @@ def serve(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help="Clients must send `Authorization: Bearer KEY`.")
+        str | None,
+        typer.Option(
+            envvar="RAYK_API_KEY",
+            help="Clients must send `Authorization: Bearer KEY`. Commands are for all users of a machine to "
+            "see: better set the variable.",
+        ),
     ] = None,
     limits: Annotated[
         list[str] | None,

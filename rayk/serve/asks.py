@@ -13,7 +13,7 @@ from rayk.serve.answers import Answer, Choice, Prompt
 from rayk.serve.errors import ApiError
 from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import FrontMetrics
-from rayk.serve.protocol import LEAST_TEMPERATURE, Generation, check_extra
+from rayk.serve.protocol import LEAST_TEMPERATURE, ChatRequest, Generation, check_extra
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError
 from rayk.types.request import Request, SamplingParams
@@ -93,7 +93,7 @@ def open_call(
     call_id = f"{kind}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     for prompt in prompts:
-        check_prompt(front, prompt, sampling.max_tokens)
+        check_prompt(front, prompt, sampling.max_tokens, _asks_for_tokens(body))
         for i in range(body.n or 1):
             own = replace(
                 sampling,
@@ -175,8 +175,9 @@ def check_text(front: Front, text: str) -> None:
         raise ApiError(400, problem, param="prompt", code="context_length_exceeded")
 
 
-def check_prompt(front: Front, prompt: Prompt, max_tokens: int) -> None:
-    """Raises ApiError where a prompt is empty, has ids of no token, or leaves no room."""
+def check_prompt(front: Front, prompt: Prompt, max_tokens: int, asked_by: str = "max_tokens") -> None:
+    """Raises ApiError where a prompt is empty, has ids of no token, or leaves no room. `asked_by`: the field
+    that said `max_tokens`."""
     model, num_tokens = front.completer.model, len(prompt.token_ids)
     if not num_tokens:
         raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
@@ -188,17 +189,25 @@ def check_prompt(front: Front, prompt: Prompt, max_tokens: int) -> None:
         outside = next(t for t in prompt.token_ids if t >= model.vocab_size)
         problem = f"token id {outside} is outside the vocabulary of {model.vocab_size}"
         raise ApiError(400, problem, param="prompt", code="invalid_value")
-    _check_context(model, num_tokens, max_tokens)
+    _check_context(model, num_tokens, max_tokens, asked_by)
 
 
-def _check_context(model: ModelCard, num_tokens: int, max_tokens: int) -> None:
+def _check_context(model: ModelCard, num_tokens: int, max_tokens: int, asked_by: str) -> None:
     asked = num_tokens + max(1, max_tokens)
     if asked > model.max_positions:
         problem = (
             f"This model's maximum context length is {model.max_positions} tokens. However, you requested "
             f"{asked} tokens ({num_tokens} in the prompt, {max(1, max_tokens)} in the completion)."
         )
-        raise ApiError(400, problem, param="prompt", code="context_length_exceeded")
+        # A prompt that leaves room for a token is not what is wrong.
+        param = "prompt" if num_tokens >= model.max_positions else asked_by
+        raise ApiError(400, problem, param=param, code="context_length_exceeded")
+
+
+def _asks_for_tokens(body: Generation) -> str:
+    """The field that says how many may be generated."""
+    is_new = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
+    return "max_completion_tokens" if is_new else "max_tokens"
 
 
 def _stops(body: Generation) -> tuple[str, ...]:

@@ -170,7 +170,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         ({"prompt": [300]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),
         ({"prompt": [5] * 21}, "prompt"),
-        ({"prompt": [5] * 20, "max_tokens": 45}, "prompt"),
+        ({"prompt": [5] * 20, "max_tokens": 45}, "max_tokens"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": [[5]] * 3, "n": 3}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -237,7 +237,7 @@ def the_completer() -> ScriptedCompleter:
 
 
 def test_messages_name_both_numbers() -> None:
-    message = assert_error(complete(the_url(), prompt=[5] * 20, max_tokens=50), 400, "prompt")
+    message = assert_error(complete(the_url(), prompt=[5] * 20, max_tokens=50), 400, "max_tokens")
     assert "64 tokens" in message
     assert "70 tokens (20 in the prompt, 50 in the completion)" in message
     message = assert_error(complete(the_url(), prompt=[5] * 30), 400, "prompt")
@@ -273,6 +273,8 @@ def test_a_text_that_cannot_fit_is_not_tokenised() -> None:
             assert found[1]["error"]["code"] == "context_length_exceeded"
             assert message.startswith("This model's maximum context length is 64 tokens. However, ")
         assert tokenizer.num_calls == 0
+        assert_error(complete(url, prompt=[5] * CARD.max_positions), 400, "prompt")
+        assert_error(complete(url, prompt=[5] * (CARD.max_positions - 1)), 400, "max_tokens")
         assert complete(url, prompt="how many")[0] == 200
         assert tokenizer.num_calls > 0
     settings = HttpSettings(max_prompt_tokens=1)

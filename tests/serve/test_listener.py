@@ -18,6 +18,7 @@ from rayk.serve.limits import HttpSettings
 from rayk.types.errors import UserError
 from rayk.types.serving import Ask, Delta, ModelCard
 from tests.completer import Script, ScriptedCompleter, serve, tokens_then_end
+from tests.pd import wait_until
 
 CARD = ModelCard(model_id="tiny", folder="nowhere", vocab_size=300, max_positions=64)
 BODY = json.dumps({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}).encode()
@@ -151,6 +152,19 @@ def test_an_answer_may_take_longer_than_a_head() -> None:
     assert b'"token_ids":[70]' in answer
     assert b'"token_ids":[71]' in answer
     assert b"HTTP/1.1 408 " in refusal
+
+
+def test_who_closes_its_half_is_gone() -> None:
+    async def endless(_ask: Ask) -> AsyncIterator[Delta]:
+        await asyncio.sleep(3600)
+        yield Delta()
+
+    with connected(endless) as (completer, peer):
+        peer.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        wait_until(lambda: completer.asked, what=lambda: "a request")
+        peer.shutdown(socket.SHUT_WR)
+        assert rest_of(peer) == b""
+        wait_until(lambda: completer.closed, what=lambda: "its end")
 
 
 def test_what_is_no_http_is_refused_in_openais_form() -> None:

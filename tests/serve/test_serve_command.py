@@ -21,6 +21,7 @@ import requests
 from typer.testing import CliRunner
 
 from rayk.cli.main import app
+from rayk.serve.command import HttpOptions
 from tests.conftest import CheckpointFactory
 from tests.markers import nixl, ray
 
@@ -101,6 +102,28 @@ def test_a_key_that_no_header_can_carry_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     assert "--api-key" in refused(monkeypatch, model, "--api-key", key)
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "key"),
+    [("secret", (), "secret"), ("secret", ("--api-key", "other"), "other"), ("", (), None)],
+)
+def test_the_key_may_be_in_the_environment(
+    model: Path, monkeypatch: pytest.MonkeyPatch, variable: str, options: tuple[str, ...], key: str | None
+) -> None:
+    found: list[str | None] = []
+
+    def start(_options: Any, front: HttpOptions, **_: Any) -> int:
+        found.append(front.api_key)
+        return 0
+
+    monkeypatch.setattr("rayk.serve.command.serve_until_stopped", start)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAYK_API_KEY", variable)
+    result = CliRunner().invoke(app, ["serve", str(model), "--port", "0", *options])
+    assert result.exit_code == 0, result.output
+    assert found == [key]
+    assert "secret" not in CliRunner().invoke(app, ["serve", "--help"]).output
 
 
 def test_bad_checkpoints_are_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
