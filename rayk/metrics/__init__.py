@@ -1,10 +1,10 @@
 """Every metric once: name, unit, help and labels, and the sink that engines report to.
 
-`MetricsSink` is what a reporter is to call; nothing reports yet. Names end in their unit, as Prometheus
-likes them.
+`MetricsSink` is what a reporter calls; actors fill it with Ray's metrics. Names end in their unit, or are
+those of the field.
 """
 
-from rayk.metrics.registry import METRICS, Metric, MetricKind
+from rayk.metrics.registry import LABEL_VALUES, METRICS, Metric, MetricKind
 from rayk.metrics.sink import MetricsSink, NullSink
 
-__all__ = ["METRICS", "Metric", "MetricKind", "MetricsSink", "NullSink"]
+__all__ = ["LABEL_VALUES", "METRICS", "Metric", "MetricKind", "MetricsSink", "NullSink"]
