@@ -1,0 +1,212 @@
+"""A run's requests as a Chrome trace, which Perfetto and chrome://tracing open.
+
+Processes are the coordinator and the engines, rows are requests, spans are the stages of requests.parquet.
+The tables say when things were within a cell's repeat, not when the repeat was: repeats are laid one behind
+the other. Format: "Trace Event Format" (Google), JSON object form; times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rayk.reports.columns import NS_PER_MS, STAGES
+from rayk.reports.files import write_text
+from rayk.reports.result import Result
+
+GAP_NS = 1_000_000
+"""Between the end of a repeat and the begin of the next."""
+COORDINATOR = "coordinator"
+AT_PREFILL = ("prefill", "digest")
+"""Stages at the engine that computes the prompt; `queue` and `handover` are the coordinator's."""
+AT_DECODE = ("reserve", "read", "fence", "verify", "decode")
+CATEGORIES = {"queue": "queue", "prefill": "prefill", "digest": "prefill", "decode": "decode"}
+"""Of a stage; all others are the transfer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage of a request. Times in ns, from when the request was due."""
+
+    stage: str
+    start_ns: int
+    length_ns: int
+
+
+def spans_of(request: dict[str, Any], *, is_push: bool = False) -> list[Span]:
+    """The stages of a row of requests.parquet, in the order they came: each starts where the one before ends.
+
+    `decode` ends with the request's last token: what lies before it of a request that was tried again is of
+    no stage. A push reserves (`is_push`) before the prompt is computed.
+    """
+    order = [s for s in STAGES if not (is_push and s == "reserve")]
+    if is_push:
+        order.insert(order.index("prefill"), "reserve")
+    spans: list[Span] = []
+    end_ns = 0
+    for stage in order:
+        length = _ns(request.get(f"stage_{stage}_ns"))
+        if length is None:
+            continue
+        e2e = _ns(request.get("e2e_ms"), NS_PER_MS)
+        if stage == "decode" and e2e is not None and request["num_attempts"] > 1:
+            end_ns = max(end_ns, e2e - length)
+        spans.append(Span(stage, end_ns, length))
+        end_ns += length
+    return spans
+
+
+def write_timeline(result: Result, path: Path) -> Path:
+    """Write the trace of a run."""
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {"run": str(result.directory or ""), "writer": "rayk"},
+        "traceEvents": list(timeline_events(result)),
+    }
+    write_text(path, json.dumps(document, allow_nan=False, separators=(",", ":")))
+    return path
+
+
+def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
+    """Names of processes and rows first, then each repeat's spans, in the order of the tables."""
+    requests = result.requests
+    engines = sorted({e for c in ("prefill_engine", "decode_engine") for e in requests[c].dropna()}, key=_key)
+    pids = {COORDINATOR: 1} | {name: 2 + i for i, name in enumerate(engines)}
+    yield from _names(pids, sorted(int(i) for i in requests["prompt_index"].unique()))
+    moved = _transfers(result.transfers)
+    verdicts = dict(zip(result.cells["cell_id"], result.cells["verdict"], strict=True))
+    pushes = _pushes(result.cells)
+    begin_ns = 0
+    groups: Any = requests.groupby(["cell_id", "repeat"], sort=False)
+    for (cell_id, repeat), rows in groups:
+        is_push = cell_id in pushes
+        records = rows.to_dict("records")
+        lines = [_Line(row, begin_ns, spans_of(row, is_push=is_push), pids) for row in records]
+        end_ns = max(line.end_ns for line in lines)
+        about = {"verdict": verdicts[cell_id], "repeat": int(repeat), "requests": len(lines)}
+        yield _event(str(cell_id), "cell", begin_ns, end_ns - begin_ns, 1, 0, about)
+        for line in lines:
+            yield from line.events(moved.get((cell_id, repeat, line.request_id), {}))
+        begin_ns = end_ns + GAP_NS
+
+
+class _Line:
+    """One request, placed on the trace's clock."""
+
+    def __init__(self, row: dict[str, Any], begin_ns: int, spans: list[Span], pids: dict[str, int]) -> None:
+        self.request_id: str = row["request_id"]
+        self._row, self._spans, self._pids = row, spans, pids
+        self._due_ns = begin_ns + (_ns(row["due_ms"], NS_PER_MS) or 0)
+        self._tid = int(row["prompt_index"]) + 1
+        last = spans[-1] if spans else Span("", 0, 0)
+        e2e = _ns(row["e2e_ms"], NS_PER_MS) or 0
+        self._length_ns = max(last.start_ns + last.length_ns, e2e)
+        self.end_ns = self._due_ns + self._length_ns
+
+    def events(self, moved: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The request, its stages, first token and the way of its KV. `moved`: what its transfers say."""
+        due, tid, row = self._due_ns, self._tid, self._row
+        yield _event(self.request_id, "request", due, self._length_ns, 1, tid, self._about())
+        ttft = _ns(row["ttft_ms"], NS_PER_MS)
+        if ttft is not None:
+            yield _base("first token", "request", due + ttft, 1, tid) | {"ph": "i", "s": "t"}
+        ends: dict[str, tuple[int, int]] = {}
+        for span in self._spans:
+            pid = self._pid(span.stage)
+            about = {"request": self.request_id} | (moved if span.stage == "read" else {})
+            category = CATEGORIES.get(span.stage, "transfer")
+            start = due + span.start_ns
+            yield _event(span.stage, category, start, span.length_ns, pid, tid, about)
+            ends[span.stage] = (start, pid)
+        if "prefill" in ends and "read" in ends:
+            flow = {"id": f"{row['cell_id']}/{row['repeat']}/{self.request_id}"}
+            for stage, phase in (("prefill", {"ph": "s"}), ("read", {"ph": "f", "bp": "e"})):
+                start, pid = ends[stage]
+                yield _base("kv", "transfer", start, pid, tid) | flow | phase
+
+    def _pid(self, stage: str) -> int:
+        """Where a stage is shown: at the coordinator where the row does not know the engine."""
+        role = "prefill" if stage in AT_PREFILL else "decode" if stage in AT_DECODE else None
+        if role is None:
+            return 1
+        # A prompt that the decode engine computed itself has no prefill engine.
+        names = (self._row[f"{role}_engine"], self._row["decode_engine"])
+        return next((self._pids[n] for n in names if isinstance(n, str)), 1)
+
+    def _about(self) -> dict[str, Any]:
+        names = (
+            "num_prompt_tokens",
+            "num_cached_tokens",
+            "kv_path",
+            "finish_reason",
+            "num_attempts",
+            "error",
+        )
+        found = {name: _plain(self._row[name]) for name in names}
+        found["num_output_tokens"] = len(self._row["output_token_ids"])
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def _names(pids: dict[str, int], indices: list[int]) -> Iterator[dict[str, Any]]:
+    for name, pid in pids.items():
+        yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+        for tid, text in ((0, "cells"), *((i + 1, f"request {i}") for i in indices)):
+            if tid or pid == 1:
+                yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": text}}
+
+
+def _transfers(table: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """(cell, repeat, request) -> sums over its transfers, and the longest."""
+    if table.empty:
+        return {}
+    found = table.groupby(["cell_id", "repeat", "request_id"]).agg(
+        bytes=("bytes", "sum"),
+        num_descriptors=("num_descriptors", "sum"),
+        num_transfers=("bytes", "size"),
+        max_transfer_ms=("transfer_ms", "max"),
+        max_post_ms=("post_ms", "max"),
+    )
+    sums: dict[Any, dict[Any, Any]] = found.to_dict("index")
+    return {key: {str(k): _plain(v) for k, v in row.items()} for key, row in sums.items()}
+
+
+def _pushes(cells: pd.DataFrame) -> set[str]:
+    """Ids of the cells whose producers push."""
+    if "transfer.mode" not in cells:
+        return set()
+    return set(cells.loc[cells["transfer.mode"] == "push", "cell_id"])
+
+
+def _event(
+    name: str, category: str, start_ns: int, length_ns: int, pid: int, tid: int, about: dict[str, Any]
+) -> dict[str, Any]:
+    """A span."""
+    times = {"ph": "X", "dur": length_ns / 1e3}
+    return _base(name, category, start_ns, pid, tid) | times | {"args": about}
+
+
+def _base(name: str, category: str, start_ns: int, pid: int, tid: int) -> dict[str, Any]:
+    return {"name": name, "cat": category, "ts": start_ns / 1e3, "pid": pid, "tid": tid}
+
+
+def _key(engine: str) -> tuple[bool, str]:
+    """Prefill engines first."""
+    return (not engine.startswith("prefill"), engine)
+
+
+def _ns(value: Any, factor: float = 1.0) -> int | None:
+    """A cell of a table in whole ns; None where it holds nothing."""
+    return None if value is None or pd.isna(value) else round(value * factor)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a table as JSON has it."""
+    if value is None or pd.isna(value):
+        return None
+    return value.item() if hasattr(value, "item") else value
