@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayk.cli.guard import guarded
+from rayk.cli.guard import guarded, stdout
 from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,14 +21,19 @@ class Format(enum.StrEnum):
     html = "html"
     md = "md"
     csv = "csv"
+    json = "json"
+    trace = "trace"
 
 
 @guarded
 def report(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.", show_default=False)
-    ],
-    output_format: Annotated[Format, typer.Option("--format", help="What to write.")] = Format.html,
+        list[Path] | None, typer.Argument(metavar="DIR...", help="Folders of runs.", show_default=False)
+    ] = None,
+    output_format: Annotated[
+        Format | None,
+        typer.Option("--format", help="What to write [default: html]; trace: for Perfetto; json: of --columns only."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -36,27 +41,62 @@ def report(
             "[default: report.EXT in DIR, for several runs compare.EXT in the first DIR]."
         ),
     ] = None,
+    columns: Annotated[
+        bool,
+        typer.Option(
+            "--columns", help="Print every column of the tables: type, unit, meaning (text, md, csv, json)."
+        ),
+    ] = False,
 ) -> None:
     """Write a run's report again from its tables; two or more runs are compared. Prints the paths.
 
     A comparison names the cells whose verdicts differ, the cells only some runs have, what differs in the
     spec, the machine and the values, and sets times beside each other; the first DIR is the base.
     """
+    if columns:
+        _print_columns(directories or [], output_format)
+        return
+    if not directories:
+        raise UserError(
+            problem="no folder of a run", where="rayk report", mend="rayk report DIR, or --columns"
+        )
+    for path in _write(directories, output_format or Format.html, out):
+        typer.echo(path)
+
+
+def _print_columns(directories: list[Path], output_format: Format | None) -> None:
+    from rayk.reports.dictionary import FORMATS, columns_text
+
+    if directories:
+        raise UserError(problem="takes no folder: the columns are those of every run", where="--columns")
+    if output_format is None:
+        console = stdout()
+        typer.echo(columns_text(console.width if console.is_terminal else None), nl=False)
+        return
+    if output_format not in FORMATS:
+        raise UserError(
+            problem=f"--columns has no {output_format}", where="--format", mend=f"one of {', '.join(FORMATS)}"
+        )
+    typer.echo(FORMATS[output_format](), nl=False)
+
+
+def _write(directories: list[Path], output_format: Format, out: Path | None) -> list[Path]:
     from rayk.reports import load
 
+    if output_format is Format.json:
+        raise UserError(problem="json is a format of --columns", where="--format", mend="html, md or csv")
     results = [load(directory) for directory in directories]
+    if output_format is Format.trace:
+        return [_write_trace(results, out or directories[0])]
     name = f"{'report' if len(results) == 1 else 'compare'}.{output_format}"
     target = out or directories[0]
     if target.is_dir() and output_format is not Format.csv:
         target /= name
     if output_format is Format.csv:
-        paths = _write_csv(results, target)
-    elif output_format is Format.html:
-        paths = [_write_html(results, target)]
-    else:
-        paths = _write_markdown(results, target)
-    for path in paths:
-        typer.echo(path)
+        return _write_csv(results, target)
+    if output_format is Format.html:
+        return [_write_html(results, target)]
+    return _write_markdown(results, target)
 
 
 def _write_csv(results: list[Result], folder: Path) -> list[Path]:
@@ -69,6 +109,16 @@ def _write_csv(results: list[Result], folder: Path) -> list[Path]:
         return write_csv(results[0], folder)
     return [write_compare_csv(results, folder / "compare.csv")]
 
+
+def _write_trace(results: list[Result], path: Path) -> Path:
+    from rayk.reports.files import make_folder
+    from rayk.reports.timeline import write_timeline
+
+    if len(results) > 1 or str(path) == "-":
+        raise UserError(problem="a trace is a file, of one run", where="--format trace")
+    path = path / "timeline.json" if path.is_dir() else path
+    make_folder(path.parent)
+    return write_timeline(results[0], path)
 
 def _write_html(results: list[Result], path: Path) -> Path:
     from rayk.reports.compare import write_compare_html

@@ -11,172 +11,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rayk.reports.fields import BOOL, CELLS, FLOAT, INT, MEASURED_FIELDS, REQUESTS, TEXT, TRANSFERS, kinds
+from rayk.reports.fields import EFFECTIVE as EFFECTIVE_MEANINGS
+from rayk.reports.fields import STAGES as STAGE_MEANINGS
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
-STAGES = ("queue", "prefill", "digest", "handover", "reserve", "read", "fence", "verify", "decode")
-"""Stages every request row has a column for: they add up to the request's E2E. `digest` ends when the ticket
-reaches the coordinator, `handover` is its way to the decode engine and back, `decode` starts when the KV is
-proven."""
-
-EFFECTIVE = tuple(
-    f"{side}.{fact}"
-    for side in ("prefill", "decode")
-    for fact in (
-        "effective_layout",
-        "attention_implementation",
-        "comm",
-        "comm_reason",
-        "decode_graphs",
-        "node",
-    )
-)
+STAGES = tuple(STAGE_MEANINGS)
+"""Stages every request row has a column for."""
+EFFECTIVE = tuple(f"{side}.{fact}" for side in ("prefill", "decode") for fact in EFFECTIVE_MEANINGS)
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
+MEASURED = tuple(field.name for field in MEASURED_FIELDS)
+"""Columns of errors and bounds of log probabilities and KV values."""
 
-MEASURED = (
-    *(
-        column
-        for kind in ("", "prompt_")
-        for column in (
-            f"num_{kind}logprobs_checked",
-            f"max_{kind}logprob_error",
-            f"{kind}logprob_bound",
-            f"typical_{kind}logprob_error",
-            f"typical_{kind}logprob_bound",
-            f"num_{kind}logprobs_settled",
-            f"max_settled_{kind}logprob_error",
-        )
-    ),
-    "max_kv_value_error_of_bound",
-)
-"""How far log probabilities of output and prompt tokens were from the reference's and might have been (the
-worst of them, and their RMS; of routed experts outside float32 their median), and the largest error of a KV
-row as a share of its layer's bound."""
-
-_INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
-_INTS, _FLOATS = pa.list_(pa.int64()), pa.list_(pa.float64())
-_TOPS = pa.list_(pa.list_(pa.struct([("token_id", _INT), ("logprob", _FLOAT)])))
-
-CELL_FIELDS: dict[str, Any] = {
-    "cell_id": _TEXT,
-    "verdict": _TEXT,
-    "reason": _TEXT,
-    "num_requests": _INT,
-    "num_token_mismatches": _INT,
-    "first_divergence": pa.struct([("request", _INT), ("token_index", _INT)]),
-    "checks_done": pa.list_(_TEXT),
-    "near_tie_tolerance": _FLOAT,
-    "expected_verdict": _TEXT,
-    "met": _BOOL,
-    "prefill.effective_block_sizes": _INTS,
-    "decode.effective_block_sizes": _INTS,
-    # Tokens of a kernel's block by group, and, of the groups of both sides whose blocks kernels address in
-    # parts, the smallest.
-    "prefill.effective_kernel_block_sizes": _INTS,
-    "decode.effective_kernel_block_sizes": _INTS,
-    "min_cut_kernel_block_size": _INT,
-    # Before tensor parallelism, of a request of 4096 tokens or as many as the model has positions; without a
-    # side's name those of the side that wastes more bytes.
-    "kv_waste_bytes": _INT,
-    "kv_waste_percent": _FLOAT,
-    "prefill.kv_waste_bytes": _INT,
-    "decode.kv_waste_bytes": _INT,
-    **dict.fromkeys(EFFECTIVE, _TEXT),
-    # Of the engines that compute prompts: layers that compute the sampled tokens only, and tokens computed,
-    # summed over the layers that computed them.
-    "num_fast_prefill_layers": _INT,
-    "num_token_layers": _INT,
-    "decode.num_token_layers": _INT,
-    "num_kv_bytes_checked": _INT,
-    "num_kv_bytes_mismatched": _INT,
-    "num_kv_values_checked": _INT,
-    "max_kv_value_error": _FLOAT,
-    **{name: _INT if name.startswith("num_") else _FLOAT for name in MEASURED},
-    "num_blocks_leased": _INT,
-    "num_blocks_freed": _INT,
-    "num_blocks_held": _INT,
-    "num_recovered": _INT,
-    "transfer_bytes": _INT,
-    "held_bytes": _INT,
-    "num_cached_tokens": _INT,
-    "num_descriptors": _INT,
-    "num_descriptors_merged": _INT,
-    "num_staged": _INT,
-    "transfer_gb_per_s": _FLOAT,
-    "digest_percent": _FLOAT,
-    "exposed_ms_p50": _FLOAT,
-    "ttft_ms_p50": _FLOAT,
-    "ttft_ms_p99": _FLOAT,
-    "tpot_ms_p50": _FLOAT,
-    "e2e_ms_p50": _FLOAT,
-    "output_tokens_per_s": _FLOAT,
-    "wall_s": _FLOAT,
-}
-"""Columns of cells.parquet beside the axes."""
-
-REQUEST_FIELDS: dict[str, Any] = {
-    "cell_id": _TEXT,
-    "repeat": _INT,
-    "request_id": _TEXT,
-    "prompt_index": _INT,
-    "prompt_token_ids": _INTS,
-    "output_token_ids": _INTS,
-    "error": _TEXT,
-    "num_prompt_tokens": _INT,
-    "num_cached_tokens": _INT,
-    "num_recomputed_tokens": _INT,
-    "prefill_engine": _TEXT,
-    "decode_engine": _TEXT,
-    "kv_path": _TEXT,
-    "due_ms": _FLOAT,
-    "ttft_ms": _FLOAT,
-    "tpot_ms": _FLOAT,
-    "itl_ms": _FLOATS,
-    "e2e_ms": _FLOAT,
-    **{f"stage_{stage}_ns": _INT for stage in STAGES},
-    "exposed_ms": _FLOAT,
-    "num_attempts": _INT,
-    "failure": _TEXT,
-    "recovered_by": _TEXT,
-    "num_valid_tokens": _INT,
-    "finish_reason": _TEXT,
-    "stop_reason": _TEXT,
-    "seed": _INT,
-    "output_logprobs": _FLOATS,
-    "prompt_logprobs": _FLOATS,
-    "output_top_logprobs": _TOPS,
-    "prompt_top_logprobs": _TOPS,
-}
-
-TRANSFER_FIELDS: dict[str, Any] = {
-    "cell_id": _TEXT,
-    "repeat": _INT,
-    "request_id": _TEXT,
-    "producer_rank": _INT,
-    "consumer_rank": _INT,
-    "group": _INT,
-    "bytes": _INT,
-    "held_bytes": _INT,
-    "num_descriptors": _INT,
-    "num_descriptors_merged": _INT,
-    "mode": _TEXT,
-    "post_ms": _FLOAT,
-    "transfer_ms": _FLOAT,
-    "gb_per_s": _FLOAT,
-    "transport": _TEXT,
-    "staged": _BOOL,
-    "direct_cost_us": _FLOAT,
-    "staged_cost_us": _FLOAT,
-    "repack_ms": _FLOAT,
-    "convert_ms": _FLOAT,
-    "digest_ms": _FLOAT,
-    "num_layers_per_write": _INT,
-    "num_writes": _INT,
-    "num_early_writes": _INT,
-    "retries": _INT,
-    "verdict": _TEXT,
-}
+CELL_FIELDS = kinds(CELLS)
+"""Columns of cells.parquet beside the axes, with their types."""
+REQUEST_FIELDS = kinds(REQUESTS)
+TRANSFER_FIELDS = kinds(TRANSFERS)
 
 FIELDS = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}
 """Columns of each table beside the axes."""
@@ -344,7 +196,7 @@ def make_table(records: Sequence[dict[str, Any]], fields: dict[str, Any]) -> pa.
     extra = {n: _infer([r.get(n) for r in records]) for n in names if n not in fields}
     order = [*(n for n in names), *(n for n in fields if n not in names)]
     schema = pa.schema([(n, fields[n] if n in fields else extra[n]) for n in order])
-    texts = [n for n, kind in extra.items() if kind == _TEXT]
+    texts = [n for n, kind in extra.items() if kind == TEXT]
     rows = [r | {n: _as_text(r[n]) for n in texts if n in r} for r in records]
     return pa.Table.from_pylist(rows, schema=schema)
 
@@ -360,10 +212,10 @@ def typed(table: pa.Table, fields: dict[str, Any]) -> pa.Table:
 
 def _infer(values: list[Any]) -> Any:
     present = [v for v in values if v is not None]
-    for kind, types in ((_BOOL, bool), (_INT, int), (_FLOAT, int | float)):
+    for kind, types in ((BOOL, bool), (INT, int), (FLOAT, int | float)):
         if present and all(isinstance(v, types) for v in present):
             return kind
-    return _TEXT
+    return TEXT
 
 
 def _as_text(value: Any) -> str | None:

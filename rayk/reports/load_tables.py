@@ -8,77 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS, make_table
+from rayk.reports.columns import TRANSFER_FIELDS, make_table
+from rayk.reports.fields import kinds
 from rayk.reports.files import atomic_path, make_folder, write_text
 from rayk.reports.folder import check_directory
+from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
+from rayk.reports.load_fields import METRICS as METRIC_MEANINGS
+from rayk.reports.load_fields import STATISTICS as STATISTIC_WORDS
 
 VERDICTS = ("VALID", "NOISY", "INVALID")
 """Of a load's numbers: to be trusted, imprecise, not what they say."""
-METRICS = ("ttft", "tpot", "itl", "e2e")
-STATISTICS = ("mean", "p50", "p90", "p99")
+METRICS = tuple(METRIC_MEANINGS)
+STATISTICS = tuple(STATISTIC_WORDS)
 
-_INT, _FLOAT, _TEXT, _BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
-
-LOAD_CELL_FIELDS: dict[str, Any] = {
-    **{name: CELL_FIELDS[name] for name in ("cell_id", "verdict", "reason", "met", "num_requests", "wall_s")},
-    **dict.fromkeys(("url", "model", "arrival", "slo"), _TEXT),
-    **dict.fromkeys(("rate", "burstiness"), _FLOAT),
-    **dict.fromkeys(("concurrency", "seed"), _INT),
-    **dict.fromkeys((f"num_{what}" for what in ("measured", "warmup", "cooldown")), _INT),
-    **dict.fromkeys((f"num_{what}" for what in ("failed", "refused", "timeouts")), _INT),
-    # Sums over the answers that tell of both; `num_cached_tokens` / `num_prompt_tokens` were found in caches.
-    **dict.fromkeys(("num_prompt_tokens", "num_cached_tokens"), _INT),
-    "tokens_per_chunk": _FLOAT,
-    # Of the measured window.
-    "window_s": _FLOAT,
-    **dict.fromkeys(("offered_per_s", "answered_per_s", "output_tokens_per_s", "goodput_per_s"), _FLOAT),
-    **dict.fromkeys(("good_share", "failed_share", "mean_in_flight"), _FLOAT),
-    # With the ends of their 95% intervals.
-    **{
-        f"{metric}_ms_{statistic}{end}": _FLOAT
-        for metric in METRICS
-        for statistic in STATISTICS
-        for end in ("", "_low", "_high")
-    },
-    **{f"num_{metric}_values": _INT for metric in METRICS},
-    "generator_cpu_share": _FLOAT,
-    **{f"{name}_lag_ms_p{percent}": _FLOAT for name in ("send", "loop") for percent in (50, 90, 99)},
-}
-"""Columns of a bench's cells.parquet."""
-
-LOAD_REQUEST_FIELDS: dict[str, Any] = {
-    **{
-        name: REQUEST_FIELDS[name]
-        for name in (
-            *(
-                "cell_id",
-                "repeat",
-                "request_id",
-                "prompt_index",
-                "prompt_token_ids",
-                "output_token_ids",
-                "error",
-            ),
-            *("num_prompt_tokens", "num_cached_tokens", "ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"),
-            *("finish_reason", "seed"),
-        )
-    },
-    "outcome": _TEXT,
-    "http_status": _INT,
-    "phase": _TEXT,
-    "num_output_tokens": _INT,
-    "max_tokens": _INT,
-    "num_chunks": _INT,
-    # Since the load began; e2e_ms counts from due_ms, and so does send_lag_ms.
-    "due_ms": _FLOAT,
-    "send_lag_ms": _FLOAT,
-    "ended_ms": _FLOAT,
-    "is_good": _BOOL,
-}
+LOAD_CELL_FIELDS = kinds(LOAD_CELLS)
+"""Columns of a bench's cells.parquet, with their types."""
+LOAD_REQUEST_FIELDS = kinds(LOAD_REQUESTS)
 """Columns of a bench's requests.parquet."""
 
 

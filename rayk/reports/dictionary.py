@@ -1,0 +1,94 @@
+"""What every column means, for people: as lines, Markdown, CSV or JSON (`rayk report --columns`)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+
+from rayk.reports.fields import CELLS, DIVERGENCE, REQUESTS, TOPS, TRANSFERS, Field
+from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
+from rayk.reports.text import markdown_table
+
+TABLES: dict[str, tuple[str, Sequence[Field]]] = {
+    "cells": ("cells.parquet of a run: a row per cell; beside these, every axis under its own name", CELLS),
+    "requests": ("requests.parquet of a run: a row per cell, repeat and request", REQUESTS),
+    "transfers": ("transfers.parquet: a row per request, pair of ranks and KV group", TRANSFERS),
+    "load cells": ("cells.parquet of `rayk bench`: a row per load", LOAD_CELLS),
+    "load requests": ("requests.parquet of `rayk bench`: a row per request", LOAD_REQUESTS),
+}
+"""Table -> what it is, and its columns in the order in which they stand there."""
+TITLES = ("column", "type", "unit", "meaning")
+_TYPES = {
+    "string": "text",
+    "int64": "int",
+    "double": "float",
+    "list<item: int64>": "list of int",
+    "list<item: double>": "list of float",
+    "list<item: string>": "list of text",
+    str(DIVERGENCE): "{request, token_index}",
+    str(TOPS): "lists of {token_id, logprob}",
+}
+"""How a type is called: pyarrow's name -> ours."""
+
+
+def type_name(field: Field) -> str:
+    """E.g. `int`, `list of float`."""
+    return _TYPES.get(str(field.kind), str(field.kind))
+
+
+def rows(fields: Sequence[Field]) -> list[list[str]]:
+    """(column, type, unit, meaning) of each."""
+    return [[f.name, type_name(f), f.unit, f.meaning] for f in fields]
+
+
+def columns_text(width: int | None = None) -> str:
+    """Plain lines, nothing cut: one per column, or meanings folded below each other at `width` characters."""
+    lines = []
+    for title, fields in TABLES.values():
+        texts = rows(fields)
+        sizes = [max(len(row[i]) for row in texts) for i in range(3)]
+        indent = sum(sizes) + 2 * len(sizes)
+        lines += [title, ""]
+        for row in texts:
+            head = "".join(f"{text:<{size}}  " for text, size in zip(row, sizes, strict=False))
+            folded = [row[3]] if width is None else textwrap.wrap(row[3], max(24, width - indent))
+            lines += [head + folded[0], *(" " * indent + more for more in folded[1:])]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def columns_markdown() -> str:
+    """A table per table."""
+    lines = ["# Columns", ""]
+    for title, fields in TABLES.values():
+        texts = [[f"`{name}`", *rest] for name, *rest in rows(fields)]
+        lines += [f"## {title}", "", *markdown_table(list(TITLES), texts), ""]
+    return "\n".join(lines)
+
+
+def columns_csv() -> str:
+    """One table: `table` and TITLES."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["table", *TITLES])
+    writer.writerows([table, *row] for table, (_, fields) in TABLES.items() for row in rows(fields))
+    return out.getvalue()
+
+
+def columns_json() -> str:
+    """Table -> list of {column, type, unit, meaning}; the unit of what has none is null."""
+    told = {
+        table: [dict(zip(TITLES, [n, k, u or None, m], strict=True)) for n, k, u, m in rows(fields)]
+        for table, (_, fields) in TABLES.items()
+    }
+    return json.dumps(told, indent=2) + "\n"
+
+
+FORMATS: dict[str, Callable[[], str]] = {
+    "md": columns_markdown,
+    "csv": columns_csv,
+    "json": columns_json,
+}

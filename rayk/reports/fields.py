@@ -1,0 +1,213 @@
+"""Every column of a run's tables: name, type, unit and meaning, said here and nowhere else.
+
+`columns.py` takes the types from here, `dictionary.py` prints the rest (`rayk report --columns`).
+`load_fields.py` has the columns of `rayk bench`. Beside these, cells.parquet has a column per axis of the
+matrix, under the axis's own name. A column whose name, unit or meaning changes raises
+`schema.SCHEMA_VERSION`; one that is added does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+INT, FLOAT, TEXT, BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
+INTS, FLOATS, TEXTS = pa.list_(INT), pa.list_(FLOAT), pa.list_(TEXT)
+TOPS = pa.list_(pa.list_(pa.struct([("token_id", INT), ("logprob", FLOAT)])))
+DIVERGENCE = pa.struct([("request", INT), ("token_index", INT)])
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One column of one table. A missing value is null: nothing was measured, or it does not apply."""
+
+    name: str
+    kind: Any
+    """Its type, of pyarrow."""
+    unit: str
+    """E.g. ms, bytes, tokens; empty for names, texts and truths."""
+    meaning: str
+
+
+def kinds(fields: Iterable[Field]) -> dict[str, Any]:
+    """Name -> type, in order."""
+    return {field.name: field.kind for field in fields}
+
+
+STAGES = {
+    "queue": "waiting at the coordinator for one of the cell's places",
+    "prefill": "at the engine that prefills, its own queue included, up to the first token",
+    "digest": "digests of the prompt's KV, until the ticket reached the coordinator",
+    "handover": "the ticket's way to the decode engine and back",
+    "reserve": "waiting for blocks at the decode engine",
+    "read": "moving the KV",
+    "fence": "waiting until the moved bytes may be read",
+    "verify": "comparing digests",
+    "decode": "from the proven KV to the last token",
+}
+"""Stage -> what it is. They add up to the request's E2E."""
+
+EFFECTIVE = {
+    "effective_layout": "layout of the KV cache that was taken",
+    "attention_implementation": "attention backend that ran",
+    "comm": "collectives between tensor-parallel ranks",
+    "comm_reason": "why these were not the first choice",
+    "decode_graphs": "whether decode steps ran as graphs, or why not",
+    "node": "node of the Ray cluster that it ran on",
+}
+"""What each side ran with where the spec left a choice."""
+
+_LOGPROBS = (
+    (
+        "num_{}logprobs_checked",
+        INT,
+        "tokens",
+        "{} tokens whose log probability was compared",
+    ),
+    ("max_{}logprob_error", FLOAT, "nats", "largest error of the log probability of {} tokens"),
+    ("{}logprob_bound", FLOAT, "nats", "what that error might have been"),
+    (
+        "typical_{}logprob_error",
+        FLOAT,
+        "nats",
+        "RMS of the errors of {} tokens; of routed experts their median",
+    ),
+    ("typical_{}logprob_bound", FLOAT, "nats", "what that might have been"),
+    ("num_{}logprobs_settled", INT, "tokens", "{} tokens before which no quantisation step was ambiguous"),
+    ("max_settled_{}logprob_error", FLOAT, "nats", "largest error among those"),
+)
+
+MEASURED_FIELDS = (
+    *(
+        Field(name.format(prefix), kind, unit, meaning.format(word))
+        for prefix, word in (("", "output"), ("prompt_", "prompt"))
+        for name, kind, unit, meaning in _LOGPROBS
+    ),
+    Field("max_kv_value_error_of_bound", FLOAT, "ratio", "largest error of a KV row over its layer's bound"),
+)
+"""How far log probabilities and KV values were from the reference's, and might have been."""
+
+_KV_WASTE = "bytes that a request of 4096 tokens holds and does not need, before TP"
+
+CELLS = (
+    Field("cell_id", TEXT, "", "name of the cell, unique in the run; key of all tables"),
+    Field("verdict", TEXT, "", "PASS, NEAR_TIE, UNSUPPORTED, or the gravest thing that went wrong"),
+    Field("reason", TEXT, "", "why it is not PASS, or what a PASS rests on"),
+    Field("num_requests", INT, "requests", "rows of this cell in requests.parquet"),
+    Field("num_token_mismatches", INT, "requests", "requests whose tokens differ from the reference's"),
+    Field("first_divergence", DIVERGENCE, "", "prompt and index of the first output token that differs"),
+    Field("checks_done", TEXTS, "", "checks that were made: tokens, logprobs, kv_bytes, kv_values"),
+    Field("near_tie_tolerance", FLOAT, "logits", "gap of logits below which two tokens count as tied"),
+    Field("expected_verdict", TEXT, "", "verdict that the planted faults ask for; PASS without faults"),
+    Field("met", BOOL, "", "whether the cell ended as expected"),
+    Field("prefill.effective_block_sizes", INTS, "tokens", "tokens of a block, by KV group"),
+    Field("decode.effective_block_sizes", INTS, "tokens", "likewise, at the decode engines"),
+    Field("prefill.effective_kernel_block_sizes", INTS, "tokens", "parts in which kernels address a block"),
+    Field("decode.effective_kernel_block_sizes", INTS, "tokens", "likewise, at the decode engines"),
+    Field("min_cut_kernel_block_size", INT, "tokens", "smallest of the parts; null where blocks are whole"),
+    Field("kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; of the side that wastes more"),
+    Field("kv_waste_percent", FLOAT, "%", "the same, of all that the request holds"),
+    Field("prefill.kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; at prefill engines"),
+    Field("decode.kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; at decode engines"),
+    *(
+        Field(f"{side}.{name}", TEXT, "", f"{meaning}; {side} engines")
+        for side in ("prefill", "decode")
+        for name, meaning in EFFECTIVE.items()
+    ),
+    Field("num_fast_prefill_layers", INT, "layers", "layers that compute sampled tokens only"),
+    Field("num_token_layers", INT, "tokens x layers", "tokens computed by engines that prefill, over layers"),
+    Field("decode.num_token_layers", INT, "tokens x layers", "the same of decode engines"),
+    Field("num_kv_bytes_checked", INT, "bytes", "bytes of KV whose digests were compared"),
+    Field("num_kv_bytes_mismatched", INT, "bytes", "bytes of KV found to differ"),
+    Field("num_kv_values_checked", INT, "values", "elements of the prefill cache that were compared"),
+    Field("max_kv_value_error", FLOAT, "absolute", "largest difference among them"),
+    *MEASURED_FIELDS,
+    Field("num_blocks_leased", INT, "blocks", "blocks put under a lease or reserved for a push"),
+    Field("num_blocks_freed", INT, "blocks", "of these, given back"),
+    Field("num_blocks_held", INT, "blocks", "of these, still held when the cell ended: leaks"),
+    Field("num_recovered", INT, "requests", "requests that failure_policy saved"),
+    Field("transfer_bytes", INT, "bytes", "KV moved between engines, all requests and ranks"),
+    Field("held_bytes", INT, "bytes", "KV not moved: the consumers had it in their prefix caches"),
+    Field("num_cached_tokens", INT, "tokens", "prompt tokens found in prefix caches"),
+    Field("num_descriptors", INT, "descriptors", "asked of the transport, before neighbours are merged"),
+    Field("num_descriptors_merged", INT, "descriptors", "left when consecutive blocks go as one"),
+    Field("num_staged", INT, "transfers", "transfers that went through a staging buffer"),
+    Field("transfer_gb_per_s", FLOAT, "GB/s", "transfer_bytes over the sum of transfer times; 10^9 bytes"),
+    Field("digest_percent", FLOAT, "%", "time of digests over the time of the transfers beside them"),
+    Field("exposed_ms_p50", FLOAT, "ms", "median of requests.exposed_ms"),
+    Field("ttft_ms_p50", FLOAT, "ms", "median time to the first token"),
+    Field("ttft_ms_p99", FLOAT, "ms", "99th percentile of it, interpolated"),
+    Field("tpot_ms_p50", FLOAT, "ms", "median over requests of requests.tpot_ms"),
+    Field("e2e_ms_p50", FLOAT, "ms", "median time to the last token"),
+    Field("output_tokens_per_s", FLOAT, "tokens/s", "output tokens from first arrival to last token"),
+    Field("wall_s", FLOAT, "s", "from forming the cell's engines to their end, checks not included"),
+)
+"""cells.parquet: a row per cell, beside its axes."""
+
+REQUESTS = (
+    Field("cell_id", TEXT, "", "cell that it belongs to"),
+    Field("repeat", INT, "index", "which repeat of the cell's prompts, from 0"),
+    Field("request_id", TEXT, "", "name of the request, unique in its cell and repeat"),
+    Field("prompt_index", INT, "index", "which prompt, from 0"),
+    Field("prompt_token_ids", INTS, "token ids", "the prompt"),
+    Field("output_token_ids", INTS, "token ids", "the answer, its stop token included"),
+    Field("error", TEXT, "", "what the request died of"),
+    Field("num_prompt_tokens", INT, "tokens", "length of the prompt"),
+    Field("num_cached_tokens", INT, "tokens", "prompt tokens found in a prefix cache"),
+    Field("num_recomputed_tokens", INT, "tokens", "prompt tokens computed a second time"),
+    Field("prefill_engine", TEXT, "", "engine that computed the prompt"),
+    Field("decode_engine", TEXT, "", "engine that generated the answer"),
+    Field("kv_path", TEXT, "", "remote, local, recomputed or none: where the decode engine had the KV from"),
+    Field("due_ms", FLOAT, "ms", "when it was due, after its repeat (of a bench: its load) began"),
+    Field("ttft_ms", FLOAT, "ms", "from when it was due to the first token"),
+    Field("tpot_ms", FLOAT, "ms", "mean gap between tokens after the first"),
+    Field("itl_ms", FLOATS, "ms", "each gap between tokens (of a bench: between chunks that carry tokens)"),
+    Field("e2e_ms", FLOAT, "ms", "from when it was due to the last token"),
+    *(Field(f"stage_{name}_ns", INT, "ns", meaning) for name, meaning in STAGES.items()),
+    Field("exposed_ms", FLOAT, "ms", "what the first decode step waited for, after the first token"),
+    Field("num_attempts", INT, "attempts", "times the prompt was placed"),
+    Field("failure", TEXT, "", "what the first attempt that failed died of, also where it was saved"),
+    Field("recovered_by", TEXT, "", "recompute or migrate: how a failed hand-over was saved"),
+    Field("num_valid_tokens", INT, "tokens", "prompt tokens whose KV had arrived and was proven"),
+    Field("finish_reason", TEXT, "", "stop, length, abort or error"),
+    Field("stop_reason", TEXT, "", "stop text, or stop token id, that ended it"),
+    Field("seed", INT, "", "what its tokens were drawn with; null where they were not drawn"),
+    Field("output_logprobs", FLOATS, "nats", "log probability of each output token, if asked for"),
+    Field("prompt_logprobs", FLOATS, "nats", "of each prompt token, if asked for; the first has none"),
+    Field("output_top_logprobs", TOPS, "nats", "best tokens at each output token, best first, if asked for"),
+    Field("prompt_top_logprobs", TOPS, "nats", "the same at each prompt token but the first"),
+)
+"""requests.parquet: a row per cell, repeat and request."""
+
+TRANSFERS = (
+    Field("cell_id", TEXT, "", "cell that it belongs to"),
+    Field("repeat", INT, "index", "which repeat"),
+    Field("request_id", TEXT, "", "request whose KV moved"),
+    Field("producer_rank", INT, "index", "rank of the prefill engine"),
+    Field("consumer_rank", INT, "index", "rank of the decode engine"),
+    Field("group", INT, "index", "KV cache group"),
+    Field("bytes", INT, "bytes", "moved"),
+    Field("held_bytes", INT, "bytes", "not moved: the consumer had them in its prefix cache"),
+    Field("num_descriptors", INT, "descriptors", "asked of the transport, before neighbours are merged"),
+    Field("num_descriptors_merged", INT, "descriptors", "left when consecutive blocks go as one"),
+    Field("mode", TEXT, "", "pull (the consumer reads) or push (the producer writes)"),
+    Field("post_ms", FLOAT, "ms", "posting the request to the transport"),
+    Field("transfer_ms", FLOAT, "ms", "from the post to the completion"),
+    Field("gb_per_s", FLOAT, "GB/s", "bytes over transfer_ms; 10^9 bytes"),
+    Field("transport", TEXT, "", "NIXL backend that moved it"),
+    Field("staged", BOOL, "", "whether whole stretches went through a staging buffer"),
+    Field("direct_cost_us", FLOAT, "us", "what the cost model expects run by run"),
+    Field("staged_cost_us", FLOAT, "us", "what it expects of staging, repacking included"),
+    Field("repack_ms", FLOAT, "ms", "copying from the staging buffer into pages"),
+    Field("convert_ms", FLOAT, "ms", "turning what arrived into the consumer's KV format"),
+    Field("digest_ms", FLOAT, "ms", "digests on the two ranks of the row"),
+    Field("num_layers_per_write", INT, "layers", "layers that one write of a push brings"),
+    Field("num_writes", INT, "writes", "writes of a push"),
+    Field("num_early_writes", INT, "writes", "of these, posted before the prompt's last layer was computed"),
+    Field("retries", INT, "retries", "times it was tried again"),
+    Field("verdict", TEXT, "", "OK, or what went wrong"),
+)
+"""transfers.parquet: a row per request, producer rank, consumer rank and KV group."""
