@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayk.cli.guard import guarded, stdout
+from rayk.cli.guard import guarded, stderr, stdout
 from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def report(
     ] = None,
     output_format: Annotated[
         Format | None,
-        typer.Option("--format", help="What to write [default: html]; trace: for Perfetto; json: of --columns only."),
+        typer.Option(
+            "--format", help="What to write [default: html]; trace: for Perfetto; json: of --columns only."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -86,6 +88,9 @@ def _write(directories: list[Path], output_format: Format, out: Path | None) -> 
     if output_format is Format.json:
         raise UserError(problem="json is a format of --columns", where="--format", mend="html, md or csv")
     results = [load(directory) for directory in directories]
+    for result in results:
+        if result.age_note:
+            stderr().print(f"rayk: {result.directory}: {result.age_note}", markup=False)
     if output_format is Format.trace:
         return [_write_trace(results, out or directories[0])]
     name = f"{'report' if len(results) == 1 else 'compare'}.{output_format}"
@@ -119,6 +124,7 @@ def _write_trace(results: list[Result], path: Path) -> Path:
     path = path / "timeline.json" if path.is_dir() else path
     make_folder(path.parent)
     return write_timeline(results[0], path)
+
 
 def _write_html(results: list[Result], path: Path) -> Path:
     from rayk.reports.compare import write_compare_html

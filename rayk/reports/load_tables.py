@@ -18,6 +18,7 @@ from rayk.reports.folder import check_directory
 from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
 from rayk.reports.load_fields import METRICS as METRIC_MEANINGS
 from rayk.reports.load_fields import STATISTICS as STATISTIC_WORDS
+from rayk.reports.schema import stamped
 
 VERDICTS = ("VALID", "NOISY", "INVALID")
 """Of a load's numbers: to be trusted, imprecise, not what they say."""
@@ -25,9 +26,9 @@ METRICS = tuple(METRIC_MEANINGS)
 STATISTICS = tuple(STATISTIC_WORDS)
 
 LOAD_CELL_FIELDS = kinds(LOAD_CELLS)
-"""Columns of a bench's cells.parquet, with their types."""
 LOAD_REQUEST_FIELDS = kinds(LOAD_REQUESTS)
-"""Columns of a bench's requests.parquet."""
+LOAD_FIELDS = {"cells": LOAD_CELL_FIELDS, "requests": LOAD_REQUEST_FIELDS}
+"""Columns of a bench's tables, with their types."""
 
 
 def is_load(cells: pd.DataFrame) -> bool:
@@ -70,4 +71,4 @@ class LoadWriter:
 
     def _table(self, name: str, rows: Sequence[Mapping[str, Any]], fields: dict[str, Any]) -> None:
         with atomic_path(self.directory / f"{name}.parquet") as path:
-            pq.write_table(make_table([dict(row) for row in rows], fields), path)
+            pq.write_table(stamped(make_table([dict(row) for row in rows], fields)), path)

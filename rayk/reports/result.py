@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pyarrow as pa
 from rayk.reports.columns import FIELDS
 from rayk.reports.files import TABLES
 from rayk.reports.folder import read_environment
+from rayk.reports.load_tables import LOAD_FIELDS, is_load
+from rayk.reports.schema import SCHEMA_VERSION, check_schema
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow
 
@@ -26,13 +29,28 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     spec_yaml: str = ""
     directory: Path | None = None
+    schema_version: int = SCHEMA_VERSION
+    """Of the tables on disk, the least of them; see `schema.py`."""
+    lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Table -> the columns that the rayk which wrote it did not have: they hold nothing."""
+
+    @property
+    def age_note(self) -> str:
+        """What is to be said of tables that an older rayk wrote; empty where they have every column."""
+        told = [f"{table} {', '.join(names)}" for table, names in self.lacking.items()]
+        if not told:
+            return ""
+        version = f"tables of version {self.schema_version}, now {SCHEMA_VERSION}; "
+        version = version if self.schema_version < SCHEMA_VERSION else ""
+        return f"written by an older rayk ({version}columns that hold nothing: {'; '.join(told)})"
 
 
 def load(directory: str | Path) -> Result:
-    """Read a run's tables, as far as its cells are finished. Raises UserError when the folder has none.
+    """Read a run's tables, as far as its cells are finished. Raises UserError when the folder has none, or
+    has tables that this rayk cannot read: of a newer version, or without the columns that name cells.
 
-    Columns that an older rayk did not write are there and hold nothing; whether its cells were met follows
-    from their verdicts.
+    Columns that an older rayk did not write are there and hold nothing (`Result.lacking`); whether its cells
+    were met follows from their verdicts.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -49,7 +67,11 @@ def load(directory: str | Path) -> Result:
             else "a folder that `rayk run --out` wrote",
         )
     # Cells first: while a run writes, the other tables hold at least the rows of the cells just read.
-    cells, requests, transfers = (_complete(name, _read(folder / f"{name}.parquet")) for name in TABLES)
+    paths = {name: folder / f"{name}.parquet" for name in TABLES}
+    versions = [_check(path) for path in paths.values()]
+    read = {name: _read(path) for name, path in paths.items()}
+    lacking = _lacking(read)
+    cells, requests, transfers = (_complete(name, read[name]) for name in TABLES)
     return Result(
         cells=cells,
         requests=_of(cells, requests),
@@ -57,7 +79,24 @@ def load(directory: str | Path) -> Result:
         environment=read_environment(folder),
         spec_yaml=spec.read_text(encoding="utf-8") if spec.is_file() else "",
         directory=folder,
+        schema_version=min(versions),
+        lacking=lacking,
     )
+
+
+def _check(path: Path) -> int:
+    try:
+        return check_schema(path)
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise UserError(problem=f"cannot read the table: {error}", where=str(path)) from error
+
+
+def _lacking(read: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, ...]]:
+    """By table, the columns that such tables have by now and these do not."""
+    loads = "verdict" in read["cells"] and is_load(read["cells"])
+    expected = FIELDS | LOAD_FIELDS if loads else FIELDS
+    found = {name: tuple(c for c in expected[name] if c not in table) for name, table in read.items()}
+    return {name: columns for name, columns in found.items() if columns}
 
 
 def _of(cells: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:

@@ -25,6 +25,7 @@ from rayk.reports.columns import (
 from rayk.reports.files import atomic_path, make_folder, remove_leftovers, write_text
 from rayk.reports.folder import FACTS, changed_facts, check_directory, read_environment
 from rayk.reports.journal import Journal
+from rayk.reports.schema import check_schema, stamped
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 
@@ -126,13 +127,13 @@ class ResultWriter:
 
     def _write(self, name: str, table: pa.Table) -> None:
         with atomic_path(self.directory / f"{name}.parquet") as path:
-            pq.write_table(table, path)
+            pq.write_table(stamped(table), path)
 
     def _read_finished(self) -> None:
         """Take over the cells that are whole, and their rows alone."""
-        cells = _read(self.directory / "cells.parquet", CELL_FIELDS).to_pylist()
+        cells = _read(self.directory, "cells", CELL_FIELDS).to_pylist()
         for name, fields in _ROW_FIELDS.items():
-            self._rows[name] = _read(self.directory / f"{name}.parquet", fields)
+            self._rows[name] = _read(self.directory, name, fields)
         counts = _Counts(self._rows)
         self._cells = [cell for cell in cells if counts.has_all_of(cell)]
         if len(self._cells) < len(cells):
@@ -178,11 +179,13 @@ def _place(row: TransferRow, order: Mapping[str, int]) -> tuple[int, ...]:
     return (row.repeat, request, row.group, row.consumer_rank, row.producer_rank)
 
 
-def _read(path: Path, fields: dict[str, Any]) -> pa.Table:
+def _read(directory: Path, name: str, fields: dict[str, Any]) -> pa.Table:
     """A table of an earlier session; empty if it did not get that far. Raises UserError."""
+    path = directory / f"{name}.parquet"
     if not path.is_file():
         return make_table([], fields)
     try:
+        check_schema(path)
         return typed(pq.read_table(path), fields)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise UserError(

@@ -1,0 +1,56 @@
+"""Which version of the tables a folder holds, and whether this rayk can read it.
+
+The version stands in each parquet file's metadata. Columns that are added do not raise it: a reader fills
+them with nulls. It is raised when a column's name, unit or meaning changes, and then `load` must be told how
+to read the versions before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayk.types.errors import UserError
+
+SCHEMA_VERSION = 1
+"""Of the tables that this rayk writes. 0: tables from before they named one."""
+KEY = b"rayk.schema_version"
+"""Of the parquet files' metadata."""
+KEY_COLUMN = "cell_id"
+"""Of every table; without it a row is of nothing."""
+
+
+def stamped(table: pa.Table) -> pa.Table:
+    """The table with its version in its metadata."""
+    kept = table.schema.metadata or {}
+    return table.replace_schema_metadata({**kept, KEY: str(SCHEMA_VERSION).encode()})
+
+
+def check_schema(path: Path) -> int:
+    """The version of a table's file. Raises UserError where this rayk cannot read it, and says why;
+    OSError or ValueError where it is no parquet file."""
+    schema = pq.read_schema(path)
+    version = _version(schema, path)
+    if version > SCHEMA_VERSION:
+        raise UserError(
+            problem=f"written by a newer rayk: its tables have version {version}, this one reads up to "
+            f"{SCHEMA_VERSION}",
+            where=str(path),
+            mend="the rayk that wrote it (environment.json has its version and commit), or a newer one",
+        )
+    if KEY_COLUMN not in schema.names:
+        raise UserError(
+            problem=f"cannot be read: no column {KEY_COLUMN} in its table of version {version}",
+            where=str(path),
+            mend="a folder that `rayk run` or `rayk bench` wrote; `rayk report --columns` says what is there",
+        )
+    return version
+
+
+def _version(schema: pa.Schema, path: Path) -> int:
+    text = (schema.metadata or {}).get(KEY, b"0")
+    if not text.isdigit():
+        raise UserError(problem=f"its version is no number: {text.decode(errors='replace')}", where=str(path))
+    return int(text)
