@@ -19,10 +19,12 @@ from rayk.actors.commands import Capture, Connect, Describe, Diagnose
 from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
 from rayk.actors.extension import TransferExtension
 from rayk.actors.handover import TransferHandover
+from rayk.actors.ray_metrics import make_meter
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
 from rayk.engine.stopping import Decode
+from rayk.metrics import BufferedSink
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import Reservation, TransferTicket
@@ -31,6 +33,7 @@ from rayk.types.errors import KVMismatch
 from rayk.types.request import Request, SamplingParams
 
 MakeAgent = Callable[[str], TransferAgent]
+MakeSink = Callable[[str, int], BufferedSink]
 _PAIRS = itertools.count()
 
 POISON = 0x7F
@@ -129,11 +132,12 @@ class Pair:
         load_decoder: Callable[[], Decode] | None = None,
         push: bool = False,
         push_layers: int | None = None,
+        make_sink: MakeSink | None = None,
         changes: tuple[dict[str, object], dict[str, object]] = ({}, {}),
         **common: object,
     ) -> Iterator[Pair]:
         """`common` and, per side, `changes` go to the EngineConfigs. `push`: P writes, `push_layers` layers
-        at a time."""
+        at a time. `make_sink`: by engine and rank, where they report."""
         make_agent = make_agent or local_agents()
         models = model if isinstance(model, tuple) else (model, model)
         number = next(_PAIRS)
@@ -144,6 +148,7 @@ class Pair:
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
                 options = {"poison": poison, "load_decoder": load_decoder}
                 options |= {"push": push, "push_layers": push_layers, "renewed_lease_s": renewed_lease_s}
+                options |= {"make_sink": make_sink}
                 sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))
             pair = cls(*sides, push)
             if connect:
@@ -273,6 +278,12 @@ def _make_side(
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
     push, push_layers = options.pop("push"), options.pop("push_layers")
     renewed_lease_s = options.pop("renewed_lease_s")
+    make_sink: MakeSink | None = options.pop("make_sink")
+    sinks = [None if make_sink is None else make_sink(name, rank) for rank in range(config.tp)]
+    if make_sink is not None:
+        options["make_meter"] = lambda rank, leader: make_meter(
+            sinks[rank.comm.rank], rank, leader, handover if leader else None
+        )
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")
@@ -285,6 +296,7 @@ def _make_side(
             lease_s=lease_s,
             renewed_lease_s=renewed_lease_s,
             push_layers=push_layers,
+            metrics=sinks[rank.comm.rank],
             **more,
         )
         stack.callback(made.close)

@@ -29,7 +29,9 @@ from rayk.actors.commands import (
 )
 from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.actors.pushing import PushSide
+from rayk.actors.transfer_meter import report_news, report_totals
 from rayk.engine.rank import EngineRank
+from rayk.metrics import BufferedSink
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
@@ -113,6 +115,7 @@ class TransferExtension:
         push_layers: int | None = None,
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
+        metrics: BufferedSink | None = None,
     ) -> None:
         """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
         Pusher. `on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
@@ -122,6 +125,7 @@ class TransferExtension:
         self._caches = rank.caches
         self._fence = rank.fence
         self._on_point = on_point
+        self._metrics = metrics
         self._lease_ns = int(lease_s * 1e9)
         self._renewed_ns = int(renewed_lease_s * 1e9) if renewed_lease_s is not None else None
         self._num_handovers = 0
@@ -138,6 +142,11 @@ class TransferExtension:
         )
         self.transfer = TransferRank(self._agent, rank.caches, self._views, description, staging=staging)
         self._push = PushSide(rank, make_push_agent, description, push_layers)
+        if metrics is not None:
+            struck = [
+                s.num_struck for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)
+            ]
+            metrics.on_flush(lambda: report_totals(metrics, sum(self.transfer.num_unsent.values()), struck))
 
     def execute(self, command: object) -> object:
         """Run one command; see actors.commands."""
@@ -219,7 +228,11 @@ class TransferExtension:
             tuple(self.transfer.reserved()),
         )
         self._push.turn(self.transfer.stops())
-        return news if news != _NO_NEWS else None
+        if news == _NO_NEWS:
+            return None
+        if self._metrics is not None:
+            report_news(self._metrics, news)
+        return news
 
     def close(self) -> None:
         """Give the agents and their registrations back."""

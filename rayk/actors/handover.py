@@ -226,6 +226,11 @@ class TransferHandover:
         halves = self.receiving.abort, self.reservations.give_up, self.lending.give_up
         return any(abort(request_id) for abort in halves)
 
+    @property
+    def num_awaited(self) -> int:
+        """Requests whose KV is awaited here."""
+        return self.receiving.num_awaited
+
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request outlive its stream here."""
         return self.lending.holds(request_id) or self.receiving.holds(request_id)

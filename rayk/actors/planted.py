@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,12 +50,15 @@ class FaultBox:
 
     def __init__(self, faults: Sequence[PlantedFault]) -> None:
         self._left = list(faults)
+        self.num_struck: Counter[tuple[str, str]] = Counter()
+        """(kind, point) -> how many have struck."""
 
     def take(self, kind: str, request_id: str) -> PlantedFault | None:
         """The fault of this kind that hits this request, used up by asking; None if there is none."""
         for fault in self._left:
             if fault.kind == kind and fault.hits(request_id):
                 self._left.remove(fault)
+                self.num_struck[kind, fault.point or ""] += 1
                 return fault
         return None
 

@@ -94,6 +94,11 @@ class Receiving:
         return any(known)
 
     @property
+    def num_awaited(self) -> int:
+        """Requests that wait for blocks, or whose KV comes."""
+        return len(self._queued) + len(self._reading)
+
+    @property
     def in_flight(self) -> tuple[str, ...]:
         """Failed requests whose blocks are still written to."""
         return tuple(_abandoned_lease(incoming) for incoming in tuple(self._draining.values()))

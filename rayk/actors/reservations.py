@@ -168,7 +168,8 @@ class Reservations:
         )
         held.is_given, held.reserved_ns = True, time.monotonic_ns()
         info = {"stage_ns": {"reserve": held.reserved_ns - wish.asked_ns}}
-        self.leader.emit(RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info))
+        event = RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info)
+        self.leader.emit(event, ends=False)
 
     def claim(self, request_id: str, reservation_id: str) -> tuple[BlockTables, HeldPrefix] | None:
         """The request's ticket is here: its blocks are the request's from now on, and what of them was not

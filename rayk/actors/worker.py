@@ -29,14 +29,17 @@ import torch
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.lines import Funnel, Last, LineAddress, LineService, LineThread
+from rayk.actors.phases import phases_of
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.push_flow import PushSettings
+from rayk.actors.ray_metrics import make_meter, sink_of_rank, timed
 from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
+from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
@@ -93,6 +96,7 @@ class Worker:
         self._leader: Leader | None = None
         self._handover: TransferHandover | None = None
         self._extension: RankExtension = NoExtension()
+        self._metrics = BufferedSink(NullSink())
         self._lock = threading.Lock()
         self._line: LineThread | None = None
         self._aborted: OrderedDict[str, None] = OrderedDict()
@@ -158,7 +162,8 @@ class Worker:
         )
         try:
             commit = functools.partial(commit_wrong_kv, faults=spec.faults)
-            self._rank = EngineRank(spec.config, comm, on_loaded=commit)
+            self._rank = EngineRank(spec.config, timed(comm), on_loaded=commit)
+            self._metrics = sink_of_rank(self._rank, engine=spec.engine, role=spec.role)
             loaded_s = time.process_time()
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
@@ -169,7 +174,8 @@ class Worker:
             comm.close()
             self.dissolve()
             raise
-        self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step)
+        meter = make_meter(self._metrics, self._rank, self._leader, self._handover)
+        self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step, meter=meter)
         plan = self._rank.plan
         return {
             "backend": self._rank.backends.implementation,
@@ -197,6 +203,7 @@ class Worker:
         try:
             self._run()
         finally:
+            self._metrics.flush()
             self._ended.set()
 
     def _run(self) -> None:
@@ -233,18 +240,22 @@ class Worker:
         """Run a request (see `_submit`) and yield its events as they come, the first at once and later ones
         gathered."""
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self._submit(request, events.put, **arguments)
-        first = True
-        while True:
-            batch = [events.get()]
-            if not first and not batch[0].is_last:
-                time.sleep(FLUSH_S)
-            while not events.empty():
-                batch.append(events.get())
-            first = False
-            yield batch
-            if batch[-1].is_last:
-                return
+        assert self._spec is not None, "form first"
+        phases = phases_of(request.request_id, self._spec.engine, arguments["mode"])
+        try:
+            self._submit(request, events.put, **arguments)
+            first, is_over = True, False
+            while not is_over:
+                batch = [events.get()]
+                if not first and not batch[0].is_last:
+                    time.sleep(FLUSH_S)
+                while not events.empty():
+                    batch.append(events.get())
+                phases.see(batch)
+                first, is_over = False, batch[-1].is_last
+                yield batch
+        finally:
+            phases.end()
 
     def open_line(self, host: str) -> LineAddress:
         """Let fronts `generate` without Ray in between, until the engine is dissolved (rank 0)."""
@@ -441,6 +452,7 @@ class Worker:
             "staging": spec.staging,
             "faults": spec.faults,
             "on_point": self._on_point,
+            "metrics": self._metrics,
         }
         strikes = [f.strike for f in spec.faults if f.strike is not None]
         if spec.push is not None:

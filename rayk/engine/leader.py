@@ -11,6 +11,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -143,6 +144,8 @@ class Leader:
         self._dead: RaykError | None = None
         self._death = threading.Lock()
         self._last_news_s = 0.0
+        self.num_ended: Counter[str] = Counter()
+        """Requests that ended here, by finish reason, error or handed_over."""
         if handover is not None:
             handover.attach(self)
 
@@ -257,13 +260,16 @@ class Leader:
             self._last_news_s = time.monotonic()
             self._stalled = False
 
-    def emit(self, event: RequestEvent) -> None:
-        """Give an event to its request's sink; the last one closes it."""
+    def emit(self, event: RequestEvent, *, ends: bool = True) -> None:
+        """Give an event to its request's sink; the last one closes it. `ends`: and is then the request's end
+        here, not that of what was asked for it."""
         sink = self._sinks.get(event.request_id)
         if sink is None:
             return
         if event.is_last:
             del self._sinks[event.request_id]
+            if ends:
+                self.num_ended[_how_ended(event)] += 1
         sink(event)
 
     def open(
@@ -284,6 +290,7 @@ class Leader:
         if error is None:
             error = self._too_long(request, max_tokens or request.sampling.max_tokens)
         if error is not None:
+            self.num_ended["error"] += 1
             sink(RequestEvent(request_id=request.request_id, error=error))
             return False
         self._sinks[request.request_id] = sink
@@ -411,6 +418,12 @@ class Leader:
 
     def _watching(self) -> bool:
         return self._handover is not None and self._handover.needs_gather()
+
+
+def _how_ended(event: RequestEvent) -> str:
+    if event.error is not None:
+        return "error"
+    return "handed_over" if event.finish_reason is None else str(event.finish_reason)
 
 
 def dead_engine(engine: str, error: BaseException, rank: int | None = None) -> EngineDied:

@@ -21,6 +21,7 @@ from rayk.types.errors import RaykError
 if TYPE_CHECKING:
     import torch
 
+    from rayk.engine.metering import StepMeter
     from rayk.engine.rank import EngineRank
     from rayk.parallel.comm import Comm
 
@@ -132,7 +133,9 @@ class EngineLoop:
         extension: RankExtension,
         leader: TurnSource | None,
         on_step: Callable[[int], None] | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
+        """`meter`: is told of every turn and step."""
         assert (leader is not None) == (rank.comm.rank == 0), "rank 0 and only rank 0 has the leader"
         self.times = LoopTimes()
         self._rank = rank
@@ -140,6 +143,7 @@ class EngineLoop:
         self._extension = extension
         self._leader = leader
         self._on_step = on_step
+        self._meter = meter
 
     def run(self) -> None:
         """Turn until the leader says stop. Raises CommError when a peer is gone."""
@@ -168,8 +172,13 @@ class EngineLoop:
         self.times.num_turns += 1
         if turn.batch is not None:
             self.times.num_steps += 1
-            self.times.model_ns += self._rank.forward_ns
-            self.times.turn_ns += time.monotonic_ns() - started
+            model_ns, turn_ns = self._rank.forward_ns, time.monotonic_ns() - started
+            self.times.model_ns += model_ns
+            self.times.turn_ns += turn_ns
+            if self._meter is not None:
+                self._meter.stepped(turn.batch, turn_ns, model_ns)
+        if self._meter is not None:
+            self._meter.turned()
         return not turn.stop
 
     def _share(self, turn: Turn | None) -> Turn:

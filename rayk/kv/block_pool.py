@@ -43,6 +43,11 @@ class BlockPool:
         """Blocks that can be allocated now."""
         return int(self._free.sum())
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Of these, blocks whose content can still be found."""
+        return int(np.count_nonzero(self._free & self._kept))
+
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
         """Take blocks, each with one reference; ids following `after` first, then the first run that fits.
 

@@ -273,6 +273,32 @@ class KVCacheManager:
             if block in wanted and block != NULL_BLOCK
         }
 
+    def count_blocks(self) -> dict[str, dict[str, int]]:
+        """How many blocks are used (by requests) and leased, by group's index; "pool": all, each counted
+        once, free and cached (free, but to be found) ones too."""
+        used: list[set[int]] = [set() for _ in self.groups]
+        leased: list[set[int]] = [set() for _ in self.groups]
+        for tables in self._tables.values():
+            for index, t in enumerate(tables):
+                used[index].update(t.blocks)
+        for lease in self._leases.values():
+            for index, blocks in enumerate(lease):
+                leased[index].update(blocks)
+        counts = {
+            str(index): {"used": len(u - {NULL_BLOCK}), "leased": len(held - u - {NULL_BLOCK})}
+            for index, (u, held) in enumerate(zip(used, leased, strict=True))
+        }
+        num_free, num_cached = self.pool.num_free_blocks, self.pool.num_cached_blocks
+        num_leased = sum(c["leased"] for c in counts.values())
+        num_used = self.pool.num_blocks - 1 - num_free - num_leased
+        counts["pool"] = {
+            "free": num_free - num_cached,
+            "cached": num_cached,
+            "used": num_used,
+            "leased": num_leased,
+        }
+        return counts
+
     def max_request_blocks(self, num_tokens: int, max_batch_tokens: int) -> int:
         """Blocks one request of `num_tokens` needs at its peak, if chunks have at most `max_batch_tokens`."""
         return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in self.groups)

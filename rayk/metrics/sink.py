@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class MetricsSink(Protocol):
-    """Takes values of the metrics in `METRICS`; `labels` are those beside `engine`, which it knows."""
+    """Takes values of the metrics in `METRICS`; `labels`: those that it does not know."""
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""

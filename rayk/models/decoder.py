@@ -131,6 +131,16 @@ class Decoder:
         self._residual_dtype = torch.float32 if config.residual_wide else dtype
 
     @property
+    def num_head_weights(self) -> int:
+        """Elements of the rank's share of the output matrix."""
+        return self._lm_head.weight.numel()
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of a weight."""
+        return self._dtype.itemsize
+
+    @property
     def kv_scales(self) -> dict[int, tuple[float, float]]:
         """Layer -> the scales (k, v) of its bound cache; empty where pages hold all that is needed."""
         caches = {

@@ -124,6 +124,12 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        """Prompt tokens computed, also those computed again."""
+        self.num_output_tokens = 0
+        """Tokens sampled."""
+        self.num_looked_up_tokens = self.num_found_tokens = 0
+        """Prompt tokens of new requests, and those of them that the prefix cache had."""
         self.is_short_of_blocks = False
         """Whether a request could not go on in the last `schedule` because blocks were short."""
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -227,12 +233,16 @@ class Scheduler:
             if state is None:
                 continue  # aborted while the step ran
             start = share.num_computed_tokens
-            state.advance(start, start + len(share.token_ids))
+            stop = start + len(share.token_ids)
+            num_prompt = len(state.request.prompt_token_ids)
+            self.num_prompt_tokens += max(0, min(stop, num_prompt) - start)
+            state.advance(start, stop)
             self.allocator.remember(state.request_id, state.tokens, state.num_computed)
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
                 state.append(sampled[share.request_id], self.max_positions)
+                self.num_output_tokens += 1
                 got_token.append(state)
             if state.finish_reason is not None:
                 self.remove(state.request_id)
@@ -297,7 +307,10 @@ class Scheduler:
                 break
             self._waiting.popleft()
             if state.num_cached_tokens is not None and not state.num_preemptions:
-                state.num_cached_tokens = min(state.num_computed, len(state.request.prompt_token_ids))
+                num_prompt = len(state.request.prompt_token_ids)
+                state.num_cached_tokens = min(state.num_computed, num_prompt)
+                self.num_looked_up_tokens += num_prompt
+                self.num_found_tokens += state.num_cached_tokens
             state.row = self._rows.pop()
             self._running.append(state)
             scheduled.append(self._share(state, num_tokens, updates))

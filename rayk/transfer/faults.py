@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -262,6 +263,11 @@ class FaultyAgent:
         if self._is_wiring:
             return ("handshake",)
         return ("post", "mid_transfer") if is_data else ("notify",)
+
+    @property
+    def num_struck(self) -> Counter[tuple[str, str]]:
+        """Strikes that have hit here, by kind and point."""
+        return self._strikes.num_struck
 
     def passes(self, *points: str) -> Strike | None:
         """The strike at what passes now; a rank that is to die does so here, or is told to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -120,6 +120,8 @@ class ProducerLink:
     """Producer rank this rank must release -> how many consumer ranks do."""
     wire: WireCache | None = None
     """Where rows arrive that are converted; None where both engines keep the same format."""
+    num_unsent: dict[int, int] = field(default_factory=dict)
+    """Producer rank -> messages that it could not be told."""
 
     @property
     def engine(self) -> str:
@@ -139,9 +141,11 @@ def make_link(
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
     wire: WireCache | None = None,
+    num_unsent: dict[int, int] | None = None,
 ) -> ProducerLink:
     """Add the producer's ranks as peers and prepare the first pattern of each read: all there is where the
-    blocks of both engines are alike. Reads go into `wire` where there is one."""
+    blocks of both engines are alike. Reads go into `wire` where there is one. `num_unsent`: what to count
+    in."""
     geometries = [p.geometry for p in producers]
     if wire is not None:
         me = wire.description
@@ -155,7 +159,15 @@ def make_link(
         prepared.take(plan.pattern(key))
         prepared.give_back(key)
     fences = {rank: _prepare_fence(agent, landing, producers[rank]) for rank in plan.producer_ranks}
-    return ProducerLink(tuple(producers), plan, prepared, fences, num_releases, wire)
+    return ProducerLink(
+        tuple(producers),
+        plan,
+        prepared,
+        fences,
+        num_releases,
+        wire,
+        {} if num_unsent is None else num_unsent,
+    )
 
 
 def pattern_lists(

@@ -81,6 +81,8 @@ class TransferRank:
         self._drained: list[str] = []
         self._leases = LeaseTable()
         self._reserving = Reserving(agent, description.tp_rank, self.generations, clock)
+        self.num_unsent: dict[int, int] = {}
+        """Producer rank -> releases and renewals that it could not be told of."""
         self._stops: list[StopMessage] = []
         """Of consumer ranks that this rank may push to."""
 
@@ -108,7 +110,8 @@ class TransferRank:
         wire = wire_cache_for(
             self._agent, producers[0], consumers, me, self._views, self._caches.buffer.device
         )
-        self._links[engine] = make_link(self._agent, self._landing, producers, consumers, me, wire)
+        ends = producers, consumers, me
+        self._links[engine] = make_link(self._agent, self._landing, *ends, wire, self.num_unsent)
 
     def wire(self, engine: str, timeout_s: float) -> bool:
         """Read 8 bytes from every rank of a connected producer engine, so that the first request need not

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -76,6 +77,8 @@ class Strikes:
     def __init__(self) -> None:
         self._left: list[Strike] = []
         self._counts: dict[str, int] = {}
+        self.num_struck: Counter[tuple[str, str]] = Counter()
+        """(kind, point) -> how many have hit."""
 
     def __bool__(self) -> bool:
         return bool(self._left)
@@ -92,6 +95,7 @@ class Strikes:
         for strike in self._left:
             if strike.point in points and strike.step == self._counts[strike.point]:
                 self._left.remove(strike)
+                self.num_struck[strike.kind, strike.point] += 1
                 return strike
         return None
 

@@ -58,4 +58,4 @@ def _notify(agent: TransferAgent, link: ProducerLink, rank: int, message: bytes)
         agent.notify(link.producers[rank].agent_name, message)
     except TransferError:
         # The producer rank is gone, and its lease with it.
-        return
+        link.num_unsent[rank] = link.num_unsent.get(rank, 0) + 1

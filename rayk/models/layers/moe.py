@@ -129,6 +129,11 @@ class Moe:
         self._reduce = reduce and comm.size > 1
         assert not config.weighs_inputs or (experts.gate_up_bias is None and experts.down_bias is None)
 
+    @property
+    def num_chosen(self) -> tuple[int, int]:
+        """Experts that a token goes to, and of how many on all ranks."""
+        return self._config.num_chosen, self._config.num_experts
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank, or the rank's partial sums."""
         # The same bits of x on every rank: all ranks choose alike.

@@ -1,0 +1,151 @@
+"""What a step costs one rank, counted: floating point operations, and bytes of weights and KV that it reads.
+
+Matrix products of the weights, and attention over the tokens it sees (after a window at most so many). Norms,
+rotations, recurrent scans and sampling are left out: they are a few percent of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from rayk.engine.rank import EngineRank
+from rayk.models.layers.attention import Attention
+from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.mla import Mla
+from rayk.models.layers.moe import Moe
+from rayk.types.batch import ScheduledBatch
+
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": (989.4e12, 3.35e12),
+    "NVIDIA H200": (989.4e12, 4.8e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 2.039e12),
+}
+"""Device -> dense FLOP/s of its tensor cores in 16 bits, bytes/s of its memory; from NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    num_elements: int
+    """Of the rank's share."""
+    num_chosen: int
+    num_experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Attending:
+    """Layers that see equally far."""
+
+    window: int | None
+    flops: int
+    """Per pair of a token and one that it sees, over all of them."""
+    kv_bytes: int
+    """Of one token, over all of them."""
+
+
+class StepCosts:
+    """One rank's costs; every step is counted as it is decided."""
+
+    def __init__(self, rank: EngineRank) -> None:
+        decoder = rank.decoder
+        moes, linears = [], []
+        for part in _parts(decoder.layers):
+            if isinstance(part, Moe):
+                moes.append(part)
+            elif isinstance(part, Linear | RowParallelLinear):
+                linears.append(part.weight.numel())
+        self._experts = tuple(
+            _Experts(m.experts.gate_up.numel() + m.experts.down.numel(), *m.num_chosen) for m in moes
+        )
+        self._num_linear = sum(linears)
+        self._num_head = decoder.num_head_weights
+        self._itemsize = decoder.weight_itemsize
+        self._attending = tuple(_attending(rank))
+
+    def count(self, batch: ScheduledBatch) -> tuple[int, int]:
+        """(floating point operations, bytes read) of a step."""
+        num_tokens, num_logits = 0, 0
+        shares = []
+        for r in batch.requests:
+            n = len(r.token_ids)
+            num_tokens += n
+            num_logits += r.needs_logits + r.prompt_logits[1] - r.prompt_logits[0]
+            shares.append((r.num_computed_tokens, n))
+        elements = self._num_linear + (self._num_head if num_logits else 0)
+        flops = 2 * (self._num_linear * num_tokens + self._num_head * num_logits)
+        for e in self._experts:
+            flops += 2 * e.num_elements * num_tokens * e.num_chosen // e.num_experts
+            # As many experts as tokens may choose: few tokens leave most of them alone.
+            elements += min(e.num_elements, e.num_elements * num_tokens * e.num_chosen // e.num_experts)
+        read = elements * self._itemsize
+        for a in self._attending:
+            pairs, seen = _pairs(shares, a.window)
+            flops += a.flops * pairs
+            read += a.kv_bytes * seen
+        return flops, read
+
+
+def _pairs(shares: list[tuple[int, int]], window: int | None) -> tuple[int, int]:
+    """(pairs of a token and one it sees, itself included; KV tokens read) of requests with so many tokens
+    before and in a step."""
+    pairs = seen = 0
+    for before, n in shares:
+        if window is None or before + n <= window:
+            pairs += n * before + n * (n + 1) // 2
+            seen += before + n
+            continue
+        # The first tokens may see less than a window.
+        num_short = min(n, max(0, window - before))
+        pairs += num_short * before + num_short * (num_short + 1) // 2 + (n - num_short) * window
+        seen += min(before + n, window - 1 + n)
+    return pairs, seen
+
+
+def _attending(rank: EngineRank) -> Iterator[_Attending]:
+    """By window: what the layers compute and read per token."""
+    found: dict[int | None, list[int]] = {}
+    geometry = rank.caches.geometry
+    bytes_of = {
+        layer: g.page_bytes // g.block_size
+        for g in geometry.groups
+        if g.group.spec.has_token_rows
+        for layer in g.group.layers
+    }
+    for layer in (p for p in _parts(rank.decoder.layers) if isinstance(p, Attention | Mla)):
+        if isinstance(layer, Attention):
+            sizes = layer.params.head_size_k + layer.params.head_size_v
+        else:
+            sizes = 2 * layer.params.latent_size + layer.params.rope_size
+        config = rank.model_config.layers[layer.layer]
+        source = layer.layer if config.kv_source is None else config.kv_source
+        # A chunk is seen from its start: half of it on average, here counted as a window.
+        sums = found.setdefault(config.window or config.chunk, [0, 0])
+        sums[0] += 2 * layer.num_query_heads * sizes
+        sums[1] += bytes_of.get(source, 0)
+    for window, (flops, kv_bytes) in found.items():
+        yield _Attending(window, flops, kv_bytes)
+
+
+def _parts(root: object) -> Iterator[object]:
+    """A model's parts, whatever holds them: tuples, dataclasses and objects of rayk.models."""
+    seen: set[int] = set()
+    todo: list[Any] = [root]
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, tuple | list):
+            todo += part
+        elif type(part).__module__.startswith("rayk.models.layers"):
+            yield part
+            todo += _held(part)
+        elif type(part).__module__ == "rayk.models.decoder":
+            todo += _held(part)
+
+
+def _held(part: Any) -> list[object]:
+    if is_dataclass(part):
+        return [getattr(part, f.name) for f in fields(part)]
+    return list(getattr(part, "__dict__", {}).values())

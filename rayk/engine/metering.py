@@ -1,0 +1,130 @@
+"""What one rank tells of its steps, and rank 0 of its requests and blocks. Called by the engine's loop.
+
+Steps are added up here; a sink hears of them when it passes its values on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rayk.engine.costs import PEAKS, StepCosts
+from rayk.metrics import BufferedSink
+from rayk.types.batch import ScheduledBatch
+
+if TYPE_CHECKING:
+    from rayk.engine.leader import Leader
+    from rayk.parallel.timed import TimedComm
+
+
+@dataclass(slots=True)
+class _Phase:
+    num_steps: int = 0
+    busy_ns: int = 0
+    model_ns: int = 0
+
+
+def phase_of(batch: ScheduledBatch) -> str:
+    """prefill, decode or mixed. One token behind others counts as decode, also where it ends a prompt."""
+    num_decoding = sum(1 for r in batch.requests if len(r.token_ids) == 1 and r.num_computed_tokens)
+    if not num_decoding:
+        return "prefill"
+    return "decode" if num_decoding == len(batch.requests) else "mixed"
+
+
+class StepMeter:
+    """One rank's steps. `leader`: on rank 0."""
+
+    def __init__(
+        self,
+        sink: BufferedSink,
+        *,
+        leader: Leader | None = None,
+        costs: StepCosts | None = None,
+        comm: TimedComm | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """`comm`: where collectives take the host's time. `device`: its name, for the peaks it may have."""
+        self.sink = sink
+        self._leader = leader
+        self._costs = costs
+        self._comm = comm
+        self._peaks = PEAKS.get(device)
+        self._num_turns = 0
+        self._phases = {name: _Phase() for name in ("prefill", "decode", "mixed")}
+        self._flops = self._read_bytes = 0
+        self._last = (0, 0, 0)
+        sink.on_flush(self._report)
+
+    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
+        """A turn with a step is over; `model_ns` of it were the forward pass."""
+        name = phase_of(batch)
+        phase = self._phases[name]
+        phase.num_steps += 1
+        phase.busy_ns += busy_ns
+        phase.model_ns += model_ns
+        if self._costs is not None:
+            flops, read_bytes = self._costs.count(batch)
+            self._flops += flops
+            self._read_bytes += read_bytes
+        self.sink.observe("rayk_step_seconds", busy_ns / 1e9, phase=name)
+        if self._leader is not None:
+            self.sink.observe("rayk_iteration_tokens", batch.num_tokens)
+            self.sink.observe("rayk_batch_requests", len(batch.requests))
+
+    def turned(self) -> None:
+        """A turn is over."""
+        self._num_turns += 1
+        self.sink.tick()
+
+    def _report(self) -> None:
+        total = self.sink.total
+        total("rayk_turns_total", self._num_turns)
+        for name, phase in self._phases.items():
+            total("rayk_steps_total", phase.num_steps, phase=name)
+            total("rayk_step_busy_seconds_total", phase.busy_ns / 1e9, phase=name)
+            total("rayk_model_seconds_total", phase.model_ns / 1e9, phase=name)
+        if self._comm is not None:
+            total("rayk_collective_seconds_total", self._comm.collective_ns / 1e9)
+        if self._costs is not None:
+            self._report_costs()
+        if self._leader is not None:
+            self._report_requests(self._leader)
+            self._report_blocks(self._leader)
+
+    def _report_costs(self) -> None:
+        sink = self.sink
+        sink.total("rayk_estimated_flops_per_gpu_total", self._flops)
+        sink.total("rayk_estimated_read_bytes_per_gpu_total", self._read_bytes)
+        now = (self._flops, self._read_bytes, sum(p.model_ns for p in self._phases.values()))
+        flops, read_bytes, model_ns = (a - b for a, b in zip(now, self._last, strict=True))
+        self._last = now
+        rates = (flops / model_ns * 1e9, read_bytes / model_ns * 1e9) if model_ns else (0.0, 0.0)
+        sink.set("rayk_model_flops_per_second", rates[0])
+        sink.set("rayk_model_bytes_per_second", rates[1])
+        if self._peaks is not None:
+            sink.set("rayk_model_flops_utilization", rates[0] / self._peaks[0])
+            sink.set("rayk_model_bandwidth_utilization", rates[1] / self._peaks[1])
+
+    def _report_requests(self, leader: Leader) -> None:
+        total, scheduler = self.sink.total, leader.scheduler
+        for reason, number in leader.num_ended.items():
+            total("rayk_requests_total", number, finish_reason=reason)
+        total("rayk_prompt_tokens_total", scheduler.num_prompt_tokens)
+        total("rayk_generation_tokens_total", scheduler.num_output_tokens)
+        total("rayk_num_preemptions_total", scheduler.num_preemptions)
+        if leader.manager.prefixes is not None:
+            total("rayk_prefix_cache_queries_total", scheduler.num_looked_up_tokens)
+            total("rayk_prefix_cache_hits_total", scheduler.num_found_tokens)
+        self.sink.set("rayk_num_requests_running", scheduler.num_running)
+        self.sink.set("rayk_num_requests_waiting", scheduler.num_waiting)
+
+    def _report_blocks(self, leader: Leader) -> None:
+        counts = leader.manager.count_blocks()
+        num_blocks = leader.manager.pool.num_blocks - 1
+        for group, states in counts.items():
+            for state, number in states.items():
+                self.sink.set("rayk_kv_blocks", number, group=group, state=state)
+        taken = counts["pool"]["used"] + counts["pool"]["leased"]
+        self.sink.set("rayk_kv_pool_blocks", num_blocks)
+        self.sink.set("rayk_kv_cache_usage_perc", taken / num_blocks)

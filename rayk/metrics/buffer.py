@@ -1,0 +1,88 @@
+"""Values gathered on their way to a sink whose calls cost microseconds."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rayk.metrics.sink import MetricsSink
+
+FLUSH_S = 0.5
+"""Counters and gauges go on so often: Ray forgets gauges that nobody has set for two seconds."""
+OBSERVED_PER_TICK = 4
+"""Observations that go on at a tick: more than a step makes, and few enough to delay no token."""
+MAX_OBSERVED = 1 << 16
+"""Observations that wait; beyond these the oldest are lost."""
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class BufferedSink:
+    """Adds counters up, keeps the last value of gauges, and passes all on every `FLUSH_S`.
+
+    For one thread. Implements MetricsSink. Whoever reports calls `tick` about as often as it reports.
+    """
+
+    def __init__(self, sink: MetricsSink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sink = sink
+        self._clock = clock
+        self._due = clock() + FLUSH_S
+        self._sums: dict[_Key, float] = {}
+        self._totals: dict[_Key, float] = {}
+        """Of counters that are counted elsewhere: what was passed on."""
+        self._gauges: dict[_Key, float] = {}
+        self._observed: deque[tuple[_Key, float]] = deque(maxlen=MAX_OBSERVED)
+        self._samplers: list[Callable[[], None]] = []
+
+    def on_flush(self, sample: Callable[[], None]) -> None:
+        """Call `sample` before every flush, which may report what need not be told of each change."""
+        self._samplers.append(sample)
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Add to a counter."""
+        key = (name, tuple(labels.items()))
+        self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def total(self, name: str, value: float, **labels: str) -> None:
+        """A counter stands at `value` now: somebody else counts."""
+        key = (name, tuple(labels.items()))
+        self._sums[key] = self._sums.get(key, 0.0) + value - self._totals.get(key, 0.0)
+        self._totals[key] = value
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge; it is told again at every flush."""
+        self._gauges[name, tuple(labels.items())] = value
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram."""
+        self._observed.append(((name, tuple(labels.items())), value))
+
+    def tick(self) -> None:
+        """Pass on a few observations, and all the rest when that is due."""
+        for _ in range(min(OBSERVED_PER_TICK, len(self._observed))):
+            self._pass_observation()
+        now = self._clock()
+        if now >= self._due:
+            self._due = now + FLUSH_S
+            self._flush()
+
+    def flush(self) -> None:
+        """Pass everything on."""
+        while self._observed:
+            self._pass_observation()
+        self._flush()
+
+    def _flush(self) -> None:
+        for sample in self._samplers:
+            sample()
+        sums, self._sums = self._sums, {}
+        for (name, labels), value in sums.items():
+            if value > 0:
+                self._sink.add(name, value, **dict(labels))
+        for (name, labels), value in self._gauges.items():
+            self._sink.set(name, value, **dict(labels))
+
+    def _pass_observation(self) -> None:
+        (name, labels), value = self._observed.popleft()
+        self._sink.observe(name, value, **dict(labels))

@@ -1,0 +1,88 @@
+"""What is buffered arrives, once, in sums; gauges are told again and again."""
+
+from __future__ import annotations
+
+import random
+
+from rayk.metrics import BufferedSink
+from rayk.metrics.buffer import FLUSH_S, OBSERVED_PER_TICK
+from tests.metrics.recording import Recorder
+
+KNOWN = {"model": "m", "engine": "e", "role": "decode", "rank": "0"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_sums_are_passed_on_whole_whatever_the_rhythm() -> None:
+    rng, clock, recorder = random.Random(7), Clock(), Recorder(**KNOWN)
+    sink = BufferedSink(recorder, clock)
+    expected = {"pull": 0, "push": 0}
+    for _ in range(500):
+        mode, num_bytes = rng.choice(("pull", "push")), rng.randrange(0, 1 << 40)
+        expected[mode] += num_bytes
+        sink.add("rayk_nixl_bytes_total", num_bytes, mode=mode)
+        clock.now += rng.random() * FLUSH_S
+        sink.tick()
+    sink.flush()
+    assert {mode: recorder.sum("rayk_nixl_bytes_total", mode=mode) for mode in expected} == expected
+
+
+def test_totals_that_others_count_are_told_as_differences() -> None:
+    recorder = Recorder(**KNOWN)
+    sink = BufferedSink(recorder)
+    for total in (0, 3, 3, 10):
+        sink.total("rayk_turns_total", total)
+        sink.flush()
+    assert recorder.sum("rayk_turns_total") == 10
+    assert recorder.num_calls == 2, "nothing is told of what did not change"
+
+
+def test_counters_cost_one_call_per_flush() -> None:
+    clock, recorder = Clock(), Recorder(**KNOWN)
+    sink = BufferedSink(recorder, clock)
+    for _ in range(1000):
+        sink.add("rayk_turns_total")
+        sink.tick()
+    assert recorder.num_calls == 0
+    clock.now = FLUSH_S
+    sink.tick()
+    assert (recorder.num_calls, recorder.sum("rayk_turns_total")) == (1, 1000)
+
+
+def test_gauges_are_told_again_for_ray_forgets_them() -> None:
+    clock, recorder = Clock(), Recorder(**KNOWN)
+    sink = BufferedSink(recorder, clock)
+    sink.set("rayk_num_requests_running", 3)
+    for _ in range(4):
+        clock.now += FLUSH_S
+        sink.tick()
+    assert recorder.num_calls == 4
+    assert recorder.gauge("rayk_num_requests_running") == 3
+    assert FLUSH_S <= 1.0, "Ray forgets a gauge after two seconds"
+
+
+def test_observations_come_in_order_and_few_at_a_time() -> None:
+    recorder = Recorder(**KNOWN)
+    sink = BufferedSink(recorder, Clock())
+    values = [float(i) for i in range(3 * OBSERVED_PER_TICK)]
+    for value in values:
+        sink.observe("rayk_iteration_tokens", value)
+    sink.tick()
+    assert recorder.observed["rayk_iteration_tokens"] == values[:OBSERVED_PER_TICK]
+    sink.flush()
+    assert recorder.observed["rayk_iteration_tokens"] == values
+
+
+def test_samplers_speak_before_each_flush() -> None:
+    recorder, asked = Recorder(**KNOWN), []
+    sink = BufferedSink(recorder)
+    sink.on_flush(lambda: (asked.append(1), sink.set("rayk_num_requests_waiting", len(asked)))[0])
+    sink.flush()
+    sink.flush()
+    assert recorder.gauge("rayk_num_requests_waiting") == 2

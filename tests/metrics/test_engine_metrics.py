@@ -1,0 +1,192 @@
+"""What engines report of real runs against what is counted beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from rayk.engine.costs import StepCosts
+from rayk.engine.metering import phase_of
+from rayk.metrics import BufferedSink
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from tests.actors.cases import NUM_TOKENS, Model
+from tests.metrics.recording import Recorder
+from tests.pd import Pair, make_request, wait_until
+
+Recorders = dict[tuple[str, int], Recorder]
+
+
+@pytest.fixture(scope="module")
+def qwen3(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Model:
+    path = checkpoint("qwen3")
+    return Model(path, reference(path))
+
+
+def recorded() -> tuple[Recorders, Callable[[str, int], BufferedSink]]:
+    """Recorders by the first letter of an engine's name, and rank; and what makes sinks into them."""
+    found: Recorders = {}
+
+    def make_sink(engine: str, rank: int) -> BufferedSink:
+        role = "prefill" if engine.startswith("p") else "decode"
+        recorder = Recorder(model="m", engine=engine, role=role, rank=str(rank))
+        found[engine[0], rank] = recorder
+        return BufferedSink(recorder)
+
+    return found, make_sink
+
+
+def flush(pair: Pair) -> None:
+    """Everything that was gathered so far is told: each rank's loop has turned after it was due."""
+    for side in (pair.p, pair.d):
+        for loop in side.engine.loops:
+            assert loop._meter is not None
+            at = loop._meter.sink._due
+            wait_until(lambda m=loop._meter, at=at: m.sink._due > at)  # type: ignore[misc]
+            wait_until(lambda m=loop._meter: not m.sink._observed)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -> None:
+    recorders, make_sink = recorded()
+    with Pair.open(qwen3.path, tp=(2, 1), make_sink=make_sink, push=push) as pair:
+        requests = [make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(qwen3.prompts)]
+        done = pair.complete(requests)
+        assert [c.token_ids for c in done] == qwen3.expected
+        pair.check_all_free()
+        flush(pair)
+        rows = [row for c in done for row in c.info["transfers"]]
+        num_checked = sum(c.info["num_kv_bytes_checked"] for c in done)
+        steps = {s: [loop.times.num_steps for loop in getattr(pair, s).engine.loops] for s in "pd"}
+    p, d = recorders["p", 0], recorders["d", 0]
+    mode = "push" if push else "pull"
+    assert d.sum("rayk_nixl_bytes_total", mode=mode) == sum(r.bytes for r in rows) > 0
+    assert d.sum("rayk_nixl_descriptors_total") == sum(r.num_descriptors for r in rows) > 0
+    assert d.sum("rayk_nixl_transfers_total") == len(requests)
+    assert d.sum("rayk_kv_bytes_checked_total") == num_checked > 0
+    assert d.sum("rayk_kv_digest_checks_total") == len(requests)
+    assert d.sum("rayk_kv_mismatches_total") == d.sum("rayk_nixl_num_failed_transfers_total") == 0
+    assert sum(d.observed["rayk_nixl_bytes_transferred"]) == sum(r.bytes for r in rows)
+    assert len(d.observed["rayk_nixl_xfer_time_seconds"]) == len(requests)
+    num_prompt = sum(map(len, qwen3.prompts))
+    assert (p.sum("rayk_prompt_tokens_total"), d.sum("rayk_prompt_tokens_total")) == (num_prompt, 0)
+    num_sampled = sum(len(c.token_ids) for c in done)
+    assert p.sum("rayk_generation_tokens_total") == len(requests)
+    assert d.sum("rayk_generation_tokens_total") == num_sampled - len(requests)
+    assert dict(p.counters["rayk_requests_total"]) == {labels(p, "handed_over"): len(requests)}
+    assert dict(d.counters["rayk_requests_total"]) == {labels(d, "length"): len(requests)}
+    for (side, rank), recorder in recorders.items():
+        assert recorder.sum("rayk_steps_total") == steps[side][rank] > 0
+        assert len(recorder.observed["rayk_step_seconds"]) == steps[side][rank]
+        busy_s = recorder.sum("rayk_step_busy_seconds_total")
+        assert 0 < recorder.sum("rayk_model_seconds_total") <= busy_s
+        assert sum(recorder.observed["rayk_step_seconds"]) == pytest.approx(busy_s)
+    assert d.sum("rayk_steps_total", phase="decode") == d.sum("rayk_steps_total")
+    assert p.sum("rayk_steps_total", phase="prefill") == p.sum("rayk_steps_total")
+    assert all(recorders["p", rank].sum("rayk_collective_seconds_total") > 0 for rank in (0, 1))
+    assert d.sum("rayk_collective_seconds_total") == 0, "a rank alone waits for nobody"
+
+
+def labels(recorder: Recorder, finish_reason: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((recorder.known | {"finish_reason": finish_reason}).items()))
+
+
+def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
+    recorders, make_sink = recorded()
+    with Pair.open(qwen3.path, make_sink=make_sink, prefix_caching=True) as pair:
+        request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
+        prefilled = pair.prefill(request)
+        flush(pair)
+        p = recorders["p", 0]
+
+        def pool(state: str) -> float:
+            return p.gauge("rayk_kv_blocks", group="pool", state=state)
+
+        num_blocks = pair.p.num_blocks
+        num_held = num_blocks - pair.p.num_free_blocks
+        assert (pool("leased"), pool("used")) == (num_held, 0)
+        assert num_held == 19, "300 tokens in blocks of 16"
+        assert p.gauge("rayk_kv_blocks", group="0", state="leased") == num_held
+        assert p.gauge("rayk_kv_cache_usage_perc") == num_held / num_blocks
+        assert pair.decode(request, prefilled).error is None
+        pair.check_all_free()
+        flush(pair)
+        assert (pool("leased"), pool("used")) == (0, 0)
+        assert pool("cached") == 300 // 16, "whole blocks can be found again"
+        assert pool("free") + pool("cached") == num_blocks == p.gauge("rayk_kv_pool_blocks")
+        # The same prompt again: all but its last block's tokens come from the cache.
+        pair.prefill(make_request("again", qwen3.prompts[2], NUM_TOKENS))
+        flush(pair)
+        assert p.sum("rayk_prefix_cache_queries_total") == 2 * 300
+        assert p.sum("rayk_prefix_cache_hits_total") == 300 // 16 * 16
+        assert p.sum("rayk_prompt_tokens_total") == 300 + 300 % 16
+
+
+def test_a_lease_that_nobody_releases_is_counted_on_every_rank(qwen3: Model) -> None:
+    recorders, make_sink = recorded()
+    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.3, make_sink=make_sink) as pair:
+        pair.prefill(make_request("r", qwen3.prompts[2], NUM_TOKENS))
+        wait_until(lambda: pair.p.handover.num_expired_leases == 1)
+        flush(pair)
+    assert [recorders["p", r].sum("rayk_nixl_num_kv_expired_reqs_total") for r in (0, 1)] == [1, 1]
+
+
+def share(num_computed: int, num_tokens: int, *, last: bool = True) -> ScheduledRequest:
+    return ScheduledRequest(
+        request_id="r",
+        row=0,
+        num_computed_tokens=num_computed,
+        token_ids=(1,) * num_tokens,
+        new_block_ids=(),
+        needs_logits=last,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "phase"),
+    [
+        ([(0, 5), (16, 3)], "prefill"),
+        ([(0, 1)], "prefill"),
+        ([(7, 1), (9, 1)], "decode"),
+        ([(7, 1), (0, 4)], "mixed"),
+    ],
+)
+def test_phases(shares: list[tuple[int, int]], phase: str) -> None:
+    batch = ScheduledBatch(step=1, requests=tuple(share(*s) for s in shares))
+    assert phase_of(batch) == phase
+
+
+def matrices(path: Path) -> dict[str, int]:
+    """Name -> elements of every matrix in the checkpoint."""
+    found = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no mapping
+                shape = weights.get_slice(name).get_shape()
+                if len(shape) == 2:
+                    found[name] = shape[0] * shape[1]
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_costs_are_those_of_the_matrices_and_of_each_pair_of_tokens(qwen3: Model, tp: int) -> None:
+    config = json.loads((qwen3.path / "config.json").read_text())
+    head_size, num_heads = config["head_dim"], config["num_attention_heads"]
+    num_layers, num_kv = config["num_hidden_layers"], config["num_key_value_heads"]
+    sizes = matrices(qwen3.path)
+    linear = sum(n for name, n in sizes.items() if ".layers." in name)
+    head = config["vocab_size"] * config["hidden_size"]
+    shares = [(0, 7, True), (20, 1, True), (3, 5, False)]
+    pairs = sum(sum(before + i + 1 for i in range(n)) for before, n, _ in shares)
+    num_tokens, num_seen = 13, 7 + 21 + 8
+    flops = 2 * (linear * num_tokens + head * 2) + 4 * num_layers * num_heads * head_size * pairs
+    kv_bytes = num_layers * num_kv * 2 * head_size * 4 * num_seen
+    batch = ScheduledBatch(step=1, requests=tuple(share(b, n, last=s) for b, n, s in shares))
+    with Pair.open(qwen3.path, tp=(tp, 1), connect=False) as pair:
+        counted = [StepCosts(rank).count(batch) for rank in pair.p.engine.ranks]
+    assert sum(c[0] for c in counted) == flops
+    assert sum(c[1] for c in counted) == (linear + head) * 4 + kv_bytes
