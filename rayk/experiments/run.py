@@ -18,6 +18,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.oracle.files import input_hashes
 from rayk.reports import Result, ResultWriter, collect_environment, load
+from rayk.reports.environment import copy_ceiling
 from rayk.reports.files import locked
 from rayk.reports.folder import check_directory
 from rayk.specs import (
@@ -114,6 +115,7 @@ def run_experiment(
         seeds=_seeds(loaded.spec),
         cells=len(planned),
         inputs=input_hashes(loaded.spec.models(), loaded.spec.prompt_files()),
+        ceiling=copy_ceiling(),
     )
     yaml = dump_spec(loaded.spec)
     check_directory(out, yaml, resume=resume, inputs=environment["inputs"], renew=renew_spec)

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,32 @@ def devices() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpus": gpu_names(),
     }
+
+
+COPIED_BYTES = 64 * 2**20
+"""More than caches hold."""
+
+
+def copy_ceiling() -> dict[str, Any]:
+    """What one core copies in a second, in 10^9 bytes: the best of five copies, some 0.1 s of work. Noted in
+    environment.json as `ceiling`; reports hold the rates of transfers in host memory against it."""
+    import numpy as np
+
+    source, target = np.ones(COPIED_BYTES, np.uint8), np.zeros(COPIED_BYTES, np.uint8)
+    took_s = []
+    for _ in range(5):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        took_s.append(time.perf_counter() - began)
+    rate = COPIED_BYTES / min(took_s) / 1e9
+    return {"what": "memcpy of 64 MiB by one core, best of 5", "gb_per_s": round(rate, 2)}
+
+
+def copy_gb_per_s(environment: Mapping[str, Any]) -> float | None:
+    """The rate of `copy_ceiling` that an environment.json holds; None where it holds none."""
+    ceiling = environment.get("ceiling")
+    rate = ceiling.get("gb_per_s") if isinstance(ceiling, Mapping) else None
+    return float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
 
 def gpu_names() -> list[str]:

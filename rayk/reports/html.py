@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,15 +12,20 @@ import jinja2
 import pandas as pd
 import yaml
 
+from rayk.reports.answers import answers
 from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
 from rayk.reports.load_tables import is_load
-from rayk.reports.plots import make_plots
+from rayk.reports.plots import MAX_BOXES, make_plots
 from rayk.reports.result import Result, load
+from rayk.reports.spreads import SPREADS, pareto_plot, spread_plots
+from rayk.reports.stages import LIMITS, PARTS, limit_rows, limit_shares, request_parts, waterfall_data
 from rayk.reports.staging import COLUMNS, staging_records
+from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.verdicts import format_bytes, format_value, headline, tells_fast_prefill, told_columns, tone
 
 TEMPLATES = Path(__file__).parent / "templates"
+SCRIPTS = ("report.js", "waterfall.js")
 
 
 def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
@@ -44,7 +48,9 @@ def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
 def render(result: Result) -> str:
     """The report as text."""
     spec = yaml.safe_load(result.spec_yaml) or {}
-    plots = make_plots(result)
+    plots = [*make_plots(result), *spread_plots(result), *pareto_plot(result.cells)]
+    ids = [plot["id"] for plot in plots]
+    waterfall = waterfall_data(result)
     environment = result.environment
     return template("report.html.j2").render(
         **assets(),
@@ -60,10 +66,19 @@ def render(result: Result) -> str:
         table=_cell_table(result.cells),
         staging=_staging_table(result),
         tells_fast_prefill=tells_fast_prefill(result.cells),
-        plot_ids=[plot["id"] for plot in plots],
+        answers=answers(result),
+        shares=_share_bar(result),
+        pairs=pair_grids(result),
+        ceiling=ceiling_of(environment).text,
+        limits=_limit_table(result),
+        limit_meanings=list(LIMITS.items()),
+        waterfall_json=script_json(waterfall) if waterfall else "",
+        plot_ids=ids,
+        spreads=[(f"spread-{name}", title) for name, title in SPREADS if f"spread-{name}" in ids],
+        max_boxes=MAX_BOXES,
+        boxes_left=len(result.cells) > MAX_BOXES,
         plots_json=script_json(plots),
-        plotly_js=plotly_js() if plots else "",
-        reproduce=_reproduce(result, spec.get("name", "run")),
+        plotly_js=plotly_js() if plots or waterfall else "",
         environment=[*environment_items(environment), *_attention_items(result.cells)],
         spec_yaml=result.spec_yaml,
     )
@@ -86,7 +101,7 @@ def assets() -> dict[str, str]:
     """The style sheet and script every report carries."""
     return {
         "css": (TEMPLATES / "report.css").read_text(encoding="utf-8"),
-        "js": (TEMPLATES / "report.js").read_text(encoding="utf-8"),
+        "js": "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in SCRIPTS),
     }
 
 
@@ -164,7 +179,7 @@ def _staging_table(result: Result) -> dict[str, Any] | None:
 def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]:
     """One cell of an HTML table: its text, sort key, class and chip."""
     value = record[column]
-    names = {"cell_id": "name mono", "reason": "reason"}
+    names = {"cell_id": "name mono", "reason": "reason", "evidence": "reason", "limit": "short"}
     text = format_value(value, spec)
     return {
         "text": text,
@@ -174,14 +189,35 @@ def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]
     }
 
 
-def _reproduce(result: Result, name: str) -> str:
-    # The folder's spec is resolved: overrides and defaults are in it.
-    folder = result.directory or Path(name)
-    lines = [f"rayk run {shlex.quote(str(folder / 'spec.yaml'))} --out runs/{name}-again"]
-    commit = result.environment.get("git_commit")
-    if commit:
-        lines.insert(0, f"git checkout {commit.removesuffix('+changes')}")
-    return "\n".join(lines)
+LIMIT_COLUMNS = (
+    ("cell", "cell_id", ""),
+    ("limit", "limit", ""),
+    *((f"{name} %", name, ".1f") for name in LIMITS),
+    ("evidence", "evidence", ""),
+)
+"""(title, column, format)."""
+
+
+def _limit_table(result: Result) -> dict[str, Any]:
+    rows = [
+        [table_cell(row, column, spec) for _, column, spec in LIMIT_COLUMNS] for row in limit_rows(result)
+    ]
+    return {"head": [(title, bool(spec)) for title, _, spec in LIMIT_COLUMNS], "rows": rows}
+
+
+def _share_bar(result: Result) -> list[dict[str, Any]]:
+    """Stretches of the bar in the summary, in the order in which requests pass them."""
+    colours: dict[str, str] = {part.limit: part.colour for part in PARTS}
+    shares = limit_shares(request_parts(result))
+    return [
+        {
+            "share": round(share, 4),
+            "colour": colours[limit],
+            "text": f"{limit} {100 * share:.0f}%",
+            "tip": f"{limit}: {100 * share:.1f}% of all requests' time\n{LIMITS[limit]}",
+        }
+        for limit, share in ((limit, shares[limit]) for limit in dict.fromkeys(colours) if limit in shares)
+    ]
 
 
 def _attention_items(cells: pd.DataFrame) -> list[tuple[str, str]]:

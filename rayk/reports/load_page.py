@@ -13,13 +13,12 @@ from rich.text import Text
 from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headline
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.result import Result
+from rayk.reports.spreads import PALETTE
 from rayk.reports.text import markdown_table
 
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
 """Verdict -> the chip it wears."""
 STYLES = {"VALID": "green", "NOISY": "yellow", "INVALID": "bold red"}
-PALETTE = ("#3b7dd8", "#d9822b", "#2f9e77", "#b65fcf", "#c94f4f", "#7a8b2e", "#1aa3b8", "#8c6d5a", "#d6589f")
-"""Colours of series, on light and dark alike."""
 MAX_POINTS = 4000
 """Requests that a plot shows; every k-th of more."""
 NOTE = (

@@ -109,6 +109,7 @@
       layout = JSON.parse(JSON.stringify(layout));
       (layout.shapes || []).forEach(function (shape) { paint(shape.line); });
       (layout.annotations || []).forEach(function (note) { paint(note.font); });
+      if (layout.legend && narrow) { layout.legend.font = { size: 10 }; }
       layout.xaxis = axis(plot.layout.xaxis);
       layout.yaxis = axis(plot.layout.yaxis);
       nameRows(plot, layout);

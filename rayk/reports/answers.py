@@ -1,0 +1,104 @@
+"""What a newcomer asks of a run, answered at the top of its report: did it pass, where does time go, what did
+unequal TP sizes cost, how is it run again."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from rayk.reports.result import Result
+from rayk.reports.stages import LIMITS, evidence, largest, limit_shares, request_parts
+from rayk.reports.tp_pairs import unequal_cost
+
+NAMED = 3
+"""Cells that a sentence names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A question and its answer."""
+
+    question: str
+    text: str
+    tone: str = ""
+    """met or unmet where the answer is good or bad news."""
+    command: str = ""
+
+
+def answers(result: Result) -> list[Answer]:
+    """The four of the report."""
+    cells = result.cells
+    passed = bool(len(cells)) and bool(cells["met"].astype(bool).all())
+    tone = "met" if passed else "unmet"
+    return [
+        Answer(question="Did it pass?", text=pass_text(cells), tone=tone),
+        Answer(question="Where is time spent?", text=time_text(result)),
+        Answer(question="What did unequal TP sizes cost?", text=unequal_cost(result)),
+        Answer(question="How do I run it again?", text=rerun_text(result), command=rerun(result)),
+    ]
+
+
+def pass_text(cells: pd.DataFrame) -> str:
+    """Yes or no, and what that rests on."""
+    if cells.empty:
+        return "Unknown: no cell is finished."
+    failed = cells[~cells["met"].astype(bool)]
+    faulty = bool((cells["expected_verdict"] != "PASS").any())
+    if len(failed):
+        named = ", ".join(f"{r.cell_id} ({r.verdict})" for r in failed.head(NAMED).itertuples())
+        more = f" and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+        verb = "did not end as expected" if faulty else "failed"
+        return f"No: {len(failed)} of {_count(len(cells), 'cell')} {verb}: {named}{more}."
+    unsupported = int((cells["verdict"] == "UNSUPPORTED").sum())
+    how = "ended as expected, faults found" if faulty else "passed"
+    texts = [f"Yes: {len(cells) - unsupported} of {_count(len(cells), 'cell')} {how}"]
+    ties = int((cells["verdict"] == "NEAR_TIE").sum())
+    if ties:
+        texts.append(f"{ties} of them with a near tie of two tokens")
+    if unsupported:
+        texts.append(f"{unsupported} cannot run here (UNSUPPORTED), which is no failure")
+    checks = sorted({check for done in cells["checks_done"].dropna() for check in done})
+    return (
+        ", ".join(texts) + f". Checked: {', '.join(checks) if checks else 'nothing but that requests ended'}."
+    )
+
+
+def time_text(result: Result) -> str:
+    """The shares of LIMITS that are told, and the evidence for the largest."""
+    parts = request_parts(result)
+    shares = limit_shares(parts)
+    if not shares:
+        return "Unknown: no request has stage times."
+    ordered = sorted(shares.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{name} {100 * share:.0f}%" for name, share in ordered if share >= 0.005)
+    limit = largest(shares)
+    tpot = {"tpot_ms_p50": float(result.requests["tpot_ms"].median())}
+    proof = evidence(limit, parts, tpot)
+    return f"Mostly in {limit} ({LIMITS[limit]}): {proof} in the median request. Of all time: {told}."
+
+
+def rerun_text(result: Result) -> str:
+    """What the command needs."""
+    commit = result.environment.get("git_commit")
+    changed = bool(commit) and str(commit).endswith("+changes")
+    lacking = " The run's work tree had changes that no commit has." if changed else ""
+    return f"The folder's spec.yaml has every default and override in it.{lacking}"
+
+
+def rerun(result: Result) -> str:
+    """Shell lines that run it again."""
+    name = (yaml.safe_load(result.spec_yaml) or {}).get("name", "run")
+    folder = result.directory or Path(name)
+    lines = [f"rayk run {shlex.quote(str(folder / 'spec.yaml'))} --out {shlex.quote(f'runs/{name}-again')}"]
+    commit = result.environment.get("git_commit")
+    if commit:
+        lines.insert(0, f"git checkout {commit.removesuffix('+changes')}")
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,122 @@
+"""The report in a real browser: no error, tables sort, choices draw, nothing is wider than the window."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.reports import ResultWriter
+from rayk.reports.compare import write_compare_html
+from rayk.reports.result import load
+from rayk.reports.stages import PARTS
+from tests.reports.browser import needs_chromium, probe
+from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
+
+WIDTHS = (1280, 400)
+SORT = """
+  var head = Array.from(document.querySelectorAll("th[data-sort]")).find(function (th) {
+    return th.textContent === "%s";
+  });
+  var table = head.closest("table"), orders = [];
+  for (var i = 0; i < 2; i++) {
+    head.click();
+    orders.push(Array.from(table.tBodies[0].rows).map(function (row) {
+      return row.cells[head.cellIndex].dataset.value || row.cells[head.cellIndex].textContent;
+    }));
+  }
+"""
+REPORT = (
+    SORT % "TTFT ms"
+    + """
+  var cell = document.getElementById("waterfall-cell");
+  var request = document.getElementById("waterfall-request");
+  function labels() {
+    var ticks = document.querySelectorAll("#waterfall .ytick");
+    return Array.from(ticks).map(function (tick) { return tick.textContent; });
+  }
+  var whole = labels();
+  cell.value = "1";
+  cell.dispatchEvent(new Event("change"));
+  request.value = "3";
+  request.dispatchEvent(new Event("change"));
+  document.querySelector("td[data-tip]").focus();
+  return {
+    orders: orders, whole: whole, one: labels(), tip: document.getElementById("tip").textContent,
+    chosen: request.selectedOptions[0].textContent,
+    drawn: Array.from(document.querySelectorAll(".plot")).map(function (plot) {
+      return [plot.id, plot.querySelectorAll("svg.main-svg").length];
+    })
+  };
+"""
+)
+
+
+def assert_sound(page: dict[str, Any], width: int) -> None:
+    assert page["troubles"] == []
+    assert page["console"] == []
+    assert page["width"] == width
+    assert page["content"] == width, "the page is wider than its window"
+
+
+def assert_sorted(orders: list[list[str]]) -> None:
+    numbers = [[float(text) for text in order if text] for order in orders]
+    assert len(numbers[0]) > 2
+    assert numbers[0] == sorted(numbers[0])
+    assert numbers[1] == sorted(numbers[1], reverse=True)
+    assert numbers[0] != numbers[1]
+
+
+@needs_chromium
+def test_a_report_works_wide_and_narrow(tmp_path: Path) -> None:
+    page = write_run(tmp_path / "run")
+    for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, REPORT), strict=True):
+        assert_sound(seen, width)
+        found = seen["found"]
+        assert_sorted(found["orders"])
+        assert sorted(found["whole"]) == [f"r{i}" for i in range(6)]
+        assert set(found["one"]) == {part.name for part in PARTS}
+        assert found["chosen"] == "r2"
+        assert found["tip"].startswith("p1-d1-BHLNC-BHLNC: PASS")
+        assert {"pareto", "ttft", "waterfall", "spread-itl"} <= {name for name, _ in found["drawn"]}
+        assert all(drawings for _, drawings in found["drawn"])
+
+
+@needs_chromium
+def test_a_comparison_works_wide_and_narrow(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", failures=False, seed=1)
+    page = write_compare_html([load(tmp_path / name) for name in "ab"], tmp_path / "compare.html")
+    script = SORT % "TTFT ms, a" + "return orders;"
+    for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, script), strict=True):
+        assert_sound(seen, width)
+        assert_sorted(seen["found"])
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of 300 cells with 24 requests each."""
+    draw = random.Random(0)
+    writer = ResultWriter(tmp_path_factory.mktemp("large"), spec_yaml=SPEC, environment={})
+    for number in range(300):
+        sizes = (1 + number % 5, 1 + number // 5 % 5)
+        cell = cell_row(*sizes, ("BHLNC", "LBHNC"))
+        cell.cell_id = f"cell-{number}-{cell.cell_id}"
+        cell.axes["decode.block_size"] = 16 * (1 + number // 25)
+        writer.write_cell(cell, request_rows(cell, draw, 24), transfer_rows(cell, draw, 24))
+    return writer.finish()
+
+
+def test_a_large_run_is_no_large_file(large: Path) -> None:
+    assert 1_000_000 < large.stat().st_size < 10_000_000
+    assert large.read_text(encoding="utf-8").count("cell-299-") > 2
+
+
+@needs_chromium
+def test_a_large_run_opens_without_trouble(large: Path, tmp_path: Path) -> None:
+    script = "return document.querySelectorAll('.grid td[data-tip]').length;"
+    for width, seen in zip(WIDTHS, probe(large, tmp_path, WIDTHS, script), strict=True):
+        assert_sound(seen, width)
+        assert seen["found"] > 300

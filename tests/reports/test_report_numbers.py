@@ -1,0 +1,303 @@
+"""A run of rows made by hand: the page's answers, tables and figures say what follows from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.reports import Result, ResultWriter, load
+from rayk.reports.answers import answers, pass_text
+from rayk.reports.environment import copy_ceiling, copy_gb_per_s
+from rayk.reports.spreads import num_workers, pareto_rows, spread_plots
+from rayk.reports.stages import (
+    LIMITS,
+    PARTS,
+    limit_rows,
+    limit_shares,
+    request_parts,
+    waterfall_data,
+)
+from rayk.reports.tp_pairs import ceiling_of, pair_grids, pair_rows, unequal_cost
+from rayk.types.rows import CellRow, RequestRow, TransferRow
+from tests.reports.synthetic import MS, SPEC, cell_row
+
+ENVIRONMENT = {"ceiling": {"what": "memcpy", "gb_per_s": 10.0}, "git_commit": "c" * 40}
+STAGES = {
+    "queue": 1,
+    "prefill": 20,
+    "digest": 2,
+    "handover": 3,
+    "reserve": 4,
+    "read": 10,
+    "fence": 1,
+    "verify": 1,
+}
+"""ms; decode takes the rest."""
+
+
+def request_row(cell: CellRow, number: int, decode_ms: int, **stages: int) -> RequestRow:
+    """Two tokens: the first from the prefill engine, the other at the end."""
+    took = STAGES | {"decode": decode_ms} | stages
+    first = took["queue"] + took["prefill"]
+    return RequestRow(
+        cell_id=cell.cell_id,
+        repeat=0,
+        request_id=f"{cell.cell_id}/0/{number}",
+        prompt_index=number,
+        prompt_token_ids=[1],
+        output_token_ids=[2, 3],
+        due_ns=5 * MS * number,
+        arrival_ns=MS,
+        token_times_ns=[MS + first * MS, MS + sum(took.values()) * MS],
+        stage_ns={name: ms * MS for name, ms in took.items()},
+    )
+
+
+def transfer_row(cell: CellRow, number: int, consumer: int, **changes: Any) -> TransferRow:
+    """2 MB in 4 ms by 8 descriptors, 1 ms of it posting."""
+    fields = {
+        "cell_id": cell.cell_id,
+        "repeat": 0,
+        "request_id": f"{cell.cell_id}/0/{number}",
+        "producer_rank": 0,
+        "consumer_rank": consumer,
+        "group": 0,
+        "bytes": 2_000_000,
+        "num_descriptors": 16,
+        "num_descriptors_merged": 8,
+        "post_ns": MS,
+        "transfer_ns": 4 * MS,
+    }
+    return TransferRow(**(fields | changes))
+
+
+def write(folder: Path, environment: dict[str, Any] | None = None) -> Result:
+    """Two requests at equal TP sizes, one at unequal ones: P 1 to D 2, two reads at the same time."""
+    writer = ResultWriter(
+        folder, spec_yaml=SPEC, environment=ENVIRONMENT if environment is None else environment
+    )
+    equal, unequal = (cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2))
+    writer.write_cell(
+        equal,
+        [request_row(equal, 0, 58), request_row(equal, 1, 158)],
+        [transfer_row(equal, 0, 0), transfer_row(equal, 1, 0, transfer_ns=6 * MS)],
+    )
+    writer.write_cell(
+        unequal,
+        [request_row(unequal, 0, 58, read=20)],
+        [
+            transfer_row(unequal, 0, 0, transfer_ns=16 * MS, post_ns=2 * MS),
+            transfer_row(unequal, 0, 0, producer_rank=1, post_ns=3 * MS),
+            transfer_row(unequal, 0, 1, bytes=4_000_000, post_ns=4 * MS),
+        ],
+    )
+    writer.finish()
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return write(tmp_path_factory.mktemp("numbers"))
+
+
+def test_parts_add_up_to_the_request(run: Result) -> None:
+    parts = request_parts(run)
+    names = [part.name for part in PARTS]
+    assert parts[names].sum(axis=1).tolist() == pytest.approx(run.requests["e2e_ms"].tolist())
+    assert parts[names].iloc[0].tolist() == [1, 20, 2, 3, 4, 1, 9, 1, 1, 58]
+    # A rank posts 2 and 3 ms one after the other, the other rank 4 at the same time: 5 of the 20 ms.
+    assert parts[["post", "wait"]].iloc[2].tolist() == [5, 15]
+
+
+def test_shares_name_the_limit(run: Result) -> None:
+    shares = limit_shares(request_parts(run).head(1))
+    assert set(shares) == set(LIMITS)
+    assert shares == pytest.approx(
+        {
+            "prefill": 0.21,
+            "link": 0.1,
+            "decode step": 0.58,
+            "decode KV": 0.04,
+            "coordinator": 0.03,
+            "checks": 0.04,
+        }
+    )
+    rows = limit_rows(run)
+    assert [(row["cell_id"], row["limit"]) for row in rows] == [
+        ("p1-d1-BHLNC-BHLNC", "decode step"),
+        ("p1-d2-BHLNC-BHLNC", "decode step"),
+    ]
+    assert rows[0]["evidence"].startswith("108.0 ms decoding")
+    assert rows[0]["decode step"] == pytest.approx(100 * 216 / 300)
+
+
+@pytest.mark.parametrize(
+    ("stage", "limit", "told"),
+    [
+        ("queue", "prefill", "900.0 ms queued"),
+        ("read", "link", "899.00 ms waiting"),
+        ("reserve", "decode KV", "900.0 ms until blocks were free"),
+        ("handover", "coordinator", "900.0 ms for the ticket's way"),
+        ("verify", "checks", "900.0 ms verify"),
+    ],
+)
+def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, told: str) -> None:
+    cell = cell_row(1, 1, ("BHLNC", "BHLNC"))
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    writer.write_cell(cell, [request_row(cell, 0, 58, **{stage: 900})], [transfer_row(cell, 0, 0)])
+    writer.finish()
+    [row] = limit_rows(load(tmp_path))
+    assert row["limit"] == limit
+    assert told in row["evidence"]
+
+
+def test_a_push_posts_within_the_prefill(tmp_path: Path) -> None:
+    cell = cell_row(1, 1, ("BHLNC", "BHLNC"))
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    writer.write_cell(cell, [request_row(cell, 0, 58)], [transfer_row(cell, 0, 0, mode="push")])
+    writer.finish()
+    result = load(tmp_path)
+    assert request_parts(result)[["post", "wait"]].iloc[0].tolist() == [0, 10]
+    told = waterfall_data(result)
+    assert told is not None
+    assert told["cells"][0]["push"]
+
+
+def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
+    equal, unequal = pair_rows(run)
+    assert (equal["prefill_tp"], equal["decode_tp"], equal["is_equal"]) == (1, 1, True)
+    # 4 MB in 4 + 6 ms is 0.4 GB/s, of 10 GB/s 4%.
+    assert (equal["ms"], equal["descriptors"], equal["bytes"]) == (5.0, 8.0, 2e6)
+    assert equal["gb_per_s"] == pytest.approx(0.4)
+    assert equal["percent"] == pytest.approx(4.0)
+    # Ranks move at the same time: 8 MB in 16 ms.
+    assert (unequal["ms"], unequal["descriptors"], unequal["bytes"]) == (16.0, 24.0, 8e6)
+    assert unequal["gb_per_s"] == pytest.approx(0.5)
+    text = unequal_cost(run)
+    assert "16.00 ms at unequal TP sizes" in text
+    assert "5.00 ms at equal ones (3.20 times)" in text
+    assert "24.0 descriptors instead of 8.0" in text
+    [grid] = pair_grids(run)
+    assert [fact["title"] for fact in grid["facts"]] == [
+        "ms per request",
+        "descriptors posted",
+        "bytes",
+        "rate",
+    ]
+    label, cells = grid["facts"][3]["rows"][0]
+    assert (label, [cell["text"] for cell in cells]) == ("P 1", ["0.4 GB/s", "0.5 GB/s"])
+    assert [cell["note"] for cell in cells] == ["4% of ceiling", "5% of ceiling"]
+    assert [cell["heat"] for cell in cells] == [0.8, 1.0]
+
+
+def test_without_a_ceiling_there_are_no_percents(tmp_path: Path) -> None:
+    result = write(tmp_path / "old", {})
+    assert "no measured ceiling" in ceiling_of(result.environment).text
+    assert [row["percent"] for row in pair_rows(result)] == [None, None]
+    gpus = ENVIRONMENT | {"devices": {"gpus": ["H100"]}}
+    assert ceiling_of(gpus).gb_per_s is None
+    assert "host memory" in ceiling_of(gpus).text
+    measured = copy_ceiling()
+    assert measured["gb_per_s"] > 0
+    assert copy_gb_per_s({"ceiling": measured}) == measured["gb_per_s"]
+    assert copy_gb_per_s({"ceiling": "none"}) is None
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    alone = cell_row(1, None, ("BHLNC", ""))
+    writer.write_cell(alone, [], [])
+    assert "No KV was moved" in unequal_cost(load(tmp_path))
+    equal = cell_row(1, 1, ("BHLNC", "BHLNC"))
+    writer.write_cell(equal, [request_row(equal, 0, 9)], [transfer_row(equal, 0, 0)])
+    writer.finish()
+    assert "unequal TP sizes" in unequal_cost(load(tmp_path))
+    assert "Cannot be said" in unequal_cost(load(tmp_path))
+
+
+def test_the_waterfall_has_every_request(run: Result) -> None:
+    page = (run.directory / "report.html").read_text() if run.directory else ""
+    match = re.search(r'id="waterfall-data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    told = json.loads(match.group(1))
+    assert [part["name"] for part in told["parts"]] == [part.name for part in PARTS]
+    assert [len(cell["requests"]) for cell in told["cells"]] == [2, 1]
+    assert told["cells"][0]["requests"][1] == ["0/1", 5.0, [1, 20, 2, 3, 4, 1, 9, 1, 1, 158]]
+    few = waterfall_data(run, max_requests=2)
+    assert few is not None
+    assert [(len(cell["requests"]), cell["of"]) for cell in few["cells"]] == [(1, 2), (1, 1)]
+
+
+def test_curves_are_the_share_of_requests(run: Result) -> None:
+    ttft, itl, e2e = spread_plots(run)
+    assert [plot["id"] for plot in (ttft, itl, e2e)] == ["spread-ttft", "spread-itl", "spread-e2e"]
+    equal = e2e["data"][0]
+    assert (equal["name"], equal["x"], equal["y"]) == ("P 1, D 1", [100.0, 200.0], [50.0, 100.0])
+
+
+def test_the_best_cells_are_those_that_no_other_beats() -> None:
+    import pandas as pd
+
+    def cell(name: str, rate: float, tpot: float, tp: int = 2) -> dict[str, Any]:
+        sizes = {"prefill.tp": tp, "decode.tp": None, "mode": "aggregated"}
+        return {"cell_id": name, "output_tokens_per_s": rate, "tpot_ms_p50": tpot, **sizes}
+
+    rows = pareto_rows(
+        pd.DataFrame(
+            [cell("fast", 100, 5), cell("much", 400, 10), cell("worse", 300, 10), cell("none", 1, 0)]
+        )
+    )
+    assert [(r["cell_id"], r["per_worker"], r["per_user"], r["is_best"]) for r in rows] == [
+        ("fast", 50.0, 200.0, True),
+        ("much", 200.0, 100.0, True),
+        ("worse", 150.0, 100.0, False),
+    ]
+    assert (
+        num_workers({"prefill.tp": 2, "prefill.num_engines": 3, "decode.tp": 4, "decode.num_engines": None})
+        == 10
+    )
+    assert num_workers({}) is None
+
+
+def test_the_four_answers(run: Result, tmp_path: Path) -> None:
+    passed, time, cost, rerun = answers(run)
+    assert passed.text == "Yes: 2 of 2 cells passed. Checked: kv_bytes, tokens."
+    assert passed.tone == "met"
+    assert "Mostly in decode step" in time.text
+    # (58 + 158 + 58) of 100 + 200 + 110 ms.
+    assert "decode step 67%" in time.text
+    assert cost.text == unequal_cost(run)
+    assert rerun.command.splitlines() == [
+        f"git checkout {'c' * 40}",
+        f"rayk run {run.directory}/spec.yaml --out runs/synthetic-again",
+    ]
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    assert pass_text(load_or_none(writer)) == "Unknown: no cell is finished."
+    for tp, verdict in ((1, "PASS"), (2, "TIMEOUT"), (4, "UNSUPPORTED")):
+        writer.write_cell(cell_row(1, tp, ("BHLNC", "BHLNC"), verdict=verdict), [], [])
+    writer.finish()
+    failed = answers(load(tmp_path))
+    assert failed[0].text == "No: 1 of 3 cells failed: p1-d2-BHLNC-BHLNC (TIMEOUT)."
+    assert failed[0].tone == "unmet"
+    assert "Unknown" in failed[1].text
+
+
+def load_or_none(writer: ResultWriter) -> Any:
+    """The cells of a run that has none yet."""
+    writer.finish()
+    return load(writer.directory).cells
+
+
+def test_what_cannot_run_is_no_failure(tmp_path: Path) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for tp, verdict in ((1, "PASS"), (2, "NEAR_TIE"), (4, "UNSUPPORTED")):
+        writer.write_cell(cell_row(1, tp, ("BHLNC", "BHLNC"), verdict=verdict), [], [])
+    writer.finish()
+    text = pass_text(load(tmp_path).cells)
+    assert text.startswith(
+        "Yes: 2 of 3 cells passed, 1 of them with a near tie of two tokens, 1 cannot run here"
+    )
