@@ -1,0 +1,84 @@
+"""What a request is in the midst of on an engine, as spans of `ray timeline`: prefill, transfer, decode.
+
+Taken by rank 0 where RAY_PROFILING is set in the environment of `ray start` (Ray reads it when it is
+imported, and drops spans of threads that run no task: the stream of a request is one, an event loop is not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ray._private import profiling
+
+from rayk.engine.leader import RequestEvent
+
+FIRST = {"whole": "prefill", "prefill": "prefill", "decode": "transfer", "reserve": "reserve"}
+"""What a request begins with, by what is asked of the engine."""
+
+
+class Phases(Protocol):
+    """The phases of one request on one engine, one at a time."""
+
+    def see(self, events: Sequence[RequestEvent]) -> None:
+        """What the engine tells may begin the next one."""
+        ...
+
+    def end(self) -> None:
+        """The last one is over."""
+        ...
+
+
+class _Nothing:
+    """Nobody looks."""
+
+    def see(self, events: Sequence[RequestEvent]) -> None:
+        """Ignored."""
+
+    def end(self) -> None:
+        """Ignored."""
+
+
+class _Spans:
+    """Each phase is a profile event of Ray's."""
+
+    def __init__(self, request_id: str, engine: str, mode: str) -> None:
+        self._about = {"request": request_id, "engine": engine}
+        self._mode = mode
+        self._phase = ""
+        self._span: Any = None
+        self._begin(FIRST[mode])
+
+    def see(self, events: Sequence[RequestEvent]) -> None:
+        """Tokens end a prefill, the stages of a hand-over its transfer."""
+        for event in events:
+            is_prefilled = self._phase == "prefill" and self._mode == "whole" and event.token_ids
+            has_arrived = self._phase == "transfer" and "stage_ns" in event.info and event.error is None
+            if is_prefilled or has_arrived:
+                self._begin("decode")
+
+    def end(self) -> None:
+        """See Phases."""
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+        self._span = None
+
+    def _begin(self, phase: str) -> None:
+        self.end()
+        # Ray has no public name for spans of one's own.
+        self._span = profiling.profile(phase, extra_data=self._about)
+        self._span.__enter__()
+        self._phase = phase
+
+
+_NOTHING = _Nothing()
+
+
+def phases_of(request_id: str, engine: str, mode: str) -> Phases:
+    """Of a request that an engine is about to get. `mode`: see Worker._submit."""
+    return _Spans(request_id, engine, mode) if profiling.PROFILING_ENABLED else _NOTHING
+
+
+def stream_options(engine: str, mode: str) -> dict[str, Any]:
+    """How Ray is to note a request's stream on an engine: not at all, unless spans are to be taken in it."""
+    return {"enable_task_events": True, "name": f"{engine}: {mode}"} if profiling.PROFILING_ENABLED else {}
