@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
@@ -43,6 +44,9 @@ class RunProgress:
         self._num_cells = 0
         self._began = time.monotonic()
         self._num_done = 0
+        self._num_here = 0
+        """Cells that ran in this session."""
+        self._first_began = 0.0
 
     def __enter__(self) -> RunProgress:
         self._bar.start()
@@ -88,18 +92,29 @@ class RunProgress:
     def begin(self, cell_id: str) -> None:
         """A cell starts."""
         self._began = time.monotonic()
+        self._first_began = self._first_began or self._began
         self._bar.update(self._task, description=cell_id)
 
     def end(self, cell_id: str, verdict: str, reason: str) -> None:
         """A cell has its verdict, and its rows are on disk."""
         self._num_done += 1
+        self._num_here += verdict != "UNSUPPORTED"
         width = len(str(self._num_cells))
         seconds = 0.0 if verdict == "UNSUPPORTED" else time.monotonic() - self._began
         line = Text.assemble(
             f"{self._num_done:>{width}}/{self._num_cells} ",
             (f"{verdict:<14}", STYLES.get(verdict, "bold red")),
-            f" {cell_id}  {seconds:.1f} s",
+            f" {cell_id}  {seconds:.1f} s{self._left()}",
             f"\n    {reason}" if reason else "",
         )
         self.console.print(line)
         self._bar.update(self._task, completed=self._num_done)
+
+    def _left(self) -> str:
+        """How long the cells that are left will take if they take as long as those so far; the bar says it on
+        a terminal."""
+        num_left = self._num_cells - self._num_done
+        if self.console.is_terminal or num_left <= 0 or not self._num_here:
+            return ""
+        left_s = (time.monotonic() - self._first_began) / self._num_here * num_left
+        return f", ETA {timedelta(seconds=round(left_s))}"

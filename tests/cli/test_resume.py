@@ -189,6 +189,31 @@ def test_progress_says_what_was_done() -> None:
     assert "once more to stop at once" in text
 
 
+def test_plain_lines_say_how_long_the_rest_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("rayk.cli.progress.time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    with RunProgress(console) as progress:
+        progress.plan(6, 1)
+        progress.end("u", "UNSUPPORTED", "no such model")
+        now[0] += 500  # workers start
+        for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 50.0), ("d", 1.0)):
+            progress.begin(name)
+            now[0] += seconds
+            progress.end(name, "PASS", "")
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert (
+        [line.split(", ETA ")[1:] for line in lines if line[1:3] == "/6"]
+        == [
+            [],  # nothing is known yet
+            ["0:00:30"],
+            ["0:00:40"],
+            ["0:00:30"],
+            [],  # nothing is left
+        ][: len(lines)]
+    )
+
+
 # --- report ---------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from rayk.cli.main import app
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.columns import STAGES
 from rayk.reports.timeline import CATEGORIES, spans_of, timeline_events, write_timeline
@@ -174,3 +176,12 @@ def check_format(path: Path) -> None:
 def test_the_file_is_one_that_perfetto_takes(run: Result, tmp_path: Path) -> None:
     check_format(write_timeline(run, tmp_path / "t.json"))
     assert set(CATEGORIES) < set(STAGES)
+
+
+def test_the_command_writes_it(run: Result) -> None:
+    result = CliRunner().invoke(app, ["report", str(run.directory), "--format", "trace"])
+    assert result.exit_code == 0, result.output
+    assert run.directory is not None
+    path = run.directory / "timeline.json"
+    assert result.output.strip() == str(path)
+    check_format(path)
