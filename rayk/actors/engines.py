@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rayk.actors.lines import Line, LineLost
+from rayk.actors.naming import loop_name
+from rayk.actors.phases import stream_options
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
@@ -51,7 +53,10 @@ class EngineHandle:
     def start(self) -> None:
         """Run every rank's loop and watch it."""
         for rank, worker in enumerate(self.workers):
-            ref = worker.run.options(concurrency_group="loop").remote()
+            name = loop_name(self.name, rank, self.config.tp, self.role, self.config.model)
+            # One event in an engine's life; workers' other calls, one or more per request, have none.
+            options = {"name": name, "enable_task_events": True, "concurrency_group": "loop"}
+            ref = worker.run.options(**options).remote()
             self._watchers.append(asyncio.create_task(self._watch(rank, ref)))
 
     async def stopped(self) -> None:
@@ -105,9 +110,9 @@ class EngineHandle:
                 while (events := await self._over_line(batches, deadline, timeout_s)) is not None:
                     yield events
             return
-        generator = self.leader.generate.options(num_returns="streaming", concurrency_group="io").remote(
-            *args, **kwargs
-        )
+        options = {"num_returns": "streaming", "concurrency_group": "io"}
+        options |= stream_options(self.name, kwargs["mode"])
+        generator = self.leader.generate.options(**options).remote(*args, **kwargs)
         while True:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from rayk.actors.environment import check_address, prepare_environment, wanted_a
 prepare_environment()
 
 import ray  # noqa: E402 - reads its environment once, when imported
+from ray.job_config import JobConfig  # noqa: E402
 
 from rayk.actors.coordinator import Coordinator  # noqa: E402
 from rayk.actors.fleet import Fleet, engine_ask  # noqa: E402
@@ -42,10 +43,13 @@ NAME_S, NAME_POLL_S = 30.0, 0.2
 
 
 @contextmanager
-def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str]:
+def connect(
+    address: str | None, *, num_gpus: int | None = None, about: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Join the cluster at `address` or $RAY_ADDRESS, else start a local one that ends with the block.
 
-    Yields the cluster's address. Raises DeviceError when there is none at that address, or none starts.
+    `about` becomes metadata of the driver's job in Ray. Yields the cluster's address. Raises DeviceError when
+    there is none at that address, or none starts.
     """
     address = wanted_address(address)
     if address is not None:
@@ -55,6 +59,7 @@ def connect(address: str | None, *, num_gpus: int | None = None) -> Iterator[str
         "configure_logging": True,
         "logging_level": logging.WARNING,
         "log_to_driver": False,
+        "job_config": JobConfig(metadata=dict(about or {})),
     }
     with ExitStack() as stack:
         if address is None:

@@ -1,7 +1,7 @@
 """What a request is in the midst of on an engine, as spans of `ray timeline`: prefill, transfer, decode.
 
-Taken by rank 0 where RAY_PROFILING is set in the environment of `ray start` (Ray reads it when it is
-imported, and drops spans of threads that run no task: the stream of a request is one, an event loop is not).
+Taken by rank 0 where RAY_PROFILING is set in the environment of `ray start`. Ray reads that when it is
+imported, and drops spans of threads that run no task: the stream of a request is one, an event loop is not.
 """
 
 from __future__ import annotations

@@ -29,10 +29,11 @@ import torch
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.lines import Funnel, Last, LineAddress, LineService, LineThread
+from rayk.actors.naming import rank_in_words
 from rayk.actors.phases import phases_of
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
 from rayk.actors.push_flow import PushSettings
-from rayk.actors.ray_metrics import make_meter, sink_of_rank, timed
+from rayk.actors.rank_meter import make_meter, sink_of_rank, timed
 from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
@@ -112,7 +113,7 @@ class Worker:
         """Processor time that this process took to be here."""
 
     def __repr__(self) -> str:
-        return f"Worker({self.name})"
+        return f"Worker({rank_in_words(self.name)})"
 
     def describe(self) -> dict[str, Any]:
         """Process and device facts."""
@@ -240,8 +241,8 @@ class Worker:
         """Run a request (see `_submit`) and yield its events as they come, the first at once and later ones
         gathered."""
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        assert self._spec is not None, "form first"
-        phases = phases_of(request.request_id, self._spec.engine, arguments["mode"])
+        engine = self._spec.engine if self._spec is not None else self.name
+        phases = phases_of(request.request_id, engine, arguments["mode"])
         try:
             self._submit(request, events.put, **arguments)
             first, is_over = True, False

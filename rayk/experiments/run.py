@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import secrets
 import sys
 import traceback
 import warnings
@@ -12,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rayk.actors.naming import cell_name, models_in_words, run_name
 from rayk.experiments.judge import CellJudge
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
@@ -170,7 +170,7 @@ def _run_on_cluster(
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
 
-    with launch.connect(address) as joined:
+    with launch.connect(address, about=_metadata(loaded, writer, len(left))) as joined:
         available = launch.num_cluster_gpus()
         # The cluster's devices count, not those of the machine that drives it.
         device = "cuda" if available >= 1 else "cpu"
@@ -181,7 +181,7 @@ def _run_on_cluster(
         cells = [cell for cell, _ in left if not cell.unsupported]
         cells, fit_at_once = launch.fit_cells(cells)
         progress.phase("starting workers")
-        runner = _Runner(cells, keep_workers=fit_at_once)
+        runner = _Runner(loaded.spec.name, cells, keep_workers=fit_at_once)
         try:
             judges = {name: CellJudge(name, config, writer.directory) for name, config in configs.items()}
             _ask_all(left, judges, progress)  # the workers start meanwhile
@@ -269,7 +269,9 @@ def _unjudged(cell: Cell, error: Exception, wall_ns: int) -> CellRow:
 class _Runner:
     """The coordinator of a run, replaced if it ever stops answering."""
 
-    def __init__(self, cells: Sequence[Cell], *, keep_workers: bool) -> None:
+    def __init__(self, title: str, cells: Sequence[Cell], *, keep_workers: bool) -> None:
+        """`title`: what people call the run."""
+        self._title = title
         self._cells = cells
         self._keep_workers = keep_workers
         self._start()
@@ -308,10 +310,9 @@ class _Runner:
         from rayk.actors.cell_run import CellOutcome
 
         deadline = cell.deadlines.cell_s + GRACE_S
+        named = self._coordinator.run_cell.options(name=cell_name(cell.cell_id, repeat, cell.spec.model))
         try:
-            return ray.get(
-                self._coordinator.run_cell.remote(cell, prompts, repeat, capture=capture), timeout=deadline
-            )
+            return ray.get(named.remote(cell, prompts, repeat, capture=capture), timeout=deadline)
         except ray.exceptions.GetTimeoutError:
             error: RaykError = DeadlineExceeded(f"the coordinator of cell {cell.cell_id}", deadline)
         except ray.exceptions.RayError as failure:
@@ -340,12 +341,24 @@ class _Runner:
         from rayk.actors.nodes import largest_asks, placement_of
         from rayk.actors.placement import this_node
 
+        name = run_name(self._title, sorted({c.spec.model for c in self._cells}))
         self._coordinator = launch.start_coordinator(
-            f"rayk/coordinator/{secrets.token_hex(3)}", keep_workers=self._keep_workers
+            f"rayk/coordinator/{name}", keep_workers=self._keep_workers
         )
         first = self._cells[0]
         asks = largest_asks(self._cells if self._keep_workers else [first], this_node())
         self._prepared = self._coordinator.prepare.remote(asks, placement_of(first), first.prefill.model)
+
+
+def _metadata(loaded: LoadedSpec, writer: ResultWriter, num_left: int) -> dict[str, str]:
+    """What Ray keeps of this driver, for who looks at a cluster's jobs."""
+    return {
+        "rayk": "experiment",
+        "experiment": loaded.spec.name,
+        "models": models_in_words(loaded.spec.models()),
+        "cells": str(num_left),
+        "results": str(writer.directory.resolve()),
+    }
 
 
 def _seeds(spec: ExperimentSpec) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import secrets
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
@@ -75,7 +74,7 @@ def serve_until_stopped(
 
         cluster = wanted_address(address)
         _say("starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}")
-        with launch.connect(address):
+        with launch.connect(address, about={"rayk": "server", "url": url_of(front.host, front.port)}):
             if stop.received:
                 return 0
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
@@ -86,10 +85,11 @@ def serve_until_stopped(
 async def _serve(
     settings: ServerSettings, front: HttpOptions, stop: StopSignals, ready: TextIO, *, is_shared: bool
 ) -> int:
+    from rayk.actors.naming import run_name
     from rayk.serve.fleet_part import FleetPart
     from rayk.serve.fronts import FrontPlan
 
-    name = f"rayk/{secrets.token_hex(4)}/fleet"
+    name = f"rayk/fleet/{run_name('', [settings.model.model_id])}"
     http = http_settings(front.api_key, front.limits)
     plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
     fleet = FleetPart(name, settings, _say)

@@ -12,6 +12,7 @@ import ray
 import uvicorn
 from ray.exceptions import RayActorError, RayError
 
+from rayk.actors.naming import bounded
 from rayk.actors.placement import on_this_node
 from rayk.serve.fronts import FrontPlan, open_app
 from rayk.serve.listener import CLOSE_S, listener_config
@@ -72,7 +73,8 @@ class UvicornPart:
             num_cpus=0, max_concurrency=100, max_restarts=0, scheduling_strategy=on_this_node()
         )
         self._actor = make.remote(self._plan)
-        self._run = self._actor.run.remote()
+        about = bounded(self._plan.settings.model.model_id)
+        self._run = self._actor.run.options(name=f"front: {about}").remote()
 
     async def lost(self) -> str:
         """What it ended of; one that hangs is ended. Raises UserError when it cannot listen."""

@@ -1,0 +1,56 @@
+"""What Ray's dashboard calls the parts of runs and servers: names of actors and tasks, bounded in length."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+MAX_PART = 32
+"""Characters of one part of a name: a model, an experiment."""
+MAX_TASK = 96
+"""Characters of a task's name."""
+_TAG = 6
+
+
+def bounded(text: str, limit: int = MAX_PART) -> str:
+    """The text, or its beginning and a tag of all of it: what differs still differs."""
+    if len(text) <= limit:
+        return text
+    tag = hashlib.sha256(text.encode()).hexdigest()[:_TAG]
+    return f"{text[: limit - _TAG - 1]}~{tag}"
+
+
+def models_in_words(models: Sequence[str]) -> str:
+    """Folders of checkpoints, for people: the name of the only one, or how many there are."""
+    names = sorted({Path(m).name for m in models})
+    return bounded(names[0]) if len(names) == 1 else f"{len(names)} models"
+
+
+def run_name(title: str, models: Sequence[str]) -> str:
+    """A name of a run or server that no other one has: its title, its model, and random hex digits."""
+    words = f"{bounded(title)}-{models_in_words(models)}" if title else models_in_words(models)
+    plain = re.sub(r"[^A-Za-z0-9._~-]+", "-", words).strip("-")
+    return f"{plain}-{secrets.token_hex(3)}"
+
+
+def rank_in_words(worker: str) -> str:
+    """`prefill0 rank 1, RUN` of an actor's name rayk/RUN/prefill0/r1, or r1#2 where it was started again."""
+    found = re.fullmatch(r"rayk/(.+)/([^/]+)/r(\d+)(?:#\d+)?", worker)
+    return f"{found[2]} rank {found[3]}, {found[1]}" if found is not None else worker
+
+
+def loop_name(engine: str, rank: int, tp: int, role: str, model: str) -> str:
+    """The task that is one rank's life in an engine."""
+    words = "" if engine.startswith(role) else f" {role}"
+    name = f"{bounded(engine)} rank {rank}/{tp}{words}: {models_in_words([model])}"
+    return bounded(name, MAX_TASK)
+
+
+def cell_name(cell_id: str, repeat: int, model: str) -> str:
+    """The task that runs a cell once."""
+    again = f" #{repeat}" if repeat else ""
+    limit = MAX_TASK - MAX_PART - len(again) - len("cell : ")
+    return f"cell {bounded(cell_id, limit)}{again}: {models_in_words([model])}"
