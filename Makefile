@@ -102,7 +102,7 @@ test-slow: $(STAMP)
 	@touch $@
 
 test-generators: $(STAMP) .venv-aiperf/.installed .venv-guidellm/.installed
-	$(BIN)/python -m pytest -m slow tests/serve/test_load_generators.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/serve/test_load_generators.py tests/reports/test_exports.py $(ARGS)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/transfer/test_any_pair.py $(ARGS)

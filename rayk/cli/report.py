@@ -22,6 +22,8 @@ class Format(enum.StrEnum):
     md = "md"
     csv = "csv"
     json = "json"
+    aiperf = "aiperf"
+    llm_d = "llm-d"
     trace = "trace"
 
 
@@ -33,13 +35,15 @@ def report(
     output_format: Annotated[
         Format | None,
         typer.Option(
-            "--format", help="What to write [default: html]; trace: for Perfetto; json: of --columns only."
+            "--format",
+            help="What to write [default: html]; aiperf, llm-d: AIPerf's JSON, llm-d's Benchmark Report, a "
+            "file per cell or load; trace: for Perfetto; json: of --columns only.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File or folder to write, `-` for stdout (md); of csv the folder "
+            help="File or folder to write, `-` for stdout (md); of csv, aiperf and llm-d the folder "
             "[default: report.EXT in DIR, for several runs compare.EXT in the first DIR]."
         ),
     ] = None,
@@ -93,6 +97,8 @@ def _write(directories: list[Path], output_format: Format, out: Path | None) -> 
             stderr().print(f"rayk: {result.directory}: {result.age_note}", markup=False)
     if output_format is Format.trace:
         return [_write_trace(results, out or directories[0])]
+    if output_format in (Format.aiperf, Format.llm_d):
+        return _write_exports(results, output_format, out or directories[0] / output_format)
     name = f"{'report' if len(results) == 1 else 'compare'}.{output_format}"
     target = out or directories[0]
     if target.is_dir() and output_format is not Format.csv:
@@ -113,6 +119,23 @@ def _write_csv(results: list[Result], folder: Path) -> list[Path]:
     if len(results) == 1:
         return write_csv(results[0], folder)
     return [write_compare_csv(results, folder / "compare.csv")]
+
+
+def _write_exports(results: list[Result], output_format: Format, folder: Path) -> list[Path]:
+    from rayk.reports import aiperf, llmd
+    from rayk.reports.export import write_exports
+
+    if len(results) > 1 or str(folder) == "-":
+        raise UserError(
+            problem="is a folder with a file per cell, of one run", where=f"--format {output_format}"
+        )
+    if output_format is Format.aiperf:
+        paths = write_exports(results[0], folder, aiperf.FILE_NAME, aiperf.aiperf_json)
+    else:
+        paths = write_exports(results[0], folder, llmd.FILE_NAME, llmd.llmd_yaml)
+    if not paths:
+        raise UserError(problem="no request of this run was answered", where=str(results[0].directory))
+    return paths
 
 
 def _write_trace(results: list[Result], path: Path) -> Path:
