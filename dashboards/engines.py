@@ -1,0 +1,297 @@
+"""The dashboards of people who look into engines."""
+
+from __future__ import annotations
+
+from dashboards.panels import TURNS, Dashboard, Panel, per_engine, per_rank, sizes
+from dashboards.queries import Query, less, observed, over_ranks, quantile, rate, ratio, total, value
+
+TRANSFERS = Dashboard(
+    uid="rayk-transfers",
+    title="rayk / Prefill, decode and transfers",
+    help="What hands over, how fast, and what of it fails.",
+    panels=(
+        per_engine("Bytes received", "rayk_nixl_bytes_total", "KV, all ranks of an engine.", unit="Bps"),
+        per_engine(
+            "Hand-overs", "rayk_nixl_transfers_total", "Once per rank of the receiving engine.", unit="ops"
+        ),
+        per_engine(
+            "Descriptors", "rayk_nixl_descriptors_total", "Contiguous pieces: fewer is cheaper.", unit="ops"
+        ),
+        Panel(
+            title="Bytes per descriptor",
+            help="How finely KV is cut: small ones are what heterogeneous TP costs.",
+            queries=(
+                ratio(
+                    rate("rayk_nixl_bytes_total", "engine"), rate("rayk_nixl_descriptors_total", "engine")
+                ).named("{{engine}}"),
+            ),
+            unit="bytes",
+        ),
+        Panel(
+            title="Rate while transferring",
+            help="Bytes by the time spent posting and waiting: what one rank's link gives.",
+            queries=(
+                Query(
+                    f"{rate('rayk_nixl_bytes_total', 'engine').expr} / "
+                    f"({rate('rayk_nixl_post_seconds_total', 'engine').expr} + "
+                    f"{rate('rayk_nixl_wait_seconds_total', 'engine').expr})",
+                    frozenset(
+                        {
+                            "rayk_nixl_bytes_total",
+                            "rayk_nixl_post_seconds_total",
+                            "rayk_nixl_wait_seconds_total",
+                        }
+                    ),
+                    "{{engine}}",
+                ),
+            ),
+            unit="Bps",
+        ),
+        Panel(
+            title="Posting and waiting",
+            help="Seconds per second, all ranks of an engine.",
+            queries=(
+                rate("rayk_nixl_post_seconds_total", "engine").named("{{engine}} post"),
+                rate("rayk_nixl_wait_seconds_total", "engine").named("{{engine}} wait"),
+            ),
+            unit="s",
+        ),
+        sizes("Transfer time", "rayk_nixl_xfer_time_seconds", "s", "First post to last completion."),
+        sizes("Post time", "rayk_nixl_post_time_seconds", "s", "The part of it that the host is busy."),
+        sizes("Bytes of a hand-over", "rayk_nixl_bytes_transferred", "bytes", "To one rank."),
+        sizes("Descriptors of a hand-over", "rayk_nixl_num_descriptors", "short", "To one rank."),
+        Panel(
+            title="Steps by phase",
+            help="Of rank 0: prefill, decode, and both in one.",
+            queries=(rate("rayk_steps_total", "engine", "phase", rank="0").named("{{engine}} {{phase}}"),),
+            unit="ops",
+        ),
+        Panel(
+            title="Time busy, by phase",
+            help="Share of the time that rank 0 spends in turns that have a step: near 1, it is the limit.",
+            queries=(
+                rate("rayk_step_busy_seconds_total", "engine", "phase", rank="0").named(
+                    "{{engine}} {{phase}}"
+                ),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            title="Failed transfers",
+            help="By reason, since each engine started.",
+            queries=(
+                total("rayk_nixl_num_failed_transfers_total", "engine", "reason")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}} {{reason}}"),
+            ),
+        ),
+        Panel(
+            title="Messages nobody could take",
+            help="Notifications that could not be read, since each engine started.",
+            queries=(
+                total("rayk_nixl_num_failed_notifications_total", "engine")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}}"),
+            ),
+        ),
+        Panel(
+            title="Leases that expired",
+            help="Blocks that were held for a consumer that never released them.",
+            queries=(
+                total("rayk_nixl_num_kv_expired_reqs_total", "engine")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}}"),
+            ),
+        ),
+        Panel(
+            title="Through a staging buffer",
+            help="Hand-overs that were gathered first.",
+            queries=(
+                total("rayk_nixl_staged_total", "engine", "mode")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}} {{mode}}"),
+            ),
+        ),
+        Panel(
+            title="Digests compared",
+            help="Requests, and bytes behind the digests.",
+            queries=(
+                rate("rayk_kv_digest_checks_total", "engine").named("{{engine}} requests/s"),
+                rate("rayk_kv_bytes_checked_total", "engine").named("{{engine}} bytes/s"),
+            ),
+        ),
+        Panel(
+            title="Digests that differed",
+            help="Requests and words. Anything but 0 is a wrong answer.",
+            queries=(
+                total("rayk_kv_mismatches_total", "engine")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}} requests"),
+                total("rayk_kv_mismatched_words_total", "engine")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}} words"),
+            ),
+        ),
+        Panel(
+            title="Planted faults",
+            help="What the experiment broke on purpose.",
+            queries=(
+                total("rayk_faults_total", "engine", "kind", "point")
+                .or_zero(TURNS, "engine")
+                .named("{{kind}} {{point}}"),
+            ),
+        ),
+    ),
+)
+
+MEMORY = Dashboard(
+    uid="rayk-memory",
+    title="rayk / KV memory",
+    help="Who holds the pool's blocks, and what caching saves.",
+    panels=(
+        Panel(
+            title="Pool taken",
+            help="Used or leased. From 95 % on, requests wait or are preempted.",
+            queries=(value("rayk_kv_cache_usage_perc", "engine", how="max").named("{{engine}}"),),
+            unit="percentunit",
+            width=12,
+        ),
+        Panel(
+            title="Pool size",
+            help="Blocks of each engine.",
+            queries=(value("rayk_kv_pool_blocks", "engine", how="max").named("{{engine}}"),),
+            width=12,
+        ),
+        Panel(
+            title="Blocks by state",
+            help="Cached ones are free to take; leased ones wait for another engine.",
+            queries=(
+                value("rayk_kv_blocks", "engine", "state", how="max", group="pool").named(
+                    "{{engine}} {{state}}"
+                ),
+            ),
+            is_stacked=True,
+            width=12,
+        ),
+        Panel(
+            title="Blocks by group",
+            help="Used and leased, by group of layers.",
+            queries=(
+                value("rayk_kv_blocks", "engine", "group", "state", how="max", group="!pool").named(
+                    "{{engine}} {{group}} {{state}}"
+                ),
+            ),
+            width=12,
+        ),
+        Panel(
+            title="Prefix cache hits",
+            help="Share of looked-up prompt tokens that were found. None without engine.prefix_caching.",
+            queries=(
+                ratio(
+                    rate("rayk_prefix_cache_hits_total", "engine"),
+                    rate("rayk_prefix_cache_queries_total", "engine"),
+                ).named("{{engine}}"),
+            ),
+            unit="percentunit",
+            width=12,
+        ),
+        Panel(
+            title="Preemptions",
+            help="Requests that lost their blocks, since each engine started: the pool is too small.",
+            queries=(
+                total("rayk_num_preemptions_total", "engine").or_zero(TURNS, "engine").named("{{engine}}"),
+            ),
+            width=12,
+        ),
+    ),
+)
+
+
+_MODEL_SECONDS = rate("rayk_model_seconds_total", "engine", "rank")
+_IN_COLLECTIVES = rate("rayk_collective_seconds_total", "engine", "rank")
+_WAITS = total("rayk_collective_seconds_total", "engine", "rank")
+
+RANKS = Dashboard(
+    uid="rayk-ranks",
+    title="rayk / Ranks",
+    help="Whether an engine's ranks keep pace, and what of the machine they use.",
+    panels=(
+        per_rank("Turns", "0: this rank stands still.", rate("rayk_turns_total", "engine", "rank"), "ops"),
+        per_rank(
+            "Busy",
+            "Share of the time in turns that have a step.",
+            rate("rayk_step_busy_seconds_total", "engine", "rank"),
+            "percentunit",
+        ),
+        per_rank("Model", "Share of the time in the forward pass.", _MODEL_SECONDS, "percentunit"),
+        per_rank(
+            "In collectives",
+            "Share of the time. The rank that waits least is the one others wait for.",
+            _IN_COLLECTIVES,
+            "percentunit",
+        ),
+        Panel(
+            title="Skew",
+            help="Seconds that an engine's quickest rank has waited longer in collectives than its slowest.",
+            queries=(less(over_ranks("max", _WAITS), over_ranks("min", _WAITS)).named("{{engine}}"),),
+            unit="s",
+            width=12,
+        ),
+        Panel(
+            title="Step time",
+            help="Turns that have a step, of rank 0.",
+            queries=tuple(
+                quantile(share, "rayk_step_seconds", "engine", "phase", rank="0").named(
+                    f"{p} {{{{engine}}}} {{{{phase}}}}"
+                )
+                for share, p in ((0.5, "p50"), (0.95, "p95"))
+            ),
+            unit="s",
+            width=12,
+        ),
+        sizes("Tokens of a step", "rayk_iteration_tokens", "short", "Of all its requests."),
+        sizes("Requests of a step", "rayk_batch_requests", "short", "The batch."),
+        Panel(
+            title="Steps observed",
+            help="Per second and rank, as the histogram of step times has them.",
+            queries=(observed("rayk_step_seconds", "engine", "rank").named("{{engine}}/{{rank}}"),),
+            unit="ops",
+        ),
+        per_rank(
+            "Model FLOP/s",
+            "While the model ran.",
+            value("rayk_model_flops_per_second", "engine", "rank", how="max"),
+            "flops",
+        ),
+        per_rank(
+            "Model bytes/s",
+            "Weights and KV read while the model ran.",
+            value("rayk_model_bytes_per_second", "engine", "rank", how="max"),
+            "Bps",
+        ),
+        per_rank(
+            "FLOP on average",
+            "Also counts the time between steps.",
+            rate("rayk_estimated_flops_per_gpu_total", "engine", "rank"),
+            "flops",
+        ),
+        per_rank(
+            "Bytes read on average",
+            "Also counts the time between steps.",
+            rate("rayk_estimated_read_bytes_per_gpu_total", "engine", "rank"),
+            "Bps",
+        ),
+        per_rank(
+            "FLOP utilisation",
+            "Of the device's peak; only where that is known (not on CPUs).",
+            value("rayk_model_flops_utilization", "engine", "rank", how="max"),
+            "percentunit",
+        ),
+        per_rank(
+            "Bandwidth utilisation",
+            "Of the device's peak; only where that is known (not on CPUs).",
+            value("rayk_model_bandwidth_utilization", "engine", "rank", how="max"),
+            "percentunit",
+        ),
+    ),
+)

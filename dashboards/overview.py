@@ -1,0 +1,169 @@
+"""The dashboards of people who use a deployment or run an experiment."""
+
+from __future__ import annotations
+
+from dashboards.panels import TURNS, Dashboard, Panel, latencies, stat
+from dashboards.queries import quantile, rate, ratio, total, value
+
+OVERVIEW = Dashboard(
+    uid="rayk-overview",
+    title="rayk / Overview",
+    help="Is it up, how fast does it answer, and what waits.",
+    panels=(
+        stat(
+            "KV mismatches",
+            "Requests whose KV differed between the engines. Anything but 0 is a wrong answer.",
+            total("rayk_kv_mismatches_total").or_zero(total("rayk_turns_total")).named("requests"),
+        ),
+        stat(
+            "Failed transfers",
+            "Transfers that failed, whatever became of their requests.",
+            total("rayk_nixl_num_failed_transfers_total")
+            .or_zero(total("rayk_turns_total"))
+            .named("transfers"),
+        ),
+        stat(
+            "Engines lost",
+            "Engines that died or hung.",
+            total("rayk_engines_lost_total").or_zero(total("rayk_turns_total")).named("engines"),
+        ),
+        stat("Running", "Requests in running batches.", value("rayk_num_requests_running").named("requests")),
+        stat(
+            "Waiting",
+            "Requests that wait to be scheduled.",
+            value("rayk_num_requests_waiting").named("requests"),
+        ),
+        stat(
+            "Tokens per second",
+            "Tokens sampled by all engines.",
+            rate("rayk_generation_tokens_total").named("tokens/s"),
+        ),
+        latencies("Time to first token", "rayk_ttft_seconds", "Arrival to first token."),
+        latencies("Time per output token", "rayk_tpot_seconds", "A request's mean, the first token aside."),
+        latencies("Gaps between tokens", "rayk_itl_seconds", "Every gap: what a reader notices."),
+        latencies("Whole requests", "rayk_e2e_seconds", "Arrival to last token."),
+        Panel(
+            title="Where a request's time goes (p50)",
+            help="The queue before an engine is asked, then its prefill, then its decode.",
+            queries=(
+                quantile(0.5, "rayk_request_queue_time_seconds", "model").named("queue {{model}}"),
+                quantile(0.5, "rayk_request_prefill_time_seconds", "model").named("prefill {{model}}"),
+                quantile(0.5, "rayk_request_decode_time_seconds", "model").named("decode {{model}}"),
+            ),
+            unit="s",
+        ),
+        Panel(
+            title="Requests ended",
+            help="By engine and how they ended. `handed_over` ends at a prefill engine, to go on elsewhere.",
+            queries=(
+                rate("rayk_requests_total", "engine", "finish_reason").named("{{engine}} {{finish_reason}}"),
+            ),
+            unit="reqps",
+        ),
+        Panel(
+            title="Requests at engines",
+            help="Running, waiting to be scheduled, and waiting for KV of another engine.",
+            queries=(
+                value("rayk_num_requests_running", "engine").named("{{engine}} running"),
+                value("rayk_num_requests_waiting", "engine").named("{{engine}} waiting"),
+                value("rayk_num_requests_receiving", "engine").named("{{engine}} receiving"),
+            ),
+        ),
+        Panel(
+            title="Tokens",
+            help="Prompt tokens computed and tokens sampled, per second.",
+            queries=(
+                rate("rayk_prompt_tokens_total", "engine").named("{{engine}} prompt"),
+                rate("rayk_generation_tokens_total", "engine").named("{{engine}} sampled"),
+            ),
+        ),
+        Panel(
+            title="HTTP requests",
+            help="Of a server's front, by path and status; 499: the client went before the answer.",
+            queries=(rate("rayk_front_requests_total", "path", "status").named("{{path}} {{status}}"),),
+            unit="reqps",
+        ),
+        Panel(
+            title="HTTP requests under way",
+            help="At a server's fronts.",
+            queries=(value("rayk_front_running_requests").named("requests"),),
+        ),
+        Panel(
+            title="HTTP latency",
+            help="As a server's front sees it.",
+            queries=(
+                quantile(0.5, "rayk_front_ttft_seconds").named("first token p50"),
+                quantile(0.95, "rayk_front_ttft_seconds").named("first token p95"),
+                quantile(0.95, "rayk_front_e2e_seconds").named("last token p95"),
+            ),
+            unit="s",
+        ),
+        Panel(
+            title="Engines that serve",
+            help="1 where a server's engine takes requests.",
+            queries=(
+                value("rayk_front_engine_ready", "engine", "role", how="max").named("{{engine}} {{role}}"),
+            ),
+        ),
+        Panel(
+            title="Tokens of HTTP calls",
+            help="Of ended calls: prompt tokens, those of them that prefix caches had, and output tokens.",
+            queries=(
+                rate("rayk_front_prompt_tokens_total").named("prompt"),
+                rate("rayk_front_cached_tokens_total").named("cached"),
+                rate("rayk_front_output_tokens_total").named("output"),
+            ),
+        ),
+    ),
+)
+
+EXPERIMENT = Dashboard(
+    uid="rayk-experiment",
+    title="rayk / Experiment",
+    help="How far a matrix is and what it finds.",
+    panels=(
+        stat("Cells planned", "Of the run.", value("rayk_cells_planned").named("cells"), width=6),
+        stat("Cells done", "Earlier sessions' included.", value("rayk_cells_done").named("cells"), width=6),
+        stat(
+            "Done",
+            "Share of the cells.",
+            ratio(value("rayk_cells_done"), value("rayk_cells_planned")).named("done"),
+            unit="percentunit",
+            width=6,
+        ),
+        stat("Cells per second", "In this run.", rate("rayk_cells_total").named("cells/s"), width=6),
+        Panel(
+            title="Progress",
+            help="Cells done, beside those planned.",
+            queries=(
+                value("rayk_cells_planned").named("planned"),
+                value("rayk_cells_done").named("done"),
+            ),
+            width=12,
+        ),
+        Panel(
+            title="Verdicts",
+            help="Cells of this run by verdict.",
+            queries=(total("rayk_cells_total", "verdict").named("{{verdict}}"),),
+            is_stacked=True,
+            width=12,
+        ),
+        Panel(
+            title="Engines lost",
+            help="That died or hung; some experiments plant that.",
+            queries=(
+                total("rayk_engines_lost_total", "engine", "role")
+                .or_zero(TURNS, "engine")
+                .named("{{engine}} {{role}}"),
+            ),
+            width=12,
+        ),
+        Panel(
+            title="Engines at work",
+            help="Turns per second of the cell that runs.",
+            queries=(TURNS.named("{{engine}}"),),
+            unit="ops",
+            width=12,
+        ),
+    ),
+)

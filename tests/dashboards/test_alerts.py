@@ -1,0 +1,85 @@
+"""Alert rules: complete, valid, and each fires when it should (promtool's own tests)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dashboards import tools
+from dashboards.build import FOLDER
+from dashboards.check import filled_in
+from dashboards.table import DASHBOARDS
+
+RULES = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+
+TESTS = ("alerts_test.yml", "alerts_budget_test.yml")
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    program = tools.find("promtool")
+    if program is None:
+        pytest.skip("no promtool: `make dashboards` fetches it where apt has it")
+    return subprocess.run(
+        [program, *arguments], cwd=FOLDER, capture_output=True, text=True, check=False, timeout=240
+    )
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_an_alert_says_how_grave_it_is_and_what_to_do(name: str) -> None:
+    rule = ALERTS[name]
+    assert rule["labels"]["severity"] in {"critical", "warning"}
+    assert rule["annotations"]["summary"]
+    assert len(rule["annotations"]["runbook"]) > 20
+    assert "\n" not in rule["annotations"]["runbook"]
+
+
+def test_what_is_to_be_watched_is_watched() -> None:
+    assert {
+        "RaykKVMismatch",
+        "RaykLeasesExpiring",
+        "RaykEngineStalled",
+        "RaykKVPoolFull",
+        "RaykErrorBudgetBurnsFast",
+    } <= ALERTS.keys()
+
+
+def test_prometheus_takes_the_settings_and_the_rules() -> None:
+    checked = promtool("check", "config", "prometheus.yml")
+    assert checked.returncode == 0, checked.stderr
+    assert "rules found" in checked.stdout
+
+
+def test_every_alert_fires_when_it_should() -> None:
+    done = promtool("test", "rules", *TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_an_alert_that_cannot_fire_is_found_by_the_tests(name: str, tmp_path: Path) -> None:
+    broken: dict[str, Any] = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+    for group in broken["groups"]:
+        for rule in group["rules"]:
+            if rule.get("alert") == name:
+                rule["expr"] = f"({rule['expr']}) > 1e9"
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(broken))
+    (test,) = [test for test in TESTS if name in (FOLDER / test).read_text()]
+    (tmp_path / test).write_text((FOLDER / test).read_text())
+    done = promtool("test", "rules", tmp_path / test)
+    assert done.returncode != 0
+    assert name in done.stdout + done.stderr
+
+
+def test_every_query_parses(tmp_path: Path) -> None:
+    """As rules, of which promtool parses every one."""
+    exprs = sorted({filled_in(q.shown) for b in DASHBOARDS for p in b.panels for q in p.queries})
+    rules = [{"record": f"shown:{n}", "expr": expr} for n, expr in enumerate(exprs)]
+    written = tmp_path / "queries.yml"
+    written.write_text(yaml.safe_dump({"groups": [{"name": "shown", "rules": rules}]}))
+    checked = promtool("check", "rules", written)
+    assert checked.returncode == 0, checked.stderr
+    assert f"{len(exprs)} rules found" in checked.stdout
