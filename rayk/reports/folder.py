@@ -61,7 +61,7 @@ def check_directory(
 
 def differences(before: Any, now: Any) -> list[str]:
     """Dotted keys with unlike values, e.g. `sampling.max_tokens (24, now 8)`."""
-    old, new = dict(_flatten(before)), dict(_flatten(now))
+    old, new = dict(flatten(before)), dict(flatten(now))
     found = []
     for key in {**old, **new}:
         values = [repr(side.get(key)) for side in (old, new)]
@@ -97,9 +97,10 @@ def _read_spec(path: Path, renew: Callable[[str], str]) -> Any:
         ) from error
 
 
-def _flatten(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested mappings."""
     for key, value in data.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -148,10 +148,11 @@ def unequal_cost(result: Result) -> str:
         f", {100 * unequal['ms'] / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
     )
     return (
-        f"Moving a request's KV took {unequal['ms']:.2f} ms at unequal TP sizes{share}, and {equal['ms']:.2f} "
-        f"ms at equal ones ({_times(unequal['ms'], equal['ms'])}), with {unequal['descriptors']:,.1f} "
-        f"descriptors instead of {equal['descriptors']:,.1f}, and {format_bytes(round(unequal['bytes']))} "
-        f"instead of {format_bytes(round(equal['bytes']))}. Slowest: P {worst['prefill_tp']}, "
+        f"Moving a request's KV took {unequal['ms']:.2f} ms at unequal TP sizes{share}, and "
+        f"{equal['ms']:.2f} ms at equal ones ({_times(unequal['ms'], equal['ms'])}), with "
+        f"{unequal['descriptors']:,.1f} descriptors instead of {equal['descriptors']:,.1f}, and "
+        f"{format_bytes(round(unequal['bytes']))} instead of "
+        f"{format_bytes(round(equal['bytes']))}. Slowest: P {worst['prefill_tp']}, "
         f"D {worst['decode_tp']}, {worst['layouts']}: {worst['ms']:.2f} ms."
     )
 

@@ -89,7 +89,8 @@ def test_a_time_of_zero_has_no_ratio(tmp_path: Path) -> None:
 
 
 def test_sections_name_what_changed_and_what_is_missing(runs: list[Result]) -> None:
-    changed, times = sections(runs[:2])
+    changed, *paired, times = sections(runs[:2])
+    assert [s.title for s in paired] == ["Paired differences"]
     assert changed.title == "Changed verdicts"
     assert changed.rows == [[pair(2).cell_id, "PASS", "TOKEN_MISMATCH", "prompt 2: token 7 | 311"]]
     rows = {row[0]: row[1:] for row in times.rows}
@@ -132,7 +133,7 @@ def test_chips_say_whether_a_verdict_was_expected(tmp_path: Path) -> None:
     wrong = {"verdict": "KV_MISMATCH", "expected_verdict": "KV_MISMATCH"}
     left = write(tmp_path / "a", [pair(1, **wrong), pair(2, **wrong), pair(4, verdict="UNSUPPORTED")])
     right = write(tmp_path / "b", [pair(1, **wrong), pair(2, **wrong | {"verdict": "PASS"})])
-    changed, absent, _ = sections([left, right])
+    changed, absent, *_ = sections([left, right])
     assert changed.chips == [["met", "unmet"]]
     assert absent.chips == [["UNSUPPORTED", ""]]
     page = write_compare_html([left, right], tmp_path / "c.html").read_text()

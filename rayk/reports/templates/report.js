@@ -20,8 +20,10 @@
 
   function key(row, index) {
     var cell = row.cells[index];
-    var number = parseFloat(cell.dataset.value);
-    return isNaN(number) ? cell.textContent.trim() : number;
+    var text = cell.textContent.trim(), plain = text.replace(/,/g, "");
+    // Numbers without a value of their own: 1,234.5 or +6.1% or 1.2 (0.9 to 1.4).
+    var number = parseFloat(cell.dataset.value || (/^[+-]?\d+(\.\d+)?(%|\s|$)/.test(plain) ? plain : ""));
+    return isNaN(number) ? text : number;
   }
   function compare(a, b) {
     if (typeof a === typeof b) { return a < b ? -1 : a > b ? 1 : 0; }

@@ -1,0 +1,144 @@
+"""Paired differences: intervals that hold; regressions are marked where they are, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from rayk.reports import Result, ResultWriter, load
+from rayk.reports.compare import compare_markdown, sections, write_compare_html
+from rayk.reports.paired import CONFIDENCE, MARGIN, Change, change_row, changes, median_interval
+from rayk.types.rows import RequestRow
+from tests.reports.synthetic import MS, SPEC, cell_row
+
+NUM_CELLS = 12
+
+
+def test_an_interval_holds_the_median_as_often_as_it_says() -> None:
+    """Against all outcomes of coins: of 9 values, how many lie below the median is binomial."""
+    for count in range(1, 15):
+        ends = median_interval(list(range(count)), 0.95)
+        probabilities = [math.comb(count, k) / 2**count for k in range(count + 1)]
+        if ends is None:
+            assert 2 * probabilities[0] > 0.05
+            continue
+        low, high = int(ends[0]), int(ends[1])
+        # k values lie below the median: it is between the k-th and the next.
+        covered = sum(p for k, p in enumerate(probabilities) if low < k <= high)
+        assert covered >= 0.95
+        narrower = sum(p for k, p in enumerate(probabilities) if low + 1 < k <= high - 1)
+        assert narrower < 0.95
+    assert median_interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0], 0.95) == (1.0, 6.0)
+
+
+def run(
+    folder: Path, *, num_requests: int, factor: float = 1.0, slow_cell: float = 1.0, seed: int = 0
+) -> Result:
+    """Cells whose requests take about 100 ms; the later token `factor` times as long, in cell 0 `slow_cell`
+    times more."""
+    draw, noise = random.Random(0), random.Random(seed)
+    writer = ResultWriter(
+        folder, spec_yaml=SPEC, environment={"packages": {"torch": f"2.{seed}"}, "python": "3.11"}
+    )
+    for number in range(NUM_CELLS):
+        cell = cell_row(1, number + 1, ("BHLNC", "BHLNC"))
+        rows = []
+        for i in range(num_requests):
+            first = int(draw.uniform(40, 60) * noise.uniform(0.98, 1.02) * MS)
+            later = int(draw.uniform(40, 60) * noise.uniform(0.98, 1.02) * factor * MS)
+            later = int(later * (slow_cell if number == 0 else 1.0))
+            rows.append(
+                RequestRow(
+                    cell_id=cell.cell_id,
+                    repeat=0,
+                    request_id=f"{cell.cell_id}/0/{i}",
+                    prompt_index=i,
+                    prompt_token_ids=[1],
+                    output_token_ids=[1, 2],
+                    token_times_ns=[first, first + later],
+                )
+            )
+        writer.write_cell(cell, rows, [])
+    writer.finish()
+    return load(folder)
+
+
+def verdicts(found: list[Change], subject: str = "all cells") -> dict[str, str]:
+    return {change.metric: change.verdict for change in found if change.subject == subject}
+
+
+def test_a_slower_run_is_a_regression_and_the_faster_one_an_improvement(tmp_path: Path) -> None:
+    base = run(tmp_path / "a", num_requests=20)
+    slow = run(tmp_path / "b", num_requests=20, factor=1.5, seed=1)
+    found = changes(base, slow)
+    assert verdicts(found) == {"TTFT": "no change seen", "TPOT": "regression", "E2E": "regression"}
+    tpot = next(c for c in found if c.metric == "TPOT")
+    assert tpot.num_pairs == NUM_CELLS
+    assert tpot.low is not None
+    assert tpot.high is not None
+    assert 1.4 < tpot.low <= tpot.ratio <= tpot.high < 1.6
+    assert verdicts(changes(slow, base))["TPOT"] == "improvement"
+    assert verdicts(found, "p1-d3-BHLNC-BHLNC")["TPOT"] == "regression"
+
+
+def test_one_slow_cell_is_named_and_the_run_is_not_blamed(tmp_path: Path) -> None:
+    base = run(tmp_path / "a", num_requests=20)
+    other = run(tmp_path / "b", num_requests=20, slow_cell=2.0, seed=1)
+    found = changes(base, other)
+    assert verdicts(found)["TPOT"] == "no change seen"
+    marked = {(c.subject, c.metric) for c in found if c.verdict in ("regression", "improvement")}
+    assert marked == {("p1-d1-BHLNC-BHLNC", "TPOT"), ("p1-d1-BHLNC-BHLNC", "E2E")}
+    names = [section.title for section in sections([base, other])]
+    assert names[:2] == ["Paired differences", "Cells that changed"]
+    page = write_compare_html([base, other], tmp_path / "compare.html").read_text()
+    assert page.count('<span class="chip unmet">regression</span>') == 2
+    assert "| p1-d1-BHLNC-BHLNC | TPOT | b | 20 |" in compare_markdown([base, other])
+
+
+def test_few_pairs_are_said_to_be_few(tmp_path: Path) -> None:
+    base, other = (run(tmp_path / n, num_requests=3, factor=f) for n, f in (("a", 1.0), ("b", 3.0)))
+    found = changes(base, other)
+    assert set(verdicts(found, "p1-d1-BHLNC-BHLNC").values()) == {"too few pairs"}
+    few = next(c for c in found if c.subject != "all cells")
+    assert change_row(few, "b")[-2:] == ["", "too few pairs"]
+    assert verdicts(found)["TPOT"] == "regression"  # 12 cells are enough
+
+
+def test_noise_alone_is_seldom_a_change(tmp_path: Path) -> None:
+    """Many comparisons of equal runs: intervals are far from the margin, so none is marked."""
+    base = run(tmp_path / "base", num_requests=20)
+    for seed in range(1, 4):
+        found = changes(base, run(tmp_path / str(seed), num_requests=20, seed=seed))
+        assert {change.verdict for change in found} == {"no change seen"}
+        assert all(c.low is not None and c.low < 1 + MARGIN for c in found)
+    assert 0.9 < CONFIDENCE < 1
+
+
+def test_requests_of_one_run_only_make_no_pair(tmp_path: Path) -> None:
+    base = run(tmp_path / "a", num_requests=20)
+    fewer = run(tmp_path / "b", num_requests=9, seed=1)
+    counts = {c.num_pairs for c in changes(base, fewer) if c.subject != "all cells"}
+    assert counts == {9}
+    fewer.requests["cell_id"] = "other"
+    assert changes(base, fewer) == []
+
+
+def test_the_environments_difference_is_shown_with_its_values(tmp_path: Path) -> None:
+    found = sections([run(tmp_path / n, num_requests=1, seed=s) for n, s in (("a", 0), ("b", 1))])
+    [section] = [s for s in found if s.title == "Environment"]
+    assert section.rows == [["packages.torch", "2.0", "2.1"]]
+    same = sections([run(tmp_path / n, num_requests=1) for n in "cd"])
+    assert "Environment" not in [s.title for s in same]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"), [(1.06, 1.2, "regression"), (1.04, 1.2, "no change seen")]
+)
+def test_the_whole_interval_must_be_beyond_the_margin(low: float, high: float, verdict: str) -> None:
+    change = Change(
+        subject="c", metric="E2E", num_pairs=9, base_ms=1, other_ms=1.1, ratio=1.1, low=low, high=high
+    )
+    assert change.verdict == verdict
