@@ -9,10 +9,10 @@ PY ?= $(BIN)/python
 
 MODEL := checkpoints/qwen3-tiny
 SPEC := jobs/hetero_tp.yaml
-SOURCES := rayk tests jobs
+SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment quantised hybrid groups chaos fast-prefill serve-bench serve-stress serve-chaos sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill serve-bench serve-stress serve-chaos sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
 	@echo "make check       formatting, lint, types, house rules"
 	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
+	@echo "make dashboards  Prometheus (and Grafana if it is here) over the Ray cluster of this machine; ARGS='--help'"
 	@echo "make bench       every script of jobs/benchmarks"
 	@echo "make mutants     bugs planted one by one, each found by the test that is named for it"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
@@ -120,6 +121,9 @@ check: $(STAMP)
 
 kernels: $(STAMP)
 	env -u TRITON_INTERPRET $(BIN)/python jobs/kernels.py
+
+dashboards: $(STAMP)
+	@$(BIN)/python -m dashboards.start $(ARGS)
 
 bench: $(STAMP)
 	@set -e; for script in jobs/benchmarks/*.py; do \
