@@ -1,0 +1,41 @@
+"""What tells of one rank of an engine: where it reports, and what watches its turns and collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.engine.costs import StepCosts
+from rayk.engine.metering import StepMeter
+from rayk.metrics import BufferedSink
+from rayk.parallel.timed import TimedComm
+
+if TYPE_CHECKING:
+    from rayk.actors.handover import TransferHandover
+    from rayk.engine.leader import Leader
+    from rayk.engine.rank import EngineRank
+    from rayk.parallel.comm import Comm
+
+
+def sink_of_rank(rank: EngineRank, *, engine: str, role: str) -> BufferedSink:
+    """Where one rank of an engine reports."""
+    model = model_label(rank.config.model)
+    return make_sink(model=model, engine=engine, role=role, rank=str(rank.comm.rank))
+
+
+def timed(comm: Comm) -> Comm:
+    """The comm, watched where that tells anything: a GPU's collectives end on its stream, not on the host."""
+    return TimedComm(comm) if comm.size > 1 and comm.name != "nccl" else comm
+
+
+def make_meter(
+    sink: BufferedSink, rank: EngineRank, leader: Leader | None, handover: TransferHandover | None
+) -> StepMeter:
+    """What tells of a rank's turns; `leader` and `handover` on rank 0."""
+    device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
+    if handover is not None:
+        sink.on_flush(lambda: sink.set("rayk_num_requests_receiving", handover.num_awaited))
+    comm = rank.comm if isinstance(rank.comm, TimedComm) else None
+    return StepMeter(sink, leader=leader, costs=StepCosts(rank), comm=comm, device=device)
