@@ -17,6 +17,7 @@ from tests.mutations_sampling import SAMPLING
 from tests.mutations_serving import SERVED
 from tests.mutations_simulator import SIMULATED
 from tests.mutations_staging import STAGED_READS
+from tests.mutations_timeline import TIMES
 from tests.mutations_transfer import STATES
 
 PLAN = "tests/transfer/test_plan.py"
@@ -301,4 +302,5 @@ MUTATIONS = (
     + FRONTS
     + HTTP
     + PREFIXES
+    + TIMES
 )
