@@ -19,7 +19,7 @@ from rayk.actors.commands import Capture, Connect, Describe, Diagnose
 from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
 from rayk.actors.extension import TransferExtension
 from rayk.actors.handover import TransferHandover
-from rayk.actors.ray_metrics import make_meter
+from rayk.actors.rank_meter import make_meter
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank

@@ -16,10 +16,12 @@ from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
 from rayk.actors.commands import CapturedRows
 from rayk.actors.engines import EngineHandle
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure
+from rayk.actors.request_meter import report_request
 from rayk.actors.sampled import with_seed
 from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
+from rayk.metrics import MetricsSink, NullSink
 from rayk.sched.asking import Asker, new_secret
 from rayk.sched.loads import LoadBook
 from rayk.sched.policies import get_policy
@@ -65,12 +67,14 @@ class CellRun:
         engines: list[EngineHandle],
         capture: bool,
         form_again: FormAgain | None = None,
+        sink: MetricsSink | None = None,
     ) -> None:
-        """`form_again`: makes a new engine in place of a lost one."""
+        """`form_again`: makes a new engine in place of a lost one. `sink`: is told of requests' times."""
         self._cell = cell
         self._repeat = repeat
         self._outcome = outcome
         self._capture = capture
+        self._sink = sink or NullSink()
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._policy = get_policy(cell.policy, cell.policy_settings)
         self._asker = Asker(cell.policy, cell.policy_settings, new_secret())
@@ -132,6 +136,7 @@ class CellRun:
             self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
             raise
         finally:
+            report_request(self._sink, row, gaps=True)
             if (over := self._loads.ended(row.request_id)) is not None:
                 self._policy.ended(*over)
 

@@ -20,8 +20,11 @@ from rayk.actors.placement import this_node
 from rayk.actors.planted import PlantedFault
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
+from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.request_meter import beating
 from rayk.actors.struck import faults_of
 from rayk.actors.worker import RankSpec
+from rayk.metrics import BufferedSink
 from rayk.specs import Cell
 from rayk.transfer.fault_table import RANK_KINDS
 from rayk.transfer.staging import StagingSettings
@@ -46,6 +49,7 @@ class Coordinator:
         self._in_use: list[EngineHandle] = []
         self._nodes: dict[str, Node] = {}
         """Of the engines in use, by name."""
+        self._sink = make_sink()
 
     def __repr__(self) -> str:
         return f"Coordinator({self.name})"
@@ -61,6 +65,18 @@ class Coordinator:
     ) -> CellOutcome:
         """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
         never outlasts the cell's deadline by more than END_S and the time to kill workers."""
+        async with beating(make_sink(model=model_label(cell.prefill.model))) as sink:
+            outcome = await self._run_cell(cell, prompts, repeat, capture, sink)
+        died = {e.engine for e in (*outcome.errors, *outcome.survived) if isinstance(e, EngineDied)}
+        for name in sorted(died & {*outcome.facts}):
+            role = "decode" if name.startswith("decode") else "prefill"
+            self._sink.add("rayk_engines_lost_total", engine=name, role=role)
+        self._sink.flush()
+        return outcome
+
+    async def _run_cell(
+        self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool, sink: BufferedSink
+    ) -> CellOutcome:
         outcome = CellOutcome()
         started = time.monotonic_ns()
         engines: list[EngineHandle] = []
@@ -68,7 +84,7 @@ class Coordinator:
             async with asyncio.timeout(cell.deadlines.cell_s):
                 engines += await self._form(cell)
                 form_again = functools.partial(self._form_again, cell, outcome)
-                run = CellRun(cell, repeat, outcome, engines, capture, form_again)
+                run = CellRun(cell, repeat, outcome, engines, capture, form_again, sink)
                 await run.run(prompts)
         except TimeoutError:
             outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))

@@ -32,6 +32,7 @@ from rayk.actors.nodes import EngineAsk, Node, worker_resources
 from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
+from rayk.actors.ray_metrics import make_sink
 from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
 from rayk.actors.spares import Spares
 from rayk.actors.worker import RankSpec
@@ -93,6 +94,7 @@ class Fleet:
         self._service = LineService(
             calls={method.__name__: method for method in told}, streams={"present": self.present}
         )
+        self._sink = make_sink()
         self._line: LineAddress | None = None
         self._opening = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -373,6 +375,8 @@ class Fleet:
             self._desk.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
             member.num_restarts += 1
+            self._sink.add("rayk_engines_lost_total", engine=member.name, role=member.role)
+            self._sink.flush()
             lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
             member.restart = {}

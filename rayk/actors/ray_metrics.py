@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from rayk.engine.costs import StepCosts
-from rayk.engine.metering import StepMeter
 from rayk.metrics import METRICS, BufferedSink, MetricKind, MetricsSink, NullSink
-from rayk.parallel.timed import TimedComm
-
-if TYPE_CHECKING:
-    from rayk.actors.handover import TransferHandover
-    from rayk.engine.leader import Leader
-    from rayk.engine.rank import EngineRank
-    from rayk.parallel.comm import Comm
 
 
 class RaySink:
@@ -64,25 +53,3 @@ def make_sink(**known: str) -> BufferedSink:
 def model_label(path: str) -> str:
     """How a model is named in labels: its folder's name."""
     return path.rstrip("/").rpartition("/")[2] or path
-
-
-def sink_of_rank(rank: EngineRank, *, engine: str, role: str) -> BufferedSink:
-    """Where one rank of an engine reports."""
-    model = model_label(rank.config.model)
-    return make_sink(model=model, engine=engine, role=role, rank=str(rank.comm.rank))
-
-
-def timed(comm: Comm) -> Comm:
-    """The comm, watched where that tells anything: a GPU's collectives end on its stream, not on the host."""
-    return TimedComm(comm) if comm.size > 1 and comm.name != "nccl" else comm
-
-
-def make_meter(
-    sink: BufferedSink, rank: EngineRank, leader: Leader | None, handover: TransferHandover | None
-) -> StepMeter:
-    """What tells of a rank's turns; `leader` and `handover` on rank 0."""
-    device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
-    if handover is not None:
-        sink.on_flush(lambda: sink.set("rayk_num_requests_receiving", handover.num_awaited))
-    comm = rank.comm if isinstance(rank.comm, TimedComm) else None
-    return StepMeter(sink, leader=leader, costs=StepCosts(rank), comm=comm, device=device)

@@ -24,6 +24,8 @@ from rayk.actors.commands import CapturedRows  # noqa: E402
 from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.fleet_link import FleetLink  # noqa: E402
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure  # noqa: E402
+from rayk.actors.ray_metrics import make_sink, model_label  # noqa: E402
+from rayk.actors.request_meter import beat, report_request  # noqa: E402
 from rayk.actors.serving import Seat  # noqa: E402
 from rayk.engine.admission import bad_sampling, seeded  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402
@@ -65,6 +67,8 @@ class Router:
         self._asker = Asker(settings.policy, settings.policy_settings, settings.prefix_secret)
         self._numbers = itertools.count()
         self._courier: asyncio.Task[None] | None = None
+        self._sink = make_sink(model=model_label(settings.model.folder))
+        self._beat: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> ModelCard:
@@ -76,6 +80,7 @@ class Router:
         request = self._admitted(ask.request)
         if self._courier is None:
             self._courier = asyncio.create_task(self._link.carry(self._settings.front_s / 5))
+            self._beat = asyncio.create_task(beat(self._sink))
         stream = _Stream(self._link)
         task = asyncio.create_task(self._drive(ask, request, stream))
         task.add_done_callback(lambda _: stream.end())
@@ -126,10 +131,12 @@ class Router:
 
     async def close(self) -> None:
         """Abort what is under way, and tell the fleet that this front ends."""
-        if self._courier is not None:
-            self._courier.cancel()
-            await asyncio.gather(self._courier, return_exceptions=True)
-            self._courier = None
+        tasks = [task for task in (self._courier, self._beat) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._courier = self._beat = None
+        self._sink.flush()
         try:
             async with asyncio.timeout(HEALTH_S):
                 await self._link.call("leave", self.name, until=time.monotonic())
@@ -177,6 +184,9 @@ class Router:
             error = DeadlineExceeded(f"request {ask.request.request_id}", limit_s)
             note_failure(row, error)
             raise error from None
+        finally:
+            # Who has the last token cancels this.
+            report_request(self._sink, row, gaps=False)
 
     async def _attempts(
         self, ask: Ask, request: Request, flight: Flight, stream: _Stream, until: float

@@ -67,10 +67,14 @@ class BufferedSink:
             self._due = now + FLUSH_S
             self._flush()
 
-    def flush(self) -> None:
-        """Pass everything on."""
+    def pass_observations(self) -> None:
+        """Pass on all observations at once."""
         while self._observed:
             self._pass_observation()
+
+    def flush(self) -> None:
+        """Pass everything on."""
+        self.pass_observations()
         self._flush()
 
     def _flush(self) -> None:

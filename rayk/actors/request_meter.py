@@ -1,0 +1,61 @@
+"""What is told of requests where their tokens come together: a cell's coordinator, a server's front."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rayk.metrics import BufferedSink, MetricsSink
+    from rayk.types.rows import RequestRow
+
+BEAT_S = 0.05
+"""How often an event loop passes on what was gathered: some requests at a time."""
+STAGES = {
+    "queue": "rayk_request_queue_time_seconds",
+    "prefill": "rayk_request_prefill_time_seconds",
+    "decode": "rayk_request_decode_time_seconds",
+}
+
+
+def report_request(sink: MetricsSink, row: RequestRow, *, gaps: bool) -> None:
+    """A request is over, with all its tokens; nothing of one that failed. `gaps`: also each gap between its
+    tokens, which makes as many calls as it has."""
+    times = row.token_times_ns
+    if row.finish_reason not in ("stop", "length") or not times:
+        return
+    sink.observe("rayk_ttft_seconds", (times[0] - row.arrival_ns) / 1e9)
+    sink.observe("rayk_e2e_seconds", (times[-1] - row.arrival_ns) / 1e9)
+    if len(times) > 1:
+        sink.observe("rayk_tpot_seconds", (times[-1] - times[0]) / (len(times) - 1) / 1e9)
+    if gaps:
+        for before, after in pairwise(times):
+            sink.observe("rayk_itl_seconds", (after - before) / 1e9)
+    for stage, name in STAGES.items():
+        if stage in row.stage_ns:
+            sink.observe(name, row.stage_ns[stage] / 1e9)
+
+
+async def beat(sink: BufferedSink) -> None:
+    """Pass on what was gathered, for ever."""
+    while True:
+        await asyncio.sleep(BEAT_S)
+        sink.pass_observations()
+        sink.tick()
+
+
+@asynccontextmanager
+async def beating(sink: BufferedSink) -> AsyncIterator[BufferedSink]:
+    """Meanwhile, `beat`; in the end everything is passed on."""
+    task = asyncio.create_task(beat(sink))
+    try:
+        yield sink
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        sink.flush()
