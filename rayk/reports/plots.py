@@ -14,6 +14,10 @@ MAX_BOXES = 60
 """Cells a latency plot shows; the first ones of a longer run."""
 
 
+MAX_MARKS = 3000
+"""Requests that a cloud of marks shows; every k-th of more."""
+
+
 def make_plots(result: Result) -> list[dict[str, Any]]:
     """Plots that have data: transfers, ttft, tpot; each with id, data, layout."""
     plots = []
@@ -33,6 +37,7 @@ def _transfer_plot(transfers: pd.DataFrame) -> dict[str, Any]:
     keys = ["cell_id", "repeat", "request_id"]
     sums = transfers.groupby(keys, sort=False)[["bytes", "num_descriptors", "transfer_ms"]].sum()
     sums = sums[sums["transfer_ms"] > 0].reset_index()
+    sums = sums.iloc[:: math.ceil(len(sums) / MAX_MARKS) or 1]
     rate = sums["bytes"] / sums["transfer_ms"] / 1e6  # bytes per ms -> 10^9 bytes per s
     descriptors = sums["num_descriptors"].clip(lower=1)
     ticks = _powers_of_two(int(descriptors.min()), int(descriptors.max())) if len(sums) else []

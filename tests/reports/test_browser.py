@@ -31,6 +31,8 @@ SORT = """
 REPORT = (
     SORT % "TTFT ms"
     + """
+  var early = document.querySelectorAll("svg.main-svg").length;
+  window.dispatchEvent(new Event("beforeprint"));
   var cell = document.getElementById("waterfall-cell");
   var request = document.getElementById("waterfall-request");
   function labels() {
@@ -44,7 +46,8 @@ REPORT = (
   request.dispatchEvent(new Event("change"));
   document.querySelector("td[data-tip]").focus();
   return {
-    orders: orders, whole: whole, one: labels(), tip: document.getElementById("tip").textContent,
+    early: early, orders: orders, whole: whole, one: labels(),
+    tip: document.getElementById("tip").textContent,
     chosen: request.selectedOptions[0].textContent,
     drawn: Array.from(document.querySelectorAll(".plot")).map(function (plot) {
       return [plot.id, plot.querySelectorAll("svg.main-svg").length];
@@ -81,6 +84,7 @@ def test_a_report_works_wide_and_narrow(tmp_path: Path) -> None:
         assert found["chosen"] == "r2"
         assert found["tip"].startswith("p1-d1-BHLNC-BHLNC: PASS")
         assert {"pareto", "ttft", "waterfall", "spread-itl"} <= {name for name, _ in found["drawn"]}
+        assert found["early"] < 5, "figures below the window are drawn when they are needed"
         assert all(drawings for _, drawings in found["drawn"])
 
 

@@ -44,7 +44,38 @@
     head.addEventListener("keydown", function (event) { if (event.key === "Enter") { sort(); } });
   });
 
-  if (!window.Plotly) { return; }
+  // Figures are drawn when they come into view, Plotly is read for the first of them: the page opens at once.
+  var source = document.getElementById("plotly"), waiting = [];
+  function library() {
+    if (!window.Plotly) {
+      var script = document.createElement("script");
+      script.textContent = source.textContent;
+      document.body.appendChild(script);
+    }
+    return window.Plotly;
+  }
+  function drawn(entry) { waiting.splice(waiting.indexOf(entry), 1); entry.draw(library()); }
+  var observer = new IntersectionObserver(function (seen) {
+    seen.forEach(function (item) {
+      if (!item.isIntersecting) { return; }
+      observer.unobserve(item.target);
+      waiting.filter(function (entry) { return entry.element === item.target; }).forEach(drawn);
+    });
+  }, { rootMargin: "300px" });
+  window.addEventListener("beforeprint", function () { waiting.slice().forEach(drawn); });
+  // `draw(Plotly)` when the element comes into view, and again when the colours or the width change.
+  window.raykLater = function (element, height, draw) {
+    var entry = { element: element, draw: draw };
+    element.style.minHeight = height + "px";
+    waiting.push(entry);
+    observer.observe(element);
+    ["(prefers-color-scheme: dark)", "(max-width: 759px)"].forEach(function (query) {
+      window.matchMedia(query).addEventListener("change", function () {
+        if (waiting.indexOf(entry) < 0) { draw(library()); }
+      });
+    });
+  };
+  if (!source) { return; }
   function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
   var plots = JSON.parse(document.getElementById("plots").textContent);
   // "mark", "mark2" and "soft" are the page's colours by name.
@@ -89,38 +120,35 @@
       text.appendChild(title);
     });
   }
-  function draw() {
-    plots.forEach(function (plot) {
-      var narrow = document.documentElement.clientWidth < 760;
-      var data = JSON.parse(JSON.stringify(plot.data));
-      data.forEach(function (trace) {
-        trace.marker = Object.assign({ color: "mark" }, trace.marker);
-        [trace.marker, trace.line, trace.error_y].forEach(paint);
-        if (trace.marker.colorscale === "page") {
-          trace.marker.colorscale = [[0, colour("--mark")], [1, colour("--mark2")]];
-          if (narrow) { Object.assign(trace.marker.colorbar, { orientation: "h", y: 1.02, yanchor: "bottom" }); }
-        }
-        if (trace.type === "box") { trace.line = { color: colour("--mark"), width: 1.2 }; trace.fillcolor = colour("--hover"); }
-      });
-      var layout = Object.assign({
-        paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
-        margin: { l: 50, r: 14, t: 8, b: 44 }, hovermode: "closest",
-        font: { family: "system-ui, sans-serif", size: narrow ? 10.5 : 12, color: colour("--soft") },
-        hoverlabel: { bgcolor: colour("--ink"), font: { color: colour("--bg") }, align: "left" }
-      }, plot.layout);
-      layout = JSON.parse(JSON.stringify(layout));
-      (layout.shapes || []).forEach(function (shape) { paint(shape.line); });
-      (layout.annotations || []).forEach(function (note) { paint(note.font); });
-      if (layout.legend && narrow) { layout.legend.font = { size: 10 }; }
-      layout.xaxis = axis(plot.layout.xaxis);
-      layout.yaxis = axis(plot.layout.yaxis);
-      nameRows(plot, layout);
-      window.Plotly.react(plot.id, data, layout, { displayModeBar: false, responsive: true })
-        .then(function () { titleRows(plot.id); });
+  function draw(Plotly, plot) {
+    var narrow = document.documentElement.clientWidth < 760;
+    var data = JSON.parse(JSON.stringify(plot.data));
+    data.forEach(function (trace) {
+      trace.marker = Object.assign({ color: "mark" }, trace.marker);
+      [trace.marker, trace.line, trace.error_y].forEach(paint);
+      if (trace.marker.colorscale === "page") {
+        trace.marker.colorscale = [[0, colour("--mark")], [1, colour("--mark2")]];
+        if (narrow) { Object.assign(trace.marker.colorbar, { orientation: "h", y: 1.02, yanchor: "bottom" }); }
+      }
+      if (trace.type === "box") { trace.line = { color: colour("--mark"), width: 1.2 }; trace.fillcolor = colour("--hover"); }
     });
+    var layout = Object.assign({
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
+      margin: { l: 50, r: 14, t: 8, b: 44 }, hovermode: "closest",
+      font: { family: "system-ui, sans-serif", size: narrow ? 10.5 : 12, color: colour("--soft") },
+      hoverlabel: { bgcolor: colour("--ink"), font: { color: colour("--bg") }, align: "left" }
+    }, plot.layout);
+    layout = JSON.parse(JSON.stringify(layout));
+    (layout.shapes || []).forEach(function (shape) { paint(shape.line); });
+    (layout.annotations || []).forEach(function (note) { paint(note.font); });
+    if (layout.legend && narrow) { layout.legend.font = { size: 10 }; }
+    layout.xaxis = axis(plot.layout.xaxis);
+    layout.yaxis = axis(plot.layout.yaxis);
+    nameRows(plot, layout);
+    Plotly.react(plot.id, data, layout, { displayModeBar: false, responsive: true })
+      .then(function () { titleRows(plot.id); });
   }
-  draw();
-  ["(prefers-color-scheme: dark)", "(max-width: 759px)"].forEach(function (query) {
-    window.matchMedia(query).addEventListener("change", draw);
+  plots.forEach(function (plot) {
+    window.raykLater(document.getElementById(plot.id), plot.layout.height, function (Plotly) { draw(Plotly, plot); });
   });
 })();

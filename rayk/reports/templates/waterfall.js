@@ -2,7 +2,7 @@
 (function () {
   "use strict";
   var source = document.getElementById("waterfall-data");
-  if (!source || !window.Plotly) { return; }
+  if (!source) { return; }
   var told = JSON.parse(source.textContent), parts = told.parts;
   var cellBox = document.getElementById("waterfall-cell"), requestBox = document.getElementById("waterfall-request");
   function fill(box, names) {
@@ -46,7 +46,7 @@
       return data;
     });
   }
-  function draw() {
+  function draw(Plotly) {
     var cell = told.cells[+cellBox.value], one = +requestBox.value - 1;
     var data = one < 0 ? ofAll(cell) : ofOne(cell, cell.requests[one]);
     var rows = one < 0 ? cell.requests.length : parts.length;
@@ -54,7 +54,7 @@
     shown.forEach(function (r) { end = Math.max(end, r[1] + r[2].reduce(function (a, b) { return a + b; }, 0)); });
     var begin = one < 0 ? 0 : shown[0][1];
     var line = colour("--line");
-    window.Plotly.react("waterfall", data, {
+    Plotly.react("waterfall", data, {
       barmode: "overlay", height: 80 + Math.max(3, rows) * 24, showlegend: false, hovermode: "closest", bargap: 0.25,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 40, r: 14, t: 8, b: 40 },
       font: { family: "system-ui, sans-serif", size: 12, color: colour("--soft") },
@@ -64,11 +64,12 @@
       yaxis: { type: "category", autorange: "reversed", automargin: true, fixedrange: true, gridcolor: line }
     }, { displayModeBar: false, responsive: true });
   }
+  function redraw() { if (window.Plotly) { draw(window.Plotly); } }
   function chooseCell() {
     var cell = told.cells[+cellBox.value];
     var all = "all" + (cell.of > cell.requests.length ? " (the first " + cell.requests.length + ")" : "");
     fill(requestBox, [all].concat(cell.requests.map(function (r) { return r[0]; })));
-    draw();
+    redraw();
   }
   var legend = document.getElementById("waterfall-legend");
   parts.forEach(function (part) {
@@ -80,7 +81,7 @@
   });
   fill(cellBox, told.cells.map(function (cell) { return cell.id; }));
   cellBox.addEventListener("change", chooseCell);
-  requestBox.addEventListener("change", draw);
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  requestBox.addEventListener("change", redraw);
   chooseCell();
+  window.raykLater(document.getElementById("waterfall"), 160, draw);
 })();
