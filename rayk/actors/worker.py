@@ -367,6 +367,8 @@ class Worker:
                 "num_steps": times.num_steps,
                 "turn_ns": times.turn_ns,
                 "model_ns": times.model_ns,
+                "num_computed_tokens": times.num_computed_tokens,
+                "num_sampled_tokens": times.num_sampled_tokens,
             }
         if self._rank is not None:
             report["num_token_layers"] = self._rank.num_token_layers

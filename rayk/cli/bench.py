@@ -152,6 +152,7 @@ def send_loads(loads: list[Load], out: Path | None, *, strict: bool) -> int:
     """Send them, print the tables, return the exit code. Raises UserError for bad input."""
     from rayk.bench.run import run_bench
     from rayk.cli.interrupts import interrupts
+    from rayk.cli.plain import print_table
     from rayk.reports import collect_environment, load
     from rayk.reports.load_page import load_tables, reasons
 
@@ -164,7 +165,7 @@ def send_loads(loads: list[Load], out: Path | None, *, strict: bool) -> int:
     result = load(folder)
     console = stdout()
     for table in load_tables(result.cells):
-        console.print(table)
+        print_table(console, table)
     for text in reasons(result.cells):
         stderr().print(text, markup=False)
     stderr().print(f"report: {folder / 'report.html'}", markup=False)

@@ -14,6 +14,7 @@ from rayk.cli.explain import explain
 from rayk.cli.report import report
 from rayk.cli.run import run
 from rayk.cli.serve import serve
+from rayk.cli.top import top
 
 app = typer.Typer(
     name="rayk",
@@ -51,6 +52,7 @@ app.command(
     epilog="Example: rayk serve checkpoints/qwen3-tiny --prefill-tp 2 --decode-tp 1 --port 8000 "
     "--set engine.max_seqs=32"
 )(serve)
+app.command(epilog="Example: rayk top --url http://127.0.0.1:8000 --once")(top)
 app.command(epilog="Example: rayk checkpoint qwen3 checkpoints/qwen3-tiny --seed 0")(checkpoint)
 app.command(epilog="Example: rayk report runs/monday runs/tuesday --format html")(report)
 app.command(epilog="Example: rayk doctor")(doctor)

@@ -70,6 +70,7 @@ def run_spec(
         raise _with_job(error, path) from error
 
     from rayk.cli.interrupts import interrupts
+    from rayk.cli.plain import print_table
     from rayk.cli.progress import RunProgress
     from rayk.experiments.run import run_experiment
     from rayk.reports import exit_code, verdict_table
@@ -84,7 +85,8 @@ def run_spec(
         raise
     console = stdout()
     reason_lines = REASON_LINES if console.is_terminal else None
-    console.print(verdict_table(result.cells, width=console.width, reason_lines=reason_lines))
+    width = console.width if console.is_terminal else None
+    print_table(console, verdict_table(result.cells, width=width, reason_lines=reason_lines))
     stderr().print(f"report: {folder / 'report.html'}", markup=False)
     return exit_code(result.cells, strict=strict)
 

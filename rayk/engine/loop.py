@@ -102,6 +102,10 @@ class LoopTimes:
     """Turns that had a step."""
     model_ns: int = 0
     """Of these, the decoder's forward pass up to the logits, its collectives included."""
+    num_computed_tokens: int = 0
+    """That forward passes took."""
+    num_sampled_tokens: int = 0
+    """Of output. Rank 0's alone: it samples."""
 
 
 def encode_turn(turn: Turn) -> bytes:
@@ -175,6 +179,8 @@ class EngineLoop:
             model_ns, turn_ns = self._rank.forward_ns, time.monotonic_ns() - started
             self.times.model_ns += model_ns
             self.times.turn_ns += turn_ns
+            self.times.num_computed_tokens += turn.batch.num_tokens
+            self.times.num_sampled_tokens += len(tokens.token_ids) if tokens is not None else 0
             if self._meter is not None:
                 self._meter.stepped(turn.batch, turn_ns, model_ns)
         if self._meter is not None:

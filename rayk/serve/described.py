@@ -145,6 +145,8 @@ class EngineAnswer(BaseModel):
     num_waiting: int | None
     num_steps: int | None
     forward_s: float | None
+    num_computed_tokens: int | None
+    num_sampled_tokens: int | None
     num_free_blocks: int | None
     num_blocks: int | None
 

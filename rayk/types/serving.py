@@ -91,6 +91,10 @@ class EngineState:
     """Of this life."""
     forward_s: float | None = None
     """That rank 0's forward passes of this life took, seconds."""
+    num_computed_tokens: int | None = None
+    """That forward passes of this life took."""
+    num_sampled_tokens: int | None = None
+    """Of output, in this life."""
     num_free_blocks: int | None = None
     num_blocks: int | None = None
     """The null block included, which is never free."""

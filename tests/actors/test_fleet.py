@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,31 @@ def test_tokens_are_the_references_and_every_block_comes_back(served, prompts, e
         await served.until_free()
 
     asyncio.run(run())
+
+
+def test_whoever_joins_the_cluster_sees_its_engines_and_what_they_did(served, prompts) -> None:
+    from rayk.actors.fleets import engines_of_fleets
+
+    def told() -> dict[str, dict[str, Any]]:
+        return {engine["name"]: engine for engine in engines_of_fleets(60.0)}
+
+    async def run() -> list[Got]:
+        async with served.router() as router:
+            return await complete_all(router, prompts, 24)
+
+    before = told()
+    assert {name: e["role"] for name, e in before.items()} == {
+        "prefill0": "prefill",
+        "decode0": "decode",
+        "decode1": "decode",
+    }
+    got, after = asyncio.run(run()), told()
+    made = {name: e["num_sampled_tokens"] - before[name]["num_sampled_tokens"] for name, e in after.items()}
+    # The first token of each answer is the prefill engine's; a preempted one may be sampled again.
+    assert made["prefill0"] >= len(prompts)
+    assert sum(made.values()) >= sum(len(g.token_ids) for g in got)
+    computed = after["prefill0"]["num_computed_tokens"] - before["prefill0"]["num_computed_tokens"]
+    assert computed >= sum(map(len, prompts))
 
 
 def test_what_engines_would_refuse_is_refused_before(served, prompts) -> None:

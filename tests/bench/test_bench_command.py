@@ -112,7 +112,8 @@ def test_a_comparison_names_invalid_loads(tmp_path: Path) -> None:
     both = ["report", str(tmp_path / "a"), str(tmp_path / "b"), "--format", "md", "--out", "-"]
     text = CliRunner().invoke(app, both).stdout
     told = text[text.index("- b:") :].partition("##")[0]
-    assert "INVALID, its numbers do not hold: poisson rate=200: no request was answered: HTTP 429" in told
+    assert "INVALID, its numbers do not hold: poisson rate=200: " in told
+    assert "no request was answered: HTTP 429" in told  # a busy machine is held against it first
     row = next(line for line in text[text.index("## Cells") :].splitlines() if line.startswith("| poisson"))
     assert "| 100.0% | 0.0% (-100%) |" in row
     assert "| 0 | 20 |" in row

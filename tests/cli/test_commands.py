@@ -21,7 +21,7 @@ from rayk.types.config import EngineConfig
 from tests.conftest import CheckpointFactory
 from tests.reports.synthetic import write_run
 
-COMMANDS = ("run", "checkpoint", "report", "doctor", "explain", "conformance")
+COMMANDS = ("run", "serve", "top", "bench", "checkpoint", "report", "doctor", "explain", "conformance")
 
 
 def invoke(*arguments: str | Path) -> Any:

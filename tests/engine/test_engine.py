@@ -384,6 +384,7 @@ def test_times_leave_out_only_the_forward_pass(qwen3: Model, monkeypatch: pytest
     with qwen3.engine() as engine:
         engine.generate([make_request("r", qwen3.prompts[0], 5)])
         times = engine.loops[0].times
-    assert times.num_steps == 5
+    assert times.num_steps == times.num_sampled_tokens == 5
+    assert times.num_computed_tokens == len(qwen3.prompts[0]) + 4
     assert times.model_ns >= 5 * 20_000_000
     assert 0 < times.turn_ns - times.model_ns < times.model_ns

@@ -1,0 +1,36 @@
+"""Tables where there is no terminal: plain lines, one per row, nothing cut, folded or framed."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.table import Table
+
+GAP = "  "
+
+
+def plain_lines(table: Table) -> list[str]:
+    """Title, heads and rows; columns stand below each other."""
+    heads = [str(column.header) for column in table.columns]
+    rows = [list(row) for row in zip_longest(*(map(_one_line, c.cells) for c in table.columns), fillvalue="")]
+    justify = ["rjust" if column.justify == "right" else "ljust" for column in table.columns]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [str(table.title)] if table.title else []
+    for row in (heads, *rows):
+        texts = (getattr(text, how)(width) for text, how, width in zip(row, justify, widths, strict=True))
+        lines.append(GAP.join(texts).rstrip())
+    return lines
+
+
+def _one_line(cell: object) -> str:
+    return " ".join(str(cell).split("\n"))
+
+
+def print_table(console: Console, table: Table) -> None:
+    """As it is on a terminal, as plain lines elsewhere."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    for line in plain_lines(table):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,220 @@
+"""`rayk top`: the engines of a server as they are, again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rayk.cli.guard import guarded, stdout
+from rayk.cli.plain import plain_lines
+from rayk.types.errors import UserError
+
+ANSWER_S = 10.0
+"""A server that does not tell in this time is asked again."""
+STATES = {"ready": "green", "forming": "yellow", "lost": "bold red"}
+TITLES = (
+    *(("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right")),
+    *(("waiting", "right"), ("free blocks", "right"), ("used %", "right"), ("computed/s", "right")),
+    *(("tokens/s", "right"), ("requests", "right"), ("restarts", "right"), ("trouble", "left")),
+)
+"""Titles and how their columns are set."""
+Engine = Mapping[str, Any]
+Ask = Callable[[], Sequence[Engine]]
+
+
+@guarded
+def top(
+    url: Annotated[
+        str | None, typer.Option(help="The server [default: http://127.0.0.1:8000].", show_default=False)
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask the servers of this Ray cluster instead, HOST:PORT or auto; needs no API key."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="RAYK_API_KEY", help="Sent as a bearer token.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table as plain lines, and exit.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks; rates are over them.")
+    ] = 1.0,
+) -> None:
+    """Show the engines of a server: role, TP size, state, requests, blocks, tokens per second, restarts.
+
+    computed/s are tokens that forward passes took, prompts' included; tokens/s are tokens of answers. On a
+    terminal the table stays in place until Ctrl-C; elsewhere one follows the other. Exit 2: nothing answers.
+    """
+    if url and address:
+        raise UserError(problem="name a server or a cluster, not both", where="--url, --address")
+    where = address or url or "http://127.0.0.1:8000"
+    with contextlib.suppress(KeyboardInterrupt), _asked(address, where, api_key) as ask:  # how it is ended
+        screen = Screen(where=where, ask=ask)
+        screen.look()
+        _show(screen, interval, once=once)
+
+
+def _show(screen: Screen, interval_s: float, *, once: bool) -> None:
+    """Until Ctrl-C, or one table."""
+    console = stdout()
+    if not once and console.is_terminal:
+        with Live(screen.table(), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                screen.look_again()
+                live.update(screen.table(), refresh=True)
+    while True:
+        time.sleep(interval_s)
+        screen.look_again()
+        for line in plain_lines(screen.table()):
+            console.print(line, markup=False, soft_wrap=True)
+        if once:
+            return
+
+
+@dataclass
+class Screen:
+    """The last two looks at the engines."""
+
+    where: str
+    ask: Ask
+    engines: Sequence[Engine] = ()
+    at_s: float = 0.0
+    rates: Mapping[str, tuple[float | None, float | None]] | None = None
+    """Engine -> (computed, output) tokens per second; None before there are two looks."""
+    silent_s: float = 0.0
+    """Since when nobody answers."""
+    trouble: str = ""
+
+    def look(self) -> None:
+        """Ask. Raises UserError where nobody answers."""
+        found, now_s = self.ask(), time.monotonic()
+        before = {e["name"]: e for e in self.engines}
+        if before:
+            self.rates = {e["name"]: _rates(before.get(e["name"]), e, now_s - self.at_s) for e in found}
+        self.engines, self.at_s, self.trouble, self.silent_s = found, now_s, "", 0.0
+
+    def look_again(self) -> None:
+        """Ask; where nobody answers any more, say so beside what was known last."""
+        try:
+            self.look()
+        except UserError as error:
+            self.trouble, self.silent_s = error.problem, time.monotonic() - self.at_s
+
+    def table(self) -> Table:
+        """For a terminal."""
+        table = Table(title=Text(self._headline()), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        for title, justify in TITLES:
+            table.add_column(title, justify=justify, no_wrap=title != "trouble")  # type: ignore[arg-type]
+        for engine in self.engines:
+            texts = engine_row(engine, (self.rates or {}).get(engine["name"], (None, None)))
+            style = {3: STATES.get(texts[3], "")}
+            table.add_row(*(Text(text, style=style.get(i, "")) for i, text in enumerate(texts)))
+        return table
+
+    def _headline(self) -> str:
+        ready = sum(e["state"] == "ready" for e in self.engines)
+        output = [rate for _, rate in (self.rates or {}).values() if rate is not None]
+        told = [f"{ready} of {len(self.engines)} engines ready"]
+        told += [f"{sum(output):,.1f} tokens/s"] if output else []
+        told += [f"no answer for {self.silent_s:.0f} s: {self.trouble}"] if self.trouble else []
+        return f"{self.where}: {', '.join(told)}"
+
+
+def _rates(before: Engine | None, now: Engine, seconds: float) -> tuple[float | None, float | None]:
+    """Of one life: an engine that was formed again counts from nothing."""
+    if before is None or before["epoch"] != now["epoch"] or seconds <= 0:
+        return None, None
+    computed, output = (
+        None if None in (before.get(key), now.get(key)) else (now[key] - before[key]) / seconds
+        for key in ("num_computed_tokens", "num_sampled_tokens")
+    )
+    return computed, output
+
+
+def engine_row(engine: Engine, rates: tuple[float | None, float | None]) -> list[str]:
+    """Texts in the order of TITLES; empty for what the engine does not tell."""
+    free, total = engine["num_free_blocks"], engine["num_blocks"]
+    blocks = "" if free is None or total is None else f"{free:,}/{total - 1:,}"
+    used = "" if not blocks or total < 2 else f"{100 * (1 - free / (total - 1)):.1f}"
+    computed, output = ("" if rate is None else f"{rate:,.1f}" for rate in rates)
+    counts = ["" if engine[key] is None else f"{engine[key]:,}" for key in ("num_running", "num_waiting")]
+    return [
+        *(str(engine["name"]), str(engine["role"]), str(engine["tp"]), str(engine["state"]), *counts),
+        *(blocks, used, computed, output, f"{engine['num_requests']:,}", f"{engine['num_restarts']:,}"),
+        str(engine["trouble"]),
+    ]
+
+
+def _ask_server(url: str, api_key: str | None) -> Ask:
+    """GET /engines, by no proxy."""
+    address = f"{url.rstrip('/').removesuffix('/v1')}/engines"
+    if not address.startswith(("http://", "https://")):
+        raise UserError(problem="not a server's URL", where=f"--url {url}", mend="--url http://HOST:PORT")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask() -> list[Engine]:
+        request = urllib.request.Request(address, headers=headers)  # noqa: S310
+        try:
+            with opener.open(request, timeout=ANSWER_S) as answer:
+                return _engines(answer.read(), address)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refused(error.code, address) from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise UserError(
+                problem=f"no server answers: {reason}",
+                where=address,
+                mend="rayk serve MODEL, or another --url",
+            ) from error
+
+    return ask
+
+
+def _refused(status: int, where: str) -> UserError:
+    mends = {
+        401: "--api-key KEY, or RAYK_API_KEY in the environment",
+        404: "the URL of a `rayk serve`: other servers do not tell of engines",
+    }
+    return UserError(problem=f"HTTP {status}", where=where, mend=mends.get(status, ""))
+
+
+def _engines(body: bytes, where: str) -> list[Engine]:
+    try:
+        found = json.loads(body)["data"]
+        for engine in found:
+            engine_row(engine, (None, None))
+            engine["epoch"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            problem="the answer is no list of engines", where=where, mend="the URL of a `rayk serve`"
+        ) from error
+    return list(found)
+
+
+@contextmanager
+def _asked(address: str | None, url: str, api_key: str | None) -> Iterator[Ask]:
+    """Whom to ask: the fleets of a Ray cluster, which is joined within the block, or a server."""
+    if address is None:
+        yield _ask_server(url, api_key)
+        return
+    from rayk.actors.fleets import engines_of_fleets, joined
+
+    with joined(address):
+        yield lambda: engines_of_fleets(ANSWER_S)
