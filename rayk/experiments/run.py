@@ -13,6 +13,7 @@ from typing import Any
 
 from rayk.actors.naming import cell_name, models_in_words, run_name
 from rayk.experiments.judge import CellJudge
+from rayk.experiments.progress import MeteredProgress
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
@@ -170,7 +171,10 @@ def _run_on_cluster(
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
 
-    with launch.connect(address, about=_metadata(loaded, writer, len(left))) as joined:
+    with (
+        launch.connect(address, about=_metadata(loaded, writer, len(left))) as joined,
+        _in_metrics(progress, len(left), len(writer.finished)) as progress,
+    ):
         available = launch.num_cluster_gpus()
         # The cluster's devices count, not those of the machine that drives it.
         device = "cuda" if available >= 1 else "cpu"
@@ -197,6 +201,13 @@ def _run_on_cluster(
                     _run_cell(decided[cell.cell_id], prompts, runner, judge, writer, progress)
         finally:
             runner.close()
+
+
+def _in_metrics(progress: Progress, num_left: int, num_finished: int) -> MeteredProgress:
+    """Progress that Ray's metrics tell, too."""
+    from rayk.actors.ray_metrics import make_sink
+
+    return MeteredProgress(progress, make_sink(), num_left + num_finished, num_finished)
 
 
 def _run_cell(

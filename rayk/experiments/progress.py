@@ -1,0 +1,72 @@
+"""A run's progress as metrics, beside whoever else watches it."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from rayk.metrics import BufferedSink
+from rayk.types.progress import Progress
+
+BEAT_S = 0.5
+
+
+class MeteredProgress:
+    """Implements types.progress.Progress over another one. A context manager, whose thread repeats gauges.
+
+    Cells that ended are counted by verdict.
+    """
+
+    def __init__(self, progress: Progress, sink: BufferedSink, num_planned: int, num_finished: int) -> None:
+        """`num_finished`: cells that are on disk already."""
+        self._progress = progress
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._num_done = num_finished
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
+        sink.set("rayk_cells_planned", num_planned)
+        sink.set("rayk_cells_done", num_finished)
+
+    def __enter__(self) -> MeteredProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._sink.flush()
+
+    def plan(self, num_cells: int, num_finished: int) -> None:
+        """On to who watches."""
+        self._progress.plan(num_cells, num_finished)
+
+    def phase(self, text: str) -> None:
+        """On to who watches."""
+        self._progress.phase(text)
+
+    def warn(self, text: str) -> None:
+        """On to who watches."""
+        self._progress.warn(text)
+
+    def begin(self, cell_id: str) -> None:
+        """On to who watches."""
+        self._progress.begin(cell_id)
+
+    def end(self, cell_id: str, verdict: str, reason: str) -> None:
+        """A cell is on disk."""
+        with self._lock:
+            self._num_done += 1
+            self._sink.add("rayk_cells_total", verdict=verdict)
+            self._sink.set("rayk_cells_done", self._num_done)
+        self._progress.end(cell_id, verdict, reason)
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_S):
+            with self._lock:
+                self._sink.flush()
