@@ -98,6 +98,8 @@ def test_it_starts_all_and_ends_by_one_interrupt(tmp_path: Path, plant: Plant) -
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         first, second = process.stdout.readline(), process.stdout.readline()
+        third = process.stdout.readline()
+        news = process.stdout.readline()
         while process.poll() is None and not (grafana.exists() and grafana.read_text().endswith("}")):
             time.sleep(0.1)
         left = list(tmp_path.glob("rayk-dashboards-*"))
@@ -105,6 +107,8 @@ def test_it_starts_all_and_ends_by_one_interrupt(tmp_path: Path, plant: Plant) -
         assert process.wait(60) == 0
     assert first.startswith("Prometheus: http://127.0.0.1:")
     assert second.startswith("Grafana: http://127.0.0.1:3000")
+    assert third.startswith("Ctrl-C ends it all")
+    assert news.startswith("Ray: no Ray cluster answers at '127.0.0.1:1'")
     seen = json.loads(grafana.read_text())["environment"]
     assert seen["RAYK_PROMETHEUS"] == first.split()[1]
     assert Path(seen["RAYK_DASHBOARDS"], "rayk-overview.json").is_file()
@@ -161,6 +165,14 @@ def test_a_fetched_package_is_unpacked_and_found(plant: Plant) -> None:
     assert list(tools.FOLDER.glob("*.deb")) == []
     with pytest.raises(tools.NotAvailableError, match="has no promtool"):
         tools.need("promtool")
+
+
+def test_an_address_without_a_cluster_is_told_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dashboards.nodes", str(tmp_path / "nodes.json"), "127.0.0.1:1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2
+    assert done.stderr.startswith("no Ray cluster answers at '127.0.0.1:1'")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_targets_are_as_file_sd_reads_them(tmp_path: Path) -> None:
