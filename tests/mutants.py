@@ -27,7 +27,7 @@ from tests.mutation import Mutation
 from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("rayk", "tests", "pyproject.toml")
+COPIED = ("rayk", "dashboards", "tests", "pyproject.toml")
 CHECKPOINTS = "checkpoints"
 """Tiny ones that tests keep between runs: all copies share the working tree's."""
 TEST_TIMEOUT_S = 300

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation import Mutation
 from tests.mutations_attention import ATTENTION
 from tests.mutations_bench import BENCH
+from tests.mutations_dashboards import DASHBOARDS
 from tests.mutations_engine import ENGINE
 from tests.mutations_fronts import FRONTS
 from tests.mutations_http import HTTP
@@ -303,4 +304,5 @@ MUTATIONS = (
     + HTTP
     + PREFIXES
     + TIMES
+    + DASHBOARDS
 )
