@@ -31,6 +31,10 @@ TITLES = (
     *(("tokens/s", "right"), ("requests", "right"), ("restarts", "right"), ("trouble", "left")),
 )
 """Titles and how their columns are set."""
+DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "requests", "role", "free blocks")
+"""Columns that a narrow terminal does without, in this order."""
+MIN_TROUBLE = 17
+"""Characters that are kept for the trouble column, as for each: with padding and a gap."""
 Engine = Mapping[str, Any]
 Ask = Callable[[], Sequence[Engine]]
 
@@ -72,11 +76,11 @@ def _show(screen: Screen, interval_s: float, *, once: bool) -> None:
     """Until Ctrl-C, or one table."""
     console = stdout()
     if not once and console.is_terminal:
-        with Live(screen.table(), console=console, auto_refresh=False) as live:
+        with Live(screen.table(console.width), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval_s)
                 screen.look_again()
-                live.update(screen.table(), refresh=True)
+                live.update(screen.table(console.width), refresh=True)
     while True:
         time.sleep(interval_s)
         screen.look_again()
@@ -115,15 +119,17 @@ class Screen:
         except UserError as error:
             self.trouble, self.silent_s = error.problem, time.monotonic() - self.at_s
 
-    def table(self) -> Table:
-        """For a terminal."""
+    def table(self, width: int | None = None) -> Table:
+        """For a terminal of so many characters (None: as wide as it gets): what does not fit is left out."""
+        rows = [engine_row(e, (self.rates or {}).get(e["name"], (None, None))) for e in self.engines]
+        shown = _shown_columns(rows, width)
         table = Table(title=Text(self._headline()), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-        for title, justify in TITLES:
+        for i in shown:
+            title, justify = TITLES[i]
             table.add_column(title, justify=justify, no_wrap=title != "trouble")  # type: ignore[arg-type]
-        for engine in self.engines:
-            texts = engine_row(engine, (self.rates or {}).get(engine["name"], (None, None)))
-            style = {3: STATES.get(texts[3], "")}
-            table.add_row(*(Text(text, style=style.get(i, "")) for i, text in enumerate(texts)))
+        for row in rows:
+            texts = [Text(text, style=STATES.get(row[3], "") if i == 3 else "") for i, text in enumerate(row)]
+            table.add_row(*(texts[i] for i in shown))
         return table
 
     def _headline(self) -> str:
@@ -133,6 +139,22 @@ class Screen:
         told += [f"{sum(output):,.1f} tokens/s"] if output else []
         told += [f"no answer for {self.silent_s:.0f} s: {self.trouble}"] if self.trouble else []
         return f"{self.where}: {', '.join(told)}"
+
+
+def _shown_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """Indexes of TITLES; the trouble column where somebody has some."""
+    widths = {
+        title: max(len(title), *(len(row[i]) for row in rows), 0) + 3 for i, (title, _) in enumerate(TITLES)
+    }
+    if any(row[-1] for row in rows):
+        widths["trouble"] = MIN_TROUBLE  # it folds
+    else:
+        del widths["trouble"]
+    for title in DROPPED_FIRST:
+        if width is None or sum(widths.values()) + 2 <= width:
+            break
+        del widths[title]
+    return [i for i, (title, _) in enumerate(TITLES) if title in widths]
 
 
 def _rates(before: Engine | None, now: Engine, seconds: float) -> tuple[float | None, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -18,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from rayk.cli.main import app
@@ -114,6 +116,23 @@ def test_an_engine_that_was_formed_again_has_no_rate_yet(engines: WorkingEngines
     screen.look()
     assert screen.rates == {"prefill0": (None, None)}
     assert engine_row(screen.engines[0], screen.rates["prefill0"])[8:10] == ["", ""]
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 160])
+@pytest.mark.parametrize("troubled", [True, False])
+def test_a_narrow_terminal_gets_fewer_columns_and_nothing_cut(width: int, troubled: bool) -> None:
+    state = replace(ScriptedEngines(prefill0="prefill").states["prefill0"], num_waiting=1234567)
+    state = replace(state, trouble="rank 1 of prefill0 was killed by signal 9" if troubled else "")
+    screen = Screen(where="here", ask=lambda: [{n: getattr(state, n) for n in EngineState.__slots__}])
+    screen.look()
+    console = Console(width=width, file=io.StringIO())
+    console.print(screen.table(width))
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert all(part in text for part in ("prefill0", "ready", "1,234,567", "tokens/s"))
+    assert ("trouble" in text) == troubled
+    assert ("restarts" in text) == (width > 110)
+    assert max(map(len, text.splitlines())) <= width
 
 
 @pytest.mark.parametrize("how", ["option", "environment", "none", "wrong"])
