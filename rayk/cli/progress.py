@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from datetime import timedelta
 from types import TracebackType
 
@@ -28,9 +29,10 @@ class RunProgress:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or stderr()
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[tally]}"),
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
@@ -39,8 +41,11 @@ class RunProgress:
             transient=True,
             # Cells take seconds to minutes: remember all of them.
             speed_estimate_period=3600,
+            refresh_per_second=4,
         )
-        self._task = self._bar.add_task("starting", total=None)
+        self._task = self._bar.add_task("starting", total=None, tally="")
+        self._tally: Counter[str] = Counter()
+        """Verdicts of this session."""
         self._num_cells = 0
         self._began = time.monotonic()
         self._num_done = 0
@@ -108,7 +113,9 @@ class RunProgress:
             f"\n    {reason}" if reason else "",
         )
         self.console.print(line)
-        self._bar.update(self._task, completed=self._num_done)
+        self._tally[verdict] += 1
+        told = (f"[{STYLES.get(v, 'bold red')}]{count} {v}[/]" for v, count in self._tally.items())
+        self._bar.update(self._task, completed=self._num_done, tally=" ".join(told))
 
     def _left(self) -> str:
         """How long the cells that are left will take if they take as long as those so far; the bar says it on

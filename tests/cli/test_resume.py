@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,19 @@ def test_progress_says_what_was_done() -> None:
     assert "resuming: 2 of 5 cells are on disk, 3 left" in text
     assert text.index("starting Ray\n") < text.index("3/5 PASS")
     assert "once more to stop at once" in text
+
+
+def test_the_bar_counts_cells_and_verdicts() -> None:
+    console = Console(file=io.StringIO(), width=160, force_terminal=True)
+    with RunProgress(console) as progress:
+        progress.plan(4, 0)
+        for name, verdict in (("a", "PASS"), ("b", "KV_MISMATCH"), ("c", "PASS")):
+            progress.begin(f"{name}-input_tokens=[bold]")
+            progress.end(name, verdict, "")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    bar = [line for line in drawn.splitlines() if "3/4" in line][-1]
+    assert "c-input_tokens=[bold]" in bar
+    assert re.search(r"3/4 +2 PASS 1 KV_MISMATCH +0:00:\d\d +ETA", bar)
 
 
 def test_plain_lines_say_how_long_the_rest_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
