@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
-from rayk.kv.groups import measure_waste, waste_tokens
+from rayk.kv.groups import measure_groups, measure_waste, waste_tokens
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell
@@ -116,6 +116,7 @@ class CellJudge:
             prefill_effective_kernel_block_sizes=facts.get("prefill0", {}).get("kernel_block_sizes"),
             decode_effective_kernel_block_sizes=facts.get("decode0", {}).get("kernel_block_sizes"),
             kv_waste=_kv_waste(cell, self._config),
+            kv_groups=_kv_groups(cell, self._config),
             effective=_effective(facts),
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
             num_token_layers=_token_layers(outcomes, "prefill", cell.num_prefill_engines),
@@ -307,6 +308,17 @@ def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]
         if engine is not None
     }
     return {side: (waste.bytes, waste.percent) for side, waste in wastes.items()}
+
+
+def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, list[dict[str, str | int]]]:
+    """Where the memory of each side's groups goes."""
+    engines = {"prefill": cell.prefill, "decode": cell.decode}
+    tokens = waste_tokens(config.max_positions)
+    return {
+        side: [asdict(memory) for memory in measure_groups(engine_groups(engine, config), tokens)]
+        for side, engine in engines.items()
+        if engine is not None
+    }
 
 
 def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) -> int | None:

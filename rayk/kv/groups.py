@@ -81,6 +81,21 @@ class Waste:
         return 100.0 * self.bytes / self.allocated_bytes if self.allocated_bytes else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Where the bytes of a group go that a request holds, before tensor parallelism."""
+
+    kind: str
+    num_layers: int
+    block_size: int
+    used_bytes: int
+    """Rows of live tokens."""
+    padding_bytes: int
+    """Positions without a layer, and pages smaller than the largest."""
+    wasted_bytes: int
+    """Rows of its blocks that no live token fills."""
+
+
 def group_layers(
     specs: Mapping[CacheKey, KVCacheSpec], seen: Mapping[CacheKey, KVCacheSpec] | None = None
 ) -> tuple[KVCacheGroup, ...]:
@@ -153,6 +168,23 @@ def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TO
         row_bytes = page_bytes(g.spec) // rows_per_block(g.spec)
         needed += len(g.spec.live_rows(fullest)) * len(g.layers) * row_bytes
     return Waste(allocated, needed)
+
+
+def measure_groups(
+    groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS
+) -> tuple[GroupMemory, ...]:
+    """What each group holds of a request of `num_tokens`; sums of padding and waste are `measure_waste`'s."""
+    found = []
+    for g, padding in zip(groups, wasted_bytes(groups), strict=True):
+        fullest = g.spec.fullest_at(num_tokens)
+        blocks = held_blocks(g.spec, fullest)
+        page = page_bytes(g.spec)
+        used = len(g.spec.live_rows(fullest)) * len(g.layers) * (page // rows_per_block(g.spec))
+        waste = blocks * len(g.layers) * page - used
+        found.append(
+            GroupMemory(g.spec.kind, len(g.layers), g.spec.block_size, used, blocks * padding, waste)
+        )
+    return tuple(found)
 
 
 def waste_tokens(max_positions: int) -> int:

@@ -19,6 +19,9 @@ INTS, FLOATS, TEXTS = pa.list_(INT), pa.list_(FLOAT), pa.list_(TEXT)
 TOPS = pa.list_(pa.list_(pa.struct([("token_id", INT), ("logprob", FLOAT)])))
 DIVERGENCE = pa.struct([("request", INT), ("token_index", INT)])
 
+_COUNTS = ("num_layers", "block_size", "used_bytes", "padding_bytes", "wasted_bytes")
+GROUPS = pa.list_(pa.struct([("kind", TEXT), *((name, INT) for name in _COUNTS)]))
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -91,6 +94,10 @@ MEASURED_FIELDS = (
 """How far log probabilities and KV values were from the reference's, and might have been."""
 
 _KV_WASTE = "bytes that a request of 4096 tokens holds and does not need, before TP"
+_KV_GROUPS = (
+    "of the same request by KV group: kind, num_layers, block_size, used_bytes (rows of live tokens), "
+    "padding_bytes (positions without a layer, pages smaller than the largest), wasted_bytes (other rows)"
+)
 
 CELLS = (
     Field("cell_id", TEXT, "", "name of the cell, unique in the run; key of all tables"),
@@ -112,6 +119,8 @@ CELLS = (
     Field("kv_waste_percent", FLOAT, "%", "the same, of all that the request holds"),
     Field("prefill.kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; at prefill engines"),
     Field("decode.kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; at decode engines"),
+    Field("prefill.kv_groups", GROUPS, "bytes", f"{_KV_GROUPS}; at prefill engines"),
+    Field("decode.kv_groups", GROUPS, "bytes", f"{_KV_GROUPS}; at decode engines"),
     *(
         Field(f"{side}.{name}", TEXT, "", f"{meaning}; {side} engines")
         for side in ("prefill", "decode")

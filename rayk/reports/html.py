@@ -12,6 +12,7 @@ import jinja2
 import pandas as pd
 import yaml
 
+from rayk.reports import memory
 from rayk.reports.answers import answers
 from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
@@ -71,6 +72,7 @@ def render(result: Result) -> str:
         pairs=pair_grids(result),
         ceiling=ceiling_of(environment).text,
         limits=_limit_table(result),
+        memory=_memory_table(result),
         limit_meanings=list(LIMITS.items()),
         waterfall_json=script_json(waterfall) if waterfall else "",
         plot_ids=ids,
@@ -203,6 +205,16 @@ def _limit_table(result: Result) -> dict[str, Any]:
         [table_cell(row, column, spec) for _, column, spec in LIMIT_COLUMNS] for row in limit_rows(result)
     ]
     return {"head": [(title, bool(spec)) for title, _, spec in LIMIT_COLUMNS], "rows": rows}
+
+
+def _memory_table(result: Result) -> dict[str, Any] | None:
+    """Used, padding, wasted; None for runs that did not tell."""
+    rows = [
+        [table_cell(r, column, spec) for _, column, spec in memory.COLUMNS]
+        for r in memory.memory_rows(result)
+    ]
+    head = [(title, bool(spec)) for title, _, spec in memory.COLUMNS]
+    return {"head": head, "rows": rows, "note": memory.NOTE} if rows else None
 
 
 def _share_bar(result: Result) -> list[dict[str, Any]]:

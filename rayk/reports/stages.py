@@ -42,7 +42,7 @@ PARTS = (
     Part(name="reserve", limit="decode KV", colour="#c94f4f", meaning="until decode blocks were free"),
     Part(name="post", limit="link", colour="#e39a4f", meaning="posting the reads"),
     Part(name="wait", limit="link", colour="#d9722b", meaning="until the last byte was there"),
-    Part(name="fence", limit="checks", colour="#9b83b5", meaning="until no rank could still write"),
+    Part(name="fence", limit="checks", colour="#9b83b5", meaning="until the moved bytes may be read"),
     Part(name="verify", limit="checks", colour="#7f62a3", meaning="comparing digests"),
     Part(name="decode", limit="decode step", colour="#2f9e77", meaning="from proven KV to the last token"),
 )

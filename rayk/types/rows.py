@@ -139,6 +139,9 @@ class CellRow:
     """Side -> (bytes, percent) that a request of `kv.groups.waste_tokens` (4096, or the model's positions
     where fewer) holds beyond what its layers need, before tensor parallelism: without what replicas and
     padding add on a rank."""
+    kv_groups: dict[str, list[dict[str, str | int]]] = field(default_factory=dict)
+    """Side -> per KV group kind, num_layers, block_size, used_bytes, padding_bytes and wasted_bytes of the
+    same request; padding and waste of all groups are its `kv_waste`."""
     effective: dict[str, str | None] = field(default_factory=dict)
     """What each side ran with, e.g. prefill.effective_layout; see reports.columns.EFFECTIVE."""
     num_fast_prefill_layers: int | None = None

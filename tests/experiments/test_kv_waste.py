@@ -55,3 +55,9 @@ def test_a_cells_row_says_what_its_groups_waste(
     (record,) = load(tmp_path / "run").cells.to_dict(orient="records")
     assert record["kv_waste_bytes"] == max(expected.values())
     assert record["prefill.kv_waste_bytes"] == expected["prefill"]
+    for side, of_side in row.kv_groups.items():
+        assert sum(g["padding_bytes"] + g["wasted_bytes"] for g in of_side) == expected[side]
+        assert sum(g["used_bytes"] for g in of_side) == needed
+        told = [dict(group) for group in record[f"{side}.kv_groups"]]
+        assert told == of_side
+    assert set(row.kv_groups) == set(expected)
