@@ -53,8 +53,9 @@ class UvicornFront:
 
 LOOK_S = 1.0
 """How often a front is asked for a sign of life."""
-PATIENCE_S = 15.0
-"""A front that gives none for so long hangs: it is killed."""
+PATIENCE_S = 60.0
+"""A front that gives none for so long hangs: it is killed, and all its streams with it. On a machine that is
+busy with forming engines a live one was silent for 15 s."""
 
 
 class UvicornPart:
