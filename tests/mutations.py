@@ -20,6 +20,7 @@ from tests.mutations_simulator import SIMULATED
 from tests.mutations_staging import STAGED_READS
 from tests.mutations_timeline import TIMES
 from tests.mutations_transfer import STATES
+from tests.mutations_views import VIEWS
 
 PLAN = "tests/transfer/test_plan.py"
 RANK = "tests/transfer/test_rank.py"
@@ -304,5 +305,6 @@ MUTATIONS = (
     + HTTP
     + PREFIXES
     + TIMES
+    + VIEWS
     + DASHBOARDS
 )
