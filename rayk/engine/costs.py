@@ -65,13 +65,13 @@ class StepCosts:
 
     def count(self, batch: ScheduledBatch) -> tuple[int, int]:
         """(floating point operations, bytes read) of a step."""
-        num_tokens, num_logits = 0, 0
-        shares = []
+        num_tokens = num_logits = pairs = seen = 0
         for r in batch.requests:
-            n = len(r.token_ids)
+            n, before = len(r.token_ids), r.num_computed_tokens
             num_tokens += n
             num_logits += r.needs_logits + r.prompt_logits[1] - r.prompt_logits[0]
-            shares.append((r.num_computed_tokens, n))
+            pairs += n * before + n * (n + 1) // 2
+            seen += before + n
         elements = self._num_linear + (self._num_head if num_logits else 0)
         flops = 2 * (self._num_linear * num_tokens + self._num_head * num_logits)
         for e in self._experts:
@@ -80,25 +80,21 @@ class StepCosts:
             elements += min(e.num_elements, e.num_elements * num_tokens * e.num_chosen // e.num_experts)
         read = elements * self._itemsize
         for a in self._attending:
-            pairs, seen = _pairs(shares, a.window)
-            flops += a.flops * pairs
-            read += a.kv_bytes * seen
+            of = (pairs, seen) if a.window is None else _in_window(batch, a.window)
+            flops += a.flops * of[0]
+            read += a.kv_bytes * of[1]
         return flops, read
 
 
-def _pairs(shares: list[tuple[int, int]], window: int | None) -> tuple[int, int]:
-    """(pairs of a token and one it sees, itself included; KV tokens read) of requests with so many tokens
-    before and in a step."""
+def _in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:
+    """(pairs of a token and one it sees, itself included; KV tokens read) where no more are seen."""
     pairs = seen = 0
-    for before, n in shares:
-        if window is None or before + n <= window:
-            pairs += n * before + n * (n + 1) // 2
-            seen += before + n
-            continue
+    for r in batch.requests:
+        n, before = len(r.token_ids), r.num_computed_tokens
         # The first tokens may see less than a window.
         num_short = min(n, max(0, window - before))
         pairs += num_short * before + num_short * (num_short + 1) // 2 + (n - num_short) * window
-        seen += min(before + n, window - 1 + n)
+        seen += min(before, window - 1) + n
     return pairs, seen
 
 

@@ -60,8 +60,9 @@ class BufferedSink:
 
     def tick(self) -> None:
         """Pass on a few observations, and all the rest when that is due."""
-        for _ in range(min(OBSERVED_PER_TICK, len(self._observed))):
-            self._pass_observation()
+        if self._observed:
+            for _ in range(min(OBSERVED_PER_TICK, len(self._observed))):
+                self._pass_observation()
         now = self._clock()
         if now >= self._due:
             self._due = now + FLUSH_S

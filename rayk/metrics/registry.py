@@ -123,9 +123,15 @@ _ENGINE = (
     _counter("rayk_steps_total", "steps", "Steps of the model, by phase", "phase"),
     _counter("rayk_step_busy_seconds_total", "s", "Time in turns that had a step, by phase", "phase"),
     _counter("rayk_model_seconds_total", "s", "Of these, the model's forward pass", "phase"),
-    _histogram("rayk_step_seconds", "s", "One turn that had a step", _SHORT, (*RANK_LABELS, "phase")),
-    _histogram("rayk_iteration_tokens", "tokens", "Tokens of a step", _COUNTS),
-    _histogram("rayk_batch_requests", "requests", "Requests of a step", _COUNTS),
+    _histogram(
+        "rayk_step_seconds",
+        "s",
+        "A turn with a step, of at most 100 a second",
+        _SHORT,
+        (*RANK_LABELS, "phase"),
+    ),
+    _histogram("rayk_iteration_tokens", "tokens", "Tokens of a step, of at most 100 a second", _COUNTS),
+    _histogram("rayk_batch_requests", "requests", "Requests of a step, of at most 100 a second", _COUNTS),
     _counter(
         "rayk_collective_seconds_total",
         "s",

@@ -120,8 +120,7 @@ def test_histograms_count_each_request_once(run: tuple[Any, list[Sample]]) -> No
     for name in ("ttft", "tpot", "e2e"):
         assert total(samples, f"rayk_{name}_seconds_count", model=NAME) == len(outcome.requests)
     assert total(samples, "rayk_nixl_xfer_time_seconds_count") == len(outcome.requests)
-    steps = total(samples, "rayk_steps_total")
-    assert total(samples, "rayk_step_seconds_count") == steps > 0
+    assert 0 < total(samples, "rayk_step_seconds_count") <= total(samples, "rayk_steps_total")
     # Each request's time lies in the bucket that it is counted in.
     times = sorted((r.token_times_ns[-1] - r.arrival_ns) / 1e9 for r in outcome.requests)
     for border in METRICS["rayk_e2e_seconds"].buckets:

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind
+from rayk.metrics.__main__ import table
 from rayk.specs.experiment import VERDICTS
 from rayk.types.request import FinishReason
 
@@ -59,3 +60,8 @@ def test_series_are_bounded() -> None:
             series *= sizes[label]
         num_series += series * (len(metric.buckets) + 3 if metric.buckets else 1)
     assert num_series < 500
+
+
+def test_the_table_for_people_has_every_metric_once() -> None:
+    names = [line.split("|")[1].strip() for line in table().splitlines()[2:]]
+    assert [n.removeprefix("ray_") for n in names] == list(METRICS)
