@@ -29,6 +29,7 @@ window.addEventListener("error", function (event) { window.troubles.push(String(
 </script>"""
 PROBE = """<script>
 window.addEventListener("load", function () {
+  BEFORE
   setTimeout(function () {
     var found;
     try { found = (function () { %s })(); } catch (error) { window.troubles.push(String(error)); }
@@ -41,8 +42,11 @@ window.addEventListener("load", function () {
 </script>"""
 
 
-def probe(page: Path, folder: Path, widths: Sequence[int], script: str) -> list[dict[str, Any]]:
-    """Open a copy of `page` once per width, in px, and run `script` (a function's body) after a while.
+def probe(
+    page: Path, folder: Path, widths: Sequence[int], script: str, before: str = ""
+) -> list[dict[str, Any]]:
+    """Open a copy of `page` once per width, in px, and run `before` at once and `script` (a function's
+    body) after a while.
 
     Of each: found (what the script returns), troubles (errors and warnings), width and content (px that the
     page has and needs), console (lines that Chromium logged, of all).
@@ -51,7 +55,9 @@ def probe(page: Path, folder: Path, widths: Sequence[int], script: str) -> list[
     copy = folder / "probed.html"
     text = page.read_text(encoding="utf-8")
     text = text.replace("<head>", f"<head>{WATCH}", 1)
-    copy.write_text(text.replace("</body>", f"{PROBE % script}</body>"), encoding="utf-8")
+    copy.write_text(
+        text.replace("</body>", f"{(PROBE % script).replace('BEFORE', before)}</body>"), encoding="utf-8"
+    )
     frames = "".join(
         f'<iframe src="{copy.as_uri()}" width="{w}" height="900" frameborder="0"></iframe>' for w in widths
     )
