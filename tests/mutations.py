@@ -10,6 +10,7 @@ from tests.mutations_engine import ENGINE
 from tests.mutations_fronts import FRONTS
 from tests.mutations_http import HTTP
 from tests.mutations_kv import KV
+from tests.mutations_metrics import METERS
 from tests.mutations_models import MODELS
 from tests.mutations_policies import POLICIES
 from tests.mutations_prefix import PREFIXES
@@ -307,4 +308,5 @@ MUTATIONS = (
     + TIMES
     + VIEWS
     + DASHBOARDS
+    + METERS
 )
