@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayk.cli.guard import guarded, stderr, stdout
+from rayk.cli.plain import print_table
 from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def conformance(
 
     checks = choose(all_checks(every_layout=every_layout), only or [])
     if list_checks:
-        stdout().print(_list(checks))
+        print_table(stdout(), _list(checks))
         return
     if not connector:
         raise UserError("no connector was named", "rayk conformance", "e.g. rayk.transfer:LocalConnector")

@@ -35,6 +35,7 @@ def doctor(
     from rich.table import Table
 
     from rayk.cli.checkup import examine
+    from rayk.cli.plain import print_table
 
     stderr().print("measuring, a few seconds")
     findings = examine(address)
@@ -46,6 +47,6 @@ def doctor(
             table.add_column(name, overflow="fold")
         for finding in findings:
             table.add_row(finding.what, SYMBOLS[finding.status], finding.found, finding.mend)
-        stdout().print(table)
+        print_table(stdout(), table)
     if any(f.status == "missing" for f in findings):
         raise typer.Exit(1)

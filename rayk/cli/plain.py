@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 GAP = "  "
 
@@ -24,7 +25,9 @@ def plain_lines(table: Table) -> list[str]:
 
 
 def _one_line(cell: object) -> str:
-    return " ".join(str(cell).split("\n"))
+    # What a table is given as str is markup to it.
+    text = Text.from_markup(cell).plain if isinstance(cell, str) else str(cell)
+    return " ".join(text.split("\n"))
 
 
 def print_table(console: Console, table: Table) -> None:

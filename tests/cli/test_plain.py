@@ -24,7 +24,7 @@ def table() -> Table:
     made.add_column("bytes", justify="right")
     made.add_column("reason")
     made.add_row(Text("a", style="red"), "12", "[bold]why\nnot[/bold]")
-    made.add_row("longer", "1,234", "")
+    made.add_row("longer", "1,234", Text("[bold] as it is"))
     return made
 
 
@@ -32,8 +32,8 @@ def test_a_row_is_a_line_and_columns_stand_below_each_other(table: Table) -> Non
     assert plain_lines(table) == [
         "two rows",
         "cell    bytes  reason",
-        "a          12  [bold]why not[/bold]",
-        "longer  1,234",
+        "a          12  why not",
+        "longer  1,234  [bold] as it is",
     ]
 
 
