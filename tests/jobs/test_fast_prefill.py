@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rayk.models.families import load_config
 from rayk.oracle.text import Text
+from rayk.reports.environment import git_commit
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.conftest import CHECKPOINTS, CheckpointFactory
@@ -131,7 +132,9 @@ def test_a_run_leaves_tables_and_a_page(
     assert all(f'<div class="plot" id="{p["id"]}">' in page for p in plots)
     assert plots[0]["data"][0]["y"] == prompts["second_off_ms"].tolist()
     assert "<h2>Reproduce</h2>" in page
-    assert "git checkout" not in page
+    commit = git_commit()
+    assert ("git checkout" in page) == (commit is not None)
+    assert f"git checkout {commit}".removesuffix("+changes") in page or commit is None
     printed = capsys.readouterr().out
     assert (out / "report.md").read_text() == printed
     assert "| 40 | " in printed
