@@ -278,7 +278,7 @@ def _make_side(
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
     push, push_layers = options.pop("push"), options.pop("push_layers")
     renewed_lease_s = options.pop("renewed_lease_s")
-    make_sink: MakeSink | None = options.pop("make_sink")
+    make_sink: MakeSink | None = options.pop("make_sink", None)
     sinks = [None if make_sink is None else make_sink(name, rank) for rank in range(config.tp)]
     if make_sink is not None:
         options["make_meter"] = lambda rank, leader: make_meter(
