@@ -6,7 +6,6 @@ A plain class; `launch` makes it a Ray actor. `form` builds the rank, `run` is i
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import gc
 import os
@@ -18,7 +17,7 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,8 @@ import torch
 
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
-from rayk.actors.lines import Funnel, Last, LineAddress, LineService, LineThread
+from rayk.actors.line_streams import LineStreams
+from rayk.actors.lines import LineAddress, LineService, LineThread
 from rayk.actors.naming import rank_in_words
 from rayk.actors.phases import phases_of
 from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
@@ -87,7 +87,7 @@ class RankSpec:
 
 
 class Worker:
-    """One process with one device."""
+    """One process with one device. None of its methods may be a coroutine: see line_streams."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -262,29 +262,13 @@ class Worker:
         """Let fronts `generate` without Ray in between, until the engine is dissolved (rank 0)."""
         assert self._leader is not None, "requests go to rank 0"
         self._close_line()
-        self._line = LineThread(LineService(streams={"generate": self._generate}))
+        streams = LineStreams(self._prepare, self._submit, self.abort, FLUSH_S)
+        self._line = LineThread(LineService(streams={"generate": streams.generate}))
         return self._line.open(host)
 
-    async def _generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent] | Last]:
-        """As `generate`, on the line's loop. A caller who goes aborts the request."""
+    def _prepare(self, request: Request) -> None:
         assert self._leader is not None, "requests go to rank 0"
-        if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
-            await asyncio.to_thread(self._leader.prepare, request)
-        events = Funnel()
-        self._submit(request, events.put, **arguments)
-        first, is_over = True, False
-        try:
-            while not is_over:
-                await events.wait()
-                batch: list[RequestEvent] = events.take()
-                if not first and not batch[-1].is_last:
-                    await asyncio.sleep(FLUSH_S)
-                    batch += events.take()
-                first, is_over = False, batch[-1].is_last
-                yield Last(batch) if is_over else batch
-        finally:
-            if not is_over:
-                self.abort(request.request_id)
+        self._leader.prepare(request)
 
     def _submit(
         self,

@@ -8,8 +8,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 import pytest
+from ray._private.async_compat import has_async_methods
 
 from rayk.actors import worker as worker_module
+from rayk.actors.line_streams import LineStreams
 from rayk.actors.lines import Last
 from rayk.actors.worker import ABORTED_KEPT, RankSpec, Worker
 from rayk.engine.leader import RequestEvent
@@ -120,15 +122,21 @@ def test_what_another_thread_holds_for_a_moment_does_not_cost_the_rank(worker: W
         threads[0].join()
 
 
+def test_ray_runs_the_methods_of_a_worker_on_threads() -> None:
+    """Ray asks this of a class. With one coroutine among the methods, requests would run one at a time."""
+    assert not has_async_methods(Worker)
+
+
 def test_streams_go_on_while_a_tokenizer_is_loaded_and_an_abort_meanwhile_counts(worker: Worker) -> None:
     leader = lead(worker)
+    streams = LineStreams(worker._prepare, worker._submit, worker.abort, 0.0)
 
     async def run() -> None:
         plain = Request(request_id="plain", prompt_token_ids=(1,), sampling=SamplingParams())
         stops = Request(request_id="stops", prompt_token_ids=(1,), sampling=SamplingParams(stop=("x",)))
 
         async def events(request: Request) -> list[RequestEvent]:
-            batches = cast(AsyncGenerator[list[RequestEvent] | Last], worker._generate(request, mode="whole"))
+            batches = cast(AsyncGenerator[list[RequestEvent] | Last], streams.generate(request, mode="whole"))
             return [e async for batch in batches for e in (batch.item if isinstance(batch, Last) else batch)]
 
         waits = asyncio.create_task(events(stops))
