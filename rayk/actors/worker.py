@@ -385,6 +385,7 @@ class Worker:
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
             self._loop = self._leader = self._handover = None
+            self._metrics = BufferedSink(NullSink())  # the last one knows whom it asks
             self._aborted.clear()
             if isinstance(extension, TransferExtension | CaptureExtension):
                 extension.close()
