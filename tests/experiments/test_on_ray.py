@@ -120,7 +120,8 @@ def test_the_results_say_what_ran(matrix_run):
     assert environment["packages"]["ray"]
     assert len(environment["workers"]) == 2 + 2 + 4
     assert all(
-        re.fullmatch(r"rayk/[0-9a-f]{6}/(prefill[01]|decode0)/r[0-3]", n) for n in environment["workers"]
+        re.fullmatch(r"rayk/[a-z0-9-]+-[0-9a-f]{6}/(prefill[01]|decode0)/r[0-3]", n)
+        for n in environment["workers"]
     )
     assert (out / "report.html").stat().st_size > 100_000
 
