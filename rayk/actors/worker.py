@@ -204,8 +204,10 @@ class Worker:
         try:
             self._run()
         finally:
-            self._metrics.flush()
-            self._ended.set()
+            try:
+                self._metrics.flush()
+            finally:
+                self._ended.set()  # who releases this rank waits for it
 
     def _run(self) -> None:
         assert self._loop is not None
