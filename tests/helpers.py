@@ -29,8 +29,12 @@ def assert_matches(
     tight:   the code under test computes in float32 and rounds once: half the RMS allowance.
 
     Two conditions, both needed (each alone passes planted bugs, see tests/test_helpers.py):
-    RMS(error) / RMS(ref) < 1 eps of actual's dtype, and max |error| <= 2 x eager's. In float32
-    eager has no more precise type inside, so its own RMS error may stand in for the eps.
+    RMS(error) / RMS(ref) < 1 eps of actual's dtype, and max |error| <= 2 x eager's.
+    In float32 eager has no more precise type inside: it is but one of the roundings that right code
+    comes to, and others, by the instructions of a CPU's matrix products, were seen to be 3.1 times
+    (of large single elements 6 times) as far off. There 4 x eager's RMS error may stand in for the
+    eps, and the max is 4 x eager's or 32 eps of the largest element: what computes in TF32,
+    float16 or bfloat16 inside is a hundred times farther off.
     """
     _check_shapes(actual, ref_f64, eager)
     if actual.numel() == 0:
@@ -43,13 +47,14 @@ def assert_matches(
         raise AssertionError(f"{what}: not finite at {at}: {actual[at].item()}")
 
     eps = torch.finfo(actual.dtype).eps
-    scale = _rms(ref_f64)
-    rms_limit = eps * scale * (0.5 if tight and actual.dtype != torch.float32 else 1.0)
-    if actual.dtype == torch.float32:
-        rms_limit = max(rms_limit, 2 * _rms(eager_error))
+    is_float32 = actual.dtype == torch.float32
+    factor = 4 if is_float32 else 2
+    rms_limit = eps * _rms(ref_f64) * (0.5 if tight and not is_float32 else 1.0)
+    if is_float32:
+        rms_limit = max(rms_limit, factor * _rms(eager_error))
     # Rounding the exact answer once is always right, even where eager happens to be exact.
-    rounding = 0.5 * eps * float(ref_f64.abs().max())
-    max_limit = max(2 * float(eager_error.abs().max()), rounding)
+    rounding = (32 if is_float32 else 0.5) * eps * float(ref_f64.abs().max())
+    max_limit = max(factor * float(eager_error.abs().max()), rounding)
 
     rms, worst = _rms(error), float(error.abs().max())
     if rms <= rms_limit and worst <= max_limit:
@@ -58,7 +63,7 @@ def assert_matches(
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
     raise AssertionError(
         f"{what}: RMS error {rms:.3g} (limit {rms_limit:.3g}), "
-        f"max error {worst:.3g} (limit {max_limit:.3g}, 2x eager) at {at}: "
+        f"max error {worst:.3g} (limit {max_limit:.3g}, {factor}x eager) at {at}: "
         f"got {actual[at].item():.9g}, expected {ref_f64[at].item():.9g}; "
         f"{int((error.abs() > max_limit).sum())} of {error.numel()} over the max limit"
     )

@@ -95,6 +95,27 @@ def test_accepts_eager_itself_when_not_tight(dtype: torch.dtype) -> None:
         check(attend, dtype, seed, tight=False)
 
 
+@pytest.mark.parametrize("inside", [torch.float16, torch.bfloat16], ids=str)
+def test_rejects_a_float32_kernel_that_computes_in_less(inside: torch.dtype) -> None:
+    def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q.to(inside), k.to(inside), v.to(inside)).float()
+
+    for seed in range(30):
+        with pytest.raises(AssertionError, match="attention: "):
+            check(rounded, torch.float32, seed, tight=False)
+
+
+@pytest.mark.parametrize("bits", [10, 13], ids=["as-tf32", "8-times-finer"])
+def test_rejects_a_float32_kernel_whose_keys_were_rounded(bits: int) -> None:
+    def rounded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        fraction, exponent = torch.frexp(k)
+        return attend(q, torch.ldexp((fraction * 2**bits).round() / 2**bits, exponent), v)
+
+    for seed in range(30):
+        with pytest.raises(AssertionError, match="attention: "):
+            check(rounded, torch.float32, seed, tight=False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "bug",
