@@ -211,7 +211,10 @@ def test_on_a_terminal_the_table_stays_in_place(engines: WorkingEngines) -> None
         command = [sys.executable, "-m", "rayk.cli.main", "top", "--url", url, "--interval", "0.2"]
         environment = {**os.environ, "TERM": "xterm-256color"}
         environment.pop("NO_COLOR", None)
+        # Who was started in the background ignores Ctrl-C, and so would what it starts.
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+        signal.signal(signal.SIGINT, ignored)
         os.close(slave)
         try:
             # Drawn again: the cursor goes up over the lines of the table before.
