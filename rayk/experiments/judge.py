@@ -78,7 +78,7 @@ class CellJudge:
         """The cell's row, over all its repeats."""
         findings, counts = Findings(), _Counts()
         for outcome in outcomes:
-            findings.add_errors(outcome.errors)
+            findings.add_errors(outcome.errors, outcome.survived)
             if self.needs_capture(cell):
                 self._check_values(cell, prompts, outcome, findings, counts)
         if self.needs_capture(cell) and _all_captured(outcomes):

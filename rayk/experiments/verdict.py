@@ -24,14 +24,15 @@ class Findings:
         assert verdict in VERDICTS, verdict
         self.items.append((verdict, reason))
 
-    def add_errors(self, errors: Sequence[RaykError]) -> None:
+    def add_errors(self, errors: Sequence[RaykError], survived: Sequence[RaykError] = ()) -> None:
         """Note what ended requests and engines. A transfer that failed because one of its engines died is
-        that death's consequence, not a finding of its own."""
-        dead = {e.engine for e in errors if isinstance(e, EngineDied)}
+        that death's consequence, not a finding of its own. `survived`: deaths that others may have lived
+        through; they count where they did not."""
+        deaths = {e.engine: e for e in (*survived, *errors) if isinstance(e, EngineDied)}
         for error in errors:
-            ends = {error.producer, *error.consumer.split("/")} if isinstance(error, TransferError) else set()
-            if not ends & dead:
-                self.add(verdict_of(error), str(error))
+            ends = (error.producer, *error.consumer.split("/")) if isinstance(error, TransferError) else ()
+            found = next((deaths[end] for end in ends if end in deaths), error)
+            self.add(verdict_of(found), str(found))
 
     def judge(self) -> tuple[str, str]:
         """The gravest verdict and its first reason; PASS when nothing was found."""

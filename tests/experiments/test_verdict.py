@@ -66,6 +66,26 @@ def test_equal_reasons_are_counted_once():
     assert findings.judge()[1].endswith("(and 1 more)")
 
 
+DEATH = EngineDied("prefill0", "gone", rank=0)
+
+
+@pytest.mark.parametrize(
+    ("errors", "survived", "verdict"),
+    [
+        ([TransferError("r", "link down", "prefill0", "decode0/r1"), DEATH], [], "ENGINE_ERROR"),
+        # Its requests may all have met the broken link before anybody knew of the death.
+        ([TransferError("r", "link down", "prefill0", "decode0/r1")], [DEATH], "ENGINE_ERROR"),
+        ([TransferError("r", "link down", "prefill1", "decode0/r1")], [DEATH], "TRANSFER_ERROR"),
+        ([], [DEATH], "PASS"),
+    ],
+    ids=["both", "survivors", "another-engine", "nothing-was-lost"],
+)
+def test_a_transfer_that_fails_with_its_engine_is_the_engines_death(errors, survived, verdict):
+    findings = Findings()
+    findings.add_errors(errors, survived)
+    assert findings.judge() == (verdict, str(DEATH) if verdict == "ENGINE_ERROR" else findings.judge()[1])
+
+
 @dataclass
 class _Step:
     gap: float
