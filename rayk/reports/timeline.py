@@ -7,6 +7,7 @@ the other. Format: "Trace Event Format" (Google), JSON object form; times in mic
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ from rayk.reports.result import Result
 GAP_NS = 1_000_000
 """Between the end of a repeat and the begin of the next."""
 COORDINATOR = "coordinator"
-AT_PREFILL = ("prefill", "digest")
-"""Stages at the engine that computes the prompt; `queue` and `handover` are the coordinator's."""
-AT_DECODE = ("reserve", "read", "fence", "verify", "decode")
-CATEGORIES = {"queue": "queue", "prefill": "prefill", "digest": "prefill", "decode": "decode"}
+AT_PREFILL = ("prefill_queue", "prefill", "digest")
+"""Stages at the engine that computes the prompt; those of neither side are the coordinator's."""
+AT_DECODE = ("reserve", "read", "fence", "verify", "notice", "decode_queue", "decode")
+CATEGORIES = {
+    **dict.fromkeys(("queue", "dispatch"), "queue"),
+    **dict.fromkeys(AT_PREFILL, "prefill"),
+    **dict.fromkeys(("decode_queue", "decode"), "decode"),
+}
 """Of a stage; all others are the transfer's."""
 
 
@@ -46,7 +51,7 @@ def spans_of(request: dict[str, Any], *, is_push: bool = False) -> list[Span]:
     """
     order = [s for s in STAGES if not (is_push and s == "reserve")]
     if is_push:
-        order.insert(order.index("prefill"), "reserve")
+        order.insert(order.index("prefill_queue"), "reserve")
     spans: list[Span] = []
     end_ns = 0
     for stage in order:
@@ -81,6 +86,7 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
     moved = _transfers(result.transfers)
     verdicts = dict(zip(result.cells["cell_id"], result.cells["verdict"], strict=True))
     pushes = _pushes(result.cells)
+    flow_ids = itertools.count(1)
     begin_ns = 0
     groups: Any = requests.groupby(["cell_id", "repeat"], sort=False)
     for (cell_id, repeat), rows in groups:
@@ -91,7 +97,7 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
         about = {"verdict": verdicts[cell_id], "repeat": int(repeat), "requests": len(lines)}
         yield _event(str(cell_id), "cell", begin_ns, end_ns - begin_ns, 1, 0, about)
         for line in lines:
-            yield from line.events(moved.get((cell_id, repeat, line.request_id), {}))
+            yield from line.events(moved.get((cell_id, repeat, line.request_id), {}), next(flow_ids))
         begin_ns = end_ns + GAP_NS
 
 
@@ -108,8 +114,9 @@ class _Line:
         self._length_ns = max(last.start_ns + last.length_ns, e2e)
         self.end_ns = self._due_ns + self._length_ns
 
-    def events(self, moved: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The request, its stages, first token and the way of its KV. `moved`: what its transfers say."""
+    def events(self, moved: dict[str, Any], flow_id: int) -> Iterator[dict[str, Any]]:
+        """The request, its stages, first token and the way of its KV. `moved`: what its transfers say.
+        `flow_id`: a number; of texts Perfetto takes only hexadecimal ones."""
         due, tid, row = self._due_ns, self._tid, self._row
         yield _event(self.request_id, "request", due, self._length_ns, 1, tid, self._about())
         ttft = _ns(row["ttft_ms"], NS_PER_MS)
@@ -124,10 +131,9 @@ class _Line:
             yield _event(span.stage, category, start, span.length_ns, pid, tid, about)
             ends[span.stage] = (start, pid)
         if "prefill" in ends and "read" in ends:
-            flow = {"id": f"{row['cell_id']}/{row['repeat']}/{self.request_id}"}
             for stage, phase in (("prefill", {"ph": "s"}), ("read", {"ph": "f", "bp": "e"})):
                 start, pid = ends[stage]
-                yield _base("kv", "transfer", start, pid, tid) | flow | phase
+                yield _base("kv", "transfer", start, pid, tid) | {"id": flow_id} | phase
 
     def _pid(self, stage: str) -> int:
         """Where a stage is shown: at the coordinator where the row does not know the engine."""
@@ -158,7 +164,9 @@ def _names(pids: dict[str, int], indices: list[int]) -> Iterator[dict[str, Any]]
         yield {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
         for tid, text in ((0, "cells"), *((i + 1, f"request {i}") for i in indices)):
             if tid or pid == 1:
-                yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": text}}
+                row = {"ph": "M", "pid": pid, "tid": tid}
+                yield {"name": "thread_name", "args": {"name": text}} | row
+                yield {"name": "thread_sort_index", "args": {"sort_index": tid}} | row
 
 
 def _transfers(table: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from rayk.reports.timeline import CATEGORIES, spans_of, timeline_events, write_t
 from rayk.types.rows import RequestRow
 from tests.reports.synthetic import MS, SPEC, cell_row, request_rows, transfer_rows
 
-HANDED_OVER = ("queue", "prefill", "digest", "handover", "reserve", "read", "fence", "verify", "decode")
-PUSHED = ("queue", "reserve", "prefill", "digest", "handover", "read", "fence", "verify", "decode")
+BEFORE = ("queue", "dispatch")
+PREFILLED = ("prefill_queue", "prefill", "digest", "handover")
+READ = ("read", "fence", "verify", "notice", "retry", "decode_queue", "decode")
+HANDED_OVER = (*BEFORE, *PREFILLED, "reserve", *READ)
+PUSHED = (*BEFORE, "reserve", *PREFILLED, *READ)
 
 
 def staged(row: RequestRow, draw: random.Random) -> RequestRow:
@@ -96,7 +100,7 @@ def test_every_span_starts_and_lasts_as_the_table_says(run: Result) -> None:
             ]
             assert found == expected_spans(row, PUSHED if mode == "push" else HANDED_OVER)
             num_seen += len(found)
-    assert num_seen == 4 * (9 + 9 + 3) + 3  # the failed ones have a queue, or nothing
+    assert num_seen == 4 * (14 + 14 + 3) + 3  # the failed ones have a queue, or nothing
     assert num_seen == sum(e["ph"] == "X" and e["cat"] not in ("cell", "request") for e in events)
 
 
@@ -146,31 +150,97 @@ REQUIRED = {
     "f": {"name", "cat", "ts", "pid", "tid", "id", "bp"},
 }
 """Fields per phase, of the Trace Event Format."""
+METADATA = {
+    "process_name": {"name": str},
+    "thread_name": {"name": str},
+    "process_sort_index": {"sort_index": int},
+    "thread_sort_index": {"sort_index": int},
+}
+"""Of those that the format knows, the ones that we use, with what they are to say."""
+Row = tuple[int, int]
+"""Process and thread."""
+Slice = tuple[int, int, str]
+"""Start, end and name."""
+
+
+def refuse(text: str) -> None:
+    raise AssertionError(f"{text} is no JSON")
+
+
+def exact_ns(microseconds: int | Decimal) -> int:
+    """As Perfetto reads them: digits behind the third are cut, so there must be none."""
+    found = microseconds * 1000
+    assert found == int(found) >= 0, microseconds
+    return int(found)
+
+
+def check_event(event: dict[str, Any]) -> None:
+    """Its fields are those of its phase, of the types that the format has."""
+    assert set(event) == REQUIRED[event["ph"]] | {"ph"}
+    assert type(event["pid"]) is type(event["tid"]) is int
+    assert type(event["name"]) is str
+    assert event["name"]
+    if event["ph"] == "M":
+        assert {key: type(value) for key, value in event["args"].items()} == METADATA[event["name"]]
+        return
+    assert type(event["cat"]) is str
+    exact_ns(event["ts"])
+    if event["ph"] in "sf":  # a text would have to be hexadecimal for Perfetto
+        assert type(event["id"]) is int
+    else:
+        assert event.get("s", "t") in ("g", "p", "t")
+    assert event.get("bp", "e") == "e"
+    assert type(event.get("args", {})) is dict
+
+
+def check_nesting(slices: list[Slice]) -> None:
+    """No two of a row overlap but one that holds the other and comes first: viewers drop what does."""
+    open_until: list[int] = []
+    for start, end, name in sorted(slices, key=lambda s: s[0]):
+        while open_until and open_until[-1] <= start:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1], name
+        open_until.append(end)
+
+
+def bound_slice(slices: list[Slice], at_ns: int) -> str:
+    """The name of the slice that a flow event belongs to: the innermost around it."""
+    around = [s for s in slices if s[0] <= at_ns < s[1]]
+    return max(around, key=lambda s: (s[0], -s[1]))[2]
 
 
 def check_format(path: Path) -> None:
-    """The file is a trace that viewers take: fields, their types, spans that nest, flows in pairs."""
-    document = json.loads(path.read_text(encoding="utf-8"))
+    """The file is a trace as the Trace Event Format has it: fields and their types, exact times, rows with
+    names, slices that nest, and flows in pairs, forward in time, from slice to slice."""
+    document = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal, parse_constant=refuse)
+    assert set(document) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert document["displayTimeUnit"] in ("ms", "ns")
-    events = document["traceEvents"]
-    lines: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
-    flows: dict[str, list[str]] = defaultdict(list)
-    for event in events:
-        assert set(event) == REQUIRED[event["ph"]] | {"ph"}
-        assert type(event["pid"]) is type(event["tid"]) is int
-        if event["ph"] in "sf":
-            flows[event["id"]].append(event["ph"])
+    slices: dict[Row, list[Slice]] = defaultdict(list)
+    named: dict[Row, set[str]] = defaultdict(set)
+    flows: dict[tuple[str, str, int], list[tuple[str, int, Row]]] = defaultdict(list)
+    rows: set[Row] = set()
+    for event in document["traceEvents"]:
+        check_event(event)
+        row = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            assert event["name"] not in named[row], "named twice"
+            named[row].add(event["name"])
+            continue
+        rows.add(row)
+        start = exact_ns(event["ts"])
         if event["ph"] == "X":
-            assert min(event["ts"], event["dur"]) >= 0
-            lines[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    assert all(phases == ["s", "f"] for phases in flows.values())
-    for spans in lines.values():
-        open_until: list[float] = []
-        for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
-            while open_until and open_until[-1] <= start + 1e-3:
-                open_until.pop()
-            assert not open_until or end <= open_until[-1] + 1e-3
-            open_until.append(end)
+            slices[row].append((start, start + exact_ns(event["dur"]), event["name"]))
+        elif event["ph"] in "sf":
+            flows[event["cat"], event["name"], event["id"]].append((event["ph"], start, row))
+    assert all("thread_name" in named[row] and "process_name" in named[row[0], 0] for row in rows)
+    for of_row in slices.values():
+        check_nesting(of_row)
+    assert flows
+    for begin, end in flows.values():
+        assert (begin[0], end[0]) == ("s", "f")
+        assert begin[1] <= end[1]
+        assert bound_slice(slices[begin[2]], begin[1]) == "prefill"
+        assert bound_slice(slices[end[2]], end[1]) == "read"
 
 
 def test_the_file_is_one_that_perfetto_takes(run: Result, tmp_path: Path) -> None:
