@@ -3,13 +3,11 @@ unequal TP sizes cost, how is it run again."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
-import yaml
 
+from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
 from rayk.reports.stages import LIMITS, evidence, largest, limit_shares, request_parts
 from rayk.reports.tp_pairs import unequal_cost
@@ -27,6 +25,8 @@ class Answer:
     tone: str = ""
     """met or unmet where the answer is good or bad news."""
     command: str = ""
+    has_shares: bool = False
+    """Whether the bar of shares stands under it."""
 
 
 def answers(result: Result) -> list[Answer]:
@@ -36,9 +36,9 @@ def answers(result: Result) -> list[Answer]:
     tone = "met" if passed else "unmet"
     return [
         Answer(question="Did it pass?", text=pass_text(cells), tone=tone),
-        Answer(question="Where is time spent?", text=time_text(result)),
+        Answer(question="Where is time spent?", text=time_text(result), has_shares=True),
         Answer(question="What did unequal TP sizes cost?", text=unequal_cost(result)),
-        Answer(question="How do I run it again?", text=rerun_text(result), command=rerun(result)),
+        Answer(question="How do I run it again?", text=run_needs(result), command=run_commands(result)),
     ]
 
 
@@ -79,25 +79,6 @@ def time_text(result: Result) -> str:
     tpot = {"tpot_ms_p50": float(result.requests["tpot_ms"].median())}
     proof = evidence(limit, parts, tpot)
     return f"Mostly in {limit} ({LIMITS[limit]}): {proof} in the median request. Of all time: {told}."
-
-
-def rerun_text(result: Result) -> str:
-    """What the command needs."""
-    commit = result.environment.get("git_commit")
-    changed = bool(commit) and str(commit).endswith("+changes")
-    lacking = " The run's work tree had changes that no commit has." if changed else ""
-    return f"The folder's spec.yaml has every default and override in it.{lacking}"
-
-
-def rerun(result: Result) -> str:
-    """Shell lines that run it again."""
-    name = (yaml.safe_load(result.spec_yaml) or {}).get("name", "run")
-    folder = result.directory or Path(name)
-    lines = [f"rayk run {shlex.quote(str(folder / 'spec.yaml'))} --out {shlex.quote(f'runs/{name}-again')}"]
-    commit = result.environment.get("git_commit")
-    if commit:
-        lines.insert(0, f"git checkout {commit.removesuffix('+changes')}")
-    return "\n".join(lines)
 
 
 def _count(number: int, noun: str) -> str:

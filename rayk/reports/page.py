@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.answers import Answer
 from rayk.reports.files import atomic_path, make_folder, write_text
 from rayk.reports.html import assets, environment_items, plotly_js, script_json, template
 from rayk.reports.text import csv_frame
@@ -50,6 +51,10 @@ class Section:
     rows: Sequence[Mapping[str, Any]] = ()
     text: str = ""
     """Shown as it is, in a fixed pitch."""
+    waterfall: Mapping[str, Any] | None = None
+    """Requests stage by stage, as `stages.waterfall_data` has them; of one section of a page."""
+    waterfall_of: str = "Cell"
+    """What the requests are grouped by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,10 @@ class Page:
     """(tone, text); tones are verdicts, `met` and `unmet`."""
     stats: Sequence[tuple[str, str]] = ()
     """(value, what it is)."""
+    answers: Sequence[Answer] = ()
+    """The first card."""
+    shares: Sequence[Mapping[str, Any]] = ()
+    """Stretches of the bar under the answer that has shares: share, colour, text, tip."""
     sections: Sequence[Section] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     footer: str = ""
@@ -74,13 +83,15 @@ def write_page(page: Page, path: Path) -> None:
         for section in page.sections
         for plot in section.plots
     ]
+    waterfalls = [dict(section.waterfall) for section in page.sections if section.waterfall]
     text = template("page.html.j2").render(
         **assets(),
         page=page,
         sections=[(section, _body(section)) for section in page.sections],
         environment=environment_items(page.environment),
         plots_json=script_json(plots),
-        plotly_js=plotly_js() if plots else "",
+        waterfall_json=script_json(waterfalls[0]) if waterfalls else "",
+        plotly_js=plotly_js() if plots or waterfalls else "",
     )
     write_text(path, text)
 

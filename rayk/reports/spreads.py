@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,12 @@ import pandas as pd
 
 from rayk.reports.result import Result
 
-PALETTE = ("#3b7dd8", "#d9822b", "#2f9e77", "#b65fcf", "#c94f4f", "#7a8b2e", "#1aa3b8", "#8c6d5a", "#d6589f")
-"""Colours of series, on light and dark alike."""
+PALETTE = tuple(f"series{number}" for number in range(1, 7))
+"""Colours of series, by their names in report.css: told apart by the colour-blind, on light and dark."""
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross")
+LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+"""Above the figure: below it lies the axis' title."""
 SPREADS = (("ttft", "TTFT, ms"), ("itl", "ITL, ms"), ("e2e", "E2E, ms"))
 """(metric, title) of the curves."""
 MAX_STEPS = 200
@@ -20,35 +24,52 @@ MAX_STEPS = 200
 
 def spread_plots(result: Result) -> list[dict[str, Any]]:
     """A figure per metric that has values, `spread-<metric>`: for each pair of TP sizes the share of requests
-    (of ITL: of gaps) that took at most so long, in percent."""
-    labels = _tp_labels(result.cells)
+    (of ITL: of gaps) that took at most so long, in percent. The colour is the prefill TP, the dash the decode
+    TP; one engine for both is grey."""
+    sizes = _sizes(result.cells)
+    styles = _styles(sorted(set(sizes.values())))
+    labels = {cell_id: _label(*of_cell) for cell_id, of_cell in sizes.items()}
     requests = result.requests.assign(sizes=result.requests["cell_id"].map(labels))
     plots = []
     for metric, _ in SPREADS:
         data = []
-        for number, (sizes, rows) in enumerate(requests.groupby("sizes", sort=True)):
-            values = _values(rows[f"{metric}_ms"])
+        for name, rows in requests.groupby("sizes", sort=True):
+            values = sorted_values(rows[f"{metric}_ms"])
             if len(values):
-                data.append(_curve(str(sizes), values, PALETTE[number % len(PALETTE)]))
+                data.append(curve(str(name), values, *styles[str(name)]))
         if data:
-            plots.append({"id": f"spread-{metric}", "data": data, "layout": _layout(metric, len(data))})
+            plots.append({"id": f"spread-{metric}", "data": data, "layout": spread_layout(metric, len(data))})
     return plots
 
 
-def _tp_labels(cells: pd.DataFrame) -> dict[Any, str]:
-    """cell id -> `P 2, D 1`, or `TP 2` where one engine does it all."""
+def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[int, int]]:
+    """cell id -> prefill and decode TP; decode 0 where one engine does it all, both 0 where no axis tells."""
     if not {"prefill.tp", "decode.tp"}.issubset(cells):
-        return dict.fromkeys(cells["cell_id"], "all")
-    labels = {}
-    for cell in cells.to_dict(orient="records"):
-        prefill, decode = cell["prefill.tp"], cell["decode.tp"]
-        labels[cell["cell_id"]] = (
-            f"TP {prefill:.0f}" if pd.isna(decode) else f"P {prefill:.0f}, D {decode:.0f}"
+        return dict.fromkeys(cells["cell_id"], (0, 0))
+    rows = cells[["prefill.tp", "decode.tp"]].fillna(0).astype(int)
+    return dict(zip(cells["cell_id"], zip(rows["prefill.tp"], rows["decode.tp"], strict=True), strict=True))
+
+
+def _label(prefill: int, decode: int) -> str:
+    """E.g. `P 2, D 1`, or `TP 2` where one engine does it all."""
+    return f"P {prefill}, D {decode}" if decode else f"TP {prefill}" if prefill else "all"
+
+
+def _styles(sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[str, str]]:
+    """Label -> colour and dash."""
+    prefills = sorted({prefill for prefill, decode in sizes if decode})
+    decodes = sorted({decode for _, decode in sizes if decode})
+    alone = [prefill for prefill, decode in sizes if not decode]
+    return {
+        _label(prefill, decode): (
+            PALETTE[prefills.index(prefill) % len(PALETTE)] if decode else "soft",
+            DASHES[(decodes.index(decode) if decode else alone.index(prefill)) % len(DASHES)],
         )
-    return labels
+        for prefill, decode in sizes
+    }
 
 
-def _values(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
+def sorted_values(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
     """The numbers of a column of numbers or of lists of them."""
     known = column.dropna()
     if len(known) and isinstance(known.iloc[0], np.ndarray | list):
@@ -56,7 +77,7 @@ def _values(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
     return np.sort(known.to_numpy(float))
 
 
-def _curve(name: str, values: np.ndarray[Any, Any], colour: str) -> dict[str, Any]:
+def curve(name: str, values: np.ndarray[Any, Any], colour: str, dash: str) -> dict[str, Any]:
     """The empirical distribution: of few values a step each, of many quantiles."""
     count = len(values)
     ranks = np.unique(np.linspace(1, count, min(count, MAX_STEPS)).round().astype(int))
@@ -66,17 +87,18 @@ def _curve(name: str, values: np.ndarray[Any, Any], colour: str) -> dict[str, An
         "name": name,
         "x": [float(v) for v in values[ranks - 1].round(3)],
         "y": [float(v) for v in (100 * ranks / count).round(2)],
-        "line": {"color": colour, "width": 1.8, "shape": "hv"},
+        "line": {"color": colour, "dash": dash, "width": 1.8, "shape": "hv"},
         "hovertemplate": f"{name}: %{{y:.0f}}% within %{{x:.2f}} ms<extra></extra>",
     }
 
 
-def _layout(metric: str, num_curves: int) -> dict[str, Any]:
+def spread_layout(metric: str, num_curves: int) -> dict[str, Any]:
+    """Of a figure of curves."""
     return {
-        "height": 330,
+        "height": 330 + 6 * num_curves,
         "showlegend": num_curves > 1,
-        "legend": {"orientation": "h", "y": -0.22},
-        "xaxis": {"title": {"text": "ms"}, "type": "log"},
+        "legend": LEGEND,
+        "xaxis": {"title": {"text": f"{metric.upper()}, ms (logarithmic)"}, "type": "log"},
         "yaxis": {"title": {"text": "% of gaps" if metric == "itl" else "% of requests"}, "range": [0, 101]},
     }
 
@@ -137,13 +159,18 @@ def pareto_plot(cells: pd.DataFrame) -> list[dict[str, Any]]:
                 "text": [row["cell_id"] for row in of_mode],
                 "hovertemplate": "%{text}<br>%{x:.1f} tokens/s per user<br>%{y:.2f} tokens/s per worker"
                 "<extra></extra>",
-                "marker": {"size": 9, "opacity": 0.8, "color": PALETTE[number % len(PALETTE)]},
+                "marker": {
+                    "size": 9,
+                    "opacity": 0.8,
+                    "color": PALETTE[number % len(PALETTE)],
+                    "symbol": SYMBOLS[number % len(SYMBOLS)],
+                },
             }
         )
     layout = {
         "height": 360,
         "showlegend": True,
-        "legend": {"orientation": "h", "y": -0.2},
+        "legend": LEGEND,
         "xaxis": {"title": {"text": "tokens/s per user"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "tokens/s per worker"}, "rangemode": "tozero"},
     }

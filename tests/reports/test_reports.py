@@ -72,7 +72,7 @@ def test_the_page_shows_every_cell_and_reason(run: Path) -> None:
     assert "layer 2, group 0, v, head 1, token 36" in text
     assert len([tip for tip in page.tips if re.match(r"[\w-]+: [A-Z_]+\n", tip)]) == 18
     assert any("last block not written" in tip for tip in page.tips)
-    assert f"rayk run {run / 'spec.yaml'}" in text
+    assert "rayk run spec.yaml --out runs/synthetic-again" in text
 
 
 def test_the_reason_stands_beside_the_verdict(run: Path) -> None:

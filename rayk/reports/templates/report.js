@@ -78,9 +78,9 @@
   if (!source) { return; }
   function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
   var plots = JSON.parse(document.getElementById("plots").textContent);
-  // "mark", "mark2" and "soft" are the page's colours by name.
+  // "mark", "mark2", "soft" and "series1" to "series6" are the page's colours by name.
   function paint(item) {
-    if (item && /^(mark2?|soft)$/.test(item.color)) { item.color = colour("--" + item.color); }
+    if (item && /^(mark2?|soft|series[1-6])$/.test(item.color)) { item.color = colour("--" + item.color); }
   }
   function axis(extra) {
     return Object.assign({
@@ -141,7 +141,10 @@
     layout = JSON.parse(JSON.stringify(layout));
     (layout.shapes || []).forEach(function (shape) { paint(shape.line); });
     (layout.annotations || []).forEach(function (note) { paint(note.font); });
-    if (layout.legend && narrow) { layout.legend.font = { size: 10 }; }
+    if (layout.legend && narrow) {
+      layout.legend.font = { size: 10 };
+      layout.height += 14 * Math.ceil(data.length / 3); // names take more lines, the figure keeps its height
+    }
     layout.xaxis = axis(plot.layout.xaxis);
     layout.yaxis = axis(plot.layout.yaxis);
     nameRows(plot, layout);

@@ -54,14 +54,16 @@
     shown.forEach(function (r) { end = Math.max(end, r[1] + r[2].reduce(function (a, b) { return a + b; }, 0)); });
     var begin = one < 0 ? 0 : shown[0][1];
     var line = colour("--line");
+    // Of hundreds of requests the picture is what counts, not their names.
+    var each = Math.max(3, Math.min(24, 1500 / rows));
     Plotly.react("waterfall", data, {
-      barmode: "overlay", height: 80 + Math.max(3, rows) * 24, showlegend: false, hovermode: "closest", bargap: 0.25,
+      barmode: "overlay", height: 80 + Math.max(3, rows) * each, showlegend: false, hovermode: "closest", bargap: 0.25,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 40, r: 14, t: 8, b: 40 },
       font: { family: "system-ui, sans-serif", size: 12, color: colour("--soft") },
       hoverlabel: { bgcolor: colour("--ink"), font: { color: colour("--bg") }, align: "left" },
-      xaxis: { title: { text: "ms" }, range: [begin, begin + (end - begin) * (one < 0 ? 1.02 : 1.18)],
+      xaxis: { title: { text: told.axis || "ms after the repeat began" }, range: [begin, begin + (end - begin) * (one < 0 ? 1.02 : 1.18)],
                gridcolor: line, zerolinecolor: line, fixedrange: true },
-      yaxis: { type: "category", autorange: "reversed", automargin: true, fixedrange: true, gridcolor: line }
+      yaxis: { type: "category", showticklabels: each > 11, autorange: "reversed", automargin: true, fixedrange: true, gridcolor: line }
     }, { displayModeBar: false, responsive: true });
   }
   function redraw() { if (window.Plotly) { draw(window.Plotly); } }

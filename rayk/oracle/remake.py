@@ -1,0 +1,46 @@
+"""The command that wrote a tiny checkpoint, from what its folder says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayk.oracle.checkpoint import read_marker
+from rayk.oracle.tiny import FAMILIES
+
+
+def checkpoint_commands(models: Iterable[str]) -> dict[str, list[str]]:
+    """Folder -> the words of `rayk checkpoint ...` that write it again, of those it wrote."""
+    commands = {model: checkpoint_command(model) for model in models}
+    return {model: command for model, command in commands.items() if command}
+
+
+def checkpoint_command(folder: str) -> list[str]:
+    """Empty where `rayk checkpoint` did not write the folder, or this rayk has no such family."""
+    parameters = read_marker(Path(folder)).get("parameters")
+    if not isinstance(parameters, dict) or parameters.get("family") not in FAMILIES:
+        return []
+    family = parameters["family"]
+    own = FAMILIES[family]
+    options = [
+        word
+        for key, value in parameters["config"].items()
+        if key not in own or own[key] != value
+        for word in ("--set", f"{key}={_yaml(value)}")
+    ]
+    if parameters["seed"]:
+        options += ["--seed", str(parameters["seed"])]
+    if parameters["max_shard_size"] is not None:
+        options += ["--max-shard-size", parameters["max_shard_size"]]
+    if parameters["dtype"] != "float32":
+        options += ["--dtype", parameters["dtype"]]
+    return ["rayk", "checkpoint", family, folder, *options]
+
+
+def _yaml(value: Any) -> str:
+    """On one line, as --set reads it."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=100_000)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,115 @@
+"""The commands that make a run or a bench again, for a work tree of rayk on any machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayk.reports.result import Result
+
+DROPPED = ("--out", "--resume", "--address")
+"""Options of a command line that are of the machine or of the folder; --resume takes no value."""
+
+
+def run_commands(result: Result) -> str:
+    """Shell lines: the commit, the checkpoints that `rayk checkpoint` wrote, the run.
+
+    Paths are relative to the work tree, and spec.yaml is the one beside the report. A checkpoint that lay
+    elsewhere is written to checkpoints/, and --set names it.
+    """
+    spec = _spec(result)
+    name = str(spec.get("name", "run"))
+    lines = _checkout(result.environment)
+    run = ["rayk", "run", "spec.yaml", "--out", f"runs/{name}-again"]
+    made = _made(result.environment)
+    lines += [shlex.join(_placed(command, folder)) for folder, command in made.items()]
+    model = spec.get("model")
+    if isinstance(model, str) and Path(model).is_absolute() and model in made:
+        run += ["--set", f"model={_relative(model)}"]
+    return "\n".join([*lines, shlex.join(run)])
+
+
+def run_needs(result: Result) -> str:
+    """What the commands need that they do not bring."""
+    texts = [
+        "In a work tree of rayk, with spec.yaml from beside this report (its text is the report's last "
+        "card): every default and override is in it."
+    ]
+    if _has_changes(result.environment):
+        texts.append("The run's work tree had changes that no commit has.")
+    made = _made(result.environment)
+    lacking = [name for name in _inputs(result.environment) if name not in made]
+    if lacking:
+        texts.append(
+            f"It reads what no command here makes: {', '.join(lacking)} (hashes are under `inputs` in the "
+            "environment)."
+        )
+    return " ".join(texts)
+
+
+def bench_commands(environment: Mapping[str, Any]) -> str:
+    """Shell lines: the commit, and the command line without its folder."""
+    command = [str(word) for word in environment.get("command") or []]
+    if not command:
+        return ""
+    program = Path(command[0]).name
+    words = [program] if program == "rayk" else ["python", _in_tree(command[0])]
+    return "\n".join([*_checkout(environment), shlex.join(words + _without_places(command[1:]))])
+
+
+def _without_places(words: list[str]) -> list[str]:
+    """Without DROPPED."""
+    kept, skip = [], False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif option in DROPPED:
+            skip = not equals and option != "--resume"
+        else:
+            kept.append(word)
+    return kept
+
+
+def _in_tree(path: str) -> str:
+    """A script's path from the work tree, as far as can be told: jobs/x.py of /a/b/jobs/x.py."""
+    parts = Path(path).parts
+    return str(Path(*parts[parts.index("jobs") :])) if "jobs" in parts else path
+
+
+def _spec(result: Result) -> dict[str, Any]:
+    found = yaml.safe_load(result.spec_yaml)
+    return found if isinstance(found, dict) else {}
+
+
+def _checkout(environment: Mapping[str, Any]) -> list[str]:
+    commit = environment.get("git_commit")
+    return [f"git checkout {str(commit).removesuffix('+changes')}"] if commit else []
+
+
+def _has_changes(environment: Mapping[str, Any]) -> bool:
+    return str(environment.get("git_commit") or "").endswith("+changes")
+
+
+def _made(environment: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Checkpoint folder -> the command that wrote it, of those that a command wrote."""
+    found = environment.get("checkpoints")
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _inputs(environment: Mapping[str, Any]) -> list[str]:
+    found = environment.get("inputs")
+    return list(found) if isinstance(found, Mapping) else []
+
+
+def _placed(command: list[str], model: str) -> list[str]:
+    """The command, for a folder that any machine has."""
+    return [_relative(model) if word == model else word for word in command]
+
+
+def _relative(model: str) -> str:
+    return f"checkpoints/{Path(model).name}" if Path(model).is_absolute() else model
