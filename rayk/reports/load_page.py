@@ -10,10 +10,17 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from rayk.reports.load_answers import (
+    MAX_ROWS,
+    client_shares,
+    client_spreads,
+    client_waterfall,
+    load_answers,
+)
 from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headline
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.result import Result
-from rayk.reports.spreads import PALETTE
+from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS
 from rayk.reports.text import markdown_table
 
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
@@ -193,13 +200,28 @@ def load_page(result: Result) -> Page:
             (f"{int(tokens):,}", "output tokens"),
             (f"{cells['wall_s'].sum():,.0f} s", "under load"),
         ],
+        answers=load_answers(result),
+        shares=client_shares(result),
         sections=[
             Section(title="Rates", note=_rates_note(cells), columns=RATES, rows=rates),
             Section(
                 title="Verdicts",
                 text="\n".join(map(folded, reasons(cells))) or "Nothing is held against any number.",
             ),
-            Section(title="Latencies", note=NOTE, columns=LATENCIES, rows=latency_rows(cells)),
+            Section(
+                title="Latencies",
+                note=NOTE,
+                columns=LATENCIES,
+                rows=latency_rows(cells),
+                plots=client_spreads(result),
+            ),
+            Section(
+                title="Requests, stage by stage",
+                note="A bar per answered request of a load from when it was due; choose one to see its "
+                f"parts, in ms. Of a longer load the first {MAX_ROWS}.",
+                waterfall=client_waterfall(result),
+                waterfall_of="Load",
+            ),
             Section(
                 title="Requests",
                 note="Of those measured; cached are prompt tokens that the server says it had. One mark per "
@@ -237,7 +259,8 @@ def _scatter(result: Result, metric: str) -> Plot:
     known = result.requests.dropna(subset=[f"{metric}_ms"]).groupby("cell_id", sort=False)
     for number, (cell_id, rows) in enumerate(known):
         rows = rows.iloc[:: math.ceil(len(rows) / MAX_POINTS) or 1]
-        symbols = ["circle" if phase == "measured" else "circle-open" for phase in rows["phase"]]
+        shape = SYMBOLS[number // len(PALETTE) % len(SYMBOLS)]
+        symbols = [shape if phase == "measured" else f"{shape}-open" for phase in rows["phase"]]
         data.append(
             {
                 "type": "scatter",
@@ -256,7 +279,8 @@ def _scatter(result: Result, metric: str) -> Plot:
     layout = {
         "height": 340,
         "showlegend": len(data) > 1,
-        "xaxis": {"title": {"text": "due, s"}, "rangemode": "tozero"},
+        "legend": LEGEND,
+        "xaxis": {"title": {"text": "due, s after the load began"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": f"{metric.upper()}, ms"}, "rangemode": "tozero"},
     }
     return Plot(id=metric, title=f"{metric.upper()}, ms", data=data, layout=layout)

@@ -37,16 +37,68 @@ window.addEventListener("load", function () {
     parent.postMessage({
       found: found, troubles: window.troubles, width: root.clientWidth, content: root.scrollWidth
     }, "*");
-  }, 500);
+  }, 1500);
 });
 </script>"""
 
 
+CONTRAST = """
+  // WCAG 2: relative luminance, and the contrast of two colours. Computed colours are rgb(...) of 0 to
+  // 255, or color(srgb ...) of 0 to 1 where they were mixed.
+  function parse(text) {
+    var n = (text.match(/-?[0-9.]+(e-?[0-9]+)?/g) || []).map(Number);
+    var scale = text.indexOf("color(") === 0 ? 255 : 1;
+    return [n[0] * scale, n[1] * scale, n[2] * scale, n.length > 3 ? n[3] : 1];
+  }
+  function over(top, below) {
+    return [0, 1, 2].map(function (i) { return top[i] * top[3] + below[i] * (1 - top[3]); }).concat(1);
+  }
+  function luminance(colour) {
+    var parts = colour.slice(0, 3).map(function (c) {
+      c /= 255;
+      return c <= 0.04045 ? c / 12.92 : Math.pow((c + 0.055) / 1.055, 2.4);
+    });
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  }
+  function contrast(a, b) {
+    var high = Math.max(luminance(a), luminance(b)), low = Math.min(luminance(a), luminance(b));
+    return (high + 0.05) / (low + 0.05);
+  }
+  function chain(element) {
+    var found = [];
+    for (; element; element = element.parentElement) { found.unshift(element); }
+    return found;
+  }
+  function backdrop(element) {
+    return chain(element).reduce(function (below, e) {
+      return over(parse(getComputedStyle(e).backgroundColor), below);
+    }, [255, 255, 255, 1]);
+  }
+  function texts() {
+    var walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    while (walker.nextNode()) {
+      var node = walker.currentNode, element = node.parentElement, style = getComputedStyle(element);
+      var box = element.getBoundingClientRect();
+      if (!node.textContent.trim() || /^(SCRIPT|STYLE|TITLE|OPTION)$/i.test(element.tagName)) { continue; }
+      if (!box.width || !box.height || style.visibility === "hidden") { continue; }
+      var below = backdrop(element), colour = parse(element.closest("svg") ? style.fill : style.color);
+      colour[3] *= chain(element).reduce(function (all, e) { return all * getComputedStyle(e).opacity; }, 1);
+      if (!colour[3]) { continue; }
+      found.push([contrast(over(colour, below), below), node.textContent.trim().slice(0, 40), style.color]);
+    }
+    return found.sort(function (a, b) { return a[0] - b[0]; });
+  }
+"""
+"""Functions of a page: `texts()` are [contrast with what is behind it, text, colour], the faintest first."""
+DARK = "--blink-settings=preferredColorScheme=0"
+"""What makes `prefers-color-scheme: dark` hold."""
+
+
 def probe(
-    page: Path, folder: Path, widths: Sequence[int], script: str, before: str = ""
+    page: Path, folder: Path, widths: Sequence[int], script: str, before: str = "", *, dark: bool = False
 ) -> list[dict[str, Any]]:
     """Open a copy of `page` once per width, in px, and run `before` at once and `script` (a function's
-    body) after a while.
+    body) after a while; `dark`: as for who prefers dark pages.
 
     Of each: found (what the script returns), troubles (errors and warnings), width and content (px that the
     page has and needs), console (lines that Chromium logged, of all).
@@ -71,7 +123,8 @@ def probe(
         "});</script>",
         encoding="utf-8",
     )
-    done = run_chromium(folder, "--dump-dom", "--virtual-time-budget=20000", host.as_uri())
+    options = ["--dump-dom", "--virtual-time-budget=20000", *([DARK] if dark else [])]
+    done = run_chromium(folder, *options, host.as_uri())
     dumped = html.unescape(done.stdout.split("<pre>")[1].split("</pre>")[0])
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     return [{**of_frame, "console": console} for of_frame in json.loads(dumped)]

@@ -12,8 +12,9 @@ from rayk.reports import ResultWriter
 from rayk.reports.compare import write_compare_html
 from rayk.reports.result import load
 from rayk.reports.stages import PARTS
-from tests.reports.browser import needs_chromium, probe
+from tests.reports.browser import CONTRAST, needs_chromium, probe
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
+from tests.reports.synthetic_load import write_bench
 
 WIDTHS = (1280, 400)
 SORT = """
@@ -100,6 +101,144 @@ def test_a_comparison_works_wide_and_narrow(tmp_path: Path) -> None:
     for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, script), strict=True):
         assert_sound(seen, width)
         assert_sorted(seen["found"])
+
+
+READABLE = 4.5
+"""Contrast of text with what is behind it: WCAG 2, level AA."""
+VISIBLE = 3.0
+"""Of lines and marks."""
+COLOURS = (
+    CONTRAST
+    + """
+  window.dispatchEvent(new Event("beforeprint"));
+  document.querySelectorAll("details").forEach(function (item) { item.open = true; });
+  document.querySelectorAll("[data-tip]").forEach(function (item, i) {
+    if (i === 0) { item.dispatchEvent(new Event("mouseenter")); }
+  });
+  var card = backdrop(document.querySelector(".card"));
+  function mark(name) {
+    var probe = document.createElement("i");
+    probe.style.color = "var(--" + name + ")";
+    document.body.appendChild(probe);
+    return contrast(parse(getComputedStyle(probe).color), card);
+  }
+  var names = [1, 2, 3, 4, 5, 6].map(function (i) { return "series" + i; }).concat(["mark", "mark2", "soft"]);
+  return {
+    texts: texts(), card: luminance(card), dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    marks: names.map(function (name) { return [mark(name), name]; }),
+    lines: Array.from(document.querySelectorAll("#spread-ttft .scatterlayer path.js-line")).map(function (p) {
+      return [getComputedStyle(p).stroke, getComputedStyle(p).strokeDasharray].join(" ");
+    })
+  };
+"""
+)
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", ["run", "bench", "comparison"])
+def test_every_text_can_be_read_in_either_mode(tmp_path: Path, kind: str, dark: bool) -> None:
+    page = write_pages(tmp_path, kind)
+    for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, COLOURS, dark=dark), strict=True):
+        assert_sound(seen, width)
+        found = seen["found"]
+        assert found["dark"] is dark
+        assert (found["card"] < 0.1) is dark, "the page follows what its reader prefers"
+        assert len(found["texts"]) > 60
+        assert [text for text in found["texts"] if text[0] < READABLE] == []
+        assert [mark for mark in found["marks"] if mark[0] < VISIBLE] == []
+        if kind == "run":
+            assert len(found["lines"]) == len(set(found["lines"])) == 12, (
+                "every curve looks unlike all others"
+            )
+
+
+def write_pages(folder: Path, kind: str) -> Path:
+    """A report of each kind, with as much in it as there can be."""
+    if kind == "bench":
+        write_bench(folder / "a", ("poisson rate=2", "poisson rate=4"), verdict="NOISY")
+        return folder / "a" / "report.html"
+    page = write_run(folder / "a")
+    if kind == "run":
+        return page
+    write_run(folder / "b", failures=False, seed=1)
+    return write_compare_html([load(folder / name) for name in "ab"], folder / "compare.html")
+
+
+@needs_chromium
+def test_a_benchs_report_works_wide_and_narrow(tmp_path: Path) -> None:
+    page = write_pages(tmp_path, "bench")
+    script = """
+      window.dispatchEvent(new Event("beforeprint"));
+      var cell = document.getElementById("waterfall-cell");
+      cell.value = "1";
+      cell.dispatchEvent(new Event("change"));
+      var request = document.getElementById("waterfall-request");
+      request.value = "2";
+      request.dispatchEvent(new Event("change"));
+      var ticks = document.querySelectorAll("#waterfall .ytick");
+      return {
+        one: Array.from(ticks).map(function (tick) { return tick.textContent; }),
+        chosen: request.selectedOptions[0].textContent,
+        drawn: Array.from(document.querySelectorAll(".plot")).map(function (plot) {
+          return [plot.id, plot.querySelectorAll("svg.main-svg").length];
+        })
+      };
+    """
+    for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, script), strict=True):
+        assert_sound(seen, width)
+        assert seen["found"]["chosen"] == "request 1"
+        assert set(seen["found"]["one"]) == {"sent late", "first token", "later tokens"}
+        names = [name for name, _ in seen["found"]["drawn"]]
+        assert names == [*(f"spread-{m}" for m in ("ttft", "itl", "tpot", "e2e")), "waterfall", "ttft", "e2e"]
+        assert all(drawings for _, drawings in seen["found"]["drawn"])
+
+
+LAYOUT = """
+  window.dispatchEvent(new Event("beforeprint"));
+  function box(element) {
+    var b = element.getBoundingClientRect();
+    return [b.left, b.top, b.right, b.bottom];
+  }
+  function meet(a, b) { return a[0] < b[2] - 1 && b[0] < a[2] - 1 && a[1] < b[3] - 1 && b[1] < a[3] - 1; }
+  var found = [];
+  document.querySelectorAll(".plot").forEach(function (plot) {
+    var frame = box(plot), legend = plot.querySelector("g.legend"), parts = {};
+    plot.querySelectorAll(".xtitle, .ytitle, .colorbar").forEach(function (part) {
+      parts[part.getAttribute("class")] = box(part);
+    });
+    if (legend) { parts.legend = box(legend); }
+    var names = Object.keys(parts);
+    names.forEach(function (name, i) {
+      var b = parts[name];
+      if (b[0] < frame[0] - 1 || b[2] > frame[2] + 1 || b[1] < frame[1] - 1 || b[3] > frame[3] + 1) {
+        found.push(plot.id + ": " + name + " is cut off");
+      }
+      names.slice(i + 1).forEach(function (other) {
+        if (meet(b, parts[other])) { found.push(plot.id + ": " + name + " lies on " + other); }
+      });
+    });
+    var grid = plot.querySelector(".gridlayer");
+    if (legend && grid && meet(parts.legend, box(grid))) {
+      found.push(plot.id + ": the legend lies on the figure");
+    }
+  });
+  document.querySelectorAll(".legend span, .chip, .stat, .grid td, .grid th").forEach(function (item) {
+    if (item.scrollWidth > item.clientWidth + 1 && item.clientWidth) {
+      found.push((item.textContent || item.dataset.tip) + " is cut off");
+    }
+  });
+  return found;
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("kind", ["run", "bench", "comparison"])
+def test_nothing_lies_on_anything_else(tmp_path: Path, kind: str) -> None:
+    page = write_pages(tmp_path, kind)
+    for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, LAYOUT), strict=True):
+        assert_sound(seen, width)
+        assert seen["found"] == []
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,186 @@
+"""What a newcomer asks of a bench, answered at the top of its report, and where its requests' time went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from rayk.reports.answers import NAMED, Answer
+from rayk.reports.load_tables import VERDICTS
+from rayk.reports.page import Plot
+from rayk.reports.rerun import bench_commands
+from rayk.reports.result import Result
+from rayk.reports.spreads import DASHES, PALETTE, curve, sorted_values, spread_layout
+from rayk.reports.stages import Part
+from rayk.reports.verdicts import format_value
+
+PARTS = (
+    Part(name="sent late", limit="generator", colour="#9aa4ad", meaning="due, not yet sent"),
+    Part(
+        name="first token",
+        limit="until the first token",
+        colour="#3b7dd8",
+        meaning="from sent to the first token: the way there, the server's queue and its prefill",
+    ),
+    Part(
+        name="later tokens",
+        limit="later tokens",
+        colour="#2f9e77",
+        meaning="from the first token to the last",
+    ),
+)
+"""What a client sees of a request, in order; they add up to its E2E."""
+MAX_ROWS = 400
+"""Requests of a load that the waterfall shows, the first ones."""
+SPREADS = ("ttft", "itl", "tpot", "e2e")
+
+
+def load_answers(result: Result) -> list[Answer]:
+    """The four of the report."""
+    cells = result.cells
+    return [
+        Answer(
+            question="Can the numbers be believed?",
+            text=belief_text(cells),
+            tone="unmet" if (cells["verdict"] == "INVALID").any() else "met",
+        ),
+        Answer(question="How fast was it?", text=speed_text(cells)),
+        Answer(question="Where is time spent?", text=time_text(result), has_shares=True),
+        Answer(
+            question="How do I run it again?",
+            text=needs_text(cells),
+            command=bench_commands(result.environment),
+        ),
+    ]
+
+
+def belief_text(cells: pd.DataFrame) -> str:
+    """By the worst verdict, and its reasons."""
+    counts = {verdict: int((cells["verdict"] == verdict).sum()) for verdict in VERDICTS}
+    worst = max((verdict for verdict in VERDICTS if counts[verdict]), key=VERDICTS.index)
+    of = f"{counts[worst]} of {len(cells)} load{'s'[: len(cells) != 1]}"
+    verb = "is" if counts[worst] == 1 else "are"
+    start = {
+        "VALID": f"Yes: {of} {verb} VALID, nothing is held against any number",
+        "NOISY": f"With care: {of} {verb} NOISY, known roughly",
+        "INVALID": f"No: {of} {verb} INVALID, not what the numbers say",
+    }[worst]
+    named = cells[cells["verdict"] == worst] if worst != "VALID" else cells.iloc[:0]
+    told = [f"{cell['cell_id']}: {cell['reason']}" for cell in named.head(NAMED).to_dict(orient="records")]
+    more = f" (and {len(named) - NAMED} more)" if len(named) > NAMED else ""
+    return f"{start}{'. ' if told else ''}{'; '.join(told)}{more}."
+
+
+def speed_text(cells: pd.DataFrame) -> str:
+    """Of the load with the most goodput: rates, and medians."""
+    rated = cells.dropna(subset=["goodput_per_s"])
+    if rated.empty:
+        return "Unknown: no request was measured."
+    best = rated.sort_values("goodput_per_s").iloc[-1].to_dict()
+    texts = [
+        f"{_number(best, 'answered_per_s', '.2f')} answers/s",
+        f"of them {_number(best, 'goodput_per_s', '.2f')} good" if isinstance(best["slo"], str) else "",
+        f"{_number(best, 'output_tokens_per_s', ',.0f')} tokens/s",
+    ]
+    medians = [
+        f"{name} {_number(best, f'{metric}_ms_p50', ',.1f')} ms"
+        for metric, name in (("ttft", "first token"), ("itl", "gap between tokens (ITL)"), ("e2e", "whole"))
+        if _number(best, f"{metric}_ms_p50", ",.1f")
+    ]
+    most = "" if len(cells) == 1 else " had the most goodput"
+    told = f" Medians: {', '.join(medians)}." if medians else " The sample is too small for medians."
+    return f"{best['cell_id']}{most}: {', '.join(filter(None, texts))}.{told}"
+
+
+def _number(cell: dict[Any, Any], column: str, spec: str) -> str:
+    return format_value(cell[column], spec)
+
+
+def client_parts(result: Result) -> pd.DataFrame:
+    """A row per answered request: cell_id, prompt_index, due_ms, phase and a column of ms per part."""
+    requests = result.requests
+    rows = requests[(requests["outcome"] == "ok") & requests["e2e_ms"].notna()]
+    late = rows["send_lag_ms"].fillna(0.0).clip(lower=0.0, upper=rows["ttft_ms"])
+    table = rows[["cell_id", "prompt_index", "due_ms", "phase"]].copy()
+    values = (late, rows["ttft_ms"] - late, rows["e2e_ms"] - rows["ttft_ms"])
+    for part, column in zip(PARTS, values, strict=True):
+        table[part.name] = column
+    return table
+
+
+def client_shares(result: Result) -> list[dict[str, Any]]:
+    """Stretches of the bar: of all answered requests that were measured."""
+    parts = client_parts(result)
+    sums = parts.loc[parts["phase"] == "measured", [part.name for part in PARTS]].sum()
+    total = float(sums.sum())
+    if not total > 0:
+        return []
+    return [
+        {
+            "share": round(float(sums[part.name]) / total, 4),
+            "colour": part.colour,
+            "text": f"{part.limit} {100 * float(sums[part.name]) / total:.0f}%",
+            "tip": f"{part.limit}: {100 * float(sums[part.name]) / total:.1f}% of all requests' time\n"
+            f"{part.meaning}",
+        }
+        for part in PARTS
+    ]
+
+
+def time_text(result: Result) -> str:
+    """The largest of PARTS in the median request."""
+    parts = client_parts(result)
+    measured = parts[parts["phase"] == "measured"]
+    if measured.empty:
+        return "Unknown: no measured request was answered."
+    middle = {part: float(measured[part.name].median()) for part in PARTS}
+    most = max(PARTS, key=lambda part: float(measured[part.name].sum()))
+    told = ", ".join(f"{part.limit} {middle[part]:,.1f} ms" for part in PARTS)
+    return (
+        f"Mostly in {most.limit} ({most.meaning}). In the median request: {told}. A client cannot tell a "
+        "server's queue from its prefill; the server's own metrics can."
+    )
+
+
+def needs_text(cells: pd.DataFrame) -> str:
+    """What the command needs."""
+    models, urls = (", ".join(dict.fromkeys(map(str, cells[name]))) for name in ("model", "url"))
+    return (
+        f"It needs the server at {urls}, serving {models}. Arrivals, lengths and prompts come from the seed: "
+        "another bench with it sends the same, and `rayk report` of both folders compares them request by "
+        "request."
+    )
+
+
+def client_waterfall(result: Result) -> dict[str, Any] | None:
+    """What the page's waterfall shows, as `stages.waterfall_data` has it; None without answers."""
+    parts = client_parts(result)
+    cells = []
+    for cell_id, rows in parts.groupby("cell_id", sort=False):
+        shown = rows.head(MAX_ROWS)
+        durations = shown[[part.name for part in PARTS]].round(3).to_numpy().tolist()
+        names = [f"request {index}" for index in shown["prompt_index"]]
+        requests = [[*row] for row in zip(names, shown["due_ms"].round(3).tolist(), durations, strict=True)]
+        cells.append({"id": str(cell_id), "push": False, "of": len(rows), "requests": requests})
+    told = [{"name": part.name, "colour": part.colour, "meaning": part.meaning} for part in PARTS]
+    return {"parts": told, "cells": cells, "axis": "ms after the load began"} if cells else None
+
+
+def client_spreads(result: Result) -> list[Plot]:
+    """A figure per metric that has values: the share of measured requests (of ITL: of gaps) that took at most
+    so long, a curve per load."""
+    requests = result.requests
+    measured = requests[(requests["phase"] == "measured") & (requests["outcome"] == "ok")]
+    plots = []
+    for metric in SPREADS:
+        data = []
+        for number, (cell_id, rows) in enumerate(measured.groupby("cell_id", sort=False)):
+            values = sorted_values(rows[f"{metric}_ms"])
+            colour, dash = PALETTE[number % len(PALETTE)], DASHES[number // len(PALETTE) % len(DASHES)]
+            if len(values):
+                data.append(curve(str(cell_id), values, colour, dash))
+        if data:
+            layout = spread_layout(metric, len(data))
+            plots.append(Plot(id=f"spread-{metric}", title=metric.upper(), data=data, layout=layout))
+    return plots
