@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayk.metrics import METRICS, Metric, MetricKind
 from rayk.serve.answers import Answer, Piece
+from rayk.serve.replies import FATE
 from rayk.types.serving import Health
 
 PREFIX = "rayk_front_"
@@ -29,18 +31,24 @@ PATHS = frozenset(
     }
 )
 """Paths that are counted by name: clients must not be able to make new rows."""
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+STATUSES = ("200", "500", "503", "504")
+"""Of answers that alerts look at: they are counted from 0, so that the first of them has a rate."""
 CLIENT_GONE = 499
 """Status of an answer that nobody waits for: it is not sent, only counted."""
 
 
 class FrontMetrics:
-    """One front's values. Implements metrics.MetricsSink for names that begin with `PREFIX`."""
+    """One front's values: `add`, `set` and `observe` as a metrics.MetricsSink, of names that begin with
+    `PREFIX`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {
             name: _make(metric, self.registry) for name, metric in METRICS.items() if name.startswith(PREFIX)
         }
+        for path, status in itertools.product(GENERATING, STATUSES):
+            self.add("rayk_front_requests_total", 0.0, path=path, status=status)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
@@ -122,6 +130,7 @@ class Counted:
             await self._app(scope, receive, send)
             return
         status = CLIENT_GONE
+        fate: dict[str, int] = {}
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -131,8 +140,9 @@ class Counted:
 
         self._metrics.count_running(1)
         try:
-            await self._app(scope, receive, watched)
+            await self._app({**scope, FATE: fate}, receive, watched)
         finally:
             self._metrics.count_running(-1)
             path = scope["path"] if scope["path"] in PATHS else "other"
+            status = fate.get("status", status)
             self._metrics.add("rayk_front_requests_total", path=path, status=str(status))

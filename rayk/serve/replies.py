@@ -16,6 +16,8 @@ from rayk.types.errors import RaykError
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+FATE = "rayk.fate"
+"""In an ASGI scope: a dict for the `status` that an answer ended with after it began with another one."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -61,9 +63,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them all."""
-        await unless_gone(receive, self._send(send))
+        await unless_gone(receive, self._send(send, scope.get(FATE, {})))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, fate: dict[str, int]) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -74,7 +76,9 @@ class EventStream(Response):
                 await _send_part(send, DONE)
             except Exception as error:
                 # Without [DONE]: it says that all was sent.
-                await _send_part(send, event(api_error(error).body))
+                told = api_error(error)
+                fate["status"] = told.status
+                await _send_part(send, event(told.body))
                 if not isinstance(error, RaykError):
                     await send({"type": "http.response.body", "body": b""})
                     raise

@@ -378,6 +378,12 @@ def test_an_error_behind_the_first_token_is_an_event_and_no_done(n: int) -> None
         assert b"[DONE]" not in data
         assert json.loads(data.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]["code"] == "engine_failed"
         assert_error(complete(url, n=n), 503)
+        text = ask(url, "GET", "/metrics")[1].decode()
+    counted = {
+        status: f'rayk_front_requests_total{{path="/v1/completions",status="{status}"}} {number}' in text
+        for status, number in {"200": "0.0", "503": "3.0", "504": "0.0"}.items()
+    }
+    assert all(counted.values()), "streams that broke off are errors, though they began with 200"
     assert len(completer.closed) == len(completer.asked) == 3 * n
 
 
