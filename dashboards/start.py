@@ -77,10 +77,11 @@ class Programs:
                 program.wait()
 
 
-def settings(targets: Path, fronts: list[str]) -> dict[str, Any]:
-    """prometheus.yml with the cluster's own list of targets, whole paths, and `fronts` if any are given."""
+def settings(targets: Path, fronts: list[str], rules: str | None = None) -> dict[str, Any]:
+    """prometheus.yml with the cluster's own list of targets, whole paths, and `fronts` and `rules`, a file of
+    alert rules, if any are given."""
     config: dict[str, Any] = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
-    config["rule_files"] = [str(FOLDER / name) for name in config["rule_files"]]
+    config["rule_files"] = [str(Path(rules or FOLDER / "alerts.yml").resolve())]
     ray, front = config["scrape_configs"]
     ray["file_sd_configs"][0]["files"] = [str(targets)]
     front["file_sd_configs"][0]["files"] = [str(FOLDER / "fronts.yml")]
@@ -90,11 +91,13 @@ def settings(targets: Path, fronts: list[str]) -> dict[str, Any]:
     return config
 
 
-def start_prometheus(programs: Programs, port: int, targets: Path, fronts: list[str]) -> str:
+def start_prometheus(
+    programs: Programs, port: int, targets: Path, fronts: list[str], rules: str | None = None
+) -> str:
     """Its URL, once it is ready. Raises NotAvailableError."""
     prometheus = need("prometheus")
     config = programs.folder / "prometheus.yml"
-    config.write_text(yaml.safe_dump(settings(targets, fronts)))
+    config.write_text(yaml.safe_dump(settings(targets, fronts, rules)))
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -175,7 +178,7 @@ def run(options: argparse.Namespace, stop: threading.Event) -> int:
         programs = Programs(Path(name))
         try:
             targets = programs.folder / "nodes.json"
-            url = start_prometheus(programs, options.port, targets, options.front)
+            url = start_prometheus(programs, options.port, targets, options.front, options.rules)
             print(f"Prometheus: {url} (alerts: {url}/alerts, targets: {url}/targets)")
             start_grafana(programs, url, options.grafana_port)
             print("Ctrl-C ends it all, with what was recorded.", flush=True)
@@ -201,6 +204,7 @@ def main(arguments: list[str]) -> int:
         metavar="HOST:PORT",
         help="where a `rayk serve` listens; repeatable [default: those of dashboards/fronts.yml]",
     )
+    parser.add_argument("--rules", metavar="FILE", help="alert rules [default: dashboards/alerts.yml]")
     options = parser.parse_args(arguments)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "prometheus"
 """Where `fetch` unpacks them: `make clean` removes it."""
+NETWORK = ("-o", "Acquire::http::Timeout=20", "-o", "Acquire::Retries=1")
+"""Without a network this is to end soon."""
 BY_HAND = (
     "install Prometheus (apt install prometheus; brew install prometheus; or an archive of "
     "https://prometheus.io/download) and put `prometheus` and `promtool` on PATH"
@@ -34,7 +39,7 @@ def fetch() -> None:
         raise NotAvailableError(f"no Prometheus here, and no apt-get to fetch it with: {BY_HAND}")
     FOLDER.mkdir(parents=True, exist_ok=True)
     try:
-        _run(["apt-get", "download", "prometheus"])
+        _download()
         packages = sorted(FOLDER.glob("prometheus_*.deb"))
         if not packages:
             raise NotAvailableError(f"apt-get left no package of Prometheus: {BY_HAND}")
@@ -48,15 +53,45 @@ def need(name: str) -> Path:
     """The program, fetched if it must be. Raises NotAvailableError."""
     found = find(name)
     if found is None:
-        fetch()
-        found = find(name)
+        with _alone():
+            found = find(name)  # another process may have fetched it meanwhile
+            if found is None:
+                fetch()
+                found = find(name)
     if found is None:
         raise NotAvailableError(f"Debian's package of Prometheus has no {name}: {BY_HAND}")
     return found
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+@contextmanager
+def _alone() -> Iterator[None]:
+    """While another process fetches, wait for it."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _download() -> None:
+    """With the machine's lists of packages, else with lists of our own, which needs no rights."""
+    try:
+        _run(["apt-get", "download", "prometheus"])
+    except NotAvailableError:
+        lists, cache = FOLDER / "lists", FOLDER / "cache"
+        for folder in (lists, cache):
+            (folder / "partial").mkdir(parents=True, exist_ok=True)
+        own = (*NETWORK, "-o", f"Dir::State::lists={lists}", "-o", f"Dir::Cache={cache}")
+        try:
+            _run(["apt-get", "update"], own)
+            _run(["apt-get", "download", "prometheus"], own)
+        finally:
+            shutil.rmtree(lists)
+            shutil.rmtree(cache)
+
+
+def _run(command: list[str], options: tuple[str, ...] = ()) -> None:
+    given = [command[0], *options, *command[1:]]
+    done = subprocess.run(given, cwd=FOLDER, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         why = said[-1] if said else f"exit status {done.returncode}"

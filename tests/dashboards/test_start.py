@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,10 +44,13 @@ time.sleep(600)
 
 @pytest.fixture
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Put a program on PATH; returns the file that it writes what it saw to."""
+    """Put a program on PATH; returns the file that it writes what it saw to. What this machine has of them is
+    not there."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    for name in ("cp", "mkdir"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(programs))
     monkeypatch.setattr(tools, "FOLDER", tmp_path / "unpacked")
 
     def write(name: str, source: str) -> Path:
@@ -81,9 +85,10 @@ def test_settings_name_files_wholly_and_take_fronts(tmp_path: Path) -> None:
 
 
 def test_prometheus_takes_these_settings(tmp_path: Path) -> None:
-    promtool = tools.find("promtool")
-    if promtool is None:
-        pytest.skip("no promtool: `make dashboards` fetches it where apt has it")
+    try:
+        promtool = tools.need("promtool")
+    except tools.NotAvailableError as error:
+        pytest.skip(str(error))
     (tmp_path / "nodes.json").write_text("[]")
     config = tmp_path / "prometheus.yml"
     config.write_text(yaml.safe_dump(settings(tmp_path / "nodes.json", ["127.0.0.1:81"])))
@@ -154,8 +159,23 @@ def test_without_prometheus_and_apt_it_says_what_to_do(
 def test_what_apt_says_is_told(plant: Plant) -> None:
     plant("apt-get", "#!/bin/sh\necho 'E: no network' >&2\nexit 100\n")
     plant("dpkg-deb", "#!/bin/sh\nexit 0\n")
-    with pytest.raises(tools.NotAvailableError, match="download prometheus` failed: E: no network"):
+    with pytest.raises(tools.NotAvailableError, match="apt-get update` failed: E: no network"):
         tools.need("prometheus")
+
+
+def test_without_lists_of_packages_it_makes_its_own_and_leaves_none(plant: Plant) -> None:
+    apt = """#!/bin/sh
+case "$*" in
+  "download prometheus") echo "E: Unable to locate package prometheus" >&2; exit 100 ;;
+  *"Dir::State::lists="*" update") ;;
+  *"Dir::State::lists="*" download prometheus") echo deb > prometheus_2_amd64.deb ;;
+  *) exit 9 ;;
+esac
+"""
+    plant("apt-get", apt)
+    plant("dpkg-deb", "#!/bin/sh\nmkdir -p $3/usr/bin && cp $2 $3/usr/bin/promtool\n")
+    assert tools.need("promtool").read_text() == "deb\n"
+    assert sorted(p.name for p in tools.FOLDER.iterdir()) == [".lock", "usr"]
 
 
 def test_a_fetched_package_is_unpacked_and_found(plant: Plant) -> None:
