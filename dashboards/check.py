@@ -33,7 +33,7 @@ class Answer:
     query: Query
     num_series: int
     is_quiet: bool
-    """Only the 0 that stands for what has not happened."""
+    """Only zeros, of what need not happen."""
     error: str = ""
 
 
@@ -89,10 +89,11 @@ def ask_all(prometheus: Prometheus, window_s: float = WINDOW_S) -> list[Answer]:
 def _answer(prometheus: Prometheus, where: str, query: Query, window_s: float) -> Answer:
     try:
         shown = prometheus.series(filled_in(query.shown), window_s)
-        happened = prometheus.series(filled_in(query.expr), window_s) if query.zero else shown
     except ValueError as error:
         return Answer(where=where, query=query, num_series=0, is_quiet=False, error=str(error))
-    return Answer(where=where, query=query, num_series=len(shown), is_quiet=bool(shown) and not happened)
+    has_happened = any(float(value) for one in shown for _, value in one["values"])  # type: ignore[attr-defined]
+    is_quiet = query.zero is not None and bool(shown) and not has_happened
+    return Answer(where=where, query=query, num_series=len(shown), is_quiet=is_quiet)
 
 
 def unreported(prometheus: Prometheus, window_s: float = WINDOW_S) -> set[str]:

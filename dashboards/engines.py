@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from dashboards.panels import TURNS, Dashboard, Panel, per_engine, per_rank, sizes
-from dashboards.queries import Query, less, observed, over_ranks, quantile, rate, ratio, total, value
+from dashboards.panels import ENGINES, TURNS, Dashboard, Panel, per_engine, per_rank, sizes
+from dashboards.queries import (
+    Query,
+    less,
+    observed,
+    over_ranks,
+    quantile,
+    rate,
+    ratio,
+    requests,
+    total,
+    value,
+)
 
 TRANSFERS = Dashboard(
     uid="rayk-transfers",
@@ -11,19 +22,32 @@ TRANSFERS = Dashboard(
     help="What hands over, how fast, and what of it fails.",
     panels=(
         per_engine("Bytes received", "rayk_nixl_bytes_total", "KV, all ranks of an engine.", unit="Bps"),
-        per_engine(
-            "Hand-overs", "rayk_nixl_transfers_total", "Once per rank of the receiving engine.", unit="ops"
+        Panel(
+            title="Hand-overs",
+            help="Requests whose KV an engine received.",
+            queries=(requests("rayk_nixl_transfers_total", per_second=True).named("{{engine}}"),),
+            unit="ops",
         ),
-        per_engine(
-            "Descriptors", "rayk_nixl_descriptors_total", "Contiguous pieces: fewer is cheaper.", unit="ops"
+        Panel(
+            title="Descriptors",
+            help="Contiguous pieces, and what was posted once neighbours went as one: fewer is cheaper.",
+            queries=(
+                rate("rayk_nixl_descriptors_total", "engine").named("{{engine}}"),
+                rate("rayk_nixl_descriptors_posted_total", "engine").named("{{engine}} posted"),
+            ),
+            unit="ops",
         ),
         Panel(
             title="Bytes per descriptor",
-            help="How finely KV is cut: small ones are what heterogeneous TP costs.",
+            help="How finely KV is cut: small ones are what heterogeneous TP costs. Posted: as it went.",
             queries=(
                 ratio(
                     rate("rayk_nixl_bytes_total", "engine"), rate("rayk_nixl_descriptors_total", "engine")
                 ).named("{{engine}}"),
+                ratio(
+                    rate("rayk_nixl_bytes_total", "engine"),
+                    rate("rayk_nixl_descriptors_posted_total", "engine"),
+                ).named("{{engine}} posted"),
             ),
             unit="bytes",
         ),
@@ -78,10 +102,10 @@ TRANSFERS = Dashboard(
         ),
         Panel(
             title="Failed transfers",
-            help="By reason, since each engine started.",
+            help="Requests whose KV did not come, by reason, since Ray started.",
             queries=(
-                total("rayk_nixl_num_failed_transfers_total", "engine", "reason")
-                .or_zero(TURNS, "engine")
+                requests("rayk_nixl_num_failed_transfers_total", "reason")
+                .or_zero(ENGINES, "model", "engine")
                 .named("{{engine}} {{reason}}"),
             ),
         ),
@@ -96,10 +120,10 @@ TRANSFERS = Dashboard(
         ),
         Panel(
             title="Leases that expired",
-            help="Blocks that were held for a consumer that never released them.",
+            help="Requests whose blocks were held for a consumer that never released them.",
             queries=(
-                total("rayk_nixl_num_kv_expired_reqs_total", "engine")
-                .or_zero(TURNS, "engine")
+                requests("rayk_nixl_num_kv_expired_reqs_total")
+                .or_zero(ENGINES, "model", "engine")
                 .named("{{engine}}"),
             ),
         ),
@@ -107,8 +131,8 @@ TRANSFERS = Dashboard(
             title="Through a staging buffer",
             help="Hand-overs that were gathered first.",
             queries=(
-                total("rayk_nixl_staged_total", "engine", "mode")
-                .or_zero(TURNS, "engine")
+                requests("rayk_nixl_staged_total", "mode")
+                .or_zero(ENGINES, "model", "engine")
                 .named("{{engine}} {{mode}}"),
             ),
         ),
@@ -116,16 +140,17 @@ TRANSFERS = Dashboard(
             title="Digests compared",
             help="Requests, and bytes behind the digests.",
             queries=(
-                rate("rayk_kv_digest_checks_total", "engine").named("{{engine}} requests/s"),
+                requests("rayk_kv_digest_checks_total", per_second=True).named("{{engine}} requests/s"),
                 rate("rayk_kv_bytes_checked_total", "engine").named("{{engine}} bytes/s"),
             ),
         ),
         Panel(
             title="Digests that differed",
-            help="Requests and words. Anything but 0 is a wrong answer.",
+            help="Requests and words. Anything but 0 is KV that was read wrong. The alarm ends after half an "
+            "hour, this does not.",
             queries=(
-                total("rayk_kv_mismatches_total", "engine")
-                .or_zero(TURNS, "engine")
+                requests("rayk_kv_mismatches_total")
+                .or_zero(ENGINES, "model", "engine")
                 .named("{{engine}} requests"),
                 total("rayk_kv_mismatched_words_total", "engine")
                 .or_zero(TURNS, "engine")
@@ -232,7 +257,9 @@ RANKS = Dashboard(
         ),
         Panel(
             title="Skew",
-            help="Seconds that an engine's quickest rank has waited longer in collectives than its slowest.",
+            help="Seconds that an engine's quickest rank has waited longer in collectives than its slowest. "
+            "Only where collectives take the host's time (gloo, shared memory): a GPU's (NCCL) end on its "
+            "stream, and are not timed.",
             queries=(less(over_ranks("max", _WAITS), over_ranks("min", _WAITS)).named("{{engine}}"),),
             unit="s",
             width=12,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.panels import TURNS, Dashboard, Panel, latencies, stat
-from dashboards.queries import quantile, rate, ratio, total, value
+from dashboards.queries import quantile, rate, ratio, requests, total, value, whole
 
 OVERVIEW = Dashboard(
     uid="rayk-overview",
@@ -12,15 +12,15 @@ OVERVIEW = Dashboard(
     panels=(
         stat(
             "KV mismatches",
-            "Requests whose KV differed between the engines. Anything but 0 is a wrong answer.",
-            total("rayk_kv_mismatches_total").or_zero(total("rayk_turns_total")).named("requests"),
+            "Requests whose KV differed between the engines, since Ray started.",
+            whole(requests("rayk_kv_mismatches_total")).or_zero(total("rayk_turns_total")).named("requests"),
         ),
         stat(
             "Failed transfers",
-            "Transfers that failed, whatever became of their requests.",
-            total("rayk_nixl_num_failed_transfers_total")
+            "Requests whose KV did not come, whatever became of them.",
+            whole(requests("rayk_nixl_num_failed_transfers_total", "reason"))
             .or_zero(total("rayk_turns_total"))
-            .named("transfers"),
+            .named("requests"),
         ),
         stat(
             "Engines lost",
@@ -30,8 +30,9 @@ OVERVIEW = Dashboard(
         stat("Running", "Requests in running batches.", value("rayk_num_requests_running").named("requests")),
         stat(
             "Waiting",
-            "Requests that wait to be scheduled.",
-            value("rayk_num_requests_waiting").named("requests"),
+            "Requests that wait for an engine, and at engines.",
+            value("rayk_waiting_room_requests").named("for an engine"),
+            value("rayk_num_requests_waiting").named("at engines"),
         ),
         stat(
             "Tokens per second",
@@ -54,6 +55,24 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             title="Requests ended",
+            help="By how they ended for whoever asked, also where an engine died. The budget is theirs.",
+            queries=(
+                rate("rayk_request_outcomes_total", "model", "finish_reason").named(
+                    "{{model}} {{finish_reason}}"
+                ),
+            ),
+            unit="reqps",
+        ),
+        Panel(
+            title="Requests in a server",
+            help="Those that have a place on its engines, and those that wait for one (--max-queue).",
+            queries=(
+                value("rayk_placed_requests", "model").named("{{model}} placed"),
+                value("rayk_waiting_room_requests", "model").named("{{model}} waiting"),
+            ),
+        ),
+        Panel(
+            title="Requests ended at engines",
             help="By engine and how they ended. `handed_over` ends at a prefill engine, to go on elsewhere.",
             queries=(
                 rate("rayk_requests_total", "engine", "finish_reason").named("{{engine}} {{finish_reason}}"),
@@ -79,7 +98,8 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             title="HTTP requests",
-            help="Of a server's front, by path and status; 499: the client went before the answer.",
+            help="Of a server's front, by path and status; 499: the client went before the answer. A stream "
+            "that broke off has the status of its error.",
             queries=(rate("rayk_front_requests_total", "path", "status").named("{{path}} {{status}}"),),
             unit="reqps",
         ),
@@ -122,29 +142,34 @@ EXPERIMENT = Dashboard(
     title="rayk / Experiment",
     help="How far a matrix is and what it finds.",
     panels=(
-        stat("Cells planned", "Of the run.", value("rayk_cells_planned").named("cells"), width=6),
-        stat("Cells done", "Earlier sessions' included.", value("rayk_cells_done").named("cells"), width=6),
+        stat("Cells planned", "Of each run.", value("rayk_cells_planned", "run").named("{{run}}"), width=6),
+        stat(
+            "Cells done",
+            "Earlier sessions' included.",
+            value("rayk_cells_done", "run").named("{{run}}"),
+            width=6,
+        ),
         stat(
             "Done",
             "Share of the cells.",
-            ratio(value("rayk_cells_done"), value("rayk_cells_planned")).named("done"),
+            ratio(value("rayk_cells_done", "run"), value("rayk_cells_planned", "run")).named("{{run}}"),
             unit="percentunit",
             width=6,
         ),
-        stat("Cells per second", "In this run.", rate("rayk_cells_total").named("cells/s"), width=6),
+        stat("Cells per second", "Of each run.", rate("rayk_cells_total", "run").named("{{run}}"), width=6),
         Panel(
             title="Progress",
             help="Cells done, beside those planned.",
             queries=(
-                value("rayk_cells_planned").named("planned"),
-                value("rayk_cells_done").named("done"),
+                value("rayk_cells_planned", "run").named("{{run}} planned"),
+                value("rayk_cells_done", "run").named("{{run}} done"),
             ),
             width=12,
         ),
         Panel(
             title="Verdicts",
-            help="Cells of this run by verdict.",
-            queries=(total("rayk_cells_total", "verdict").named("{{verdict}}"),),
+            help="Cells of each run by verdict.",
+            queries=(total("rayk_cells_total", "run", "verdict").named("{{run}} {{verdict}}"),),
             is_stacked=True,
             width=12,
         ),
@@ -156,6 +181,12 @@ EXPERIMENT = Dashboard(
                 .or_zero(TURNS, "engine")
                 .named("{{engine}} {{role}}"),
             ),
+            width=12,
+        ),
+        Panel(
+            title="Engines meant to turn",
+            help="1 where an engine is to be at work, 0 while it is formed. The next panel says if it is.",
+            queries=(value("rayk_engine_up", "engine", "role", how="max").named("{{engine}} {{role}}"),),
             width=12,
         ),
         Panel(

@@ -33,6 +33,8 @@ class Dashboard:
 
 TURNS = rate("rayk_turns_total", "engine", rank="0")
 """What every engine has that lives."""
+ENGINES = rate("rayk_turns_total", "model", "engine", rank="0")
+"""The same, by model."""
 
 
 def stat(title: str, help_text: str, *queries: Query, unit: str = "short", width: int = 4) -> Panel:

@@ -70,6 +70,22 @@ def total(name: str, *by: str, **only: str) -> Query:
     return _aggregated("sum", _select(metric, "", only), name, by)
 
 
+def requests(name: str, *by: str, per_second: bool = False) -> Query:
+    """Where a counter stands that every rank of an engine counts the same requests by: that of the rank which
+    has most. `per_second`: its rate."""
+    metric = known(name, MetricKind.COUNTER, "engine", "rank", *by)
+    selected = _select(metric, "", {})
+    counted = f"rate({selected}{WINDOW})" if per_second else selected
+    ranks = ", ".join(("model", "engine", *by, "rank"))
+    return _aggregated("max", f"sum by ({ranks}) ({counted})", name, ("model", "engine", *by))
+
+
+def whole(query: Query, *by: str) -> Query:
+    """A query by engine, added up over engines."""
+    grouped = f"sum by ({', '.join(by)})" if by else "sum"
+    return Query(f"{grouped} ({query.expr})", query.metrics)
+
+
 def value(name: str, *by: str, how: str = "sum", **only: str) -> Query:
     """A gauge, aggregated by labels: `how` is sum, max, min or avg."""
     metric = known(name, MetricKind.GAUGE, *by, *only)

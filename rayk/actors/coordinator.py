@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayk.actors.cell_run import CellOutcome, CellRun
+from rayk.actors.engine_meter import EngineMeter, EngineNow, Losses
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
 from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
@@ -21,7 +22,7 @@ from rayk.actors.planted import PlantedFault
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_sink, model_label
-from rayk.actors.request_meter import beating
+from rayk.actors.request_meter import beating, begin_outcomes
 from rayk.actors.struck import faults_of
 from rayk.actors.worker import RankSpec
 from rayk.metrics import BufferedSink
@@ -49,7 +50,8 @@ class Coordinator:
         self._in_use: list[EngineHandle] = []
         self._nodes: dict[str, Node] = {}
         """Of the engines in use, by name."""
-        self._sink = make_sink()
+        self._losses: Losses | None = None
+        """Of the cell that runs."""
 
     def __repr__(self) -> str:
         return f"Coordinator({self.name})"
@@ -66,12 +68,12 @@ class Coordinator:
         """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
         never outlasts the cell's deadline by more than END_S and the time to kill workers."""
         async with beating(make_sink(model=model_label(cell.prefill.model))) as sink:
+            begin_outcomes(sink)
+            self._losses = Losses(EngineMeter(sink, self._engines_now))
             outcome = await self._run_cell(cell, prompts, repeat, capture, sink)
-        died = {e.engine for e in (*outcome.errors, *outcome.survived) if isinstance(e, EngineDied)}
-        for name in sorted(died & {*outcome.facts}):
-            role = "decode" if name.startswith("decode") else "prefill"
-            self._sink.add("rayk_engines_lost_total", engine=name, role=role)
-        self._sink.flush()
+            for error in (*outcome.errors, *outcome.survived):
+                if isinstance(error, EngineDied):
+                    self._losses.found_late(error.engine)
         return outcome
 
     async def _run_cell(
@@ -92,12 +94,17 @@ class Coordinator:
             outcome.errors.append(error)
         except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
             outcome.errors.append(EngineDied("coordinator", f"{type(error).__name__}: {error}"))
+        assert self._losses is not None
+        self._losses.is_over = True
         await asyncio.gather(*(self._end(e, cell, outcome) for e in self._in_use))
         name_lost_nodes(outcome.errors, self._nodes)
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
         outcome.wall_ns = time.monotonic_ns() - started
         return outcome
+
+    def _engines_now(self) -> list[EngineNow]:
+        return [EngineNow(e.name, e.role, e.is_running) for e in self._in_use if not e.died.done()]
 
     async def shutdown(self) -> None:
         """Give every placement group back; its workers end."""
@@ -163,6 +170,8 @@ class Coordinator:
                 faults=_planted(cell, engine, rank),
             )
 
+        assert self._losses is not None
+        self._losses.watch(engine)
         await form_engine(engine, spec_of)
 
     async def _end(self, engine: EngineHandle, cell: Cell, outcome: CellOutcome) -> None:

@@ -50,6 +50,12 @@ class EngineHandle:
         """Rank 0's handle."""
         return self.workers[0]
 
+    def take_role(self, role: str) -> None:
+        """Another role from now on, also where its ranks are told of."""
+        self.role = role
+        for worker in self.workers:
+            worker.take_role.options(concurrency_group="control").remote(role)
+
     def start(self) -> None:
         """Run every rank's loop and watch it."""
         for rank, worker in enumerate(self.workers):

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from rayk.actors.desk import Desk
+from rayk.actors.engine_meter import EngineMeter
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.forming import (
     COMM_S,
@@ -32,7 +33,7 @@ from rayk.actors.nodes import EngineAsk, Node, worker_resources
 from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
-from rayk.actors.ray_metrics import make_sink
+from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
 from rayk.actors.spares import Spares
 from rayk.actors.worker import RankSpec
@@ -94,7 +95,9 @@ class Fleet:
         self._service = LineService(
             calls={method.__name__: method for method in told}, streams={"present": self.present}
         )
-        self._sink = make_sink()
+        sink = make_sink(model=model_label(settings.model.folder))
+        self._meter = EngineMeter(sink, lambda: (m.now for m in self._members.values()))
+        self._meter.watch(self._desk)
         self._line: LineAddress | None = None
         self._opening = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
@@ -170,7 +173,7 @@ class Fleet:
                 await self._connect_all(member, role)
             member.role = role
             if member.handle is not None:
-                member.handle.role = role
+                member.handle.take_role(role)
             if member.state == "ready":
                 self._desk.open(engine, role, member.entry.config.tp)
 
@@ -375,8 +378,7 @@ class Fleet:
             self._desk.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
             member.num_restarts += 1
-            self._sink.add("rayk_engines_lost_total", engine=member.name, role=member.role)
-            self._sink.flush()
+            self._meter.lost(member.name, member.role)
             lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
             member.restart = {}
@@ -444,9 +446,10 @@ class Fleet:
         return life.is_running and not is_lender and self._settings.transfer.mode == "pull"
 
     async def _look_after_fronts(self) -> None:
-        """Abort the requests of fronts that are gone."""
+        """Abort the requests of fronts that are gone, and tell how engines are."""
         while True:
             await asyncio.sleep(LOOK_S)
+            self._meter.tick()
             self._abort(self._desk.gone(self._settings.front_s))
 
     def _abort(self, attempts: list[tuple[str, Placed]]) -> None:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayk.actors.engine_meter import EngineNow
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import hear, until_it_hangs
 from rayk.actors.lines import LineAddress
@@ -94,6 +95,11 @@ class Member:
         if self.state == "ready":
             return f"{self.name} took no step for {age_s:.0f} s" if age_s > patience_s else ""
         return f"{self.name} is {self.state}: {self.trouble}".removesuffix(": ")
+
+    @property
+    def now(self) -> EngineNow:
+        """For metrics."""
+        return EngineNow(self.name, self.role, self.state == "ready")
 
     def row(self, now: float) -> dict[str, object]:
         """For types.serving.Health. `now`: time.monotonic."""

@@ -9,7 +9,7 @@ import torch
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.engine.costs import StepCosts
 from rayk.engine.metering import StepMeter
-from rayk.metrics import BufferedSink
+from rayk.metrics import BufferedSink, beginnings
 from rayk.parallel.timed import TimedComm
 
 if TYPE_CHECKING:
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
     from rayk.engine.rank import EngineRank
     from rayk.parallel.comm import Comm
 
+OF_TRANSFERS = ("rayk_nixl_", "rayk_kv_")
+"""What names of counters begin with that a rank without partners does not have."""
+
 
 def sink_of_rank(rank: EngineRank, *, engine: str, role: str) -> BufferedSink:
-    """Where one rank of an engine reports."""
+    """Where one rank of an engine reports; what it has not counted yet is 0."""
     model = model_label(rank.config.model)
-    return make_sink(model=model, engine=engine, role=role, rank=str(rank.comm.rank))
+    sink = make_sink(model=model, engine=engine, role=role, rank=str(rank.comm.rank))
+    if role != "aggregated":
+        for name, labels in beginnings(OF_TRANSFERS):
+            sink.add(name, 0.0, **labels)
+    return sink
 
 
 def timed(comm: Comm) -> Comm:

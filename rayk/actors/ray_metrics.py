@@ -17,7 +17,10 @@ class RaySink:
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
-        _metric(name).inc(value, self._known | labels)
+        if value:
+            _metric(name).inc(value, self._known | labels)
+        else:
+            _metric(name)._record(0.0, self._known | labels)  # `inc` refuses what a counter begins with
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge. Ray forgets it two seconds later."""
@@ -26,6 +29,10 @@ class RaySink:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
         _metric(name).observe(value, self._known | labels)
+
+    def relabel(self, **labels: str) -> None:
+        """What follows has these values of known labels."""
+        self._known = self._known | labels
 
 
 @functools.cache

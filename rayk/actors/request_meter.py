@@ -21,10 +21,14 @@ STAGES = {
     "decode": "rayk_request_decode_time_seconds",
 }
 
+OUTCOMES = ("stop", "length", "abort", "error", "refused")
+"""How requests end for whoever asked."""
+
 
 def report_request(sink: MetricsSink, row: RequestRow, *, gaps: bool) -> None:
-    """A request is over, with all its tokens; nothing of one that failed. `gaps`: also each gap between its
-    tokens, which makes as many calls as it has."""
+    """A request is over: how, and its times if it has all its tokens. `gaps`: also each gap between these,
+    which makes as many calls as there are. One without an end: nobody waited for it any more."""
+    sink.add("rayk_request_outcomes_total", finish_reason=row.finish_reason or "abort")
     times = row.token_times_ns
     if row.finish_reason not in ("stop", "length") or not times:
         return
@@ -36,6 +40,12 @@ def report_request(sink: MetricsSink, row: RequestRow, *, gaps: bool) -> None:
         for before, after in pairwise(times):
             sink.observe("rayk_itl_seconds", (after - before) / 1e9)
     for stage, name in STAGES.items():
+
+
+def begin_outcomes(sink: MetricsSink) -> None:
+    """No request has ended yet: what is there from the start has a rate when the first ones do."""
+    for reason in OUTCOMES:
+        sink.add("rayk_request_outcomes_total", 0.0, finish_reason=reason)
         if stage in row.stage_ns:
             sink.observe(name, row.stage_ns[stage] / 1e9)
 

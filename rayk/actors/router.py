@@ -25,7 +25,7 @@ from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.fleet_link import FleetLink  # noqa: E402
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure  # noqa: E402
 from rayk.actors.ray_metrics import make_sink, model_label  # noqa: E402
-from rayk.actors.request_meter import beat, report_request  # noqa: E402
+from rayk.actors.request_meter import beat, begin_outcomes, report_request  # noqa: E402
 from rayk.actors.serving import Seat  # noqa: E402
 from rayk.engine.admission import bad_sampling, seeded  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402
@@ -34,12 +34,21 @@ from rayk.sched.policies import Asked  # noqa: E402
 from rayk.specs.serving import ServerSettings  # noqa: E402
 from rayk.transfer.recovery import Cause, attempt_id, cause_of  # noqa: E402
 from rayk.transfer.ticket import Reservation  # noqa: E402
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, ServerEnded, UserError  # noqa: E402
+from rayk.types.errors import (  # noqa: E402
+    DeadlineExceeded,
+    EngineDied,
+    Overloaded,
+    RaykError,
+    ServerEnded,
+    UserError,
+)
 from rayk.types.request import FinishReason, Request  # noqa: E402
 from rayk.types.rows import RequestRow, TransferRow  # noqa: E402
 from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard  # noqa: E402
 
 NAMESPACE = "rayk"
+ENDED = "the server ends"
+"""Why a request is cancelled that somebody still waits for."""
 HEALTH_S = 5.0
 """A fleet that does not say how it is for so long is not well."""
 ROLE_S = 60.0
@@ -68,6 +77,8 @@ class Router:
         self._numbers = itertools.count()
         self._courier: asyncio.Task[None] | None = None
         self._sink = make_sink(model=model_label(settings.model.folder))
+        begin_outcomes(self._sink)
+        self._sink.flush()
         self._beat: asyncio.Task[None] | None = None
 
     @property
@@ -101,7 +112,7 @@ class Router:
     def end_all(self) -> None:
         """End every request that is under way, with ServerEnded."""
         for task in self._tasks:
-            task.cancel()
+            task.cancel(ENDED)
 
     async def health(self) -> Health:
         """As the fleet says; not ready where it does not."""
@@ -184,6 +195,15 @@ class Router:
             error = DeadlineExceeded(f"request {ask.request.request_id}", limit_s)
             note_failure(row, error)
             raise error from None
+        except RaykError as error:
+            note_failure(row, error)
+            if isinstance(error, UserError | Overloaded):
+                row.finish_reason = "refused"
+            raise
+        except asyncio.CancelledError as error:
+            if ENDED in error.args:
+                note_failure(row, ServerEnded())
+            raise
         finally:
             # Who has the last token cancels this.
             report_request(self._sink, row, gaps=False)

@@ -55,6 +55,7 @@ def _report_rows(sink: MetricsSink, rows: Sequence[TransferRow]) -> None:
     sink.add("rayk_nixl_bytes_total", num_bytes, mode=mode)
     sink.add("rayk_nixl_descriptors_total", num_descriptors, mode=mode)
     sink.add("rayk_nixl_post_seconds_total", post_s, mode=mode)
+    sink.add("rayk_nixl_descriptors_posted_total", _num_posted(rows), mode=mode)
     sink.add("rayk_nixl_wait_seconds_total", max(0.0, transfer_s - post_s), mode=mode)
     if any(r.staged for r in rows):
         sink.add("rayk_nixl_staged_total", mode=mode)
@@ -62,3 +63,8 @@ def _report_rows(sink: MetricsSink, rows: Sequence[TransferRow]) -> None:
     sink.observe("rayk_nixl_post_time_seconds", post_s)
     sink.observe("rayk_nixl_bytes_transferred", num_bytes)
     sink.observe("rayk_nixl_num_descriptors", num_descriptors)
+
+
+def _num_posted(rows: Sequence[TransferRow]) -> int:
+    """Descriptors that the transport was given; as many as were asked for where nothing is merged."""
+    return sum(r.num_descriptors if (n := r.num_descriptors_merged) is None else n for r in rows)

@@ -375,6 +375,10 @@ class Worker:
         if self._leader is not None:
             self._leader.check_integrity()
 
+    def take_role(self, role: str) -> None:
+        """Another role from now on, in what is told of this rank."""
+        self._metrics.relabel(role=role)
+
     def stop(self) -> None:
         """Let the engine's loop end (rank 0)."""
         if self._leader is not None:

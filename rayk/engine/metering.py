@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rayk.parallel.timed import TimedComm
 
 
+ENDINGS = ("stop", "length", "abort", "error", "handed_over")
+"""How requests end at an engine."""
 OBSERVE_NS = 10_000_000
 """Of steps that are shorter, one in so long goes into histograms: its three calls would be felt in each."""
 
@@ -118,8 +120,8 @@ class StepMeter:
 
     def _report_requests(self, leader: Leader) -> None:
         total, scheduler = self.sink.total, leader.scheduler
-        for reason, number in leader.num_ended.items():
-            total("rayk_requests_total", number, finish_reason=reason)
+        for reason in ENDINGS:
+            total("rayk_requests_total", leader.num_ended[reason], finish_reason=reason)
         total("rayk_prompt_tokens_total", scheduler.num_prompt_tokens)
         total("rayk_generation_tokens_total", scheduler.num_output_tokens)
         total("rayk_num_preemptions_total", scheduler.num_preemptions)

@@ -17,16 +17,19 @@ class MeteredProgress:
     Cells that ended are counted by verdict.
     """
 
-    def __init__(self, progress: Progress, sink: BufferedSink, num_planned: int, num_finished: int) -> None:
-        """`num_finished`: cells that are on disk already."""
+    def __init__(
+        self, progress: Progress, sink: BufferedSink, run: str, num_planned: int, num_finished: int
+    ) -> None:
+        """`run`: its name. `num_finished`: cells that are on disk already."""
+        self._run = run
         self._progress = progress
         self._sink = sink
         self._lock = threading.Lock()
         self._num_done = num_finished
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
-        sink.set("rayk_cells_planned", num_planned)
-        sink.set("rayk_cells_done", num_finished)
+        sink.set("rayk_cells_planned", num_planned, run=run)
+        sink.set("rayk_cells_done", num_finished, run=run)
 
     def __enter__(self) -> MeteredProgress:
         self._thread.start()
@@ -62,8 +65,8 @@ class MeteredProgress:
         """A cell is on disk."""
         with self._lock:
             self._num_done += 1
-            self._sink.add("rayk_cells_total", verdict=verdict)
-            self._sink.set("rayk_cells_done", self._num_done)
+            self._sink.add("rayk_cells_total", run=self._run, verdict=verdict)
+            self._sink.set("rayk_cells_done", self._num_done, run=self._run)
         self._progress.end(cell_id, verdict, reason)
 
     def _beat(self) -> None:

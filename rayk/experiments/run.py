@@ -175,7 +175,7 @@ def _run_on_cluster(
 
     with (
         launch.connect(address, about=_metadata(loaded, writer, len(left))) as joined,
-        _in_metrics(progress, len(left), len(writer.finished)) as progress,
+        _in_metrics(progress, writer.directory.resolve().name, len(left), len(writer.finished)) as progress,
     ):
         available = launch.num_cluster_gpus()
         # The cluster's devices count, not those of the machine that drives it.
@@ -205,11 +205,12 @@ def _run_on_cluster(
             runner.close()
 
 
-def _in_metrics(progress: Progress, num_left: int, num_finished: int) -> MeteredProgress:
+def _in_metrics(progress: Progress, run: str, num_left: int, num_finished: int) -> MeteredProgress:
     """Progress that Ray's metrics tell, too."""
+    from rayk.actors.naming import bounded
     from rayk.actors.ray_metrics import make_sink
 
-    return MeteredProgress(progress, make_sink(), num_left + num_finished, num_finished)
+    return MeteredProgress(progress, make_sink(), bounded(run), num_left + num_finished, num_finished)
 
 
 def _run_cell(

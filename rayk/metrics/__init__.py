@@ -5,7 +5,16 @@ must cost next to nothing. Names end in their unit, or are those of the field.
 """
 
 from rayk.metrics.buffer import BufferedSink
-from rayk.metrics.registry import LABEL_VALUES, METRICS, Metric, MetricKind
+from rayk.metrics.registry import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings
 from rayk.metrics.sink import MetricsSink, NullSink
 
-__all__ = ["LABEL_VALUES", "METRICS", "BufferedSink", "Metric", "MetricKind", "MetricsSink", "NullSink"]
+__all__ = [
+    "LABEL_VALUES",
+    "METRICS",
+    "BufferedSink",
+    "Metric",
+    "MetricKind",
+    "MetricsSink",
+    "NullSink",
+    "beginnings",
+]

@@ -31,6 +31,8 @@ class BufferedSink:
         self._sums: dict[_Key, float] = {}
         self._totals: dict[_Key, float] = {}
         """Of counters that are counted elsewhere: what was passed on."""
+        self._told: set[_Key] = set()
+        """Counters that are there."""
         self._gauges: dict[_Key, float] = {}
         self._observed: deque[tuple[_Key, float]] = deque(maxlen=MAX_OBSERVED)
         self._samplers: list[Callable[[], None]] = []
@@ -39,8 +41,12 @@ class BufferedSink:
         """Call `sample` before every flush, which may report what need not be told of each change."""
         self._samplers.append(sample)
 
+    def relabel(self, **labels: str) -> None:
+        """What is passed on from now on has these values of labels that the sink knows. From any thread."""
+        self._sink.relabel(**labels)
+
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add to a counter."""
+        """Add to a counter. 0 has it be there: rates miss the first of what it counts where it is not."""
         key = (name, tuple(labels.items()))
         self._sums[key] = self._sums.get(key, 0.0) + value
 
@@ -53,6 +59,10 @@ class BufferedSink:
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge; it is told again at every flush."""
         self._gauges[name, tuple(labels.items())] = value
+
+    def forget(self, name: str, **labels: str) -> None:
+        """Tell a gauge no more: Ray forgets it soon."""
+        self._gauges.pop((name, tuple(labels.items())), None)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
@@ -83,7 +93,8 @@ class BufferedSink:
             sample()
         sums, self._sums = self._sums, {}
         for (name, labels), value in sums.items():
-            if value > 0:
+            if value > 0 or (name, labels) not in self._told:
+                self._told.add((name, labels))
                 self._sink.add(name, value, **dict(labels))
         for (name, labels), value in self._gauges.items():
             self._sink.set(name, value, **dict(labels))

@@ -11,15 +11,27 @@ of buckets). What is to be exact has a counter of its own.
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_SHORT = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+_TENTHS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.3, 0.5, 0.75, 0.8)
+_WHOLE = (1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 80.0, 120.0)
+_SECONDS = (0.001, 0.0025, 0.005, 0.0075, *_TENTHS, *_WHOLE)
+"""Of requests: the borders of vLLM's TTFT and E2E histograms as far as anybody waits, and some below them for
+small models. A quantile is off by less than the ratio of the borders it lies between."""
+_GAPS = (0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075)
+_ITL = (*_GAPS, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+"""Of tokens: the borders of vLLM's ITL histogram, and a decade below them."""
+_SHORT = (0.0001, 0.00025, 0.0005, *_GAPS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Of steps and transfers."""
 _COUNTS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 _BYTES = tuple(float(1 << n) for n in range(12, 36, 3))
 
 RANK_LABELS = ("model", "engine", "role", "rank")
 """What every value of an engine's rank is labelled with; its sink knows them."""
+ENGINE_LABELS = ("model", "engine", "role")
+"""What is told of a whole engine by whoever looks after it."""
 DEPLOYMENT_LABELS = ("model",)
 """Of values that belong to requests, wherever they ran."""
 
@@ -28,7 +40,7 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     "phase": frozenset({"prefill", "decode", "mixed"}),
     "mode": frozenset({"pull", "push"}),
     "state": frozenset({"free", "cached", "used", "leased"}),
-    "finish_reason": frozenset({"stop", "length", "abort", "error", "handed_over"}),
+    "finish_reason": frozenset({"stop", "length", "abort", "error", "handed_over", "refused"}),
     "reason": frozenset({"TRANSFER_ERROR", "KV_MISMATCH", "TIMEOUT", "UNSUPPORTED", "ENGINE_ERROR"}),
     "verdict": frozenset(
         {
@@ -44,8 +56,8 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     ),
 }
 """All values of labels that name one of a fixed set. The others (`model`, `engine`, `rank`, `group`, `kind`,
-`point`, and `path` and `status` of a front) have as many as a deployment has of them, whatever its requests
-are."""
+`point`, `run`, and `path` and `status` of a front) have as many as a deployment has of them, whatever its
+requests are."""
 
 
 @enum.unique
@@ -148,31 +160,70 @@ _ENGINE = (
     _gauge("rayk_model_bandwidth_utilization", "1", "Of the device's peak; absent where that is not known"),
 )
 
+# Every rank tells of what came to it, or was held by it: of one request, each rank of an engine does. Queries
+# that mean requests take the rank that has most (dashboards/queries.py: `requests`).
 _TRANSFERS = (
     _histogram("rayk_nixl_xfer_time_seconds", "s", "A request's KV, first post to last completion", _SHORT),
     _histogram("rayk_nixl_post_time_seconds", "s", "Posting a request's reads or writes", _SHORT),
     _histogram("rayk_nixl_bytes_transferred", "bytes", "KV bytes of a request, to one rank", _BYTES),
     _histogram("rayk_nixl_num_descriptors", "descriptors", "Descriptors of a request, to one rank", _COUNTS),
-    _counter("rayk_nixl_transfers_total", "transfers", "Requests whose KV came to this rank", "mode"),
+    _counter("rayk_nixl_transfers_total", "transfers", "Times that a request's KV came to this rank", "mode"),
     _counter("rayk_nixl_bytes_total", "bytes", "KV bytes that came to this rank", "mode"),
-    _counter("rayk_nixl_descriptors_total", "descriptors", "Descriptors of these", "mode"),
+    _counter(
+        "rayk_nixl_descriptors_total",
+        "descriptors",
+        "Descriptors of these, before neighbouring blocks are merged",
+        "mode",
+    ),
+    _counter(
+        "rayk_nixl_descriptors_posted_total",
+        "descriptors",
+        "Descriptors that were posted for these: what was left when neighbouring blocks went as one",
+        "mode",
+    ),
     _counter("rayk_nixl_post_seconds_total", "s", "Time posting these", "mode"),
     _counter("rayk_nixl_wait_seconds_total", "s", "Time waiting for these, after posting", "mode"),
     _counter("rayk_nixl_staged_total", "transfers", "Of these, through a staging buffer", "mode"),
     _counter("rayk_nixl_num_failed_transfers_total", "transfers", "Transfers that failed here", "reason"),
     _counter("rayk_nixl_num_failed_notifications_total", "notifications", "Messages nobody could take"),
-    _counter("rayk_nixl_num_kv_expired_reqs_total", "requests", "Leases that ended without a release"),
-    _counter("rayk_kv_digest_checks_total", "requests", "Requests whose digests this rank compared"),
-    _counter("rayk_kv_mismatches_total", "requests", "Of these, those whose digests differed"),
+    _counter(
+        "rayk_nixl_num_kv_expired_reqs_total",
+        "leases",
+        "Leases of this rank's blocks that ended without a release: a request has one at every rank",
+    ),
+    _counter(
+        "rayk_kv_digest_checks_total",
+        "checks",
+        "Times that this rank compared the digests of a request's KV",
+    ),
+    _counter("rayk_kv_mismatches_total", "checks", "Of these, those that differed"),
     _counter("rayk_kv_mismatched_words_total", "digests", "Digest words that differed"),
     _counter("rayk_kv_bytes_checked_total", "bytes", "KV bytes whose digests were compared"),
     _counter("rayk_faults_total", "faults", "Planted faults that struck here", "kind", "point"),
 )
 
 _REQUESTS = (
+    _of(
+        _COUNTER,
+        "rayk_request_outcomes_total",
+        "requests",
+        "Requests by how they ended for whoever asked, on whichever engines and in however many tries. "
+        "error: also where its engine died; refused: it can never run, or too many wait; abort: nobody waits "
+        "for it any more",
+        *DEPLOYMENT_LABELS,
+        "finish_reason",
+    ),
+    _of(
+        _GAUGE,
+        "rayk_waiting_room_requests",
+        "requests",
+        "Requests of a server that wait for a place on its engines",
+        *DEPLOYMENT_LABELS,
+    ),
+    _of(_GAUGE, "rayk_placed_requests", "requests", "Requests of a server that have one", *DEPLOYMENT_LABELS),
     _latency("rayk_ttft_seconds", "Arrival to first token (vllm:time_to_first_token_seconds)"),
-    _latency("rayk_tpot_seconds", "Mean time per output token after the first, of a request", _SHORT),
-    _latency("rayk_itl_seconds", "Each gap between tokens (vllm:inter_token_latency_seconds)", _SHORT),
+    _latency("rayk_tpot_seconds", "Mean time per output token after the first, of a request", _ITL),
+    _latency("rayk_itl_seconds", "Each gap between tokens (vllm:inter_token_latency_seconds)", _ITL),
     _latency("rayk_e2e_seconds", "Arrival to last token (vllm:e2e_request_latency_seconds)"),
     _latency("rayk_request_queue_time_seconds", "Arrival until an engine was asked"),
     _latency("rayk_request_prefill_time_seconds", "Then, until the first token"),
@@ -180,10 +231,21 @@ _REQUESTS = (
 )
 
 _RUN = (
-    _of(_GAUGE, "rayk_cells_planned", "cells", "Cells of the experiment that runs"),
-    _of(_GAUGE, "rayk_cells_done", "cells", "Of these, those that have ended, earlier runs' included"),
-    _of(_COUNTER, "rayk_cells_total", "cells", "Cells that ended in this run", "verdict"),
-    _of(_COUNTER, "rayk_engines_lost_total", "engines", "Engines that died or hung", "engine", "role"),
+    _of(_GAUGE, "rayk_cells_planned", "cells", "Cells of an experiment that runs", "run"),
+    _of(_GAUGE, "rayk_cells_done", "cells", "Of these, those that have ended, earlier runs' included", "run"),
+    _of(_COUNTER, "rayk_cells_total", "cells", "Cells that ended in this run", "run", "verdict"),
+)
+
+_ENGINES = (
+    _of(
+        _GAUGE,
+        "rayk_engine_up",
+        "engines",
+        "1 while an engine is meant to turn, 0 while it is formed; told by whoever looks after it, so that "
+        "it is there also where the engine stands still",
+        *ENGINE_LABELS,
+    ),
+    _of(_COUNTER, "rayk_engines_lost_total", "engines", "Engines that died or hung", *ENGINE_LABELS),
 )
 
 _FRONT = (
@@ -191,7 +253,8 @@ _FRONT = (
         _COUNTER,
         "rayk_front_requests_total",
         "requests",
-        "HTTP requests answered; status 499: the client went before",
+        "HTTP requests by how they ended; status 499: the client went before its answer began; a stream "
+        "that ended with an error has the status of that, not the 200 that it began with",
         "path",
         "status",
     ),
@@ -212,6 +275,17 @@ _FRONT = (
 )
 
 METRICS: dict[str, Metric] = {
-    metric.name: metric for metric in (*_ENGINE, *_TRANSFERS, *_REQUESTS, *_RUN, *_FRONT)
+    metric.name: metric for metric in (*_ENGINE, *_TRANSFERS, *_REQUESTS, *_RUN, *_ENGINES, *_FRONT)
 }
 """Every metric by name."""
+
+
+def beginnings(prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Counters of a rank whose names begin so, with all values of their own labels where these are fixed:
+    what is 0 when it starts."""
+    for name, metric in METRICS.items():
+        own = metric.labels[len(RANK_LABELS) :]
+        is_ours = metric.kind is MetricKind.COUNTER and metric.labels[: len(RANK_LABELS)] == RANK_LABELS
+        if is_ours and name.startswith(prefixes) and LABEL_VALUES.keys() >= set(own):
+            for values in itertools.product(*(sorted(LABEL_VALUES[label]) for label in own)):
+                yield name, dict(zip(own, values, strict=True))

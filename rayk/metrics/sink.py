@@ -9,7 +9,7 @@ class MetricsSink(Protocol):
     """Takes values of the metrics in `METRICS`; `labels`: those that it does not know."""
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add to a counter."""
+        """Add to a counter; 0 has it be there."""
         ...
 
     def set(self, name: str, value: float, **labels: str) -> None:
@@ -18,6 +18,10 @@ class MetricsSink(Protocol):
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
+        ...
+
+    def relabel(self, **labels: str) -> None:
+        """What follows has these values of labels that it knows."""
         ...
 
 
@@ -31,4 +35,7 @@ class NullSink:
         """Ignore."""
 
     def observe(self, name: str, value: float, **labels: str) -> None:
+        """Ignore."""
+
+    def relabel(self, **labels: str) -> None:
         """Ignore."""

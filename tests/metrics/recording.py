@@ -20,7 +20,7 @@ class Recorder:
         self.observed: dict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        assert value > 0, f"Ray refuses to add {value} to {name}"
+        assert value >= 0, f"Ray refuses to add {value} to {name}"
         self.counters[name][self._labels(name, MetricKind.COUNTER, labels)] += value
 
     def set(self, name: str, value: float, **labels: str) -> None:
@@ -29,6 +29,9 @@ class Recorder:
     def observe(self, name: str, value: float, **labels: str) -> None:
         self._labels(name, MetricKind.HISTOGRAM, labels)
         self.observed[name].append(value)
+
+    def relabel(self, **labels: str) -> None:
+        self.known = self.known | labels
 
     def sum(self, name: str, **labels: str) -> float:
         """A counter over all labels but these."""

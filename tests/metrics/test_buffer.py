@@ -40,7 +40,44 @@ def test_totals_that_others_count_are_told_as_differences() -> None:
         sink.total("rayk_turns_total", total)
         sink.flush()
     assert recorder.sum("rayk_turns_total") == 10
-    assert recorder.num_calls == 2, "nothing is told of what did not change"
+    assert recorder.num_calls == 3, "that it is there, and nothing of what did not change"
+
+
+def test_a_counter_is_there_before_it_counts_and_is_told_once() -> None:
+    recorder = Recorder(**KNOWN)
+    sink = BufferedSink(recorder)
+    for _ in range(3):
+        sink.add("rayk_kv_mismatches_total", 0.0)
+        sink.add("rayk_nixl_bytes_total", 0.0, mode="pull")
+        sink.flush()
+    assert list(recorder.counters["rayk_kv_mismatches_total"].values()) == [0.0]
+    assert list(recorder.counters["rayk_nixl_bytes_total"].values()) == [0.0]
+    assert recorder.num_calls == 2
+
+
+def test_what_is_told_of_a_new_role_has_its_label_and_the_old_one_keeps_what_it_had() -> None:
+    recorder = Recorder(**KNOWN)
+    sink = BufferedSink(recorder)
+    sink.total("rayk_turns_total", 5)
+    sink.set("rayk_num_requests_running", 3)
+    sink.flush()
+    sink.relabel(role="prefill")
+    recorder.gauges.clear()
+    sink.total("rayk_turns_total", 12)
+    sink.flush()
+    assert recorder.sum("rayk_turns_total", role="decode") == 5
+    assert recorder.sum("rayk_turns_total", role="prefill") == 7
+    assert recorder.gauge("rayk_num_requests_running", role="prefill") == 3, "and no other one is told again"
+
+
+def test_a_gauge_that_is_forgotten_is_told_no_more() -> None:
+    recorder = Recorder(**KNOWN)
+    sink = BufferedSink(recorder)
+    sink.set("rayk_kv_blocks", 3, group="0", state="used")
+    sink.set("rayk_kv_blocks", 4, group="0", state="free")
+    sink.forget("rayk_kv_blocks", group="0", state="used")
+    sink.flush()
+    assert list(recorder.gauges["rayk_kv_blocks"].values()) == [4]
 
 
 def test_counters_cost_one_call_per_flush() -> None:

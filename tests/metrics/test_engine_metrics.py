@@ -12,8 +12,9 @@ from safetensors import safe_open
 
 from rayk.engine.costs import StepCosts, _in_window
 from rayk.engine.metering import StepMeter, phase_of
-from rayk.metrics import BufferedSink
+from rayk.metrics import LABEL_VALUES, BufferedSink
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.rows import TransferRow
 from tests.actors.cases import NUM_TOKENS, Model
 from tests.metrics.recording import Recorder
 from tests.pd import Pair, make_request, wait_until
@@ -66,6 +67,7 @@ def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -
     mode = "push" if push else "pull"
     assert d.sum("rayk_nixl_bytes_total", mode=mode) == sum(r.bytes for r in rows) > 0
     assert d.sum("rayk_nixl_descriptors_total") == sum(r.num_descriptors for r in rows) > 0
+    assert d.sum("rayk_nixl_descriptors_posted_total") == sum(map(posted, rows))
     assert d.sum("rayk_nixl_transfers_total") == len(requests)
     assert d.sum("rayk_kv_bytes_checked_total") == num_checked > 0
     assert d.sum("rayk_kv_digest_checks_total") == len(requests)
@@ -77,8 +79,8 @@ def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -
     num_sampled = sum(len(c.token_ids) for c in done)
     assert p.sum("rayk_generation_tokens_total") == len(requests)
     assert d.sum("rayk_generation_tokens_total") == num_sampled - len(requests)
-    assert dict(p.counters["rayk_requests_total"]) == {labels(p, "handed_over"): len(requests)}
-    assert dict(d.counters["rayk_requests_total"]) == {labels(d, "length"): len(requests)}
+    assert dict(p.counters["rayk_requests_total"]) == endings(p, handed_over=len(requests))
+    assert dict(d.counters["rayk_requests_total"]) == endings(d, length=len(requests))
     for (side, rank), recorder in recorders.items():
         assert recorder.sum("rayk_steps_total") == steps[side][rank] > 0
         assert 0 < len(recorder.observed["rayk_step_seconds"]) <= steps[side][rank]
@@ -91,8 +93,17 @@ def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -
     assert d.sum("rayk_collective_seconds_total") == 0, "a rank alone waits for nobody"
 
 
-def labels(recorder: Recorder, finish_reason: str) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((recorder.known | {"finish_reason": finish_reason}).items()))
+def posted(row: TransferRow) -> int:
+    return row.num_descriptors if row.num_descriptors_merged is None else row.num_descriptors_merged
+
+
+def endings(recorder: Recorder, **counted: int) -> dict[tuple[tuple[str, str], ...], int]:
+    """Every way to end is there, from 0."""
+    reasons = LABEL_VALUES["finish_reason"] - {"refused"}
+    return {
+        tuple(sorted((recorder.known | {"finish_reason": reason}).items())): counted.get(reason, 0)
+        for reason in reasons
+    }
 
 
 def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
@@ -112,9 +123,14 @@ def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
         assert num_held == 19, "300 tokens in blocks of 16"
         assert p.gauge("rayk_kv_blocks", group="0", state="leased") == num_held
         assert p.gauge("rayk_kv_cache_usage_perc") == num_held / num_blocks
-        assert pair.decode(request, prefilled).error is None
+        decoded = pair.decode(request, prefilled)
+        assert decoded.error is None
         pair.check_all_free()
         flush(pair)
+        (moved,) = decoded.info["transfers"]
+        assert recorders["d", 0].sum("rayk_nixl_descriptors_total") == moved.num_descriptors
+        assert recorders["d", 0].sum("rayk_nixl_descriptors_posted_total") == posted(moved)
+        assert posted(moved) < moved.num_descriptors, "blocks that follow each other went as one"
         assert (pool("leased"), pool("used")) == (0, 0)
         assert pool("cached") == 300 // 16, "whole blocks can be found again"
         assert pool("free") + pool("cached") == num_blocks == p.gauge("rayk_kv_pool_blocks")

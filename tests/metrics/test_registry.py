@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 
-from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind
+from rayk.actors.request_meter import OUTCOMES
+from rayk.engine.metering import ENDINGS
+from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings
 from rayk.metrics.__main__ import table
 from rayk.specs.experiment import VERDICTS
 from rayk.types.request import FinishReason
 
-OPEN_LABELS = {"model", "engine", "rank", "group", "kind", "point", "path", "status"}
+OPEN_LABELS = {"model", "engine", "rank", "group", "kind", "point", "path", "status", "run"}
 """As many values as a deployment has models, engines, ranks..."""
+_UP_TO_1 = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
+VLLM_TTFT = (*_UP_TO_1, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+VLLM_E2E = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
+VLLM_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+"""Borders of vLLM's own histograms (vllm/v1/metrics/loggers.py), as far as two minutes."""
 BY_METRIC = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 
 
@@ -35,6 +43,32 @@ def test_histograms_and_only_they_have_ascending_positive_buckets(metric: Metric
 
 
 @BY_METRIC
+def test_a_quantile_of_times_is_off_by_less_than_two_and_a_half(metric: Metric) -> None:
+    if metric.kind is MetricKind.HISTOGRAM and metric.unit == "s":
+        assert max(b / a for a, b in pairwise(metric.buckets)) <= 2.5
+
+
+def test_latencies_have_the_borders_that_vllm_has() -> None:
+    assert {*VLLM_TTFT} <= {*METRICS["rayk_ttft_seconds"].buckets}
+    assert {*VLLM_E2E} <= {*METRICS["rayk_e2e_seconds"].buckets}
+    assert {*VLLM_ITL} <= {*METRICS["rayk_itl_seconds"].buckets} == {*METRICS["rayk_tpot_seconds"].buckets}
+
+
+def test_what_begins_at_zero_is_every_counter_of_a_kind_with_every_value_of_its_labels() -> None:
+    begun = list(beginnings(("rayk_nixl_", "rayk_kv_")))
+    names = {
+        name
+        for name, metric in METRICS.items()
+        if metric.kind is MetricKind.COUNTER and name.startswith(("rayk_nixl_", "rayk_kv_"))
+    }
+    assert {name for name, _ in begun} == names
+    reasons = [labels["reason"] for name, labels in begun if name == "rayk_nixl_num_failed_transfers_total"]
+    assert sorted(reasons) == sorted(LABEL_VALUES["reason"])
+    assert ("rayk_kv_mismatches_total", {}) in begun
+    assert not list(beginnings(("rayk_faults_",))), "its kinds are of no fixed set"
+
+
+@BY_METRIC
 def test_no_label_grows_with_requests(metric: Metric) -> None:
     assert len(set(metric.labels)) == len(metric.labels)
     assert set(metric.labels) <= OPEN_LABELS | set(LABEL_VALUES), "a label of no known values"
@@ -42,7 +76,8 @@ def test_no_label_grows_with_requests(metric: Metric) -> None:
 
 def test_fixed_labels_have_the_values_of_what_they_name() -> None:
     assert LABEL_VALUES["verdict"] == set(VERDICTS)
-    assert LABEL_VALUES["finish_reason"] == {*map(str, FinishReason), "error", "handed_over"}
+    assert LABEL_VALUES["finish_reason"] == {*map(str, FinishReason), "error", "handed_over", "refused"}
+    assert {*ENDINGS, *OUTCOMES} == LABEL_VALUES["finish_reason"]
     assert LABEL_VALUES["reason"] < LABEL_VALUES["verdict"]
 
 
