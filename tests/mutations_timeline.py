@@ -7,12 +7,13 @@ from tests.mutation import Mutation
 NAMES = "tests/actors/test_naming.py"
 PHASES = "tests/actors/test_phases.py"
 TIMELINE = "tests/reports/test_timeline.py"
+OVERLAP = "tests/experiments/test_overlap_on_ray.py"
 
 TIMES = (
     Mutation(
         "a push's trace reserves after the prompt",
         "rayk/reports/timeline.py",
-        'order.insert(order.index("prefill"), "reserve")',
+        'order.insert(order.index("prefill_queue"), "reserve")',
         'order.insert(order.index("read"), "reserve")',
         f"{TIMELINE}::test_every_span_starts_and_lasts_as_the_table_says",
     ),
@@ -21,6 +22,20 @@ TIMES = (
         "rayk/reports/timeline.py",
         "begin_ns = end_ns + GAP_NS",
         "begin_ns = end_ns - GAP_NS",
+        f"{TIMELINE}::test_the_file_is_one_that_perfetto_takes",
+    ),
+    Mutation(
+        "arrows are numbered in words",
+        "rayk/reports/timeline.py",
+        '{"id": flow_id}',
+        '{"id": f"r{flow_id}"}',
+        f"{TIMELINE}::test_the_file_is_one_that_perfetto_takes",
+    ),
+    Mutation(
+        "all arrows are one",
+        "rayk/reports/timeline.py",
+        "next(flow_ids)",
+        "1",
         f"{TIMELINE}::test_the_file_is_one_that_perfetto_takes",
     ),
     Mutation(
@@ -43,5 +58,22 @@ TIMES = (
         "hashlib.sha256(text.encode())",
         "hashlib.sha256(text[:limit].encode())",
         f"{NAMES}::test_what_is_cut_still_differs",
+    ),
+    Mutation(
+        "a front that is started again has the name of the one before",
+        "rayk/actors/naming.py",
+        """    again = f"#{num_before}" if num_before else ""
+""",
+        """    again = ""
+""",
+        f"{NAMES}::test_fronts_are_named_after_their_server_and_no_two_alike",
+    ),
+    Mutation(
+        "a worker has a coroutine",
+        "rayk/actors/worker.py",
+        "    def check_model(self, model: str) -> None:",
+        "    async def check_model(self, model: str) -> None:",
+        f"{OVERLAP}::test_requests_of_a_cell_decode_at_the_same_time",
+        needs_fixtures=True,
     ),
 )

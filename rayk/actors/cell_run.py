@@ -124,7 +124,6 @@ class CellRun:
             await _until(row.arrival_ns)
             attempt = self._place(request, self._cell.session_of(index))
             async with self._streams:
-                row.stage_ns["queue"] = time.monotonic_ns() - row.arrival_ns
                 async with asyncio.timeout(self._cell.deadlines.request_s):
                     await self._attempts(attempt, row)
         except TimeoutError:

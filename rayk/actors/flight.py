@@ -16,6 +16,7 @@ from rayk.actors.diagnosis import diagnose
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.push_flow import reserved
 from rayk.actors.sampled import note_sampling
+from rayk.actors.stage_clock import StageClock
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
@@ -83,20 +84,23 @@ class Flight:
         self._rules = rules
         self._log = log
         self._captures = captures
-        self._ticket_ns = 0
-        """When its ticket came here."""
-        self._ready_ns = 0
-        """When it could decode: its KV was proven, or (aggregated) its first token was there."""
+        self._stages = StageClock(row)
+        self._unsent = ""
+        """The stage that ends when the attempt's first message leaves; empty once it has."""
+        self._computes = False
+        """Whether the engine that has the request is to compute its prompt."""
         self._lender: EngineHandle | None = None
 
     async def attempt(self, way: Way) -> None:
         """One way of the request through its engines, behind what earlier ones delivered. Raises what ends
         it."""
+        self._unsent = "retry" if way.number else "queue"
         if way.prefill is None:
             await self._compute_all(way)
         elif way.decode is not None and self._rules.is_push:
             prefill, decode = await way.prefill(), await way.decode()
-            async with reserved(self._rules.request_s, prefill, decode, way.request, self.row) as given:
+            self._sent()
+            async with reserved(self._rules.request_s, prefill, decode, way.request, self._stages) as given:
                 await self._prefill(way, way.prefill, reservation=self._log.reserved(given))
         else:
             await self._prefill(way, way.prefill)
@@ -114,8 +118,6 @@ class Flight:
             row.decode_engine = row.decode_engine or (prefill.name if way.decode is None else None)
             row.kv_path = "local" if way.decode is None else "none"
             return
-        self._ticket_ns = time.monotonic_ns()
-        row.stage_ns["digest"] = max(0, self._ticket_ns - row.token_times_ns[-1])
         try:
             await self._decode(way, prefill, ticket)
         finally:
@@ -156,8 +158,11 @@ class Flight:
         row = self.row
         # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
         index = len(arguments.get("output_token_ids", ()))
+        self._computes = arguments["mode"] != "decode"
+        self._sent()
         async for events in engine.stream(self._rules.request_s, way.request, **arguments):
             for event in events:
+                self._note_stages(engine, event)
                 self._take(engine, _undelivered(event, len(row.output_token_ids) - index), way)
                 index += len(event.token_ids)
                 if event.error is not None:
@@ -168,9 +173,39 @@ class Flight:
                 if event.finish_reason is not None:
                     row.finish_reason = str(event.finish_reason)
                     if row.token_times_ns:
-                        row.stage_ns["decode"] = row.token_times_ns[-1] - self._ready_ns
+                        self._stages.end("decode", row.token_times_ns[-1])
                     return None
         raise DeadlineExceeded(f"the end of {way.request.request_id} on {engine.name}", 0.0)
+
+    def _sent(self) -> None:
+        """A message about the request leaves."""
+        if self._unsent:
+            self._stages.end(self._unsent, time.monotonic_ns())
+        self._unsent = ""
+
+    def _note_stages(self, engine: EngineHandle, event: RequestEvent) -> None:
+        """What an engine says of when it did what. Of an attempt that fails nothing ends any more: its time
+        is `retry`, if there is another one."""
+        if event.error is not None:
+            return
+        stages, info, offset_ns = self._stages, event.info, engine.clock_offset_ns
+        at_ns = event.time_ns + offset_ns
+        has_arrived = "stage_ns" in info
+        if "submitted_ns" in info:
+            stages.end("handover" if has_arrived else "dispatch", info["submitted_ns"] + offset_ns)
+        for stage, length_ns in info.get("stage_ns", {}).items():
+            stages.lasted(stage, length_ns)
+        if has_arrived:
+            self._computes = "failure" in info  # the decode engine goes on by itself
+            stages.end("retry" if self._computes else "notice", at_ns)
+        if "first_step_ns" in info:
+            stages.end(
+                "prefill_queue" if self._computes else "decode_queue", info["first_step_ns"] + offset_ns
+            )
+            if self._computes:
+                stages.end("prefill", at_ns)
+        if event.payload is not None:
+            stages.end("digest", at_ns)
 
     def _take(self, engine: EngineHandle, event: RequestEvent, way: Way) -> None:
         row, info = self.row, event.info
@@ -178,13 +213,9 @@ class Flight:
         row.output_token_ids += event.token_ids
         row.token_times_ns += [time_ns] * len(event.token_ids)
         note_sampling(row, event)
-        if event.token_ids and "prefill" not in row.stage_ns:
-            before = row.stage_ns["queue"] + row.stage_ns.get("reserve", 0)
-            row.stage_ns["prefill"] = time_ns - row.arrival_ns - before
-            self._ready_ns = time_ns
-        if "stage_ns" in info:
-            self._take_stages(info["stage_ns"], time_ns, has_failed=event.error is not None)
-        self._take_transfers(info.get("transfers", ()), info.get("num_kv_bytes_checked", 0), way)
+        if "stage_ns" in info and event.error is None:
+            row.exposed_ns = time_ns - row.token_times_ns[0]
+        self._take_transfers(engine, info, way)
         if "failure" in info:  # the decode engine went on by itself
             row.failure = row.failure or str(info["failure"])
             row.num_valid_tokens = info["num_valid_tokens"]
@@ -202,21 +233,14 @@ class Flight:
             row.kv_path = "recomputed"
         self._log.delivered(row, event)
 
-    def _take_stages(self, stages: dict[str, int], time_ns: int, *, has_failed: bool) -> None:
+    def _take_transfers(self, engine: EngineHandle, info: dict[str, Any], way: Way) -> None:
         row = self.row
-        waited = time_ns - self._ticket_ns - sum(stages.values())
-        # Blocks to push into were reserved before the prompt was computed.
-        stages["reserve"] += row.stage_ns.get("reserve", 0)
-        row.stage_ns |= {**stages, "handover": max(0, waited)}
-        if not has_failed:
-            row.exposed_ns = time_ns - row.token_times_ns[0]
-        self._ready_ns = time_ns
-
-    def _take_transfers(self, transfers: Sequence[TransferRow], num_checked: int, way: Way) -> None:
-        row = self.row
+        transfers: Sequence[TransferRow] = info.get("transfers", ())
+        num_checked: int = info.get("num_kv_bytes_checked", 0)
         for transfer in transfers:
             transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
             transfer.request_id, transfer.retries = row.request_id, way.number
+            transfer.shift(engine.clock_offset_ns - row.arrival_ns)
         if transfers or num_checked:
             self._log.transferred(transfers, num_checked)
 

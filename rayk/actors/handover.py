@@ -57,6 +57,7 @@ class TransferHandover:
         """Run a request here; `hand_over`: only its prefill, ending in a ticket. `capture`: also emit a
         copy of its KV rows as info["captured"] when prefill is done. `output_token_ids`: delivered so far,
         by an engine that is lost. `reservation`: where its KV is pushed to while it is prefilled."""
+        now = time.monotonic_ns()
 
         def start() -> None:
             if reservation is not None and not is_whole(reservation):
@@ -71,10 +72,8 @@ class TransferHandover:
                 self._hand_over.add(request.request_id)
             if capture:
                 self._capture.add(request.request_id)
-            if output_token_ids:
-                self.leader.start(request, output_token_ids, 0)
-            else:
-                self.leader.start(request)
+            known, computed = (output_token_ids, 0) if output_token_ids else (None, None)
+            self.leader.start(request, known, computed, submitted_ns=now)
 
         self.leader.prepare(request)
         self.leader.post(start)

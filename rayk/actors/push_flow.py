@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rayk.actors.engines import EngineHandle
+from rayk.actors.stage_clock import StageClock
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.request import Request
-from rayk.types.rows import RequestRow
 
 if TYPE_CHECKING:  # workers, which read no specs, import this
     from rayk.specs.experiment import TransferSpec
@@ -34,28 +34,28 @@ def push_settings(transfer: TransferSpec) -> PushSettings | None:
 
 @contextlib.asynccontextmanager
 async def reserved(
-    limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, row: RequestRow
+    limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, stages: StageClock
 ) -> AsyncIterator[Reservation]:
     """Blocks at the decode engine that the prefill engine may write the request's KV into, for `limit_s` at
     the longest. Given up at the end, unless the request is over by then. Raises what ends the request."""
     try:
-        reservation = await _reserve(limit_s, prefill, decode, request)
-        row.stage_ns["reserve"] = row.stage_ns.get("reserve", 0) + reservation[1]
-        yield reservation[0]
+        yield await _reserve(limit_s, prefill, decode, request, stages)
     finally:
         # Where the decode engine took the request in, nothing is left to give up.
         decode.leader.settle.options(concurrency_group="control").remote(request.request_id)
 
 
 async def _reserve(
-    limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request
-) -> tuple[Reservation, int]:
-    """The reservation, and how long it took (ns)."""
+    limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, stages: StageClock
+) -> Reservation:
+    """The reservation: asked for on the way to the prefill engine, which goes on from here."""
     times = {"reserve_s": limit_s, "hold_s": limit_s}
     async for events in decode.stream(limit_s, request, mode="reserve", producer=prefill.name, **times):
         for event in events:
             if event.error is not None:
                 raise event.error
             if isinstance(event.payload, Reservation):
-                return event.payload, event.info["stage_ns"]["reserve"]
+                stages.end("dispatch", event.info["submitted_ns"] + decode.clock_offset_ns)
+                stages.end("reserve", event.time_ns + decode.clock_offset_ns)
+                return event.payload
     raise DeadlineExceeded(f"blocks for {request.request_id} on {decode.name}", limit_s)

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rayk.actors.arrival_times import arrival_stages
 from rayk.actors.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
 from rayk.actors.reservations import reserve_blocks
 from rayk.engine.leader import RequestEvent
@@ -229,7 +230,10 @@ class Receiving:
         assert incoming.started_ns is not None
         info: dict[str, Any] = {
             "transfers": [row for o in outcomes for row in o.rows],
-            "stage_ns": {"reserve": incoming.started_ns - incoming.submitted_ns, **_slowest(outcomes)},
+            "submitted_ns": incoming.submitted_ns,
+            "stage_ns": arrival_stages(
+                outcomes, incoming.submitted_ns, incoming.started_ns, time.monotonic_ns()
+            ),
             "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
         }
         if error is None and not incoming.aborted:
@@ -318,9 +322,3 @@ class Receiving:
 
 def _abandoned_lease(incoming: Incoming) -> str:
     return IN_FLIGHT + incoming.ticket.lease_id
-
-
-def _slowest(outcomes: list[TransferOutcome]) -> dict[str, int]:
-    """Each stage as long as its slowest rank took."""
-    names = {name for o in outcomes for name in o.stage_ns}
-    return {name: max(o.stage_ns.get(name, 0) for o in outcomes) for name in sorted(names)}

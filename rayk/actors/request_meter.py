@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 BEAT_S = 0.05
 """How often an event loop passes on what was gathered: some requests at a time."""
 STAGES = {
-    "queue": "rayk_request_queue_time_seconds",
-    "prefill": "rayk_request_prefill_time_seconds",
-    "decode": "rayk_request_decode_time_seconds",
+    "rayk_request_queue_time_seconds": ("queue",),
+    "rayk_request_prefill_time_seconds": ("dispatch", "prefill_queue", "prefill"),
+    "rayk_request_decode_time_seconds": ("decode_queue", "decode"),
 }
+"""Metric -> the stages of a row that it is the sum of."""
 
 OUTCOMES = ("stop", "length", "abort", "error", "refused")
 """How requests end for whoever asked."""
@@ -39,15 +40,15 @@ def report_request(sink: MetricsSink, row: RequestRow, *, gaps: bool) -> None:
     if gaps:
         for before, after in pairwise(times):
             sink.observe("rayk_itl_seconds", (after - before) / 1e9)
-    for stage, name in STAGES.items():
+    for name, stages in STAGES.items():
+        if stages[-1] in row.stage_ns:
+            sink.observe(name, sum(row.stage_ns.get(stage, 0) for stage in stages) / 1e9)
 
 
 def begin_outcomes(sink: MetricsSink) -> None:
     """No request has ended yet: what is there from the start has a rate when the first ones do."""
     for reason in OUTCOMES:
         sink.add("rayk_request_outcomes_total", 0.0, finish_reason=reason)
-        if stage in row.stage_ns:
-            sink.observe(name, row.stage_ns[stage] / 1e9)
 
 
 async def beat(sink: BufferedSink) -> None:

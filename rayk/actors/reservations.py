@@ -167,7 +167,7 @@ class Reservations:
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
         held.is_given, held.reserved_ns = True, time.monotonic_ns()
-        info = {"stage_ns": {"reserve": held.reserved_ns - wish.asked_ns}}
+        info = {"submitted_ns": wish.asked_ns}
         event = RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)
 

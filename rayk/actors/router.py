@@ -224,7 +224,6 @@ class Router:
             engines: list[EngineHandle] = []
             try:
                 seat = await self._place(ask, replace(asked, request_id=name), until, again=number > 0)
-                flight.row.stage_ns.setdefault("queue", time.monotonic_ns() - flight.row.arrival_ns)
                 await self._fly(seat, attempt, flight, engines, number)
             except RaykError as error:
                 if not self._may_try_again(error, engines, number):

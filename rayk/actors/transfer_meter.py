@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rayk.types.errors import KVMismatch
-from rayk.types.rows import TransferRow
+from rayk.types.rows import TransferRow, moving_ns
 from rayk.types.verdicts import verdict_of
 
 if TYPE_CHECKING:
@@ -47,15 +47,16 @@ def _report_outcome(sink: MetricsSink, outcome: TransferOutcome) -> None:
 
 
 def _report_rows(sink: MetricsSink, rows: Sequence[TransferRow]) -> None:
-    """All that came to this rank of one request: the rows' times lie side by side, their bytes add up."""
+    """All that came to this rank of one request. Its reads are posted one after the other, from whichever
+    ranks: they take from the first post to the last completion."""
     mode = rows[0].mode
     num_bytes, num_descriptors = sum(r.bytes for r in rows), sum(r.num_descriptors for r in rows)
-    post_s, transfer_s = sum(r.post_ns for r in rows) / 1e9, max(r.transfer_ns for r in rows) / 1e9
+    post_s, transfer_s = sum(r.post_ns for r in rows) / 1e9, moving_ns(rows) / 1e9
     sink.add("rayk_nixl_transfers_total", mode=mode)
     sink.add("rayk_nixl_bytes_total", num_bytes, mode=mode)
     sink.add("rayk_nixl_descriptors_total", num_descriptors, mode=mode)
-    sink.add("rayk_nixl_post_seconds_total", post_s, mode=mode)
     sink.add("rayk_nixl_descriptors_posted_total", _num_posted(rows), mode=mode)
+    sink.add("rayk_nixl_post_seconds_total", post_s, mode=mode)
     sink.add("rayk_nixl_wait_seconds_total", max(0.0, transfer_s - post_s), mode=mode)
     if any(r.staged for r in rows):
         sink.add("rayk_nixl_staged_total", mode=mode)

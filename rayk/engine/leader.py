@@ -227,6 +227,8 @@ class Leader:
         """The next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
         own = self._handover.commands() if self._handover is not None else ()
         batch = self.scheduler.schedule()
+        for state in self.scheduler.take_admitted():
+            state.first_step_ns = state.first_step_ns or time.monotonic_ns()
         if self._handover is not None and batch is not None:
             own = (*own, *self._handover.step_commands(batch))
         self._num_handover_commands = len(own)
@@ -301,15 +303,19 @@ class Leader:
         request: Request,
         output_token_ids: Sequence[int] | None = None,
         num_computed: int | None = None,
+        *,
+        submitted_ns: int | None = None,
     ) -> None:
         """Queue an opened request; with the tokens chosen elsewhere so far, when its KV is in its blocks:
-        all of the prompt's, or that of its first `num_computed` tokens."""
+        all of the prompt's, or that of its first `num_computed` tokens. `submitted_ns`: when it came to this
+        engine, if its first token is to tell."""
         request = seeded(request)
         if output_token_ids is None:
             state = self.scheduler.add(request)
         else:
             state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
             self.manager.remember(request.request_id, state.tokens, state.num_computed)
+        state.submitted_ns = submitted_ns
         if request.sampling.stop:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
             for token in state.output_token_ids:
@@ -331,7 +337,7 @@ class Leader:
 
     def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
         taken = self._handover is not None and self._handover.takes(state)
-        info: dict[str, Any] = {}
+        info = _begin_times(state)
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
             info["num_recomputed_tokens"] = state.num_recomputed_tokens
@@ -418,6 +424,14 @@ class Leader:
 
     def _watching(self) -> bool:
         return self._handover is not None and self._handover.needs_gather()
+
+
+def _begin_times(state: RequestState) -> dict[str, Any]:
+    """With the first token that is told here: when the request came, and when a step first took it."""
+    times = {"submitted_ns": state.submitted_ns, "first_step_ns": state.first_step_ns}
+    told = {} if state.is_told else {name: ns for name, ns in times.items() if ns is not None}
+    state.is_told = True
+    return told
 
 
 def _how_ended(event: RequestEvent) -> str:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
-from rayk.reports.stages import LIMITS, evidence, largest, limit_shares, request_parts
+from rayk.reports.stages import LIMITS, age_text, evidence, largest, limit_shares, request_parts
 from rayk.reports.tp_pairs import unequal_cost
 
 NAMED = 3
@@ -78,7 +78,8 @@ def time_text(result: Result) -> str:
     limit = largest(shares)
     tpot = {"tpot_ms_p50": float(result.requests["tpot_ms"].median())}
     proof = evidence(limit, parts, tpot)
-    return f"Mostly in {limit} ({LIMITS[limit]}): {proof} in the median request. Of all time: {told}."
+    age = f" {text}" if (text := age_text(result)) else ""
+    return f"Mostly in {limit} ({LIMITS[limit]}): on average {proof}. Of all time: {told}.{age}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from rayk.reports.fields import BOOL, CELLS, FLOAT, INT, MEASURED_FIELDS, REQUESTS, TEXT, TRANSFERS, kinds
 from rayk.reports.fields import EFFECTIVE as EFFECTIVE_MEANINGS
 from rayk.reports.fields import STAGES as STAGE_MEANINGS
-from rayk.types.rows import CellRow, RequestRow, TransferRow
+from rayk.types.rows import CellRow, RequestRow, TransferRow, moving_ns
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
@@ -62,13 +62,15 @@ def _tops(tops: Sequence[Sequence[tuple[int, float]] | None] | None) -> list[Any
 
 
 def transfer_record(row: TransferRow) -> dict[str, Any]:
-    """One row of transfers.parquet. `gb_per_s` counts 10^9 bytes, over the READ alone."""
+    """One row of transfers.parquet. `gb_per_s` counts 10^9 bytes, over the row's own reads alone."""
     record: dict[str, Any] = {name: getattr(row, name) for name in TRANSFER_FIELDS if hasattr(row, name)}
     record |= {
         **{
             f"{part}_ms": getattr(row, f"{part}_ns") / NS_PER_MS
             for part in ("post", "transfer", "repack", "convert", "digest")
         },
+        "begin_ms": None if row.begin_ns is None else row.begin_ns / NS_PER_MS,
+        "end_ms": None if row.end_ns is None else row.end_ns / NS_PER_MS,
         "gb_per_s": row.bytes / row.transfer_ns if row.transfer_ns > 0 else None,
     }
     return record
@@ -79,10 +81,10 @@ def cell_record(
 ) -> dict[str, Any]:
     """One row of cells.parquet: what the cell found, and sums over its requests and transfers.
 
-    `transfer_gb_per_s` is all bytes over the sum of READ times, that is, the rate of one read.
+    `transfer_gb_per_s` is all bytes over the sum of what each request's took, all its ranks together.
     """
     divergence = row.first_divergence
-    read_ns = sum(t.transfer_ns for t in transfers)
+    moved_ns = _moved_ns(transfers)
     num_bytes = sum(t.bytes for t in transfers)
     record: dict[str, Any] = {"cell_id": row.cell_id}
     record |= {name: _axis_value(value) for name, value in row.axes.items()}
@@ -108,7 +110,7 @@ def cell_record(
         "num_staged": sum(t.staged for t in transfers) if transfers else None,
         "num_recovered": sum(r.recovered_by is not None for r in requests),
         "digest_percent": _digest_percent(transfers),
-        "transfer_gb_per_s": num_bytes / read_ns if read_ns > 0 else None,
+        "transfer_gb_per_s": num_bytes / moved_ns if moved_ns > 0 else None,
         "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
     }
     return record | _latencies(requests)
@@ -128,6 +130,14 @@ def _sum(values: Iterable[int | None]) -> int | None:
     """Of those that are known; None where none is."""
     known = [v for v in values if v is not None]
     return sum(known) if known else None
+
+
+def _moved_ns(transfers: Sequence[TransferRow]) -> int:
+    """What moving each request's KV took, added up; of an attempt that failed, too."""
+    attempts: dict[tuple[int, str, int], list[TransferRow]] = {}
+    for t in transfers:
+        attempts.setdefault((t.repeat, t.request_id, t.retries), []).append(t)
+    return sum(moving_ns(rows) for rows in attempts.values())
 
 
 def _digest_percent(transfers: Sequence[TransferRow]) -> float | None:

@@ -41,17 +41,23 @@ def kinds(fields: Iterable[Field]) -> dict[str, Any]:
 
 
 STAGES = {
-    "queue": "waiting at the coordinator for one of the cell's places",
-    "prefill": "at the engine that prefills, its own queue included, up to the first token",
-    "digest": "digests of the prompt's KV, until the ticket reached the coordinator",
-    "handover": "the ticket's way to the decode engine and back",
-    "reserve": "waiting for blocks at the decode engine",
-    "read": "moving the KV",
-    "fence": "waiting until the moved bytes may be read",
-    "verify": "comparing digests",
-    "decode": "from the proven KV to the last token",
+    "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
+    "dispatch": "the request's way to the engine that prefills; of a push, by the engine that decodes",
+    "prefill_queue": "at the engine that computes the prompt, until a step takes it",
+    "prefill": "computing the prompt: from its first step to the first token, others' shares included",
+    "digest": "from the first token until the ticket, with digests of the prompt's KV, is written",
+    "handover": "the ticket's way from the prefill engine to the decode engine",
+    "reserve": "at the decode engine, until it has blocks and its ranks begin to read",
+    "read": "moving the KV, until every rank has seen its last byte: it looks between its engine's steps",
+    "fence": "until the blocks' generations have told that the bytes are those of the request",
+    "verify": "computing digests of what arrived, and comparing them",
+    "notice": "from the last rank's verdict until the decode engine knows of it, at the end of its turn",
+    "retry": "of attempts that failed, from the last stage that ended until the next one was sent",
+    "decode_queue": "KV proven, until a decode step takes the request",
+    "decode": "from that step to the last token",
 }
-"""Stage -> what it is. They add up to the request's E2E."""
+"""Stage -> what it is. Each lasts from one moment that an engine or the coordinator noted to the next, so
+they add up to the request's E2E; one that comes again, in another attempt, adds to what it took before."""
 
 EFFECTIVE = {
     "effective_layout": "layout of the KV cache that was taken",
@@ -144,7 +150,13 @@ CELLS = (
     Field("num_descriptors", INT, "descriptors", "asked of the transport, before neighbours are merged"),
     Field("num_descriptors_merged", INT, "descriptors", "left when consecutive blocks go as one"),
     Field("num_staged", INT, "transfers", "transfers that went through a staging buffer"),
-    Field("transfer_gb_per_s", FLOAT, "GB/s", "transfer_bytes over the sum of transfer times; 10^9 bytes"),
+    Field(
+        "transfer_gb_per_s",
+        FLOAT,
+        "GB/s",
+        "transfer_bytes over the sum of the requests' times, each from its first post to its last byte, all "
+        "ranks together; 10^9 bytes",
+    ),
     Field("digest_percent", FLOAT, "%", "time of digests over the time of the transfers beside them"),
     Field("exposed_ms_p50", FLOAT, "ms", "median of requests.exposed_ms"),
     Field("ttft_ms_p50", FLOAT, "ms", "median time to the first token"),
@@ -204,8 +216,12 @@ TRANSFERS = (
     Field("num_descriptors_merged", INT, "descriptors", "left when consecutive blocks go as one"),
     Field("mode", TEXT, "", "pull (the consumer reads) or push (the producer writes)"),
     Field("post_ms", FLOAT, "ms", "posting the request to the transport"),
-    Field("transfer_ms", FLOAT, "ms", "from the post to the completion"),
-    Field("gb_per_s", FLOAT, "GB/s", "bytes over transfer_ms; 10^9 bytes"),
+    Field(
+        "transfer_ms", FLOAT, "ms", "of this row: first post to last completion; of a push, while in flight"
+    ),
+    Field("begin_ms", FLOAT, "ms", "first post, after the request was due; null of a push"),
+    Field("end_ms", FLOAT, "ms", "last completion, as the rank saw it, after the request was due; likewise"),
+    Field("gb_per_s", FLOAT, "GB/s", "bytes over transfer_ms: of one pair of ranks; 10^9 bytes"),
     Field("transport", TEXT, "", "NIXL backend that moved it"),
     Field("staged", BOOL, "", "whether whole stretches went through a staging buffer"),
     Field("direct_cost_us", FLOAT, "us", "what the cost model expects run by run"),

@@ -14,7 +14,8 @@ from rayk.reports.columns import FIELDS
 from rayk.reports.files import TABLES
 from rayk.reports.folder import read_environment
 from rayk.reports.load_tables import LOAD_FIELDS, is_load
-from rayk.reports.schema import SCHEMA_VERSION, check_schema
+from rayk.reports.moves import moves
+from rayk.reports.schema import MEASURED_STAGES, SCHEMA_VERSION, check_schema
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow
 
@@ -72,6 +73,8 @@ def load(directory: str | Path) -> Result:
     read = {name: _read(path) for name, path in paths.items()}
     lacking = _lacking(read)
     cells, requests, transfers = (_complete(name, read[name]) for name in TABLES)
+    if min(versions) < MEASURED_STAGES and "transfer_gb_per_s" in read["cells"]:
+        cells["transfer_gb_per_s"] = _rates(cells, requests, transfers)
     return Result(
         cells=cells,
         requests=_of(cells, requests),
@@ -82,6 +85,13 @@ def load(directory: str | Path) -> Result:
         schema_version=min(versions),
         lacking=lacking,
     )
+
+
+def _rates(cells: pd.DataFrame, requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.Series[float]:
+    """Of each cell, all bytes over the sum of its requests' times: older tables hold another rate."""
+    sums = moves(requests, transfers).groupby("cell_id")[["bytes", "moving_ms"]].sum()
+    rates: pd.Series[float] = cells["cell_id"].map(sums["bytes"] / sums["moving_ms"] / 1e6)
+    return rates.astype("float64")
 
 
 def _check(path: Path) -> int:

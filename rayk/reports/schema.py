@@ -3,6 +3,11 @@
 The version stands in each parquet file's metadata. Columns that are added do not raise it: a reader fills
 them with nulls. It is raised when a column's name, unit or meaning changes, and then `load` must be told how
 to read the versions before.
+
+2: stages are measured at both ends. Before, `stage_prefill_ns` held the request's way to the engine and its
+   queue there, `stage_handover_ns` was what no other stage held, notice included, and `stage_decode_ns` held
+   the wait for a decode step; `cells.transfer_gb_per_s` was the rate of one pair of ranks.
+1: the first to be named.
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ import pyarrow.parquet as pq
 
 from rayk.types.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the tables that this rayk writes. 0: tables from before they named one."""
+MEASURED_STAGES = 2
+"""Since when stages are measured at both ends."""
 KEY = b"rayk.schema_version"
 """Of the parquet files' metadata."""
 KEY_COLUMN = "cell_id"

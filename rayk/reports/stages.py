@@ -9,11 +9,14 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.fields import STAGES
+from rayk.reports.moves import KEYS
 from rayk.reports.result import Result
+from rayk.reports.schema import MEASURED_STAGES
 
 NS_PER_MS = 1e6
-KEYS = ["cell_id", "repeat", "request_id"]
-"""What names a request."""
+SLACK = 0.001
+"""Share of a request's time that may be of no stage without being told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,47 +30,79 @@ class Part:
     meaning: str
 
 
+OTHER = "other"
+
+
+def _part(name: str, limit: str, colour: str, meaning: str = "") -> Part:
+    return Part(name=name, limit=limit, colour=colour, meaning=meaning or STAGES[name])
+
+
 PARTS = (
-    Part(name="queue", limit="prefill", colour="#9aa4ad", meaning="due, not yet sent to a prefill engine"),
-    Part(
-        name="prefill", limit="prefill", colour="#3b7dd8", meaning="until the first token, waiting included"
-    ),
-    Part(name="digest", limit="checks", colour="#b6a3c9", meaning="the producer's digest and ticket"),
-    Part(
-        name="handover",
-        limit="coordinator",
-        colour="#c2a14d",
-        meaning="the ticket to the decode engine and notice back",
-    ),
-    Part(name="reserve", limit="decode KV", colour="#c94f4f", meaning="until decode blocks were free"),
-    Part(name="post", limit="link", colour="#e39a4f", meaning="posting the reads"),
-    Part(name="wait", limit="link", colour="#d9722b", meaning="until the last byte was there"),
-    Part(name="fence", limit="checks", colour="#9b83b5", meaning="until the moved bytes may be read"),
-    Part(name="verify", limit="checks", colour="#7f62a3", meaning="comparing digests"),
-    Part(name="decode", limit="decode step", colour="#2f9e77", meaning="from proven KV to the last token"),
+    _part("queue", "queue", "#9aa4ad"),
+    _part("dispatch", "coordinator", "#d9c07a"),
+    _part("prefill_queue", "prefill", "#8fb5e8"),
+    _part("prefill", "prefill", "#3b7dd8"),
+    _part("digest", "checks", "#b6a3c9"),
+    _part("handover", "coordinator", "#c2a14d"),
+    _part("reserve", "decode KV", "#c94f4f"),
+    _part("post", "link", "#e39a4f", "posting the reads"),
+    _part("wait", "link", "#d9722b", "until every rank has seen its last byte; it looks between its steps"),
+    _part("fence", "checks", "#9b83b5"),
+    _part("verify", "checks", "#7f62a3"),
+    _part("notice", "coordinator", "#a98a3a"),
+    _part("retry", "retries", "#6b4a4a"),
+    _part("decode_queue", "decode step", "#8ccdb2"),
+    _part("decode", "decode step", "#2f9e77"),
+    _part(OTHER, OTHER, "#c9cdd1", "of no stage"),
 )
 """In the order in which a pulled request passes them; they add up to its E2E."""
 LIMITS = {
-    "prefill": "waiting for a prefill engine and computing the prompt",
-    "link": "posting reads and waiting for their bytes",
-    "decode step": "from proven KV to the last token",
+    "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
+    "prefill": "waiting for room at a prefill engine, and computing the prompt",
+    "link": "posting reads and waiting until their bytes are seen to be there",
     "decode KV": "waiting for free KV blocks on the decode side",
-    "coordinator": "a ticket's way to the decode engine and notice back; an engine looks between its steps",
+    "decode step": "waiting for room in a decode batch, and from then to the last token",
+    "coordinator": "the ways of a request and its ticket between engines, and notice of what arrived",
     "checks": "rayk's own digests, fences and comparisons",
+    "retries": "attempts that failed, until the next one was sent",
+    OTHER: "of no stage",
 }
 """What can limit a run -> what it is, in words."""
+TOLD = {
+    "queue": (("queue", "until sent to an engine"),),
+    "prefill": (("prefill_queue", "waiting for room at the engine"), ("prefill", "computing the prompt")),
+    "link": (("post", "posting"), ("wait", "waiting for bytes")),
+    "decode KV": (("reserve", "until blocks were free and reads began"),),
+    "decode step": (("decode_queue", "until a decode step took it"), ("decode", "decoding")),
+    "coordinator": (
+        ("dispatch", "to the first engine"),
+        ("handover", "for the ticket's way"),
+        ("notice", "until the decode engine knew"),
+    ),
+    "checks": (("digest", "digest"), ("fence", "fence"), ("verify", "verify")),
+    "retries": (("retry", "in attempts that failed"),),
+    OTHER: ((OTHER, "of no stage"),),
+}
+"""Limit -> its parts, with what is said of them as evidence."""
 
 
 def request_parts(result: Result) -> pd.DataFrame:
     """A row per request that ended well: KEYS, due_ms, e2e_ms and a column of ms per part, 0 where it has
-    none. Of a push all of `read` is waiting: posts lie within the prefill."""
-    requests = result.requests[result.requests["e2e_ms"].notna()]
+    none. Of a push all of `read` is waiting: posts lie within the prefill. What no stage holds is `other`;
+    nothing is of a request that has no stages at all."""
+    requests = result.requests
+    requests = requests[requests["e2e_ms"].notna() & requests["error"].isna()]
     parts = requests[[*KEYS, "due_ms", "e2e_ms"]].reset_index(drop=True)
-    read = _stage(requests, "read")
+    stages = pd.DataFrame({name: _stage(requests, name) for name in STAGES})
+    read, covered = stages["read"], stages.sum(axis=1)
     pulled = parts.merge(_post(result.transfers), on=KEYS, how="left")["post_ms"].fillna(0.0)
-    split = {"post": pulled.clip(upper=read), "wait": (read - pulled).clip(lower=0.0)}
+    split = {
+        "post": pulled.clip(upper=read),
+        "wait": (read - pulled).clip(lower=0.0),
+        OTHER: (parts["e2e_ms"] - covered).clip(lower=0.0).where(covered > 0, 0.0),
+    }
     for part in PARTS:
-        parts[part.name] = split[part.name] if part.name in split else _stage(requests, part.name)
+        parts[part.name] = split[part.name] if part.name in split else stages[part.name]
     parts["due_ms"] = parts["due_ms"].fillna(0.0)
     return parts
 
@@ -80,13 +115,15 @@ def _stage(requests: pd.DataFrame, name: str) -> pd.Series[float]:
 def _post(transfers: pd.DataFrame) -> pd.DataFrame:
     """KEYS and post_ms of requests that were pulled: a rank posts one read after the other, ranks do so at
     the same time, and the slowest counts."""
-    pulled = transfers[(transfers["mode"] != "push") & transfers["post_ms"].notna()]
+    is_good = transfers["verdict"].fillna("OK") == "OK"
+    pulled = transfers[(transfers["mode"] != "push") & transfers["post_ms"].notna() & is_good]
     by_rank = pulled.groupby([*KEYS, "consumer_rank"], sort=False)["post_ms"].sum()
     return by_rank.groupby(level=KEYS, sort=False).max().reset_index()
 
 
 def limit_shares(parts: pd.DataFrame) -> dict[str, float]:
-    """LIMITS' name -> its share of the time of all these requests, 0 to 1; empty without requests.
+    """LIMITS' name -> its share of the time of all these requests, 0 to 1; empty without requests. `other`
+    only where it is more than SLACK.
 
     Requests that were measured before stages were have their E2E, and no share.
     """
@@ -94,9 +131,10 @@ def limit_shares(parts: pd.DataFrame) -> dict[str, float]:
     total = math.fsum(sums.values())
     if not total > 0:
         return {}
-    return {
+    shares = {
         limit: math.fsum(sums[part.name] for part in PARTS if part.limit == limit) / total for limit in LIMITS
     }
+    return {limit: share for limit, share in shares.items() if limit != OTHER or share > SLACK}
 
 
 def largest(shares: Mapping[str, float]) -> str:
@@ -114,28 +152,28 @@ def limit_rows(result: Result) -> list[dict[str, Any]]:
         if shares:
             limit = largest(shares)
             told = evidence(limit, of_cell, cells[cell_id])
-            percents = {name: 100 * share for name, share in shares.items()}
+            percents = {name: 100 * shares.get(name, 0.0) for name in LIMITS}
             rows.append({"cell_id": cell_id, "limit": limit, **percents, "evidence": told})
     return rows
 
 
 def evidence(limit: str, parts: pd.DataFrame, cell: Mapping[Any, Any]) -> str:
-    """Numbers that show why a cell is limited so; medians over its requests."""
-    middle = {part.name: float(parts[part.name].median()) for part in PARTS}
-    if limit == "prefill":
-        return f"{middle['queue']:,.1f} ms queued, {middle['prefill']:,.1f} ms until the first token"
-    if limit == "link":
-        return f"{middle['post']:,.2f} ms posting, {middle['wait']:,.2f} ms waiting for bytes"
-    if limit == "decode step":
-        tpot = cell["tpot_ms_p50"]
-        step = "" if tpot is None or tpot != tpot else f", {tpot:,.1f} ms a token"
-        return f"{middle['decode']:,.1f} ms decoding{step}"
-    if limit == "decode KV":
-        return f"{middle['reserve']:,.1f} ms until blocks were free"
-    if limit == "coordinator":
-        return f"{middle['handover']:,.1f} ms for the ticket's way, beside reserving, reading and checking"
-    checks = ("digest", "fence", "verify")
-    return ", ".join(f"{middle[name]:,.1f} ms {name}" for name in checks)
+    """Numbers that show why a cell is limited so: means over its requests, of which the shares are made."""
+    told = [f"{float(parts[name].mean()):,.1f} ms {words}" for name, words in TOLD[limit]]
+    tpot = cell["tpot_ms_p50"]
+    if limit == "decode step" and tpot is not None and tpot == tpot:
+        told.append(f"{tpot:,.1f} ms a token")
+    return ", ".join(told)
+
+
+def age_text(result: Result) -> str:
+    """What is to be said of stages that an older rayk measured; empty of others."""
+    if result.schema_version >= MEASURED_STAGES:
+        return ""
+    return (
+        "An older rayk measured these stages: prefill holds the queue at the engine, coordinator is what no "
+        "other stage holds."
+    )
 
 
 def waterfall_data(result: Result, max_requests: int = 20_000) -> dict[str, Any] | None:

@@ -9,10 +9,15 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.environment import copy_gb_per_s
+from rayk.reports.moves import KEYS, moves
+from rayk.reports.paired import median_interval
 from rayk.reports.result import Result
-from rayk.reports.stages import KEYS
 from rayk.reports.verdicts import format_bytes
 
+CONFIDENCE = 0.95
+"""Of an interval; each stands alone."""
+NAMED = 3
+"""Pairs of sizes that the answer names."""
 PLACES = ("prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 
@@ -39,72 +44,87 @@ def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
         )
     return Ceiling(
         gb_per_s=measured,
-        text=f"The ceiling is {measured:.1f} GB/s: one core's memcpy of 64 MiB, measured when the run began "
-        "(environment.json). Small requests stay far below it: posting and waking up take longer than "
-        "their bytes.",
+        text=f"The ceiling is {measured:.1f} GB/s, measured when the run began: "
+        f"{environment['ceiling'].get('what', 'a copy by one core')}. Ranks that move at the same time can "
+        "pass it; small requests stay far below it: posting and waking up take longer than their bytes.",
     )
 
 
 def pair_rows(result: Result) -> list[dict[str, Any]]:
-    """A row per (prefill TP, decode TP, layouts) with transfers: of its requests the median ms from the first
-    post to the last byte, mean descriptors posted and bytes, all bytes over all time in GB/s (10^9 bytes) and
-    in percent of the ceiling; beside them num_requests and is_equal (TP). Cells that differ in other axes
-    share a row."""
-    if not set(PLACES).issubset(result.cells):
-        return []
-    requests = _by_request(result.transfers)
-    placed = requests.merge(result.cells[["cell_id", *PLACES]], on="cell_id").dropna(subset=["decode.tp"])
+    """A row per (prefill TP, decode TP, layouts, mode) with transfers, as `moves` tells them: of its requests
+    the median ms and an interval for it (low_ms, high_ms; None where they are too few), mean descriptors and
+    bytes, all bytes over all time in GB/s (10^9 bytes) and in percent of the ceiling; beside them
+    num_requests, is_equal (TP), is_span and is_merged. Cells that differ in other axes share a row."""
+    placed = _placed(result)
     ceiling = ceiling_of(result.environment).gb_per_s
     rows: list[dict[str, Any]] = []
-    for key, of_pair in placed.groupby(list(PLACES), sort=True):
+    for key, of_pair in placed.groupby([*PLACES, "is_push"], sort=True):
         assert isinstance(key, tuple)
         prefill, decode = (int(float(str(size))) for size in key[:2])
-        rate = float(of_pair["bytes"].sum() / of_pair["ms"].sum() / 1e6)
+        rate = float(of_pair["bytes"].sum() / of_pair["moving_ms"].sum() / 1e6)
+        low, high = median_interval(of_pair["ms"].tolist(), CONFIDENCE) or (None, None)
         rows.append(
             {
                 "prefill_tp": prefill,
                 "decode_tp": decode,
-                "layouts": " → ".join(map(str, key[2:])),
+                "layouts": _layouts(key[2], key[3], is_push=bool(key[4])),
                 "is_equal": prefill == decode,
                 "ms": float(of_pair["ms"].median()),
+                "low_ms": low,
+                "high_ms": high,
                 "descriptors": float(of_pair["descriptors"].mean()),
                 "bytes": float(of_pair["bytes"].mean()),
                 "gb_per_s": rate,
                 "percent": None if ceiling is None else 100 * rate / ceiling,
                 "num_requests": len(of_pair),
+                "is_span": bool(of_pair["is_span"].all()),
+                "is_merged": bool(of_pair["is_merged"].all()),
             }
         )
     return rows
 
 
-def _by_request(transfers: pd.DataFrame) -> pd.DataFrame:
-    """KEYS, ms, descriptors and bytes of requests that moved bytes. Ranks move at the same time: the slowest
-    pair of ranks is a request's time."""
-    moved = transfers[transfers["bytes"].fillna(0).gt(0) & transfers["transfer_ms"].fillna(0).gt(0)]
-    posted = moved["num_descriptors_merged"].fillna(moved["num_descriptors"])
-    grouped = moved.assign(descriptors=posted, ms=moved["transfer_ms"]).groupby(KEYS, sort=False)
-    return grouped.agg({"ms": "max", "descriptors": "sum", "bytes": "sum"}).reset_index()
+def _placed(result: Result) -> pd.DataFrame:
+    """`moves` of requests that were handed over, with PLACES."""
+    found = moves(result.requests, result.transfers)
+    if not set(PLACES).issubset(result.cells):
+        return found.assign(**dict.fromkeys(PLACES, None)).head(0)
+    return found.merge(result.cells[["cell_id", *PLACES]], on="cell_id").dropna(subset=["decode.tp"])
 
 
-FORMATS = (
-    ("ms per request", "ms", "{:.2f} ms"),
-    ("descriptors posted", "descriptors", "{:,.1f}"),
-    ("bytes", "bytes", ""),
-    ("rate", "gb_per_s", "{:.3g} GB/s"),
-)
-"""(title, key, format) of the tables of one pair of layouts."""
+def _layouts(prefill: object, decode: object, *, is_push: bool) -> str:
+    return f"{prefill} → {decode}" + (", push" if is_push else "")
+
+
+OLDER = "an older rayk wrote it"
+
+
+def _facts(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """(title, key, format) of the tables of one pair of layouts."""
+    spans, merged = (all(row[fact] for row in rows) for fact in ("is_span", "is_merged"))
+    is_push = any(row["layouts"].endswith(", push") for row in rows)
+    ms = "ms per request" if spans else f"ms of its slowest pair of ranks ({OLDER})"
+    posted = "descriptors posted" if merged else f"descriptors before merging ({OLDER})"
+    return [
+        ("ms after the prompt was computed" if is_push else ms, "ms", "{:.2f} ms"),
+        (posted, "descriptors", "{:,.1f}"),
+        ("bytes per request", "bytes", ""),
+        ("rate per request, all ranks", "gb_per_s", "{:.3g} GB/s"),
+    ]
 
 
 def pair_grids(result: Result) -> list[dict[str, Any]]:
-    """Tables for the page, one set per pair of layouts: title, and per fact its title, columns (decode TP)
-    and rows (label, cells: text, note, heat 0 to 1 of the largest; None where no such cell ran)."""
+    """Tables for the page, one set per pair of layouts and mode: title, and per fact its title, columns
+    (decode TP) and rows (label, cells: text, note, heat 0 to 1 of the largest; None where no such cell ran).
+    """
     rows = pair_rows(result)
     found = []
     for layouts in dict.fromkeys(row["layouts"] for row in rows):
-        of = {(r["prefill_tp"], r["decode_tp"]): r for r in rows if r["layouts"] == layouts}
+        of_layouts = [row for row in rows if row["layouts"] == layouts]
+        of = {(r["prefill_tp"], r["decode_tp"]): r for r in of_layouts}
         prefills, decodes = (sorted({key[side] for key in of}) for side in (0, 1))
         facts = []
-        for title, key, form in FORMATS:
+        for title, key, form in _facts(of_layouts):
             top = max(r[key] for r in of.values())
             table = [(f"P {p}", [_heat(of.get((p, d)), key, form, top) for d in decodes]) for p in prefills]
             facts.append({"title": title, "columns": [f"D {d}" for d in decodes], "rows": table})
@@ -116,51 +136,89 @@ def _heat(row: dict[str, Any] | None, key: str, form: str, top: float) -> dict[s
     if row is None:
         return None
     text = form.format(row[key]) if form else format_bytes(round(row[key]))
-    told = key == "gb_per_s" and row["percent"] is not None
+    note = ""
+    if key == "gb_per_s" and row["percent"] is not None:
+        note = f"{row['percent']:.2g}% of ceiling"
+    if key == "ms":
+        note = "too few for an interval"
+        if row["low_ms"] is not None:
+            note = f"{row['low_ms']:.2f} to {row['high_ms']:.2f}"
     return {
         "text": text,
-        "note": f"{row['percent']:.2g}% of ceiling" if told else "",
+        "note": note,
         "heat": round(row[key] / top, 3) if top > 0 else 0.0,
         "tip": f"P {row['prefill_tp']}, D {row['decode_tp']}, {row['layouts']}: of "
-        f"{row['num_requests']} requests",
+        f"{row['num_requests']} requests" + ("; median, 95% interval below" if key == "ms" else ""),
     }
 
 
 def unequal_cost(result: Result) -> str:
-    """One or two sentences: what requests of unequal TP sizes took beside those of equal ones, of the
-    layouts that have both."""
+    """Some sentences: what requests of unequal TP sizes took beside those of equal ones, of the layouts and
+    modes that have both, in pairs of the same prompt and repeat; and whether that is more than chance."""
     rows = pair_rows(result)
     if not rows:
         return "No KV was moved between engines, so unequal TP cost nothing here."
-    both = [
-        layouts
-        for layouts in dict.fromkeys(r["layouts"] for r in rows)
-        if len({r["is_equal"] for r in rows if r["layouts"] == layouts}) == 2
-    ]
-    if not both:
+    pairs = _same_prompts(result)
+    if pairs.empty:
         which = "unequal" if any(r["is_equal"] for r in rows) else "equal"
         return f"Cannot be said from this run: with no layouts did it move KV at {which} TP sizes too."
-    compared = [row for row in rows if row["layouts"] in both]
-    equal, unequal = (_means([r for r in compared if r["is_equal"] is side]) for side in (True, False))
-    worst = max((r for r in compared if not r["is_equal"]), key=lambda row: float(row["ms"]))
+    unequal = [row for row in rows if not row["is_equal"] and row["layouts"] in set(pairs["layouts"])]
+    slowest = sorted(unequal, key=lambda row: -float(row["ms"]))[:NAMED]
+    named = "; ".join(
+        f"P {r['prefill_tp']}, D {r['decode_tp']}, {r['layouts']}: {r['ms']:.2f} ms, "
+        f"{r['descriptors']:,.1f} descriptors, {format_bytes(round(r['bytes']))}"
+        for r in slowest
+    )
+    posted = (
+        "descriptors" if all(r["is_merged"] for r in unequal) else f"descriptors before merging ({OLDER})"
+    )
+    mean = pairs[["descriptors_u", "descriptors_e", "bytes_u", "bytes_e"]].mean()
+    alone = "" if all(r["is_span"] for r in unequal) else f" Times are those of the slowest ranks ({OLDER})."
+    return (
+        f"{_difference(pairs, result)} A request posted {mean['descriptors_u']:,.1f} {posted} instead of "
+        f"{mean['descriptors_e']:,.1f} and moved {format_bytes(round(mean['bytes_u']))} instead of "
+        f"{format_bytes(round(mean['bytes_e']))}.{alone} Slowest: {named}."
+    )
+
+
+def _same_prompts(result: Result) -> pd.DataFrame:
+    """A row per layouts, mode, prompt and repeat that was moved at equal and at unequal TP sizes: layouts,
+    and of ms, descriptors and bytes the mean over pairs of sizes, `_u` unequal and `_e` equal."""
+    prompts = result.requests[[*KEYS, "prompt_index"]].drop_duplicates(KEYS)
+    placed = _placed(result).merge(prompts, on=KEYS)
+    placed = placed.assign(
+        is_equal=placed["prefill.tp"].astype("float64") == placed["decode.tp"].astype("float64"),
+        layouts=[
+            _layouts(p, d, is_push=bool(push))
+            for p, d, push in zip(
+                placed["prefill.layout"], placed["decode.layout"], placed["is_push"], strict=True
+            )
+        ],
+    )
+    names = ["layouts", "prompt_index", "repeat"]
+    # Each pair of sizes counts alike, however many of the matrix's other axes it was run with.
+    sizes = placed.groupby([*names, "is_equal", "prefill.tp", "decode.tp"])[["ms", "descriptors", "bytes"]]
+    means = sizes.mean().groupby([*names, "is_equal"]).mean().reset_index()
+    sides = [means[means["is_equal"] == is_equal] for is_equal in (False, True)]
+    return sides[0].merge(sides[1], on=names, suffixes=("_u", "_e"))
+
+
+def _difference(pairs: pd.DataFrame, result: Result) -> str:
+    """What the pairs say of time, and how sure that is."""
+    more = pairs["ms_u"] - pairs["ms_e"]
+    told = (
+        f"Waiting for a request's KV to move took {pairs['ms_u'].median():.2f} ms at unequal TP sizes and "
+        f"{pairs['ms_e'].median():.2f} ms at equal ones (medians)"
+    )
+    interval = median_interval(more.tolist(), CONFIDENCE)
+    if interval is None:
+        return f"{told}; prompts that were moved at both ({len(pairs)}) are too few to tell that from chance."
     whole = float(result.requests["e2e_ms"].median())
     share = (
-        f", {100 * unequal['ms'] / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
+        f", {100 * more.median() / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
     )
+    chance = " That may be chance." if interval[0] <= 0 <= interval[1] else ""
     return (
-        f"Moving a request's KV took {unequal['ms']:.2f} ms at unequal TP sizes{share}, and "
-        f"{equal['ms']:.2f} ms at equal ones ({_times(unequal['ms'], equal['ms'])}), with "
-        f"{unequal['descriptors']:,.1f} descriptors instead of {equal['descriptors']:,.1f}, and "
-        f"{format_bytes(round(unequal['bytes']))} instead of "
-        f"{format_bytes(round(equal['bytes']))}. Slowest: P {worst['prefill_tp']}, "
-        f"D {worst['decode_tp']}, {worst['layouts']}: {worst['ms']:.2f} ms."
+        f"{told}. Of the same prompt the difference is {more.median():+.2f} ms (median of {len(pairs)} "
+        f"pairs; 95% interval {interval[0]:+.2f} to {interval[1]:+.2f} ms){share}.{chance}"
     )
-
-
-def _means(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Each pair of sizes counts alike."""
-    return {key: sum(row[key] for row in rows) / len(rows) for key in ("ms", "descriptors", "bytes")}
-
-
-def _times(value: float, base: float) -> str:
-    return f"{value / base:.2f} times" if base > 0 else "no ratio"

@@ -48,6 +48,12 @@ class RequestState:
     stop_text: StopText | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere."""
+    submitted_ns: int | None = None
+    """When it came to this engine; this and what follows is its leader's."""
+    first_step_ns: int | None = None
+    """When the step began that first took it."""
+    is_told: bool = False
+    """Whether a token of it was told here."""
     tables_sent: bool = False
     """Whether the ranks hold this request's block tables (in its row)."""
 
@@ -135,6 +141,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
+        self._admitted: list[RequestState] = []
         self._rows = list(range(max_seqs - 1, -1, -1))
         self._step = 0
 
@@ -218,6 +225,11 @@ class Scheduler:
         """The requests of a batch that was not accounted for yet, in its order."""
         by_id = {state.request_id: state for state in self._running}
         return [by_id[share.request_id] for share in batch.requests]
+
+    def take_admitted(self) -> list[RequestState]:
+        """Requests that `schedule` took out of the queue since the last call, also those that came back."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def update(
         self,
@@ -313,6 +325,7 @@ class Scheduler:
                 self.num_found_tokens += state.num_cached_tokens
             state.row = self._rows.pop()
             self._running.append(state)
+            self._admitted.append(state)
             scheduled.append(self._share(state, num_tokens, updates))
             budget -= num_tokens
 

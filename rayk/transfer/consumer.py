@@ -50,6 +50,9 @@ class TransferOutcome:
     """Reads are still in flight: the blocks stay taboo until `drained` names the lease."""
     wrong_words: tuple[WrongWord, ...] = ()
     """All digest words that differ, canonical order."""
+    began_ns: int | None = None
+    """When the first stage began, on this rank's clock; the others follow one another. None where nothing
+    did."""
     num_bytes_checked: int = 0
     """Bytes whose digests were compared."""
 
@@ -108,12 +111,13 @@ class Consumption:
     _waiting: set[int] = field(default_factory=set)
     """Producer ranks whose fence found no room yet."""
     _stages: dict[str, int] = field(default_factory=dict)
+    _began_ns: int = 0
     _stage_began_ns: int = 0
     _wrong: list[WrongWord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Lowering the plan is part of the read's cost.
-        self._stage_began_ns = self.clock()
+        self._began_ns = self._stage_began_ns = self.clock()
         ticket, pushed = self.ticket, self.pushed
         rows = range(self.first_row, ticket.num_tokens) if self.first_row else None
         self.reads = [] if pushed is not None else self._lower(rows)
@@ -333,6 +337,7 @@ class Consumption:
             error=error,
             rows=self._data.rows,
             stage_ns=dict(self._stages),
+            began_ns=self._began_ns,
             is_draining=is_draining,
             wrong_words=tuple(self._wrong),
             num_bytes_checked=checked,

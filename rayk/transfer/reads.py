@@ -156,7 +156,7 @@ class DataReads:
     def _count(self, read: BlockReads, post_ns: int, began_ns: int) -> None:
         row = self._row(read)
         row.post_ns += post_ns
-        row.transfer_ns = max(row.transfer_ns, self.clock() - began_ns)
+        row.span(began_ns, self.clock())
 
     def _count_descriptors(self, read: BlockReads, num_descriptors: int, num_merged: int) -> None:
         """Of what was posted: runs, or stretches where it is staged."""

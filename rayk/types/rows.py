@@ -5,6 +5,7 @@ Reports turn rows into tables (INTERFACE: requests.parquet, transfers.parquet); 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -43,7 +44,7 @@ class RequestRow:
     prompt_top_logprobs: list[list[tuple[int, float]] | None] | None = None
     """The same at each prompt token but the first."""
     token_times_ns: list[int] = field(default_factory=list)
-    """When each output token reached the coordinator (time.monotonic_ns)."""
+    """When its engine had each output token, on the coordinator's clock (time.monotonic_ns)."""
     arrival_ns: int = 0
     """When it was due: latencies count from then."""
     due_ns: int = 0
@@ -86,6 +87,12 @@ class TransferRow:
     """pull (the consumer reads) or push (the producer writes)."""
     post_ns: int = 0
     transfer_ns: int = 0
+    """From the first post to the last completion; of a push, while at least one write was in flight."""
+    begin_ns: int | None = None
+    """The first post, on the clock of who reads; once its request's row has it, after that was due. None of a
+    push, whose writes lie within the prefill."""
+    end_ns: int | None = None
+    """The last completion, likewise: when it was seen."""
     transport: str = ""
     staged: bool = False
     """Whether whole stretches went through a staging buffer and were repacked there."""
@@ -108,6 +115,28 @@ class TransferRow:
     """Of these, posted before the prompt's last layer was computed."""
     retries: int = 0
     verdict: str = "OK"
+
+    def span(self, begin_ns: int, end_ns: int) -> None:
+        """One of its reads began and ended then; they may overlap, or follow one another."""
+        self.begin_ns = begin_ns if self.begin_ns is None else min(self.begin_ns, begin_ns)
+        self.end_ns = end_ns if self.end_ns is None else max(self.end_ns, end_ns)
+        self.transfer_ns = self.end_ns - self.begin_ns
+
+    def shift(self, by_ns: int) -> None:
+        """Its begin and end on another clock."""
+        if self.begin_ns is not None and self.end_ns is not None:
+            self.begin_ns, self.end_ns = self.begin_ns + by_ns, self.end_ns + by_ns
+
+
+def moving_ns(rows: Sequence[TransferRow]) -> int:
+    """How long these rows of one request were moving, together: from the first post to the last completion.
+    Ranks post their reads one after the other, so no row alone tells that. Of a push, which says only how
+    long each pair of ranks had something in flight, the longest of these."""
+    begins = [row.begin_ns for row in rows if row.begin_ns is not None]
+    ends = [row.end_ns for row in rows if row.end_ns is not None]
+    if begins and ends:
+        return max(ends) - min(begins)
+    return max((row.transfer_ns for row in rows), default=0)
 
 
 @dataclass(kw_only=True, slots=True)

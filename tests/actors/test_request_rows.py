@@ -48,7 +48,6 @@ def test_a_row_counts_what_its_decoding_engine_computed_again(
         row = RequestRow(
             cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1], kv_path=kv_path
         )
-        row.stage_ns |= {"queue": 0, "prefill": 0}
         info = {"num_preemptions": int(again > 0), "num_recomputed_tokens": again}
         request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
         way = Way(request=request, prefill=None, decode=None)
@@ -73,10 +72,8 @@ def test_a_request_that_failed_before_its_first_decode_step_exposed_nothing(
 
     async def take() -> RequestRow:
         row = RequestRow(cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1])
-        row.stage_ns |= {"queue": 0, "prefill": 0}
         row.output_token_ids, row.token_times_ns = [4], [100]
         flight = Flight(RULES, row, Unheard())
-        flight._ticket_ns = 110
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [])
         info = {"stage_ns": {"reserve": 1}}
         request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())

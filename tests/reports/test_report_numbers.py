@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rayk.reports.spreads import num_workers, pareto_rows, spread_plots
 from rayk.reports.stages import (
     LIMITS,
     PARTS,
+    largest,
     limit_rows,
     limit_shares,
     request_parts,
@@ -29,13 +31,17 @@ from tests.reports.synthetic import MS, SPEC, cell_row
 ENVIRONMENT = {"ceiling": {"what": "memcpy", "gb_per_s": 10.0}, "git_commit": "c" * 40}
 STAGES = {
     "queue": 1,
-    "prefill": 20,
+    "dispatch": 2,
+    "prefill_queue": 5,
+    "prefill": 13,
     "digest": 2,
-    "handover": 3,
+    "handover": 2,
     "reserve": 4,
     "read": 10,
     "fence": 1,
     "verify": 1,
+    "notice": 1,
+    "decode_queue": 3,
 }
 """ms; decode takes the rest."""
 
@@ -43,7 +49,7 @@ STAGES = {
 def request_row(cell: CellRow, number: int, decode_ms: int, **stages: int) -> RequestRow:
     """Two tokens: the first from the prefill engine, the other at the end."""
     took = STAGES | {"decode": decode_ms} | stages
-    first = took["queue"] + took["prefill"]
+    first = sum(took[stage] for stage in ("queue", "dispatch", "prefill_queue", "prefill"))
     return RequestRow(
         cell_id=cell.cell_id,
         repeat=0,
@@ -59,7 +65,7 @@ def request_row(cell: CellRow, number: int, decode_ms: int, **stages: int) -> Re
 
 
 def transfer_row(cell: CellRow, number: int, consumer: int, **changes: Any) -> TransferRow:
-    """2 MB in 4 ms by 8 descriptors, 1 ms of it posting."""
+    """2 MB in 4 ms by 8 descriptors, 1 ms of it posting; begun 30 ms after the request was due."""
     fields = {
         "cell_id": cell.cell_id,
         "repeat": 0,
@@ -73,27 +79,31 @@ def transfer_row(cell: CellRow, number: int, consumer: int, **changes: Any) -> T
         "post_ns": MS,
         "transfer_ns": 4 * MS,
     }
-    return TransferRow(**(fields | changes))
+    fields |= changes
+    begin, took = fields.setdefault("begin_ns", 30 * MS), fields["transfer_ns"]
+    fields.setdefault("end_ns", None if begin is None else begin + took)
+    return TransferRow(**fields)
 
 
 def write(folder: Path, environment: dict[str, Any] | None = None) -> Result:
-    """Two requests at equal TP sizes, one at unequal ones: P 1 to D 2, two reads at the same time."""
+    """Two requests at equal TP sizes, one at unequal ones, where a rank posts two reads one after the other
+    while the other rank reads."""
     writer = ResultWriter(
         folder, spec_yaml=SPEC, environment=ENVIRONMENT if environment is None else environment
     )
     equal, unequal = (cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2))
     writer.write_cell(
         equal,
-        [request_row(equal, 0, 58), request_row(equal, 1, 158)],
+        [request_row(equal, 0, 55), request_row(equal, 1, 155)],
         [transfer_row(equal, 0, 0), transfer_row(equal, 1, 0, transfer_ns=6 * MS)],
     )
     writer.write_cell(
         unequal,
-        [request_row(unequal, 0, 58, read=20)],
+        [request_row(unequal, 0, 55, read=20)],
         [
             transfer_row(unequal, 0, 0, transfer_ns=16 * MS, post_ns=2 * MS),
-            transfer_row(unequal, 0, 0, producer_rank=1, post_ns=3 * MS),
-            transfer_row(unequal, 0, 1, bytes=4_000_000, post_ns=4 * MS),
+            transfer_row(unequal, 0, 0, producer_rank=1, post_ns=3 * MS, begin_ns=46 * MS),
+            transfer_row(unequal, 0, 1, bytes=4_000_000, post_ns=4 * MS, begin_ns=31 * MS),
         ],
     )
     writer.finish()
@@ -109,22 +119,24 @@ def test_parts_add_up_to_the_request(run: Result) -> None:
     parts = request_parts(run)
     names = [part.name for part in PARTS]
     assert parts[names].sum(axis=1).tolist() == pytest.approx(run.requests["e2e_ms"].tolist())
-    assert parts[names].iloc[0].tolist() == [1, 20, 2, 3, 4, 1, 9, 1, 1, 58]
+    assert parts[names].iloc[0].tolist() == [1, 2, 5, 13, 2, 2, 4, 1, 9, 1, 1, 1, 0, 3, 55, 0]
     # A rank posts 2 and 3 ms one after the other, the other rank 4 at the same time: 5 of the 20 ms.
     assert parts[["post", "wait"]].iloc[2].tolist() == [5, 15]
 
 
 def test_shares_name_the_limit(run: Result) -> None:
     shares = limit_shares(request_parts(run).head(1))
-    assert set(shares) == set(LIMITS)
+    assert set(shares) == set(LIMITS) - {"other"}
     assert shares == pytest.approx(
         {
-            "prefill": 0.21,
+            "queue": 0.01,
+            "prefill": 0.18,
             "link": 0.1,
-            "decode step": 0.58,
             "decode KV": 0.04,
-            "coordinator": 0.03,
+            "decode step": 0.58,
+            "coordinator": 0.05,
             "checks": 0.04,
+            "retries": 0.0,
         }
     )
     rows = limit_rows(run)
@@ -132,18 +144,24 @@ def test_shares_name_the_limit(run: Result) -> None:
         ("p1-d1-BHLNC-BHLNC", "decode step"),
         ("p1-d2-BHLNC-BHLNC", "decode step"),
     ]
-    assert rows[0]["evidence"].startswith("108.0 ms decoding")
+    assert rows[0]["evidence"].startswith("3.0 ms until a decode step took it, 105.0 ms decoding")
     assert rows[0]["decode step"] == pytest.approx(100 * 216 / 300)
 
 
 @pytest.mark.parametrize(
     ("stage", "limit", "told"),
     [
-        ("queue", "prefill", "900.0 ms queued"),
-        ("read", "link", "899.00 ms waiting"),
+        ("queue", "queue", "900.0 ms until sent"),
+        ("dispatch", "coordinator", "900.0 ms to the first engine"),
+        ("prefill_queue", "prefill", "900.0 ms waiting for room"),
+        ("prefill", "prefill", "900.0 ms computing the prompt"),
+        ("read", "link", "899.0 ms waiting for bytes"),
         ("reserve", "decode KV", "900.0 ms until blocks were free"),
         ("handover", "coordinator", "900.0 ms for the ticket's way"),
+        ("notice", "coordinator", "900.0 ms until the decode engine knew"),
         ("verify", "checks", "900.0 ms verify"),
+        ("retry", "retries", "900.0 ms in attempts that failed"),
+        ("decode_queue", "decode step", "900.0 ms until a decode step took it"),
     ],
 )
 def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, told: str) -> None:
@@ -156,16 +174,52 @@ def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, tol
     assert told in row["evidence"]
 
 
+def test_what_no_stage_holds_is_told(tmp_path: Path) -> None:
+    cell = cell_row(1, 1, ("BHLNC", "BHLNC"))
+    rows = [request_row(cell, number, 55) for number in range(4)]
+    for row, lost in zip(rows, ("handover", "decode", "", ""), strict=True):
+        row.stage_ns.pop(lost, None)
+    rows[2].error = "TransferError: lost"
+    rows[3].stage_ns.clear()
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    writer.write_cell(cell, rows, [transfer_row(cell, 0, 0)])
+    writer.finish()
+    parts = request_parts(load(tmp_path))
+    # The third failed, of the fourth nothing was measured.
+    assert parts["request_id"].tolist() == [rows[i].request_id for i in (0, 1, 3)]
+    assert parts["other"].tolist() == [2, 55, 0]
+    assert parts["wait"].tolist() == [9, 10, 0]
+    shares = limit_shares(parts)
+    assert shares["other"] == pytest.approx(57 / 200)
+    assert limit_shares(parts.head(1))["other"] == pytest.approx(0.02)
+    assert largest(limit_shares(parts[1:2])) == "other"
+    [row] = limit_rows(load(tmp_path))
+    assert (row["limit"], row["other"]) == ("decode step", pytest.approx(28.5))
+
+
+def test_stages_of_an_older_rayk_are_told_as_such(tmp_path: Path) -> None:
+    older = write(tmp_path / "run")
+    assert "older rayk" not in answers(older)[1].text
+    text = answers(replace(older, schema_version=1))[1].text
+    assert "prefill holds the queue at the engine, coordinator is what no other stage holds" in text
+
+
 def test_a_push_posts_within_the_prefill(tmp_path: Path) -> None:
     cell = cell_row(1, 1, ("BHLNC", "BHLNC"))
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
-    writer.write_cell(cell, [request_row(cell, 0, 58)], [transfer_row(cell, 0, 0, mode="push")])
+    writer.write_cell(
+        cell, [request_row(cell, 0, 55)], [transfer_row(cell, 0, 0, mode="push", begin_ns=None)]
+    )
     writer.finish()
     result = load(tmp_path)
     assert request_parts(result)[["post", "wait"]].iloc[0].tolist() == [0, 10]
     told = waterfall_data(result)
     assert told is not None
     assert told["cells"][0]["push"]
+    [row] = pair_rows(result)
+    # 2 MB were in flight for 4 ms; the request waited 10 ms for the last of them.
+    assert (row["layouts"], row["ms"], row["gb_per_s"]) == ("BHLNC → BHLNC, push", 10.0, 0.5)
+    assert pair_grids(result)[0]["facts"][0]["title"] == "ms after the prompt was computed"
 
 
 def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
@@ -175,24 +229,93 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
     assert (equal["ms"], equal["descriptors"], equal["bytes"]) == (5.0, 8.0, 2e6)
     assert equal["gb_per_s"] == pytest.approx(0.4)
     assert equal["percent"] == pytest.approx(4.0)
-    # Ranks move at the same time: 8 MB in 16 ms.
-    assert (unequal["ms"], unequal["descriptors"], unequal["bytes"]) == (16.0, 24.0, 8e6)
-    assert unequal["gb_per_s"] == pytest.approx(0.5)
+    # Ranks read at the same time, each one read after the other: 8 MB in 20 ms, of which no pair has over 16.
+    assert (unequal["ms"], unequal["descriptors"], unequal["bytes"]) == (20.0, 24.0, 8e6)
+    assert unequal["gb_per_s"] == pytest.approx(0.4)
+    assert run.cells["transfer_gb_per_s"].tolist() == pytest.approx([0.4, 0.4])
+    assert (equal["low_ms"], equal["is_span"], equal["is_merged"]) == (None, True, True)
     text = unequal_cost(run)
-    assert "16.00 ms at unequal TP sizes" in text
-    assert "5.00 ms at equal ones (3.20 times)" in text
+    assert "20.00 ms at unequal TP sizes and 4.00 ms at equal ones" in text
+    assert "prompts that were moved at both (1) are too few to tell that from chance" in text
     assert "24.0 descriptors instead of 8.0" in text
+    assert "P 1, D 2, BHLNC → BHLNC: 20.00 ms, 24.0 descriptors, 7.6 MiB" in text
     [grid] = pair_grids(run)
     assert [fact["title"] for fact in grid["facts"]] == [
         "ms per request",
         "descriptors posted",
-        "bytes",
-        "rate",
+        "bytes per request",
+        "rate per request, all ranks",
     ]
     label, cells = grid["facts"][3]["rows"][0]
-    assert (label, [cell["text"] for cell in cells]) == ("P 1", ["0.4 GB/s", "0.5 GB/s"])
-    assert [cell["note"] for cell in cells] == ["4% of ceiling", "5% of ceiling"]
-    assert [cell["heat"] for cell in cells] == [0.8, 1.0]
+    assert (label, [cell["text"] for cell in cells]) == ("P 1", ["0.4 GB/s", "0.4 GB/s"])
+    assert [cell["note"] for cell in cells] == ["4% of ceiling", "4% of ceiling"]
+    assert [cell["heat"] for cell in grid["facts"][0]["rows"][0][1]] == [0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("longer_ms", "told"),
+    [
+        (
+            [4, 5, 6, 7, 8, 9, 10, 11],
+            "95% interval +4.00 to +11.00 ms), 7.1% of the median request's 105 ms.",
+        ),
+        ([-4, 5, -6, 7, -3, 9, -3, 11], "That may be chance."),
+        ([4, 5, 6, 7, 8], "prompts that were moved at both (5) are too few to tell that from chance."),
+    ],
+)
+def test_unequal_sizes_cost_what_the_same_prompts_tell(
+    tmp_path: Path, longer_ms: list[int], told: str
+) -> None:
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    equal, unequal = (cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2))
+    # One prompt's KV takes 100 ms longer than the next one's, whatever the sizes.
+    takes = [100 * (1 + number) for number in range(len(longer_ms))]
+    for cell, more in ((equal, [0] * len(longer_ms)), (unequal, longer_ms)):
+        moved = [(took + longer) * MS for took, longer in zip(takes, more, strict=True)]
+        rows = [request_row(cell, number, 60) for number in range(len(moved))]
+        transfers = [transfer_row(cell, number, 0, transfer_ns=ns) for number, ns in enumerate(moved)]
+        # A prompt that was moved at one of the sizes only, much faster.
+        rows.append(request_row(cell, 90 + len(more) * (cell is equal), 60))
+        transfers.append(transfer_row(cell, rows[-1].prompt_index, 0, transfer_ns=MS))
+        writer.write_cell(cell, rows, transfers)
+    writer.finish()
+    text = unequal_cost(load(tmp_path))
+    assert told in text
+    assert ("too few" in text) == (len(longer_ms) < 6)
+    assert "moved 1.9 MiB instead of 1.9 MiB" in text
+
+
+def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
+    whole = write(tmp_path / "run")
+    older = replace(
+        whole, transfers=whole.transfers.assign(num_descriptors_merged=None, begin_ms=None, end_ms=None)
+    )
+    equal, unequal = pair_rows(older)
+    # The slowest pair alone; the descriptors asked for.
+    assert (unequal["ms"], unequal["descriptors"], unequal["is_span"]) == (16.0, 48.0, False)
+    assert (equal["descriptors"], equal["is_merged"]) == (16.0, False)
+    titles = [fact["title"] for fact in pair_grids(older)[0]["facts"]]
+    assert titles[0] == "ms of its slowest pair of ranks (an older rayk wrote it)"
+    assert titles[1] == "descriptors before merging (an older rayk wrote it)"
+    text = unequal_cost(older)
+    assert "48.0 descriptors before merging (an older rayk wrote it) instead of 16.0" in text
+    assert "Times are those of the slowest ranks" in text
+    # Not even one row of a run may pass for merged where others are not.
+    mixed = whole.transfers.copy()
+    mixed.loc[0, "num_descriptors_merged"] = None
+    assert [row["descriptors"] for row in pair_rows(replace(whole, transfers=mixed))] == [16.0, 48.0]
+
+
+def test_only_the_attempt_that_brought_the_kv_counts(tmp_path: Path) -> None:
+    cell = cell_row(2, 1, ("BHLNC", "BHLNC"))
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    lost = transfer_row(cell, 0, 0, transfer_ns=500 * MS, verdict="TRANSFER_ERROR")
+    half = transfer_row(cell, 0, 0, producer_rank=1, bytes=7_000_000)
+    again = transfer_row(cell, 0, 0, retries=1, begin_ns=800 * MS)
+    writer.write_cell(cell, [request_row(cell, 0, 55)], [lost, half, again])
+    writer.finish()
+    [row] = pair_rows(load(tmp_path))
+    assert (row["ms"], row["bytes"], row["num_requests"]) == (4.0, 2e6, 1)
 
 
 def test_without_a_ceiling_there_are_no_percents(tmp_path: Path) -> None:
@@ -227,7 +350,11 @@ def test_the_waterfall_has_every_request(run: Result) -> None:
     told = json.loads(match.group(1))
     assert [part["name"] for part in told["parts"]] == [part.name for part in PARTS]
     assert [len(cell["requests"]) for cell in told["cells"]] == [2, 1]
-    assert told["cells"][0]["requests"][1] == ["0/1", 5.0, [1, 20, 2, 3, 4, 1, 9, 1, 1, 158]]
+    assert told["cells"][0]["requests"][1] == [
+        "0/1",
+        5.0,
+        [1, 2, 5, 13, 2, 2, 4, 1, 9, 1, 1, 1, 0, 3, 155, 0],
+    ]
     few = waterfall_data(run, max_requests=2)
     assert few is not None
     assert [(len(cell["requests"]), cell["of"]) for cell in few["cells"]] == [(1, 2), (1, 1)]
@@ -269,13 +396,11 @@ def test_the_four_answers(run: Result, tmp_path: Path) -> None:
     assert passed.text == "Yes: 2 of 2 cells passed. Checked: kv_bytes, tokens."
     assert passed.tone == "met"
     assert "Mostly in decode step" in time.text
-    # (58 + 158 + 58) of 100 + 200 + 110 ms.
+    # (58 + 158 + 58) of 100 + 200 + 110 ms, `decode_queue` and `decode`.
     assert "decode step 67%" in time.text
     assert cost.text == unequal_cost(run)
-    assert rerun.command.splitlines() == [
-        f"git checkout {'c' * 40}",
-        f"rayk run {run.directory}/spec.yaml --out runs/synthetic-again",
-    ]
+    assert f"git checkout {'c' * 40}" in rerun.command
+    assert "--out runs/synthetic-again" in rerun.command
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
     assert pass_text(load_or_none(writer)) == "Unknown: no cell is finished."
     for tp, verdict in ((1, "PASS"), (2, "TIMEOUT"), (4, "UNSUPPORTED")):

@@ -1,0 +1,68 @@
+"""What moving a request's KV took: one definition for every table, plot and comparison that tells it."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+KEYS = ["cell_id", "repeat", "request_id"]
+"""What names a request."""
+
+
+def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
+    """A row per request whose KV was moved and proven; of several attempts the last that was.
+
+    KEYS; is_push; bytes and descriptors posted, of all ranks; moving_ms, from the first post to the last
+    byte, all ranks together (of a push, the longest that a pair of ranks had writes in flight); gb_per_s,
+    bytes over that; ms, what the request waited for its bytes: the same, but of a push, whose writes lie
+    within the prefill, what of the read was left behind it.
+
+    Of tables that an older rayk wrote, is_span or is_merged is False: moving_ms is then what the slowest pair
+    of ranks took alone, though a rank posts one read after the other, and descriptors are those asked for,
+    before neighbouring blocks are merged.
+    """
+    rows = transfers[transfers["bytes"].fillna(0).gt(0) & transfers["transfer_ms"].fillna(0).gt(0)]
+    times = {name: rows[name].astype("float64") for name in ("begin_ms", "end_ms", "num_descriptors_merged")}
+    rows = rows.assign(
+        **times,
+        is_push=rows["mode"] == "push",
+        retries=rows["retries"].fillna(0),
+        is_good=rows["verdict"].fillna("OK") == "OK",
+        is_told=rows["begin_ms"].notna() & rows["end_ms"].notna(),
+        is_merged=rows["num_descriptors_merged"].notna(),
+    )
+    table = (
+        rows.groupby([*KEYS, "retries"], sort=False)
+        .agg(
+            is_push=("is_push", "any"),
+            is_good=("is_good", "all"),
+            is_told=("is_told", "all"),
+            is_merged=("is_merged", "all"),
+            bytes=("bytes", "sum"),
+            asked=("num_descriptors", "sum"),
+            merged=("num_descriptors_merged", "sum"),
+            slowest_ms=("transfer_ms", "max"),
+            begin_ms=("begin_ms", "min"),
+            end_ms=("end_ms", "max"),
+        )
+        .reset_index()
+    )
+    table = table[table["is_good"].astype(bool)].drop_duplicates(KEYS, keep="last")
+    return _with_times(table, requests)
+
+
+def _with_times(table: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFrame:
+    reads = requests[[*KEYS, "stage_read_ns"]].drop_duplicates(KEYS)
+    table = table.merge(reads, on=KEYS, how="left")
+    is_push, is_told = table["is_push"].astype(bool), table["is_told"].astype(bool)
+    moving = (table["end_ms"] - table["begin_ms"]).astype("float64").where(is_told, table["slowest_ms"])
+    waited = (table["stage_read_ns"].astype("float64") / 1e6).fillna(moving)
+    # Either all of a run's descriptors are those after merging, or none.
+    is_merged = bool(table["is_merged"].all())
+    return table.assign(
+        descriptors=table["merged" if is_merged else "asked"],
+        is_merged=is_merged,
+        is_span=is_told | is_push,
+        moving_ms=moving,
+        gb_per_s=table["bytes"] / moving / 1e6,
+        ms=moving.where(~is_push, waited),
+    )[[*KEYS, "is_push", "bytes", "descriptors", "is_merged", "is_span", "moving_ms", "gb_per_s", "ms"]]

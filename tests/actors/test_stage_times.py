@@ -1,0 +1,302 @@
+"""Stages of a request: from what engines say of when they did what, end to end. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayk.actors.arrival_times import arrival_stages
+from rayk.actors.engines import EngineHandle
+from rayk.actors.flight import Flight, FlightRules, Way
+from rayk.actors.push_flow import reserved
+from rayk.actors.request_meter import report_request
+from rayk.actors.stage_clock import StageClock
+from rayk.engine.leader import RequestEvent
+from rayk.reports.fields import STAGES
+from rayk.transfer.consumer import TransferOutcome
+from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.errors import TransferError
+from rayk.types.request import FinishReason, Request, SamplingParams
+from rayk.types.rows import RequestRow, TransferRow, moving_ns
+from tests.actors.test_request_rows import Unheard
+from tests.metrics.recording import Recorder
+
+REQUEST = Request(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
+RULES = FlightRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
+TICKET = TransferTicket.__new__(TransferTicket)
+"""Nobody looks into it."""
+AHEAD_NS = 5_000
+"""The decode engine's clock is behind the coordinator's by so much."""
+
+
+class Played(EngineHandle):
+    """An engine that says what it was told to."""
+
+    def __init__(self, name: str, role: str, events: list[RequestEvent], offset_ns: int = 0) -> None:
+        alive: Any = None  # nobody waits for its end
+        super().__init__(name, role, 1, EngineConfig(model="m"), [], clock_offset_ns=offset_ns, died=alive)
+        self.events = events
+
+    @property
+    def leader(self) -> Any:
+        """Takes any call."""
+        return Anything()
+
+    async def stream(self, timeout_s: float, *args: Any, **kwargs: Any) -> AsyncIterator[list[RequestEvent]]:
+        """Each event alone."""
+        del timeout_s, args, kwargs
+        for event in self.events:
+            yield [event]
+
+
+class Anything:
+    """Has every method, and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+def event(time_ns: int, **fields: Any) -> RequestEvent:
+    return RequestEvent(request_id="r", time_ns=time_ns, **fields)
+
+
+def row_of(arrival_ns: int = 0) -> RequestRow:
+    return RequestRow(
+        cell_id="c",
+        repeat=0,
+        request_id="r",
+        prompt_index=0,
+        prompt_token_ids=[1, 2, 3],
+        arrival_ns=arrival_ns,
+    )
+
+
+def fly(
+    row: RequestRow, monkeypatch: pytest.MonkeyPatch, *ways: list[Played], sent_ns: tuple[int, ...]
+) -> None:
+    """Attempts, one behind the other, each of one or two engines, whose first messages leave at `sent_ns`."""
+    clock = SimpleNamespace(monotonic_ns=iter(sent_ns).__next__)
+    monkeypatch.setattr("rayk.actors.flight.time", clock)
+
+    async def run() -> None:
+        flight = Flight(RULES, row, Unheard())
+        for number, engines in enumerate(ways):
+
+            async def find(engine: EngineHandle) -> EngineHandle:
+                return engine
+
+            first, last = engines[0], engines[-1]
+            way = Way(
+                request=REQUEST,
+                prefill=lambda e=first: find(e),  # type: ignore[misc]
+                decode=(lambda e=last: find(e)) if len(engines) > 1 else None,  # type: ignore[misc]
+                number=number,
+            )
+            try:
+                await flight.attempt(way)
+            except TransferError:
+                assert number + 1 < len(ways)
+
+    asyncio.run(run())
+
+
+def prefill_events(start_ns: int) -> list[RequestEvent]:
+    """Came 10 after `start_ns`, first step 30 later, a token 100 after that, the ticket 7 later."""
+    info = {"submitted_ns": start_ns + 10, "first_step_ns": start_ns + 40}
+    return [
+        event(start_ns + 140, token_ids=(4,), info=info),
+        event(start_ns + 147, payload=TICKET),
+    ]
+
+
+HERE = {"reserve": 11, "read": 22, "fence": 3, "verify": 5}
+
+
+def decode_events(submitted_ns: int, **info: Any) -> list[RequestEvent]:
+    """Read in 41, noticed 6 later, in a step 9 later, tokens 20 and 30 after its begin."""
+    at = submitted_ns + 41
+    told = {"submitted_ns": submitted_ns, "stage_ns": dict(HERE), **info}
+    return [
+        event(at + 6, info=told),
+        event(at + 35, token_ids=(5,), info={"first_step_ns": at + 15}),
+        event(at + 45, token_ids=(6,), finish_reason=FinishReason.LENGTH),
+    ]
+
+
+def test_a_pulled_request_has_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of(arrival_ns=1_000)
+    d = Played("decode0", "decode", decode_events(1_200 - AHEAD_NS), AHEAD_NS)
+    fly(row, monkeypatch, [Played("prefill0", "prefill", prefill_events(1_002)), d], sent_ns=(1_002,))
+    assert row.stage_ns == {
+        "queue": 2,
+        "dispatch": 10,
+        "prefill_queue": 30,
+        "prefill": 100,
+        "digest": 7,
+        "handover": 1_200 - 1_149,
+        **HERE,
+        "notice": 6,
+        "decode_queue": 9,
+        "decode": 30,
+    }
+    assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
+    assert row.exposed_ns == 1_247 - 1_142
+    assert set(row.stage_ns) | {"retry"} == set(STAGES)
+
+
+def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of()
+    events = prefill_events(5)[:1]
+    events.append(event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH))
+    fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
+    assert row.stage_ns == {"queue": 5, "dispatch": 10, "prefill_queue": 30, "prefill": 100, "decode": 155}
+
+
+def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of()
+    lost = [
+        event(900, error=TransferError("r", "lost"), info={"submitted_ns": 200, "stage_ns": {"reserve": 5}})
+    ]
+    ways = [
+        [Played("prefill0", "prefill", prefill_events(5)), Played("decode0", "decode", lost)],
+        [
+            Played("prefill1", "prefill", prefill_events(1_000)),
+            Played("decode0", "decode", decode_events(1_200)),
+        ],
+    ]
+    fly(row, monkeypatch, *ways, sent_ns=(5, 1_000))
+    assert row.output_token_ids == [4, 5, 6]
+    assert (row.stage_ns["queue"], row.stage_ns["retry"]) == (5, 1_000 - 152)
+    # Of both attempts.
+    assert (row.stage_ns["prefill_queue"], row.stage_ns["prefill"], row.stage_ns["digest"]) == (60, 200, 14)
+    assert row.stage_ns["reserve"] == 11
+    assert sum(row.stage_ns.values()) == row.token_times_ns[-1]
+
+
+def test_a_decode_engine_that_goes_on_by_itself_computes_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of()
+    events = decode_events(200, failure="lost", num_valid_tokens=1)
+    del events[0].info["stage_ns"]["fence"], events[0].info["stage_ns"]["verify"]
+    fly(
+        row,
+        monkeypatch,
+        [Played("prefill0", "prefill", prefill_events(5)), Played("decode0", "decode", events)],
+        sent_ns=(5,),
+    )
+    # Reserved and read after 33; noticed 14 later; in a step 9 later; a token 20 after that.
+    assert (row.stage_ns["retry"], row.stage_ns["prefill_queue"], row.stage_ns["prefill"]) == (14, 39, 120)
+    assert "notice" not in row.stage_ns
+    assert "decode_queue" not in row.stage_ns
+    assert row.stage_ns["decode"] == 10
+    assert sum(row.stage_ns.values()) == row.token_times_ns[-1]
+
+
+def test_a_push_goes_by_the_decode_engine_first() -> None:
+    row = row_of()
+    stages = StageClock(row)
+    given = event(
+        160 - AHEAD_NS, payload=Reservation.__new__(Reservation), info={"submitted_ns": 60 - AHEAD_NS}
+    )
+    d, p = Played("decode0", "decode", [given], AHEAD_NS), Played("prefill0", "prefill", [])
+
+    async def run() -> None:
+        stages.end("queue", 50)
+        async with reserved(1.0, p, d, REQUEST, stages):
+            stages.end("dispatch", 190)
+
+    asyncio.run(run())
+    assert row.stage_ns == {"queue": 50, "dispatch": 10 + 30, "reserve": 100}
+
+
+def test_clocks_that_disagree_make_no_time_and_lose_none() -> None:
+    row = row_of()
+    clock = StageClock(row)
+    clock.end("dispatch", 100)
+    clock.end("prefill_queue", 90)
+    clock.end("prefill", 150)
+    assert row.stage_ns == {"dispatch": 100, "prefill_queue": 0, "prefill": 50}
+
+
+def outcome(began_ns: int | None, rows: tuple[TransferRow, ...] = (), **stage_ns: int) -> TransferOutcome:
+    return TransferOutcome(
+        request_id="r",
+        lease_id="l",
+        error=None,
+        rows=rows,
+        stage_ns=stage_ns,
+        is_draining=False,
+        began_ns=began_ns,
+    )
+
+
+def transfer(begin_ns: int, end_ns: int) -> TransferRow:
+    row = TransferRow(
+        cell_id="",
+        repeat=0,
+        request_id="r",
+        producer_rank=0,
+        consumer_rank=0,
+        group=0,
+        bytes=1,
+        num_descriptors=1,
+    )
+    row.span(begin_ns, end_ns)
+    return row
+
+
+def test_a_stage_ends_with_its_last_rank() -> None:
+    # The slowest reader is not the slowest to verify: the longest of each would be 30 + 5 + 40.
+    ranks = [outcome(110, read=30, fence=1, verify=5), outcome(112, read=10, fence=5, verify=40)]
+    assert arrival_stages(ranks, 100, 105, 200) == {"reserve": 10, "read": 30, "fence": 1, "verify": 26}
+    # A rank that reads nothing has no fence.
+    ranks.append(outcome(111, read=2, verify=1))
+    assert arrival_stages(ranks, 100, 105, 200) == {"reserve": 10, "read": 30, "fence": 1, "verify": 26}
+    assert arrival_stages([outcome(None)], 100, 105, 200) == {"reserve": 5}
+
+
+def test_a_rank_on_another_host_begins_with_rank_0() -> None:
+    rows = (transfer(7_000_003, 7_000_009),)
+    ranks = [outcome(110, read=30), outcome(7_000_000, rows, read=50)]
+    assert arrival_stages(ranks, 100, 105, 200) == {"reserve": 5, "read": 50}
+    assert (rows[0].begin_ns, rows[0].end_ns, rows[0].transfer_ns) == (108, 114, 6)
+
+
+def test_reads_that_follow_one_another_take_from_the_first_post_to_the_last_byte() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        spans = [sorted(draw.sample(range(1_000), 2)) for _ in range(draw.randrange(1, 6))]
+        row = transfer(*spans[0])
+        for begin, end in spans[1:]:
+            row.span(begin, end)
+        whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        assert row.transfer_ns == whole == moving_ns([transfer(*span) for span in spans])
+    pushed = [transfer(0, took) for took in (3, 9)]
+    for row in pushed:
+        row.begin_ns = row.end_ns = None
+    assert moving_ns(pushed) == 9
+    assert moving_ns([]) == 0
+
+
+def test_the_metrics_are_sums_of_stages() -> None:
+    row = row_of()
+    row.token_times_ns, row.finish_reason = [10, 20], "length"
+    row.stage_ns = {stage: 10**index for index, stage in enumerate(STAGES)}
+    told = Recorder(model="m")
+    report_request(told, row, gaps=False)
+    at = list(STAGES).index
+    for name, stages in (
+        ("queue", ("queue",)),
+        ("prefill", ("dispatch", "prefill_queue", "prefill")),
+        ("decode", ("decode_queue", "decode")),
+    ):
+        [seconds] = told.observed[f"rayk_request_{name}_time_seconds"]
+        assert seconds == pytest.approx(sum(10 ** at(stage) for stage in stages) / 1e9)
