@@ -18,6 +18,7 @@ from tests.mutations_push import PUSHED
 from tests.mutations_sampling import SAMPLING
 from tests.mutations_serving import SERVED
 from tests.mutations_simulator import SIMULATED
+from tests.mutations_stages import STAGE_TIMES
 from tests.mutations_staging import STAGED_READS
 from tests.mutations_timeline import TIMES
 from tests.mutations_transfer import STATES
@@ -309,4 +310,5 @@ MUTATIONS = (
     + VIEWS
     + DASHBOARDS
     + METERS
+    + STAGE_TIMES
 )

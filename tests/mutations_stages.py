@@ -1,0 +1,133 @@
+"""Bugs to plant in what tells where time goes: stages, limits, what moving KV took."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+TIMES = "tests/actors/test_stage_times.py"
+STAMPS = "tests/actors/test_stage_stamps.py"
+NUMBERS = "tests/reports/test_report_numbers.py"
+
+STAGE_TIMES = (
+    Mutation(
+        "a stage that comes again forgets the first",
+        "rayk/actors/stage_clock.py",
+        "self._row.stage_ns.get(stage, 0) + length_ns",
+        "length_ns",
+        f"{TIMES}::test_what_a_failed_attempt_took_is_told_and_adds_up",
+    ),
+    Mutation(
+        "clocks that disagree make time",
+        "rayk/actors/stage_clock.py",
+        "length_ns = max(0, length_ns)",
+        "length_ns = abs(length_ns)",
+        f"{TIMES}::test_clocks_that_disagree_make_no_time_and_lose_none",
+    ),
+    Mutation(
+        "hosts' clocks pass for one",
+        "rayk/actors/flight.py",
+        'info["submitted_ns"] + offset_ns)',
+        'info["submitted_ns"])',
+        f"{TIMES}::test_a_pulled_request_has_every_stage",
+    ),
+    Mutation(
+        "what an engine computes again is decoding",
+        "rayk/actors/flight.py",
+        'self._computes = "failure" in info',
+        "self._computes = False",
+        f"{TIMES}::test_a_decode_engine_that_goes_on_by_itself_computes_the_prompt",
+    ),
+    Mutation(
+        "the ranks' last one decides when a stage ends",
+        "rayk/actors/arrival_times.py",
+        "max(ends.get(stage, at_ns), at_ns)",
+        "at_ns",
+        f"{TIMES}::test_a_stage_ends_with_its_last_rank",
+    ),
+    Mutation(
+        "ranks on other hosts keep their clocks",
+        "rayk/actors/arrival_times.py",
+        "shift_ns = 0 if is_ours else",
+        "shift_ns = 0 if True else",
+        f"{TIMES}::test_a_rank_on_another_host_begins_with_rank_0",
+    ),
+    Mutation(
+        "reads of one rank pass for simultaneous",
+        "rayk/types/rows.py",
+        "return max(ends) - min(begins)",
+        "return max(row.transfer_ns for row in rows)",
+        f"{TIMES}::test_reads_that_follow_one_another_take_from_the_first_post_to_the_last_byte",
+    ),
+    Mutation(
+        "every token tells when its request was begun with",
+        "rayk/engine/leader.py",
+        "    state.is_told = True\n",
+        "    state.is_told = False\n",
+        f"{STAMPS}::test_a_request_that_is_preempted_was_begun_with_once",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "who waits for a row is begun with when it comes",
+        "rayk/engine/leader.py",
+        "state.first_step_ns = state.first_step_ns or time.monotonic_ns()",
+        "state.first_step_ns = state.submitted_ns",
+        f"{STAMPS}::test_who_waits_for_a_row_is_not_begun_with",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "the queue passes for prefill",
+        "rayk/reports/stages.py",
+        '_part("queue", "queue",',
+        '_part("queue", "prefill",',
+        f"{NUMBERS}::test_shares_name_the_limit",
+    ),
+    Mutation(
+        "time of no stage is hidden",
+        "rayk/reports/stages.py",
+        '(parts["e2e_ms"] - covered).clip(lower=0.0)',
+        "(0.0 * covered)",
+        f"{NUMBERS}::test_what_no_stage_holds_is_told",
+    ),
+    Mutation(
+        "failed requests have parts",
+        "rayk/reports/stages.py",
+        ' & requests["error"].isna()]',
+        "]",
+        f"{NUMBERS}::test_what_no_stage_holds_is_told",
+    ),
+    Mutation(
+        "the slowest pair of ranks passes for all",
+        "rayk/reports/moves.py",
+        '.where(is_told, table["slowest_ms"])',
+        '.where(~is_told, table["slowest_ms"])',
+        f"{NUMBERS}::test_pairs_of_tp_sizes_cost_what_their_transfers_took",
+    ),
+    Mutation(
+        "descriptors pass for merged",
+        "rayk/reports/moves.py",
+        'is_merged = bool(table["is_merged"].all())',
+        'is_merged = bool(table["is_merged"].any())',
+        f"{NUMBERS}::test_older_tables_are_told_for_what_they_are",
+    ),
+    Mutation(
+        "attempts that failed are counted",
+        "rayk/reports/moves.py",
+        'is_good=("is_good", "all")',
+        'is_good=("is_good", "any")',
+        f"{NUMBERS}::test_only_the_attempt_that_brought_the_kv_counts",
+    ),
+    Mutation(
+        "any prompts are compared",
+        "rayk/reports/tp_pairs.py",
+        'names = ["layouts", "prompt_index", "repeat"]',
+        'names = ["layouts", "repeat"]',
+        f"{NUMBERS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
+    ),
+    Mutation(
+        "chance passes for a cost",
+        "rayk/reports/tp_pairs.py",
+        "if interval[0] <= 0 <= interval[1] else",
+        "if interval[0] > interval[1] else",
+        f"{NUMBERS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
+    ),
+)
