@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
+from rayk.reports.compare_tables import Section, doubt_section, paired_sections
 from rayk.reports.differences import differences_of
 from rayk.reports.files import atomic_path, write_text
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
 from rayk.reports.html import assets, template
 from rayk.reports.load_page import TONES
 from rayk.reports.load_tables import is_load
-from rayk.reports.paired import HEAD, NOTE, Change, change_row, changes, tones
 from rayk.reports.result import Result
 from rayk.reports.text import markdown_table
+from rayk.reports.trust import probe_rows
 from rayk.reports.verdicts import format_value, headline, tone
 
 METRICS = (
@@ -42,19 +42,6 @@ LOAD_METRICS = (
 ABSENT = "absent"
 MAX_DIFFERENCES = 8
 """Columns with unlike values that are named per run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A titled table of a comparison."""
-
-    title: str
-    note: str
-    head: list[str]
-    rows: list[list[str]]
-    chips: list[list[str]] = field(default_factory=list)
-    """Where the columns after the first are the runs' verdicts: each row's colours (`tone`; "" of a run that
-    lacks the cell)."""
 
 
 def labels(results: list[Result]) -> list[str]:
@@ -165,55 +152,20 @@ def sections(results: list[Result]) -> list[Section]:
         chips = [[of_run.get(row[0], "") for of_run in tones] for row in rows]
         return Section(title=title, note=note, head=head, rows=rows, chips=chips)
 
-    found = []
+    found = doubt_section(results, names)
     if changed:
         note = "The reason is that of the last run that has one."
         found.append(section("Changed verdicts", note, ["cell", *names, "reason"], changed))
     if absent:
         note = "Not in every run: another matrix, or a run that was interrupted."
         found.append(section("Cells of some runs only", note, ["cell", *names], absent))
-    found += _paired_sections(results)
+    found += paired_sections(results, names)
     medians = _medians(table, names, metrics_of(results))
     if medians:
         note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
         head = ["", *names[1:], "cells"]
         found.append(Section(title="Times over all cells", note=note, head=head, rows=medians))
     return found + _environment_section(results)
-
-
-def _paired_sections(results: list[Result]) -> list[Section]:
-    """Paired differences over all cells, and the cells that changed; none of loads, whose estimates have
-    intervals of their own."""
-    told = [
-        (name, change)
-        for name, of_run in zip(labels(results), _changes(results), strict=True)
-        for change in of_run
-    ]
-    whole = [pair for pair in told if pair[1].subject == "all cells"]
-    marked = [p for p in told if p not in whole and p[1].verdict in ("regression", "improvement")]
-    marked.sort(key=lambda pair: (pair[1].verdict != "regression", -abs(pair[1].ratio - 1)))
-
-    def section(title: str, note: str, pairs: list[tuple[str, Change]]) -> Section:
-        rows = [change_row(change, name) for name, change in pairs]
-        return Section(title=title, note=note, head=HEAD, rows=rows, chips=[tones(c) for _, c in pairs])
-
-    found = []
-    if whole:
-        found.append(section("Paired differences", NOTE, whole))
-    if marked:
-        few = sum(1 for _, change in told if change.verdict == "too few pairs")
-        note = "Regressions first." + (f" {few} rows had too few pairs to say." if few else "")
-        found.append(section("Cells that changed", note, marked))
-    return found
-
-
-def _changes(results: list[Result]) -> list[list[Change]]:
-    """Of every run against the first; nothing of the first and of loads."""
-    base = results[0]
-    return [
-        [] if other is base or is_load(base.cells) or is_load(other.cells) else changes(base, other)
-        for other in results
-    ]
 
 
 def _environment_section(results: list[Result]) -> list[Section]:
@@ -224,7 +176,8 @@ def _environment_section(results: list[Result]) -> list[Section]:
         values = ["none" if of_run.get(key) is None else str(of_run[key]) for of_run in facts]
         if len(set(values)) > 1:
             rows.append([key, *values])
-    note = "Facts that differ; all others are equal."
+    rows += probe_rows([result.environment for result in results])
+    note = "Facts that differ, all others are equal; and what the machine did, which differs from run to run."
     return [Section(title="Environment", note=note, head=["", *labels(results)], rows=rows)] if rows else []
 
 

@@ -14,6 +14,8 @@ from rayk.types.errors import UserError
 
 FACTS = ("git_commit", "python", "platform", "packages", "devices")
 """Parts of environment.json that say what measured a cell."""
+PROBED = ("ceiling", "load")
+"""Parts that say how fast and how busy the machine was: told (`trust.py`), no reason to refuse a resume."""
 _SHOWN = 40
 
 

@@ -1,35 +1,68 @@
-"""Times of two runs, request by request: how much slower the other one is, and how sure that is."""
+"""Two runs' requests in pairs: how much slower the other one is, and how sure that is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
+from rayk.reports.moves import KEYS as IDS
+from rayk.reports.moves import moves
 from rayk.reports.result import Result
 
-METRICS = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("E2E", "e2e_ms"))
-"""(title, column of requests.parquet); more is worse."""
-KEYS = ["cell_id", "repeat", "prompt_index"]
 CONFIDENCE = 0.95
 """Of all intervals of one comparison together."""
 MARGIN = 0.05
 """A change counts where the whole interval lies further from none."""
+KEYS = ["cell_id", "repeat", "prompt_index"]
+"""What names a request in both runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number that both runs have of a request."""
+
+    name: str
+    unit: str
+    column: str
+    spec: str = ",.2f"
+    is_rate: bool = False
+    """More of it is better."""
+
+    @property
+    def title(self) -> str:
+        """E.g. `TTFT, ms`."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+TIMES = tuple(Metric(name=name, unit="ms", column=f"{name.lower()}_ms") for name in ("TTFT", "TPOT", "E2E"))
+MOVES = (
+    Metric(name="transfer", unit="ms", column="moved_ms"),
+    Metric(name="rate", unit="GB/s", column="moved_gb_per_s", spec=",.3g", is_rate=True),
+    Metric(name="descriptors", unit="", column="moved_descriptors", spec=",.1f"),
+)
+"""Of requests whose KV was moved; columns of `moves`, less their prefix."""
+_MOVED = [metric.column for metric in MOVES]
+_KINDS = ["is_span", "is_merged"]
+
+WHOLE, SIZES, CELL = "whole", "sizes", "cell"
+"""Levels: over all cells, over those of one pair of TP sizes, of one cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """How a metric of the other run relates to the base's, over pairs of what both measured."""
 
+    level: str
     subject: str
-    """A cell, or `all cells`."""
-    metric: str
+    """A cell, a load, a pair of TP sizes, or `all cells`."""
+    metric: Metric
     num_pairs: int
-    base_ms: float
-    other_ms: float
-    """Medians over the pairs."""
+    base: float
+    other: float
+    """Medians over the pairs, in the metric's unit."""
     ratio: float
     """Median of other / base."""
     low: float | None
@@ -41,9 +74,10 @@ class Change:
         """regression, improvement, no change seen, or too few pairs."""
         if self.low is None or self.high is None:
             return "too few pairs"
-        if self.low > 1 + MARGIN:
-            return "regression"
-        return "improvement" if self.high < 1 / (1 + MARGIN) else "no change seen"
+        is_more, is_less = self.low > 1 + MARGIN, self.high < 1 / (1 + MARGIN)
+        if not is_more and not is_less:
+            return "no change seen"
+        return "improvement" if is_more == self.metric.is_rate else "regression"
 
 
 def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
@@ -63,85 +97,100 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
     return ordered[rank - 1], ordered[count - rank]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """Pairs that one interval is made of."""
+
+    level: str
+    subject: str
+    metric: Metric
+    pairs: pd.DataFrame
+    """base and other, a row per pair."""
+
+
 def changes(base: Result, other: Result) -> list[Change]:
-    """Per metric one Change over all cells both runs have (a pair is a cell, by the median of its requests),
-    then those of every cell (a pair is a request). The intervals hold together with CONFIDENCE: over all
-    cells half of what may go wrong, over single cells the other half."""
+    """Over all cells both runs have (a pair is a cell, by the median of its requests), by pairs of TP sizes
+    and of every cell (a pair is a request). The intervals of one level have a third of what may go wrong, so
+    that all hold together with CONFIDENCE."""
     pairs = _pairs(base, other)
-    measured = [(title, column) for title, column in METRICS if len(_known(pairs, column))]
-    found = []
-    for title, column in measured:
-        known = _known(pairs, column)
-        middle = known.groupby("cell_id", sort=False)[["base", "other"]].median()
-        found.append(_change("all cells", title, middle, 1 - (1 - CONFIDENCE) / 2 / len(measured)))
-    num_intervals = sum(_known(pairs, column)["cell_id"].nunique() for _, column in measured)
-    for cell_id in dict.fromkeys(pairs["cell_id"]):
-        of_cell = pairs[pairs["cell_id"] == cell_id]
-        for title, column in measured:
-            known = _known(of_cell, column)
-            if len(known):
-                confidence = 1 - (1 - CONFIDENCE) / 2 / num_intervals
-                found.append(_change(str(cell_id), title, known, confidence))
-    return found
+    levels = (list(_whole(pairs)), list(_by_sizes(pairs, base.cells)), list(_by_cell(pairs)))
+    return [change for level in levels for change in changes_of(level, (1 - CONFIDENCE) / len(levels))]
+
+
+def changes_of(found: Sequence[Paired], error: float) -> list[Change]:
+    """A Change of each; with probability `error` at most, some interval misses its median."""
+    return [_change(paired, 1 - error / len(found)) for paired in found]
 
 
 def _pairs(base: Result, other: Result) -> pd.DataFrame:
-    """KEYS and each column of METRICS with `/base` and `/other`, of requests of both runs."""
-    columns = [*KEYS, *(column for _, column in METRICS)]
-    left, right = (r.requests[columns].drop_duplicates(KEYS) for r in (base, other))
-    return left.merge(right, on=KEYS, suffixes=("/base", "/other"))
+    """KEYS and each metric's column with `/base` and `/other`, of requests of both runs."""
+    columns = [metric.column for metric in (*TIMES, *MOVES)]
+    sides = []
+    for result in (base, other):
+        moved = moves(result.requests, result.transfers)
+        moved = moved.rename(
+            columns={metric.column.removeprefix("moved_"): metric.column for metric in MOVES}
+        )
+        requests = result.requests.merge(moved[[*IDS, *_KINDS, *_MOVED]], on=IDS, how="left")
+        sides.append(requests[[*KEYS, *columns, *_KINDS]].drop_duplicates(KEYS))
+    pairs = sides[0].merge(sides[1], on=KEYS, suffixes=("/base", "/other"))
+    # An older rayk measured something else.
+    alike = [pairs[f"{kind}/base"].eq(pairs[f"{kind}/other"]) for kind in _KINDS]
+    for column in _MOVED:
+        pairs[f"{column}/base"] = pairs[f"{column}/base"].where(alike[0] & alike[1])
+    return pairs
 
 
-def _known(pairs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """cell_id, base and other of the pairs that both runs measured."""
+def known(pairs: pd.DataFrame, column: str, *keys: str) -> pd.DataFrame:
+    """`keys`, base and other of the pairs that both runs measured."""
     renamed = {f"{column}/base": "base", f"{column}/other": "other"}
-    known = pairs[["cell_id", *renamed]].rename(columns=renamed)
-    return known[known["base"].gt(0) & known["other"].gt(0)]
+    table = pairs[[*keys, *renamed]].rename(columns=renamed)
+    return table[table["base"].gt(0) & table["other"].gt(0)]
 
 
-def _change(subject: str, metric: str, pairs: pd.DataFrame, confidence: float) -> Change:
+def _whole(pairs: pd.DataFrame) -> Iterator[Paired]:
+    for metric in (*TIMES, *MOVES):
+        of_all = known(pairs, metric.column, "cell_id")
+        if len(of_all):
+            middle = of_all.groupby("cell_id", sort=False)[["base", "other"]].median()
+            yield Paired(level=WHOLE, subject="all cells", metric=metric, pairs=middle)
+
+
+def _by_sizes(pairs: pd.DataFrame, cells: pd.DataFrame) -> Iterator[Paired]:
+    """Of transfers alone: TP sizes are what they depend on."""
+    axes = ["prefill.tp", "decode.tp"]
+    if not set(axes).issubset(cells):
+        return
+    placed = pairs.merge(cells[["cell_id", *axes]].dropna(), on="cell_id")
+    for key, rows in placed.groupby(axes, sort=True):
+        assert isinstance(key, tuple)
+        subject = "P {:.0f}, D {:.0f}".format(*map(float, map(str, key)))
+        for metric in MOVES:
+            of_sizes = known(rows, metric.column)
+            if len(of_sizes):
+                yield Paired(level=SIZES, subject=subject, metric=metric, pairs=of_sizes)
+
+
+def _by_cell(pairs: pd.DataFrame) -> Iterator[Paired]:
+    for cell_id, rows in pairs.groupby("cell_id", sort=False):
+        for metric in TIMES:
+            of_cell = known(rows, metric.column)
+            if len(of_cell):
+                yield Paired(level=CELL, subject=str(cell_id), metric=metric, pairs=of_cell)
+
+
+def _change(paired: Paired, confidence: float) -> Change:
+    pairs = paired.pairs
     ratios = (pairs["other"] / pairs["base"]).tolist()
     interval = median_interval(ratios, confidence)
     return Change(
-        subject=subject,
-        metric=metric,
+        level=paired.level,
+        subject=paired.subject,
+        metric=paired.metric,
         num_pairs=len(ratios),
-        base_ms=float(pairs["base"].median()),
-        other_ms=float(pairs["other"].median()),
+        base=float(pairs["base"].median()),
+        other=float(pairs["other"].median()),
         ratio=float(pd.Series(ratios).median()),
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
     )
-
-
-HEAD = ["", "metric", "run", "pairs", "base ms", "other ms", "change", "interval", "finding"]
-"""Columns of `change_row`."""
-NOTE = (
-    "Requests of one cell, repeat and prompt are a pair; over all cells a pair is a cell, by its median. The "
-    "change is the median of the ratios less one; its interval needs no assumption about their distribution "
-    f"(sign test), and all intervals of a run hold together with {CONFIDENCE:.0%}. A regression is a change "
-    f"of which the whole interval is beyond {MARGIN:.0%}. Requests of a cell share a few seconds of the "
-    "machine: one cell alone is a hint, all cells are the finding."
-)
-
-
-def change_row(change: Change, run: str) -> list[str]:
-    """Texts of a change under HEAD."""
-    ends = (
-        ""
-        if change.low is None or change.high is None
-        else f"{_percent(change.low)} to {_percent(change.high)}"
-    )
-    times = (f"{change.base_ms:,.2f}", f"{change.other_ms:,.2f}")
-    found = [_percent(change.ratio), ends, change.verdict]
-    return [change.subject, change.metric, run, str(change.num_pairs), *times, *found]
-
-
-def tones(change: Change) -> list[str]:
-    """Colours of the columns after the first."""
-    tone = {"regression": "unmet", "improvement": "met"}.get(change.verdict, "")
-    return [""] * (len(HEAD) - 2) + [tone]
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f}%"

@@ -23,7 +23,7 @@ from rayk.reports.columns import (
     typed,
 )
 from rayk.reports.files import atomic_path, make_folder, remove_leftovers, write_text
-from rayk.reports.folder import FACTS, changed_facts, check_directory, read_environment
+from rayk.reports.folder import FACTS, PROBED, changed_facts, check_directory, read_environment
 from rayk.reports.journal import Journal
 from rayk.reports.schema import check_schema, stamped
 from rayk.types.errors import UserError
@@ -149,7 +149,7 @@ class ResultWriter:
         if not before:
             return
         self.changed_facts = changed_facts(before, environment)
-        last: dict[str, Any] = {k: before[k] for k in ("started", "command") if k in before}
+        last: dict[str, Any] = {k: before[k] for k in ("started", "command", *PROBED) if k in before}
         last["finished_cells"] = len(self._cells)
         if self.changed_facts:
             last |= {k: before[k] for k in FACTS if k in before}

@@ -246,7 +246,16 @@ def test_columns_of_times_are_known(tmp_path: Path) -> None:
     ]
     found = incidental_columns("requests", result.requests.columns)
     assert {"ttft_ms", "itl_ms", "e2e_ms", "stage_queue_ns", "stage_decode_ns"} <= set(found)
-    times = ["post_ms", "transfer_ms", "gb_per_s", "repack_ms", "convert_ms", "digest_ms"]
+    times = [
+        "post_ms",
+        "transfer_ms",
+        "begin_ms",
+        "end_ms",
+        "gb_per_s",
+        "repack_ms",
+        "convert_ms",
+        "digest_ms",
+    ]
     assert incidental_columns("transfers", result.transfers.columns) == times
     for fields in (CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS):
         assert "cell_id" in fields

@@ -10,8 +10,21 @@ import pytest
 
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.compare import compare_markdown, sections, write_compare_html
-from rayk.reports.paired import CONFIDENCE, MARGIN, Change, change_row, changes, median_interval
-from rayk.types.rows import RequestRow
+from rayk.reports.compare_tables import change_row
+from rayk.reports.paired import (
+    CELL,
+    CONFIDENCE,
+    KEYS,
+    MARGIN,
+    MOVES,
+    SIZES,
+    TIMES,
+    WHOLE,
+    Change,
+    changes,
+    median_interval,
+)
+from rayk.types.rows import RequestRow, TransferRow
 from tests.reports.synthetic import MS, SPEC, cell_row
 
 NUM_CELLS = 12
@@ -67,7 +80,7 @@ def run(
 
 
 def verdicts(found: list[Change], subject: str = "all cells") -> dict[str, str]:
-    return {change.metric: change.verdict for change in found if change.subject == subject}
+    return {change.metric.name: change.verdict for change in found if change.subject == subject}
 
 
 def test_a_slower_run_is_a_regression_and_the_faster_one_an_improvement(tmp_path: Path) -> None:
@@ -75,7 +88,7 @@ def test_a_slower_run_is_a_regression_and_the_faster_one_an_improvement(tmp_path
     slow = run(tmp_path / "b", num_requests=20, factor=1.5, seed=1)
     found = changes(base, slow)
     assert verdicts(found) == {"TTFT": "no change seen", "TPOT": "regression", "E2E": "regression"}
-    tpot = next(c for c in found if c.metric == "TPOT")
+    tpot = next(c for c in found if c.metric.name == "TPOT")
     assert tpot.num_pairs == NUM_CELLS
     assert tpot.low is not None
     assert tpot.high is not None
@@ -89,13 +102,13 @@ def test_one_slow_cell_is_named_and_the_run_is_not_blamed(tmp_path: Path) -> Non
     other = run(tmp_path / "b", num_requests=20, slow_cell=2.0, seed=1)
     found = changes(base, other)
     assert verdicts(found)["TPOT"] == "no change seen"
-    marked = {(c.subject, c.metric) for c in found if c.verdict in ("regression", "improvement")}
+    marked = {(c.subject, c.metric.name) for c in found if c.verdict in ("regression", "improvement")}
     assert marked == {("p1-d1-BHLNC-BHLNC", "TPOT"), ("p1-d1-BHLNC-BHLNC", "E2E")}
     names = [section.title for section in sections([base, other])]
     assert names[:2] == ["Paired differences", "Cells that changed"]
     page = write_compare_html([base, other], tmp_path / "compare.html").read_text()
     assert page.count('<span class="chip unmet">regression</span>') == 2
-    assert "| p1-d1-BHLNC-BHLNC | TPOT | b | 20 |" in compare_markdown([base, other])
+    assert "| p1-d1-BHLNC-BHLNC | TPOT, ms | b | 20 |" in compare_markdown([base, other])
 
 
 def test_few_pairs_are_said_to_be_few(tmp_path: Path) -> None:
@@ -138,7 +151,101 @@ def test_the_environments_difference_is_shown_with_its_values(tmp_path: Path) ->
     ("low", "high", "verdict"), [(1.06, 1.2, "regression"), (1.04, 1.2, "no change seen")]
 )
 def test_the_whole_interval_must_be_beyond_the_margin(low: float, high: float, verdict: str) -> None:
-    change = Change(
-        subject="c", metric="E2E", num_pairs=9, base_ms=1, other_ms=1.1, ratio=1.1, low=low, high=high
+    time, rate = (
+        Change(
+            level=CELL,
+            subject="c",
+            metric=metric,
+            num_pairs=9,
+            base=1,
+            other=1.1,
+            ratio=1.1,
+            low=low,
+            high=high,
+        )
+        for metric in (TIMES[2], MOVES[1])
     )
-    assert change.verdict == verdict
+    assert time.verdict == verdict
+    assert rate.verdict == verdict.replace("regression", "improvement"), "more GB/s is better"
+
+
+def move(
+    folder: Path, *, factor: float = 1.0, descriptors: int = 8, seed: int = 0, num_requests: int = 30
+) -> Result:
+    """Two cells of P 2, D 1 and one of P 1, D 2; every request's KV takes `factor` times 2 ms to move, two
+    reads at once where D is 2. Only P 2, D 1 has the factor."""
+    noise = random.Random(seed)
+    writer = ResultWriter(folder, spec_yaml=SPEC, environment={})
+    for prefill, decode, layout in ((2, 1, "BHLNC"), (2, 1, "LBHNC"), (1, 2, "BHLNC")):
+        cell = cell_row(prefill, decode, (layout, "BHLNC"))
+        requests, transfers = [], []
+        for i in range(num_requests):
+            name = f"{cell.cell_id}/0/{i}"
+            requests.append(
+                RequestRow(
+                    cell_id=cell.cell_id,
+                    repeat=0,
+                    request_id=name,
+                    prompt_index=i,
+                    prompt_token_ids=[1],
+                    output_token_ids=[1, 2],
+                    token_times_ns=[50 * MS, 90 * MS],
+                )
+            )
+            for rank in range(decode):
+                took = 2 * MS * noise.uniform(0.99, 1.01) * (factor if prefill == 2 else 1.0) / (1 + rank)
+                transfers.append(
+                    TransferRow(
+                        cell_id=cell.cell_id,
+                        repeat=0,
+                        request_id=name,
+                        producer_rank=0,
+                        consumer_rank=rank,
+                        group=0,
+                        bytes=1_000_000,
+                        num_descriptors=99,
+                        num_descriptors_merged=descriptors if prefill == 2 else 8,
+                        post_ns=MS // 10,
+                        transfer_ns=int(took),
+                    )
+                )
+        writer.write_cell(cell, requests, transfers)
+    writer.finish()
+    return load(folder)
+
+
+def test_slower_transfers_are_a_regression_of_their_tp_sizes(tmp_path: Path) -> None:
+    base = move(tmp_path / "a")
+    other = move(tmp_path / "b", factor=1.5, descriptors=16, seed=1)
+    found = changes(base, other)
+    slow = {"transfer": "regression", "rate": "regression", "descriptors": "regression"}
+    same = dict.fromkeys(slow, "no change seen")
+    assert verdicts(found, "P 2, D 1") == slow
+    assert verdicts(found, "P 1, D 2") == same
+    assert set(verdicts(changes(other, base), "P 2, D 1").values()) == {"improvement"}
+    told = {(c.level, c.subject, c.metric.name): c for c in found}
+    time = told[SIZES, "P 2, D 1", "transfer"]
+    assert time.num_pairs == 60
+    assert time.low is not None
+    assert time.high is not None
+    assert 1.45 < time.low <= time.ratio <= time.high < 1.55
+    rate = told[SIZES, "P 2, D 1", "rate"]
+    assert rate.base == pytest.approx(0.5, rel=0.02)
+    assert rate.ratio == pytest.approx(1 / 1.5, rel=0.02)
+    assert told[SIZES, "P 2, D 1", "descriptors"].base == 8
+    assert told[SIZES, "P 1, D 2", "descriptors"].base == 16, "of both ranks"
+    assert told[WHOLE, "all cells", "transfer"].num_pairs == 3
+    [section] = [s for s in sections([base, other]) if s.title == "Transfers by TP sizes"]
+    assert [row[:2] for row in section.rows][3:5] == [
+        ["P 2, D 1", "transfer, ms"],
+        ["P 2, D 1", "rate, GB/s"],
+    ]
+    page = write_compare_html([base, other], tmp_path / "compare.html").read_text()
+    assert "rate, GB/s" in page
+    assert KEYS == ["cell_id", "repeat", "prompt_index"]
+
+
+def test_runs_that_moved_nothing_have_no_transfers_to_compare(tmp_path: Path) -> None:
+    base, other = (run(tmp_path / n, num_requests=4, seed=s) for n, s in (("a", 0), ("b", 1)))
+    assert {c.level for c in changes(base, other)} == {WHOLE, CELL}
+    assert "Transfers by TP sizes" not in [s.title for s in sections([base, other])]

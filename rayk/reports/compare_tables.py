@@ -1,0 +1,126 @@
+"""Sections of a comparison whose rows have intervals, and what makes its times doubtful."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rayk.reports.load_tables import is_load
+from rayk.reports.paired import CELL, CONFIDENCE, MARGIN, SIZES, WHOLE, Change, changes
+from rayk.reports.paired_loads import estimate_changes, load_changes
+from rayk.reports.result import Result
+from rayk.reports.trust import busy, unlike
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A titled table of a comparison."""
+
+    title: str
+    note: str
+    head: list[str]
+    rows: list[list[str]]
+    chips: list[list[str]] = field(default_factory=list)
+    """Where the columns after the first are the runs' verdicts: each row's colours (`tone`; "" of a run that
+    lacks the cell)."""
+
+
+HEAD = ["", "metric", "run", "pairs", "base", "other", "change", "interval", "finding"]
+"""Columns of `change_row`."""
+NOTE = (
+    "Over all cells a pair is a cell, by the median of its requests. The change is the median of the ratios "
+    "less one; its interval needs no assumption about their distribution (sign test), and all intervals of a "
+    f"run hold together with {CONFIDENCE:.0%}. A regression is a change for the worse of which the whole "
+    f"interval is beyond {MARGIN:.0%}. Transfer: from the first post to the last byte of a request's KV; "
+    "descriptors are those posted."
+)
+SIZES_NOTE = (
+    "By TP sizes of the prefill (P) and decode (D) engines, over their cells of all layouts; a pair is a "
+    "request of one cell, repeat and prompt."
+)
+CELLS_NOTE = (
+    "Regressions first; a pair is a request. Requests of a cell share a few seconds of the machine: one cell "
+    "alone is a hint, all cells are the finding."
+)
+LOADS_NOTE = (
+    "Where both benches sent the same requests. A pair is a batch of them in order of arrival, by their "
+    "means: requests that follow each other wait in the same queues. Intervals as of runs (sign test), "
+    f"{CONFIDENCE:.0%} together; a regression is a change for the worse beyond {MARGIN:.0%}."
+)
+ESTIMATES_NOTE = (
+    "Each bench's own estimate. The interval is what the two 95% intervals leave; each holds with 90% at "
+    f"least, by itself: of many, some miss. A finding is an interval that lies beyond {MARGIN:.0%}."
+)
+
+
+def change_row(change: Change, run: str) -> list[str]:
+    """Texts of a change under HEAD."""
+    ends = (
+        ""
+        if change.low is None or change.high is None
+        else f"{_percent(change.low)} to {_percent(change.high)}"
+    )
+    values = [format(value, change.metric.spec) for value in (change.base, change.other)]
+    pairs = str(change.num_pairs) if change.num_pairs else ""
+    found = [_percent(change.ratio), ends, change.verdict]
+    return [change.subject, change.metric.title, run, pairs, *values, *found]
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}%"
+
+
+def _tones(change: Change) -> list[str]:
+    """Colours of the columns after the first."""
+    tone = {"regression": "unmet", "improvement": "met"}.get(change.verdict, "")
+    return [""] * (len(HEAD) - 2) + [tone]
+
+
+Told = Sequence[tuple[str, Change]]
+"""Run and change."""
+
+
+def paired_sections(results: list[Result], names: list[str]) -> list[Section]:
+    """Of every run against the first: over all cells, by TP sizes, and the cells that changed. Of benches:
+    the same requests in pairs, and the estimates."""
+    base = results[0]
+    others = [(name, other) for name, other in zip(names, results, strict=True) if other is not base]
+    if is_load(base.cells):
+        loads = [(name, other) for name, other in others if is_load(other.cells)]
+        paired = [(name, c) for name, other in loads for c in load_changes(base, other)]
+        alone = [(name, c) for name, other in loads for c in estimate_changes(base, other)]
+        return [
+            *_section("Paired differences", LOADS_NOTE, paired),
+            *_section("Estimates", ESTIMATES_NOTE, alone),
+        ]
+    told = [(name, c) for name, other in others if not is_load(other.cells) for c in changes(base, other)]
+    levels = {level: [pair for pair in told if pair[1].level == level] for level in (WHOLE, SIZES, CELL)}
+    marked = [pair for pair in levels[CELL] if pair[1].verdict in ("regression", "improvement")]
+    marked.sort(key=lambda pair: (pair[1].verdict != "regression", -abs(pair[1].ratio - 1)))
+    few = sum(change.verdict == "too few pairs" for _, change in levels[CELL])
+    rest = f" {few} more rows had too few pairs to say." if few else ""
+    return [
+        *_section("Paired differences", NOTE, levels[WHOLE]),
+        *_section("Transfers by TP sizes", SIZES_NOTE, levels[SIZES]),
+        *_section("Cells that changed", CELLS_NOTE + rest, marked),
+    ]
+
+
+def _section(title: str, note: str, told: Told) -> list[Section]:
+    """As a list of one; empty without rows."""
+    rows = [change_row(change, name) for name, change in told]
+    chips = [_tones(change) for _, change in told]
+    return [Section(title=title, note=note, head=HEAD, rows=rows, chips=chips)] if rows else []
+
+
+def doubt_section(results: list[Result], names: list[str]) -> list[Section]:
+    """Why the times of some run may not be compared, as a list of one; empty where nothing is known."""
+    rows = []
+    for name, result in zip(names, results, strict=True):
+        rows += [[name, reason] for reason in busy(result.environment)]
+        if result is not results[0]:
+            rows += [[name, reason] for reason in unlike(results[0].environment, result.environment)]
+    note = "What else ran on the machine, and how fast it was: times differ for that alone."
+    return [Section(title="Reasons to distrust the times", note=note, head=["run", "reason"], rows=rows)][
+        : len(rows)
+    ]

@@ -1,0 +1,85 @@
+"""What a machine was doing while runs were measured: why their times may not be comparable.
+
+None of it keeps a run from being resumed or compared: it differs from minute to minute on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TOLERANCE = 0.2
+"""Rates of one machine differ by less from run to run; beyond it times are of two machines."""
+FREE_SHARE = 0.8
+"""Below it the usual go of a probe took a quarter longer than the best: others wanted the core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A rate in environment.json that is measured anew in every run."""
+
+    title: str
+    part: str
+    key: str
+    how: str = ""
+    """Key beside it that says how it was measured: unlike ways are not compared."""
+
+    def value(self, environment: Mapping[str, Any]) -> float | None:
+        """None where the run did not measure it."""
+        return _number(environment, self.part, self.key)
+
+
+PROBES = (
+    Probe(title="one core's copy in host memory, GB/s", part="ceiling", key="gb_per_s", how="what"),
+    Probe(title="one core's SHA-256, MB/s", part="load", key="sha256_mb_per_s"),
+)
+LOAD = Probe(title="load average of the minute before", part="load", key="average_1_min")
+FREE = Probe(title="usual go of the SHA-256 over its best", part="load", key="free_share")
+
+
+def probe_rows(environments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """[title, value of each run] of what any run measured."""
+    rows = []
+    for probe in (*PROBES, LOAD, FREE):
+        values = [probe.value(environment) for environment in environments]
+        if any(value is not None for value in values):
+            rows.append([probe.title, *("none" if value is None else f"{value:g}" for value in values)])
+    return rows
+
+
+def busy(environment: Mapping[str, Any]) -> list[str]:
+    """Reasons to distrust a run's times by themselves: others used the machine when it began."""
+    average, free = LOAD.value(environment), FREE.value(environment)
+    cores = _number(environment, "devices", "num_cores")
+    found = []
+    if average is not None and cores is not None and average > cores:
+        found.append(
+            f"when it began, {average:g} tasks wanted the {cores:g} cores (load average of a minute)"
+        )
+    if free is not None and free < FREE_SHARE:
+        found.append(f"when it began, a core did {free:.0%} of what it can: others wanted it, too")
+    return found
+
+
+def unlike(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Reasons to distrust times of `other` beside those of `base`: rates beyond TOLERANCE."""
+    found = []
+    for probe in PROBES:
+        before, now = probe.value(base), probe.value(other)
+        if before is None or now is None or _how(probe, base) != _how(probe, other):
+            continue
+        if max(before, now) > (1 + TOLERANCE) * min(before, now):
+            change = 100 * (now / before - 1)
+            found.append(f"{probe.title}: {now:g} instead of {before:g} ({change:+.0f}%)")
+    return found
+
+
+def _how(probe: Probe, environment: Mapping[str, Any]) -> object:
+    return environment[probe.part].get(probe.how)
+
+
+def _number(environment: Mapping[str, Any], part: str, key: str) -> float | None:
+    found = environment.get(part)
+    value = found.get(key) if isinstance(found, Mapping) else None
+    return float(value) if isinstance(value, int | float) and value > 0 else None
