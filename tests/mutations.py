@@ -15,6 +15,7 @@ from tests.mutations_models import MODELS
 from tests.mutations_policies import POLICIES
 from tests.mutations_prefix import PREFIXES
 from tests.mutations_push import PUSHED
+from tests.mutations_reports import COMPARED
 from tests.mutations_sampling import SAMPLING
 from tests.mutations_serving import SERVED
 from tests.mutations_simulator import SIMULATED
@@ -310,5 +311,6 @@ MUTATIONS = (
     + VIEWS
     + DASHBOARDS
     + METERS
+    + COMPARED
     + STAGE_TIMES
 )

@@ -225,10 +225,10 @@ def _share_bar(result: Result) -> list[dict[str, Any]]:
         {
             "share": round(share, 4),
             "colour": colours[limit],
-            "text": f"{limit} {100 * share:.0f}%",
+            "text": f"{limit} {f'{100 * share:.0f}' if share >= 0.005 else '<1'}%",
             "tip": f"{limit}: {100 * share:.1f}% of all requests' time\n{LIMITS[limit]}",
         }
-        for limit, share in ((limit, shares[limit]) for limit in dict.fromkeys(colours) if limit in shares)
+        for limit, share in ((limit, shares[limit]) for limit in dict.fromkeys(colours) if shares.get(limit))
     ]
 
 

@@ -181,6 +181,6 @@ def client_spreads(result: Result) -> list[Plot]:
             if len(values):
                 data.append(curve(str(cell_id), values, colour, dash))
         if data:
-            layout = spread_layout(metric, len(data))
+            layout = spread_layout(metric, data)
             plots.append(Plot(id=f"spread-{metric}", title=metric.upper(), data=data, layout=layout))
     return plots

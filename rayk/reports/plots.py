@@ -7,7 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.moves import moves
 from rayk.reports.result import Result
+from rayk.reports.spreads import round_values
 from rayk.reports.verdicts import format_bytes
 
 MAX_BOXES = 60
@@ -21,7 +23,7 @@ MAX_MARKS = 3000
 def make_plots(result: Result) -> list[dict[str, Any]]:
     """Plots that have data: transfers, ttft, tpot; each with id, data, layout."""
     plots = []
-    moved = result.transfers.dropna(subset=["bytes", "transfer_ms"])
+    moved = moves(result.requests, result.transfers)
     if len(moved):
         plots.append(_transfer_plot(moved))
     for name in ("ttft", "tpot"):
@@ -32,20 +34,16 @@ def make_plots(result: Result) -> list[dict[str, Any]]:
     return plots
 
 
-def _transfer_plot(transfers: pd.DataFrame) -> dict[str, Any]:
+def _transfer_plot(moved: pd.DataFrame) -> dict[str, Any]:
     """Bytes against GB/s, one mark per request, coloured by descriptors."""
-    keys = ["cell_id", "repeat", "request_id"]
-    sums = transfers.groupby(keys, sort=False)[["bytes", "num_descriptors", "transfer_ms"]].sum()
-    sums = sums[sums["transfer_ms"] > 0].reset_index()
-    sums = sums.iloc[:: math.ceil(len(sums) / MAX_MARKS) or 1]
-    rate = sums["bytes"] / sums["transfer_ms"] / 1e6  # bytes per ms -> 10^9 bytes per s
-    descriptors = sums["num_descriptors"].clip(lower=1)
-    ticks = _powers_of_two(int(descriptors.min()), int(descriptors.max())) if len(sums) else []
-    sizes = _powers_of_two(int(sums["bytes"].min()), int(sums["bytes"].max())) if len(sums) else []
-    text = [
-        f"{row.cell_id}<br>{row.request_id}<br>{row.num_descriptors:,} descriptors"
-        for row in sums.itertuples()
-    ]
+    sums = moved.iloc[:: math.ceil(len(moved) / MAX_MARKS) or 1]
+    rate = sums["gb_per_s"]
+    descriptors = sums["descriptors"].astype(int).clip(lower=1)
+    ticks = _powers_of_two(int(descriptors.min()), int(descriptors.max()))
+    sizes = _powers_of_two(int(sums["bytes"].min()), int(sums["bytes"].max()))
+    ticks_y = round_values(float(rate.min()), float(rate.max()))
+    names = zip(sums["cell_id"], sums["request_id"], descriptors, strict=True)
+    text = [f"{cell_id}<br>{request_id}<br>{count:,} descriptors" for cell_id, request_id, count in names]
     marker = {
         "size": 8,
         "opacity": 0.75,
@@ -65,18 +63,23 @@ def _transfer_plot(transfers: pd.DataFrame) -> dict[str, Any]:
         "x": sums["bytes"].tolist(),
         "y": rate.tolist(),
         "text": text,
-        "hovertemplate": "%{text}<br>%{x:,} bytes, %{y:.3f} GB/s<extra></extra>",
+        "hovertemplate": "%{text}<br>%{x:,} bytes, %{y:.3g} GB/s<extra></extra>",
         "marker": marker,
     }
     layout = {
         "height": 340,
         "xaxis": {
-            "title": {"text": "bytes"},
+            "title": {"text": "bytes of a request (logarithmic)"},
             "type": "log",
             "tickvals": sizes,
             "ticktext": [format_bytes(n) for n in sizes],
         },
-        "yaxis": {"title": {"text": "GB/s"}, "rangemode": "tozero"},
+        "yaxis": {
+            "title": {"text": "GB/s (logarithmic)"},
+            "type": "log",
+            "tickvals": ticks_y,
+            "ticktext": [f"{tick:,g}" for tick in ticks_y],
+        },
     }
     return {"id": "transfers", "data": [trace], "layout": layout}
 
@@ -104,8 +107,8 @@ def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> dict[str, A
         "hovertemplate": "%{text}: %{x:.2f} ms<extra></extra>",
     }
     layout = {
-        "height": 90 + 26 * len(cells),
-        "xaxis": {"rangemode": "tozero"},
+        "height": 110 + 26 * len(cells),
+        "xaxis": {"rangemode": "tozero", "title": {"text": f"{name.upper()}, ms"}},
         "yaxis": {"autorange": "reversed", "type": "category", "ticks": ""},
     }
     return {"id": name, "data": [trace], "layout": layout}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ def spread_plots(result: Result) -> list[dict[str, Any]]:
             if len(values):
                 data.append(curve(str(name), values, *styles[str(name)]))
         if data:
-            plots.append({"id": f"spread-{metric}", "data": data, "layout": spread_layout(metric, len(data))})
+            plots.append({"id": f"spread-{metric}", "data": data, "layout": spread_layout(metric, data)})
     return plots
 
 
@@ -92,15 +93,32 @@ def curve(name: str, values: np.ndarray[Any, Any], colour: str, dash: str) -> di
     }
 
 
-def spread_layout(metric: str, num_curves: int) -> dict[str, Any]:
+def spread_layout(metric: str, data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of a figure of curves."""
+    values = [value for trace in data for value in trace["x"] if value > 0] or [1.0]
+    low, high = math.log10(min(values)), math.log10(max(values))
+    room = 0.03 * max(high - low, 0.1)
+    ticks = round_values(min(values), max(values))
     return {
-        "height": 330 + 6 * num_curves,
-        "showlegend": num_curves > 1,
+        "height": 330 + 6 * len(data),
+        "showlegend": len(data) > 1,
         "legend": LEGEND,
-        "xaxis": {"title": {"text": f"{metric.upper()}, ms (logarithmic)"}, "type": "log"},
+        "xaxis": {
+            "title": {"text": f"{metric.upper()}, ms (logarithmic)"},
+            "type": "log",
+            "range": [low - room, high + room],
+            "tickvals": ticks,
+            "ticktext": [f"{tick:,g}" for tick in ticks],
+        },
         "yaxis": {"title": {"text": "% of gaps" if metric == "itl" else "% of requests"}, "range": [0, 101]},
     }
+
+
+def round_values(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from one below `low` to one above `high`; of many only powers of ten."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if len(powers) <= 4 else (1,)
+    return [float(f"{step}e{power}") for power in powers for step in steps]
 
 
 def num_workers(cell: Mapping[Any, Any]) -> int | None:

@@ -1,0 +1,106 @@
+"""Bugs to plant in reports and comparisons of runs and benches."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+PAIRED = "tests/reports/test_paired.py"
+TRUST = "tests/reports/test_trust.py"
+LOADS = "tests/reports/test_load_report.py"
+RERUN = "tests/reports/test_rerun.py"
+BROWSER = "tests/reports/test_browser.py"
+
+COMPARED = (
+    Mutation(
+        "an interval is one order statistic too narrow",
+        "rayk/reports/paired.py",
+        "    return ordered[rank - 1], ordered[count - rank]\n",
+        "    return ordered[rank], ordered[count - rank - 1]\n",
+        f"{PAIRED}::test_an_interval_holds_the_median_as_often_as_it_says",
+    ),
+    Mutation(
+        "an interval may lie across the margin",
+        "rayk/reports/paired.py",
+        "is_more, is_less = self.low > 1 + MARGIN,",
+        "is_more, is_less = self.low > 1,",
+        f"{PAIRED}::test_the_whole_interval_must_be_beyond_the_margin",
+    ),
+    Mutation(
+        "a higher rate is a regression",
+        "rayk/reports/paired.py",
+        'return "improvement" if is_more == self.metric.is_rate else "regression"',
+        'return "regression" if is_more else "improvement"',
+        f"{PAIRED}::test_slower_transfers_are_a_regression_of_their_tp_sizes",
+    ),
+    Mutation(
+        "pairs of TP sizes are mixed",
+        "rayk/reports/paired.py",
+        "placed.groupby(axes, sort=True)",
+        'placed.groupby(["decode.tp", "decode.tp"], sort=True)',
+        f"{PAIRED}::test_slower_transfers_are_a_regression_of_their_tp_sizes",
+    ),
+    Mutation(
+        "a batch is a request",
+        "rayk/reports/paired_loads.py",
+        "count = min(NUM_BATCHES, len(pairs) // MIN_BATCH)",
+        "count = len(pairs)",
+        f"{LOADS}::test_the_same_requests_are_compared_in_batches",
+    ),
+    Mutation(
+        "batches that depend on each other count as many",
+        "rayk/reports/paired_loads.py",
+        "while count > MIN_BATCH and _is_correlated(",
+        "while count < 0 and _is_correlated(",
+        f"{LOADS}::test_a_queue_that_drains_makes_batches_few",
+    ),
+    Mutation(
+        "other prompts are paired",
+        "rayk/reports/paired_loads.py",
+        "if cell_id not in trusted or not _same_prompts(rows):",
+        "if cell_id not in trusted:",
+        f"{LOADS}::test_other_requests_make_no_pairs",
+    ),
+    Mutation(
+        "a ratio of estimates is as sure as one of them",
+        "rayk/reports/paired_loads.py",
+        "low=other_low / high,",
+        "low=other_low / base,",
+        f"{LOADS}::test_estimates_are_compared_by_both_intervals",
+    ),
+    Mutation(
+        "a slower machine is not told",
+        "rayk/reports/trust.py",
+        "if max(before, now) > (1 + TOLERANCE) * min(before, now):",
+        "if now > (1 + TOLERANCE) * before:",
+        f"{TRUST}::test_rates_that_differ_by_more_than_a_fifth_are_told",
+    ),
+    Mutation(
+        "a busy machine is not told",
+        "rayk/reports/trust.py",
+        "average > cores:",
+        "average > 8 * cores:",
+        f"{TRUST}::test_a_busy_machine_is_told",
+    ),
+    Mutation(
+        "a busy machine keeps a run from being resumed without a warning",
+        "rayk/reports/folder.py",
+        'FACTS = ("git_commit", "python",',
+        'FACTS = ("load", "git_commit", "python",',
+        f"{TRUST}::test_no_probe_keeps_a_run_from_being_resumed",
+    ),
+    Mutation(
+        "a checkpoint's command forgets the seed",
+        "rayk/oracle/remake.py",
+        '        options += ["--seed", str(parameters["seed"])]\n',
+        "        pass\n",
+        f"{RERUN}::test_a_checkpoints_command_writes_that_checkpoint",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "the command names folders of one machine",
+        "rayk/reports/rerun.py",
+        "    return [_relative(model) if word == model else word for word in command]\n",
+        "    return command\n",
+        f"{RERUN}::test_folders_of_this_machine_become_folders_of_any",
+    ),
+)
