@@ -2,13 +2,15 @@
 
     python jobs/benchmarks/metrics_cost.py [--check]
 
-One engine of a tiny model in this process (TP 1, CPU, one thread) decodes batches of requests. Its meter
-notes each step, counts its operations and passes values on. All times are the engine's thread's own
-processor time, so that a busy machine changes nothing; Ray's calls are counted, and priced apart:
+Engines of a tiny model in this process (TP 1 and 2, CPU, a thread per rank) decode batches of requests. Each
+rank's meter notes each step, counts its operations and passes values on. All times are processor time of the
+rank's own thread, without its waits for the other one, so that a busy machine changes little; Ray's calls are
+counted, and priced apart:
 
     step us  of a turn with a step, without its meter
     calls    Ray calls per step, counted by a sink that does nothing else
-    own us   the meter's own work per step: sums, the count of operations, the numbers of blocks
+    own us   the meter's own work per step: sums, the count of operations, the numbers of blocks; at TP 2 also
+             the clock around each collective (counted, and priced apart)
     share    (calls x us/call + own us) / step us; --check: below 2 %
 
 Steps of real models take 5 to 50 ms: a tiny model's are the worst case there is.
@@ -17,6 +19,7 @@ Steps of real models take 5 to 50 ms: a tiny model's are the worst case there is
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import sys
@@ -39,12 +42,14 @@ from rayk.engine.metering import StepMeter
 from rayk.engine.rank import EngineRank
 from rayk.metrics import BufferedSink
 from rayk.oracle.checkpoint import write_checkpoint
+from rayk.parallel.timed import TimedComm
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "metrics_cost.md"
 LIMIT_PERCENT = 2.0
 BATCHES = (1, 8, 32)
+TP_SIZES = (1, 2)
 NUM_TOKENS = 256
 NUM_CALLS = 20_000
 KNOWN = {"model": "m", "engine": "e", "role": "decode", "rank": "0"}
@@ -67,6 +72,35 @@ class CountingSink:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """One call."""
         self.calls["observe"] += 1
+
+    def relabel(self, **labels: str) -> None:
+        """No call."""
+
+
+class NoComm:
+    """A comm whose collectives do nothing: what is left is the clock around them."""
+
+    rank, size, name = 0, 2, "none"
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Nothing."""
+        return tensor
+
+
+class CountedComm(TimedComm):
+    """Counts the collectives that it times."""
+
+    num_calls = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See TimedComm."""
+        self.num_calls += 1
+        return super().all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """See TimedComm."""
+        self.num_calls += 1
+        return super().all_gather(tensor)
 
 
 class TimedMeter(StepMeter):
@@ -93,8 +127,10 @@ class TimedMeter(StepMeter):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One batch size."""
+    """One rank at one batch size."""
 
+    tp: int
+    rank: int
     batch: int
     num_steps: int
     step_us: float
@@ -131,26 +167,54 @@ def price_calls() -> dict[str, float]:
         ray.shutdown()
 
 
-def _time(action: Callable[[], None]) -> float:
+def price_clock() -> float:
+    """Microseconds that timing a collective adds to it: the median of ten runs."""
+    plain, tensor = NoComm(), torch.zeros(1)
+    timed = TimedComm(plain)  # type: ignore[arg-type]
+    with_clock = statistics.median(_time(lambda: timed.all_reduce(tensor)) for _ in range(10))
+    return with_clock - statistics.median(_time(lambda: plain.all_reduce(tensor)) for _ in range(10))
+
+
+def _time(action: Callable[[], object]) -> float:
     began = time.thread_time_ns()
     for _ in range(NUM_CALLS // 10):
         action()
     return (time.thread_time_ns() - began) / (NUM_CALLS // 10) / 1e3
 
 
-def measure(model: Path, batch: int, us_per_call: dict[str, float]) -> Row:
-    """Decode `batch` requests together."""
-    counting = CountingSink()
-    meters: list[TimedMeter] = []
+@dataclass
+class Watched:
+    """What is counted of one rank."""
+
+    sink: CountingSink
+    meter: TimedMeter
+    comm: CountedComm | None
+
+    def now(self) -> tuple[int, int, int, Counter[str]]:
+        """Cost and time of steps, collectives, calls."""
+        num_collectives = self.comm.num_calls if self.comm is not None else 0
+        return self.meter.cost_ns, self.meter.step_ns, num_collectives, Counter(self.sink.calls)
+
+
+def measure(model: Path, tp: int, batch: int, us_per_call: dict[str, float], clock_us: float) -> list[Row]:
+    """Decode `batch` requests together; a row per rank."""
+    watched: dict[int, Watched] = {}
 
     def meter(rank: EngineRank, leader: Leader | None) -> StepMeter:
-        made = make_meter(BufferedSink(counting), rank, leader, None)
+        sink = CountingSink()
+        made = make_meter(BufferedSink(sink), rank, leader, None)
         made.__class__ = TimedMeter
         assert isinstance(made, TimedMeter)
-        meters.append(made)
+        comm = rank.comm if isinstance(rank.comm, TimedComm) else None
+        if comm is not None:
+            comm.__class__ = CountedComm
+            assert isinstance(comm, CountedComm)
+        watched[rank.comm.rank] = Watched(sink, made, comm)
         return made
 
-    config = EngineConfig(model=str(model), num_blocks=64 + batch * 24, max_seqs=batch, prefix_caching=True)
+    config = EngineConfig(
+        model=str(model), tp=tp, num_blocks=64 + batch * 24, max_seqs=batch, prefix_caching=True
+    )
     with ThreadEngine(config, make_meter=meter) as engine:
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         requests = [
@@ -158,40 +222,50 @@ def measure(model: Path, batch: int, us_per_call: dict[str, float]) -> Row:
             for i in range(batch)
         ]
         # The engine's idle turns cost nobody anything: count from here to the last token.
-        (timed,) = meters
-        times = engine.loops[0].times
-        before = timed.cost_ns, Counter(counting.calls), times.num_steps, timed.step_ns
+        before = {rank: w.now() for rank, w in watched.items()}
+        num_before = engine.loops[0].times.num_steps
         engine.generate(requests)
-        num_steps = times.num_steps - before[2]
-        calls = {k: (counting.calls[k] - before[1][k]) / num_steps for k in us_per_call}
-        return Row(
-            batch=batch,
-            num_steps=num_steps,
-            step_us=(timed.step_ns - before[3]) / num_steps / 1e3,
-            calls=calls,
-            own_us=(timed.cost_ns - before[0]) / num_steps / 1e3,
-            us_per_call=us_per_call,
-        )
+        num_steps = engine.loops[0].times.num_steps - num_before
+        rows = []
+        for rank, found in sorted(watched.items()):
+            cost_ns, step_ns, num_collectives, calls = found.now()
+            cost_0, step_0, collectives_0, calls_0 = before[rank]
+            per_step = (num_collectives - collectives_0) / num_steps
+            rows.append(
+                Row(
+                    tp=tp,
+                    rank=rank,
+                    batch=batch,
+                    num_steps=num_steps,
+                    step_us=(step_ns - step_0) / num_steps / 1e3,
+                    calls={k: (calls[k] - calls_0[k]) / num_steps for k in us_per_call},
+                    own_us=(cost_ns - cost_0) / num_steps / 1e3 + per_step * clock_us,
+                    us_per_call=us_per_call,
+                )
+            )
+        return rows
 
 
-def table(rows: list[Row]) -> str:
-    """The results as Markdown."""
+def table(rows: list[Row], clock_us: float, load: float) -> str:
+    """The results as Markdown. `load`: of the machine, before this ran."""
     prices = rows[0].us_per_call
     machine = f"{platform.machine()}, {platform.python_version()}, ray {version('ray')}"
     lines = [
         "# What metrics cost a step",
         "",
-        f"`python jobs/benchmarks/metrics_cost.py` on {machine}; the tiny qwen3 model, TP 1, CPU;",
-        "microseconds of processor time.",
+        f"`python jobs/benchmarks/metrics_cost.py` on {machine}; the tiny qwen3 model, CPU; microseconds of",
+        f"processor time of a rank. {os.cpu_count()} cores, load {load:.1f} when it began.",
         "",
-        "A Ray call costs " + ", ".join(f"{us:.2f} us ({kind})" for kind, us in prices.items()) + ".",
+        "A Ray call costs "
+        + ", ".join(f"{us:.2f} us ({kind})" for kind, us in prices.items())
+        + f"; timing a collective {clock_us:.2f} us.",
         "",
-        "| batch | steps | step us | calls/step | Ray us/step | own us/step | share |",
-        "|---|---|---|---|---|---|---|",
+        "| TP | rank | batch | steps | step us | calls/step | Ray us/step | own us/step | share |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.batch} | {r.num_steps} | {r.step_us:.0f} | {sum(r.calls.values()):.2f} | {r.ray_us:.1f} | "
-        f"{r.own_us:.1f} | {r.percent:.2f} % |"
+        f"| {r.tp} | {r.rank} | {r.batch} | {r.num_steps} | {r.step_us:.0f} | {sum(r.calls.values()):.2f} | "
+        f"{r.ray_us:.1f} | {r.own_us:.1f} | {r.percent:.2f} % |"
         for r in rows
     ]
     return "\n".join(lines) + "\n"
@@ -204,12 +278,15 @@ def main() -> int:
     args = parser.parse_args()
     prepare_environment()
     torch.set_num_threads(1)
-    prices = price_calls()
+    load = os.getloadavg()[0]
+    prices, clock_us = price_calls(), price_clock()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "qwen3"
         write_checkpoint("qwen3", model)
-        rows = [measure(model, batch, prices) for batch in BATCHES]
-    text = table(rows)
+        rows = [
+            row for tp in TP_SIZES for batch in BATCHES for row in measure(model, tp, batch, prices, clock_us)
+        ]
+    text = table(rows, clock_us, load)
     print(text)
     RESULTS.write_text(text, encoding="utf-8")
     worst = max(row.percent for row in rows)
