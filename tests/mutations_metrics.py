@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 ENGINE = "tests/metrics/test_engine_metrics.py"
 BUFFER = "tests/metrics/test_buffer.py"
+WHOLE = "tests/metrics/test_engine_meter.py"
 HAND_OVER = f"{ENGINE}::test_a_hand_over_is_counted_as_its_rows_count_it"
 
 METERS = (
@@ -38,6 +39,49 @@ METERS = (
         " + value - self._totals.get(key, 0.0)",
         " + value",
         f"{BUFFER}::test_totals_that_others_count_are_told_as_differences",
+    ),
+    Mutation(
+        "a counter is there only when it has counted",
+        "rayk/metrics/buffer.py",
+        "if value > 0 or (name, labels) not in self._told:",
+        "if value > 0:",
+        f"{BUFFER}::test_a_counter_is_there_before_it_counts_and_is_told_once",
+    ),
+    Mutation(
+        "a new role is not told to the sink",
+        "rayk/metrics/buffer.py",
+        "self._sink.relabel(**labels)",
+        "del labels",
+        f"{BUFFER}::test_what_is_told_of_a_new_role_has_its_label_and_the_old_one_keeps_what_it_had",
+    ),
+    Mutation(
+        "requests that failed are counted as answered",
+        "rayk/actors/request_meter.py",
+        'finish_reason=row.finish_reason or "abort")',
+        'finish_reason="stop")',
+        f"{WHOLE}::test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times",
+    ),
+    Mutation(
+        "an engine that its cell ends is lost",
+        "rayk/actors/engine_meter.py",
+        "None if self.is_over else self._count(engine.name)",
+        "self._count(engine.name)",
+        f"{WHOLE}::test_an_engine_is_lost_once_per_life_and_not_when_its_cell_ends_it",
+    ),
+    Mutation(
+        "an engine is told of in its old role, too",
+        "rayk/actors/engine_meter.py",
+        "for engine, role in self._told - now.keys():",
+        "for engine, role in self._told & now.keys():",
+        f"{WHOLE}::test_engines_are_told_of_as_long_as_somebody_answers_for_them",
+    ),
+    Mutation(
+        "a stream that broke off counts as answered",
+        "rayk/serve/replies.py",
+        'fate["status"] = told.status',
+        "del fate",
+        "tests/serve/test_guard.py::test_an_error_behind_the_first_token_is_an_event_and_no_done",
+        needs_fixtures=True,
     ),
     Mutation(
         "a window's first tokens see as much as its last",
