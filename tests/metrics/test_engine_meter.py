@@ -9,9 +9,11 @@ import pytest
 from rayk.actors.engine_meter import EngineMeter, EngineNow, Losses
 from rayk.actors.engines import EngineHandle
 from rayk.actors.request_meter import OUTCOMES, begin_outcomes, report_request
+from rayk.actors.serving import News
 from rayk.metrics import BufferedSink
 from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow
+from tests.actors.test_desk import make_desk, place
 from tests.metrics.recording import Recorder
 
 LOST = "rayk_engines_lost_total"
@@ -65,6 +67,24 @@ def test_engines_are_told_of_as_long_as_somebody_answers_for_them() -> None:
     assert told() == {"e0 decode": 1}
     assert {dict(k)["engine"] for k in recorder.counters[LOST]} == {"e0", "e1"}, "from 0"
     assert recorder.sum(LOST) == 0
+
+
+def test_a_server_tells_how_many_wait_for_a_place_and_how_many_have_one() -> None:
+    async def run() -> None:
+        recorder = Recorder(model="m")
+        meter, desk = EngineMeter(BufferedSink(recorder), list), make_desk(max_running=1, max_waiting=4)
+        meter.watch(desk)
+        calls = [place(desk, name) for name in "abc"]
+        await asyncio.sleep(0)
+        meter.tick()
+        assert recorder.gauge("rayk_placed_requests") == 1
+        assert recorder.gauge("rayk_waiting_room_requests") == 2
+        desk.tell("f", News(ended=("a", "b", "c")))
+        await asyncio.gather(*calls, return_exceptions=True)
+        meter.tick()
+        assert recorder.gauge("rayk_placed_requests") == recorder.gauge("rayk_waiting_room_requests") == 0
+
+    asyncio.run(run())
 
 
 def test_an_engine_is_lost_once_per_life_and_not_when_its_cell_ends_it() -> None:
