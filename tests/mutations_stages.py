@@ -26,8 +26,8 @@ STAGE_TIMES = (
     Mutation(
         "hosts' clocks pass for one",
         "rayk/actors/flight.py",
-        'info["submitted_ns"] + offset_ns)',
-        'info["submitted_ns"])',
+        'info["taken_ns"] + offset_ns)',
+        'info["taken_ns"])',
         f"{TIMES}::test_a_pulled_request_has_every_stage",
     ),
     Mutation(
@@ -119,8 +119,8 @@ STAGE_TIMES = (
     Mutation(
         "any prompts are compared",
         "rayk/reports/tp_pairs.py",
-        'names = ["layouts", "prompt_index", "repeat"]',
-        'names = ["layouts", "repeat"]',
+        'PROMPT = ["layouts", "prompt_index", "repeat"]',
+        'PROMPT = ["layouts", "repeat"]',
         f"{NUMBERS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
     ),
     Mutation(

@@ -29,9 +29,9 @@ def to_one_clock(outcomes: Sequence[TransferOutcome], started_ns: int, now_ns: i
 
 
 def arrival_stages(
-    outcomes: Sequence[TransferOutcome], submitted_ns: int, started_ns: int, now_ns: int
+    outcomes: Sequence[TransferOutcome], taken_ns: int, started_ns: int, now_ns: int
 ) -> dict[str, int]:
-    """Stage -> ns, end to end from `submitted_ns` on: `reserve` until the first rank began, each of STAGES
+    """Stage -> ns, end to end from `taken_ns` on: `reserve` until the first rank began, each of STAGES
     until the last rank had ended it. One that no rank ended is absent. Call it once: see `to_one_clock`."""
     begins = to_one_clock(outcomes, started_ns, now_ns)
     began = [o for o in outcomes if o.began_ns is not None]
@@ -41,7 +41,7 @@ def arrival_stages(
         for stage, length_ns in outcome.stage_ns.items():
             at_ns += length_ns
             ends[stage] = max(ends.get(stage, at_ns), at_ns)
-    found, last_ns = {}, submitted_ns
+    found, last_ns = {}, taken_ns
     for stage in ("reserve", *STAGES):
         if stage in ends:
             end_ns = max(last_ns, ends[stage])

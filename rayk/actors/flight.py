@@ -193,6 +193,8 @@ class Flight:
         has_arrived = "stage_ns" in info
         if "submitted_ns" in info:
             stages.end("handover" if has_arrived else "dispatch", info["submitted_ns"] + offset_ns)
+        if has_arrived:
+            stages.end("notice", info["taken_ns"] + offset_ns)
         for stage, length_ns in info.get("stage_ns", {}).items():
             stages.lasted(stage, length_ns)
         if has_arrived:
@@ -204,7 +206,8 @@ class Flight:
             )
             if self._computes:
                 stages.end("prefill", at_ns)
-        if event.payload is not None:
+        if isinstance(event.payload, TransferTicket):
+            stages.end("ticket", at_ns - max(event.payload.digest_ns, default=0))
             stages.end("digest", at_ns)
 
     def _take(self, engine: EngineHandle, event: RequestEvent, way: Way) -> None:

@@ -100,6 +100,7 @@ class TransferHandover:
                     reserve_s=reserve_s,
                     hold_s=hold_s,
                     asked_ns=now,
+                    taken_ns=time.monotonic_ns(),
                 )
                 self.reservations.ask(wish)
 
@@ -250,6 +251,7 @@ class TransferHandover:
     def _take_in(self, incoming: Incoming) -> None:
         """A request's ticket is here: it is pushed into blocks that it has, or waits for some."""
         request_id, ticket = incoming.request.request_id, incoming.ticket
+        incoming.taken_ns = time.monotonic_ns()
         if ticket.reservation_id is None:
             self.receiving.queue(incoming)
             return

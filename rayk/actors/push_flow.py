@@ -55,7 +55,9 @@ async def _reserve(
             if event.error is not None:
                 raise event.error
             if isinstance(event.payload, Reservation):
-                stages.end("dispatch", event.info["submitted_ns"] + decode.clock_offset_ns)
-                stages.end("reserve", event.time_ns + decode.clock_offset_ns)
+                offset_ns = decode.clock_offset_ns
+                stages.end("dispatch", event.info["submitted_ns"] + offset_ns)
+                stages.end("notice", event.info["taken_ns"] + offset_ns)
+                stages.end("reserve", event.time_ns + offset_ns)
                 return event.payload
     raise DeadlineExceeded(f"blocks for {request.request_id} on {decode.name}", limit_s)

@@ -53,6 +53,8 @@ class Incoming:
     submitted_ns: int
     recompute: bool = False
     """Whether it goes on here when its transfer fails."""
+    taken_ns: int = 0
+    """When the engine's loop saw it, between two steps."""
     is_held: bool = False
     """Whether all ranks know that it waits."""
     started_ns: int | None = None
@@ -231,9 +233,8 @@ class Receiving:
         info: dict[str, Any] = {
             "transfers": [row for o in outcomes for row in o.rows],
             "submitted_ns": incoming.submitted_ns,
-            "stage_ns": arrival_stages(
-                outcomes, incoming.submitted_ns, incoming.started_ns, time.monotonic_ns()
-            ),
+            "taken_ns": incoming.taken_ns,
+            "stage_ns": arrival_stages(outcomes, incoming.taken_ns, incoming.started_ns, time.monotonic_ns()),
             "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
         }
         if error is None and not incoming.aborted:

@@ -40,6 +40,8 @@ class Wish:
     hold_s: float
     """How long they wait for its ticket."""
     asked_ns: int
+    taken_ns: int
+    """When the engine's loop saw it, between two steps."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,7 +169,7 @@ class Reservations:
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
         held.is_given, held.reserved_ns = True, time.monotonic_ns()
-        info = {"submitted_ns": wish.asked_ns}
+        info = {"submitted_ns": wish.asked_ns, "taken_ns": wish.taken_ns}
         event = RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)
 

@@ -42,6 +42,7 @@ PARTS = (
     _part("dispatch", "coordinator", "#d9c07a"),
     _part("prefill_queue", "prefill", "#8fb5e8"),
     _part("prefill", "prefill", "#3b7dd8"),
+    _part("ticket", "prefill", "#6f9fdc"),
     _part("digest", "checks", "#b6a3c9"),
     _part("handover", "coordinator", "#c2a14d"),
     _part("reserve", "decode KV", "#c94f4f"),
@@ -49,7 +50,7 @@ PARTS = (
     _part("wait", "link", "#d9722b", "until every rank has seen its last byte; it looks between its steps"),
     _part("fence", "checks", "#9b83b5"),
     _part("verify", "checks", "#7f62a3"),
-    _part("notice", "coordinator", "#a98a3a"),
+    _part("notice", "decode step", "#b5dccb"),
     _part("retry", "retries", "#6b4a4a"),
     _part("decode_queue", "decode step", "#8ccdb2"),
     _part("decode", "decode step", "#2f9e77"),
@@ -58,11 +59,11 @@ PARTS = (
 """In the order in which a pulled request passes them; they add up to its E2E."""
 LIMITS = {
     "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
-    "prefill": "waiting for room at a prefill engine, and computing the prompt",
+    "prefill": "waiting for room at a prefill engine, computing the prompt, and until the ticket is written",
     "link": "posting reads and waiting until their bytes are seen to be there",
     "decode KV": "waiting for free KV blocks on the decode side",
-    "decode step": "waiting for room in a decode batch, and from then to the last token",
-    "coordinator": "the ways of a request and its ticket between engines, and notice of what arrived",
+    "decode step": "waiting for a decode engine to look, and for room in its batch, and until the last token",
+    "coordinator": "the ways of a request and its ticket between the coordinator and engines",
     "checks": "rayk's own digests, fences and comparisons",
     "retries": "attempts that failed, until the next one was sent",
     OTHER: "of no stage",
@@ -70,15 +71,19 @@ LIMITS = {
 """What can limit a run -> what it is, in words."""
 TOLD = {
     "queue": (("queue", "until sent to an engine"),),
-    "prefill": (("prefill_queue", "waiting for room at the engine"), ("prefill", "computing the prompt")),
+    "prefill": (
+        ("prefill_queue", "waiting for room at the engine"),
+        ("prefill", "computing the prompt"),
+        ("ticket", "until the ticket was written"),
+    ),
     "link": (("post", "posting"), ("wait", "waiting for bytes")),
     "decode KV": (("reserve", "until blocks were free and reads began"),),
-    "decode step": (("decode_queue", "until a decode step took it"), ("decode", "decoding")),
-    "coordinator": (
-        ("dispatch", "to the first engine"),
-        ("handover", "for the ticket's way"),
-        ("notice", "until the decode engine knew"),
+    "decode step": (
+        ("notice", "until the decode engine looked"),
+        ("decode_queue", "until a step took it"),
+        ("decode", "decoding"),
     ),
+    "coordinator": (("dispatch", "to the first engine"), ("handover", "for the ticket's way")),
     "checks": (("digest", "digest"), ("fence", "fence"), ("verify", "verify")),
     "retries": (("retry", "in attempts that failed"),),
     OTHER: ((OTHER, "of no stage"),),

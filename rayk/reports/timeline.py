@@ -23,7 +23,7 @@ from rayk.reports.result import Result
 GAP_NS = 1_000_000
 """Between the end of a repeat and the begin of the next."""
 COORDINATOR = "coordinator"
-AT_PREFILL = ("prefill_queue", "prefill", "digest")
+AT_PREFILL = ("prefill_queue", "prefill", "ticket", "digest")
 """Stages at the engine that computes the prompt; those of neither side are the coordinator's."""
 AT_DECODE = ("reserve", "read", "fence", "verify", "notice", "decode_queue", "decode")
 CATEGORIES = {

@@ -172,53 +172,60 @@ def unequal_cost(result: Result) -> str:
     posted = (
         "descriptors" if all(r["is_merged"] for r in unequal) else f"descriptors before merging ({OLDER})"
     )
-    mean = pairs[["descriptors_u", "descriptors_e", "bytes_u", "bytes_e"]].mean()
+    mean = pairs[["descriptors", "descriptors_e", "bytes", "bytes_e"]].mean()
     alone = "" if all(r["is_span"] for r in unequal) else f" Times are those of the slowest ranks ({OLDER})."
+    moved, moved_e = (format_bytes(round(mean[name])) for name in ("bytes", "bytes_e"))
     return (
-        f"{_difference(pairs, result)} A request posted {mean['descriptors_u']:,.1f} {posted} instead of "
-        f"{mean['descriptors_e']:,.1f} and moved {format_bytes(round(mean['bytes_u']))} instead of "
-        f"{format_bytes(round(mean['bytes_e']))}.{alone} Slowest: {named}."
+        f"{_difference(pairs, result)} At unequal sizes a request posted {mean['descriptors']:,.1f} "
+        f"{posted}, at equal ones {mean['descriptors_e']:,.1f}, and moved {moved}, at equal ones {moved_e}."
+        f"{alone} Slowest: {named}."
     )
+
+
+PROMPT = ["layouts", "prompt_index", "repeat"]
+"""What is compared: the same prompt, moved in the same way."""
+SIZES = ["prefill.tp", "decode.tp"]
 
 
 def _same_prompts(result: Result) -> pd.DataFrame:
-    """A row per layouts, mode, prompt and repeat that was moved at equal and at unequal TP sizes: layouts,
-    and of ms, descriptors and bytes the mean over pairs of sizes, `_u` unequal and `_e` equal."""
+    """A row per PROMPT and pair of unequal sizes: ms, descriptors, bytes, and with `_e` what the same prompt
+    had at equal sizes: the mean of both sides' sizes, or of the one that was run so, or of any where neither
+    was."""
     prompts = result.requests[[*KEYS, "prompt_index"]].drop_duplicates(KEYS)
     placed = _placed(result).merge(prompts, on=KEYS)
-    placed = placed.assign(
-        is_equal=placed["prefill.tp"].astype("float64") == placed["decode.tp"].astype("float64"),
-        layouts=[
-            _layouts(p, d, is_push=bool(push))
-            for p, d, push in zip(
-                placed["prefill.layout"], placed["decode.layout"], placed["is_push"], strict=True
-            )
-        ],
-    )
-    names = ["layouts", "prompt_index", "repeat"]
-    # Each pair of sizes counts alike, however many of the matrix's other axes it was run with.
-    sizes = placed.groupby([*names, "is_equal", "prefill.tp", "decode.tp"])[["ms", "descriptors", "bytes"]]
-    means = sizes.mean().groupby([*names, "is_equal"]).mean().reset_index()
-    sides = [means[means["is_equal"] == is_equal] for is_equal in (False, True)]
-    return sides[0].merge(sides[1], on=names, suffixes=("_u", "_e"))
+    places = zip(placed["prefill.layout"], placed["decode.layout"], placed["is_push"], strict=True)
+    placed = placed.assign(layouts=[_layouts(p, d, is_push=bool(push)) for p, d, push in places])
+    facts = ["ms", "descriptors", "bytes"]
+    # However many of the matrix's other axes a pair of sizes was run with.
+    means = placed.groupby([*PROMPT, *SIZES])[facts].mean().reset_index()
+    is_equal = means["prefill.tp"].astype("float64") == means["decode.tp"].astype("float64")
+    equal = dict(list(means[is_equal].groupby(PROMPT)))
+    found = []
+    for row in means[~is_equal].to_dict("records"):
+        rows = equal.get(tuple(row[name] for name in PROMPT))
+        if rows is not None:
+            near = rows[rows["prefill.tp"].isin([row[size] for size in SIZES])]
+            base = (near if len(near) else rows)[facts].mean()
+            found.append(row | {f"{fact}_e": base[fact] for fact in facts})
+    return pd.DataFrame(found)
 
 
 def _difference(pairs: pd.DataFrame, result: Result) -> str:
-    """What the pairs say of time, and how sure that is."""
-    more = pairs["ms_u"] - pairs["ms_e"]
-    told = (
-        f"Waiting for a request's KV to move took {pairs['ms_u'].median():.2f} ms at unequal TP sizes and "
-        f"{pairs['ms_e'].median():.2f} ms at equal ones (medians)"
-    )
+    """What the pairs say of time, and how sure that is: prompts are drawn independently, sizes are not, so
+    each prompt counts once, by the median over its pairs of sizes."""
+    by_prompt = pairs.assign(more=pairs["ms"] - pairs["ms_e"]).groupby(PROMPT)[["more", "ms_e"]].median()
+    more = by_prompt["more"]
     interval = median_interval(more.tolist(), CONFIDENCE)
+    told = (
+        f"Of the same prompt, waiting for its KV to move took {abs(more.median()):.2f} ms "
+        f"{'more' if more.median() >= 0 else 'less'} at unequal TP sizes than the "
+        f"{by_prompt['ms_e'].median():.2f} ms at equal ones (medians of {len(more)}"
+    )
     if interval is None:
-        return f"{told}; prompts that were moved at both ({len(pairs)}) are too few to tell that from chance."
+        return f"{told}): too few to tell that from chance."
     whole = float(result.requests["e2e_ms"].median())
     share = (
         f", {100 * more.median() / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
     )
     chance = " That may be chance." if interval[0] <= 0 <= interval[1] else ""
-    return (
-        f"{told}. Of the same prompt the difference is {more.median():+.2f} ms (median of {len(pairs)} "
-        f"pairs; 95% interval {interval[0]:+.2f} to {interval[1]:+.2f} ms){share}.{chance}"
-    )
+    return f"{told}; 95% interval {interval[0]:+.2f} to {interval[1]:+.2f} ms){share}.{chance}"

@@ -75,7 +75,7 @@ def test_a_request_that_failed_before_its_first_decode_step_exposed_nothing(
         row.output_token_ids, row.token_times_ns = [4], [100]
         flight = Flight(RULES, row, Unheard())
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [])
-        info = {"stage_ns": {"reserve": 1}}
+        info = {"taken_ns": 120, "stage_ns": {"reserve": 1}}
         request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
         way = Way(request=request, prefill=None, decode=None)
         here = RequestEvent(request_id="r", time_ns=130, info=info, error=lost if refused else None)

@@ -37,7 +37,9 @@ def test_the_first_token_tells_when_the_request_came_and_a_step_took_it(
         completion = pair.prefill(make_request("again", PROMPT, 4))
         events = told(pair.start_decode(make_request("again", PROMPT, 4), completion))
         here, *tokens = events
-        assert here.info["submitted_ns"] + sum(here.info["stage_ns"].values()) <= here.time_ns
+        assert completion.payload.digest_ns[0] > 0  # type: ignore[attr-defined]
+        assert ticket.time_ns < here.info["submitted_ns"] <= here.info["taken_ns"]
+        assert here.info["taken_ns"] + sum(here.info["stage_ns"].values()) <= here.time_ns
         assert here.time_ns <= tokens[0].info["first_step_ns"] < tokens[0].time_ns
         assert all("first_step_ns" not in event.info for event in tokens[1:])
 

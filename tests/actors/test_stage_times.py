@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayk.actors.arrival_times import arrival_stages
@@ -29,8 +30,17 @@ from tests.metrics.recording import Recorder
 
 REQUEST = Request(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
 RULES = FlightRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
-TICKET = TransferTicket.__new__(TransferTicket)
-"""Nobody looks into it."""
+TICKET = TransferTicket(
+    request_id="r",
+    lease_id="l",
+    engine="prefill0",
+    epoch=1,
+    num_tokens=3,
+    block_tables=(),
+    generations=(),
+    digests=np.zeros((2, 0), np.int64),
+    digest_ns=(2, 3),
+)
 AHEAD_NS = 5_000
 """The decode engine's clock is behind the coordinator's by so much."""
 
@@ -121,10 +131,10 @@ def prefill_events(start_ns: int) -> list[RequestEvent]:
 HERE = {"reserve": 11, "read": 22, "fence": 3, "verify": 5}
 
 
-def decode_events(submitted_ns: int, **info: Any) -> list[RequestEvent]:
+def decode_events(taken_ns: int, **info: Any) -> list[RequestEvent]:
     """Read in 41, noticed 6 later, in a step 9 later, tokens 20 and 30 after its begin."""
-    at = submitted_ns + 41
-    told = {"submitted_ns": submitted_ns, "stage_ns": dict(HERE), **info}
+    at = taken_ns + 41
+    told = {"submitted_ns": taken_ns - 8, "taken_ns": taken_ns, "stage_ns": dict(HERE), **info}
     return [
         event(at + 6, info=told),
         event(at + 35, token_ids=(5,), info={"first_step_ns": at + 15}),
@@ -141,10 +151,11 @@ def test_a_pulled_request_has_every_stage(monkeypatch: pytest.MonkeyPatch) -> No
         "dispatch": 10,
         "prefill_queue": 30,
         "prefill": 100,
-        "digest": 7,
-        "handover": 1_200 - 1_149,
+        "ticket": 4,
+        "digest": 3,
+        "handover": 1_192 - 1_149,
         **HERE,
-        "notice": 6,
+        "notice": 8 + 6,
         "decode_queue": 9,
         "decode": 30,
     }
@@ -164,7 +175,11 @@ def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.Monkey
 def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of()
     lost = [
-        event(900, error=TransferError("r", "lost"), info={"submitted_ns": 200, "stage_ns": {"reserve": 5}})
+        event(
+            900,
+            error=TransferError("r", "lost"),
+            info={"submitted_ns": 200, "taken_ns": 200, "stage_ns": {"reserve": 5}},
+        )
     ]
     ways = [
         [Played("prefill0", "prefill", prefill_events(5)), Played("decode0", "decode", lost)],
@@ -177,7 +192,7 @@ def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.Monk
     assert row.output_token_ids == [4, 5, 6]
     assert (row.stage_ns["queue"], row.stage_ns["retry"]) == (5, 1_000 - 152)
     # Of both attempts.
-    assert (row.stage_ns["prefill_queue"], row.stage_ns["prefill"], row.stage_ns["digest"]) == (60, 200, 14)
+    assert (row.stage_ns["prefill_queue"], row.stage_ns["prefill"], row.stage_ns["digest"]) == (60, 200, 6)
     assert row.stage_ns["reserve"] == 11
     assert sum(row.stage_ns.values()) == row.token_times_ns[-1]
 
@@ -194,7 +209,7 @@ def test_a_decode_engine_that_goes_on_by_itself_computes_the_prompt(monkeypatch:
     )
     # Reserved and read after 33; noticed 14 later; in a step 9 later; a token 20 after that.
     assert (row.stage_ns["retry"], row.stage_ns["prefill_queue"], row.stage_ns["prefill"]) == (14, 39, 120)
-    assert "notice" not in row.stage_ns
+    assert row.stage_ns["notice"] == 8
     assert "decode_queue" not in row.stage_ns
     assert row.stage_ns["decode"] == 10
     assert sum(row.stage_ns.values()) == row.token_times_ns[-1]
@@ -204,7 +219,9 @@ def test_a_push_goes_by_the_decode_engine_first() -> None:
     row = row_of()
     stages = StageClock(row)
     given = event(
-        160 - AHEAD_NS, payload=Reservation.__new__(Reservation), info={"submitted_ns": 60 - AHEAD_NS}
+        160 - AHEAD_NS,
+        payload=Reservation.__new__(Reservation),
+        info={"submitted_ns": 60 - AHEAD_NS, "taken_ns": 72 - AHEAD_NS},
     )
     d, p = Played("decode0", "decode", [given], AHEAD_NS), Played("prefill0", "prefill", [])
 
@@ -214,7 +231,7 @@ def test_a_push_goes_by_the_decode_engine_first() -> None:
             stages.end("dispatch", 190)
 
     asyncio.run(run())
-    assert row.stage_ns == {"queue": 50, "dispatch": 10 + 30, "reserve": 100}
+    assert row.stage_ns == {"queue": 50, "dispatch": 10 + 30, "notice": 12, "reserve": 88}
 
 
 def test_clocks_that_disagree_make_no_time_and_lose_none() -> None:

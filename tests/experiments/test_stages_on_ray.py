@@ -121,7 +121,7 @@ def test_stages_before_the_first_token_are_its_time(run: Result) -> None:
     assert before[~is_push].tolist() == pytest.approx(once.loc[~is_push, "ttft_ms"].tolist(), abs=SLACK_MS)
     assert is_push.sum() == 3
     moved = once[~is_push & (once["kv_path"] == "remote")]
-    exposed = stage_ms(moved, "digest", "handover", "reserve", "read", "fence", "verify", "notice")
+    exposed = stage_ms(moved, "ticket", "digest", "handover", "reserve", "read", "fence", "verify", "notice")
     assert exposed.tolist() == pytest.approx(moved["exposed_ms"].tolist(), abs=SLACK_MS)
 
 

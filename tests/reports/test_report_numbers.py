@@ -34,7 +34,8 @@ STAGES = {
     "dispatch": 2,
     "prefill_queue": 5,
     "prefill": 13,
-    "digest": 2,
+    "ticket": 1,
+    "digest": 1,
     "handover": 2,
     "reserve": 4,
     "read": 10,
@@ -119,7 +120,7 @@ def test_parts_add_up_to_the_request(run: Result) -> None:
     parts = request_parts(run)
     names = [part.name for part in PARTS]
     assert parts[names].sum(axis=1).tolist() == pytest.approx(run.requests["e2e_ms"].tolist())
-    assert parts[names].iloc[0].tolist() == [1, 2, 5, 13, 2, 2, 4, 1, 9, 1, 1, 1, 0, 3, 55, 0]
+    assert parts[names].iloc[0].tolist() == [1, 2, 5, 13, 1, 1, 2, 4, 1, 9, 1, 1, 1, 0, 3, 55, 0]
     # A rank posts 2 and 3 ms one after the other, the other rank 4 at the same time: 5 of the 20 ms.
     assert parts[["post", "wait"]].iloc[2].tolist() == [5, 15]
 
@@ -130,12 +131,12 @@ def test_shares_name_the_limit(run: Result) -> None:
     assert shares == pytest.approx(
         {
             "queue": 0.01,
-            "prefill": 0.18,
+            "prefill": 0.19,
             "link": 0.1,
             "decode KV": 0.04,
-            "decode step": 0.58,
-            "coordinator": 0.05,
-            "checks": 0.04,
+            "decode step": 0.59,
+            "coordinator": 0.04,
+            "checks": 0.03,
             "retries": 0.0,
         }
     )
@@ -144,8 +145,9 @@ def test_shares_name_the_limit(run: Result) -> None:
         ("p1-d1-BHLNC-BHLNC", "decode step"),
         ("p1-d2-BHLNC-BHLNC", "decode step"),
     ]
-    assert rows[0]["evidence"].startswith("3.0 ms until a decode step took it, 105.0 ms decoding")
-    assert rows[0]["decode step"] == pytest.approx(100 * 216 / 300)
+    told = "1.0 ms until the decode engine looked, 3.0 ms until a step took it, 105.0 ms decoding"
+    assert rows[0]["evidence"].startswith(told)
+    assert rows[0]["decode step"] == pytest.approx(100 * 218 / 300)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +159,12 @@ def test_shares_name_the_limit(run: Result) -> None:
         ("prefill", "prefill", "900.0 ms computing the prompt"),
         ("read", "link", "899.0 ms waiting for bytes"),
         ("reserve", "decode KV", "900.0 ms until blocks were free"),
+        ("ticket", "prefill", "900.0 ms until the ticket was written"),
         ("handover", "coordinator", "900.0 ms for the ticket's way"),
-        ("notice", "coordinator", "900.0 ms until the decode engine knew"),
+        ("notice", "decode step", "900.0 ms until the decode engine looked"),
         ("verify", "checks", "900.0 ms verify"),
         ("retry", "retries", "900.0 ms in attempts that failed"),
-        ("decode_queue", "decode step", "900.0 ms until a decode step took it"),
+        ("decode_queue", "decode step", "900.0 ms until a step took it"),
     ],
 )
 def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, told: str) -> None:
@@ -235,9 +238,9 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
     assert run.cells["transfer_gb_per_s"].tolist() == pytest.approx([0.4, 0.4])
     assert (equal["low_ms"], equal["is_span"], equal["is_merged"]) == (None, True, True)
     text = unequal_cost(run)
-    assert "20.00 ms at unequal TP sizes and 4.00 ms at equal ones" in text
-    assert "prompts that were moved at both (1) are too few to tell that from chance" in text
-    assert "24.0 descriptors instead of 8.0" in text
+    assert "took 16.00 ms more at unequal TP sizes than the 4.00 ms at equal ones" in text
+    assert "(medians of 1): too few to tell that from chance" in text
+    assert "posted 24.0 descriptors, at equal ones 8.0, and moved 7.6 MiB, at equal ones 1.9 MiB" in text
     assert "P 1, D 2, BHLNC → BHLNC: 20.00 ms, 24.0 descriptors, 7.6 MiB" in text
     [grid] = pair_grids(run)
     assert [fact["title"] for fact in grid["facts"]] == [
@@ -260,7 +263,7 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
             "95% interval +4.00 to +11.00 ms), 7.1% of the median request's 105 ms.",
         ),
         ([-4, 5, -6, 7, -3, 9, -3, 11], "That may be chance."),
-        ([4, 5, 6, 7, 8], "prompts that were moved at both (5) are too few to tell that from chance."),
+        ([4, 5, 6, 7, 8], "(medians of 5): too few to tell that from chance."),
     ],
 )
 def test_unequal_sizes_cost_what_the_same_prompts_tell(
@@ -282,7 +285,22 @@ def test_unequal_sizes_cost_what_the_same_prompts_tell(
     text = unequal_cost(load(tmp_path))
     assert told in text
     assert ("too few" in text) == (len(longer_ms) < 6)
-    assert "moved 1.9 MiB instead of 1.9 MiB" in text
+    assert "moved 1.9 MiB, at equal ones 1.9 MiB" in text
+
+
+def test_unequal_sizes_are_held_against_those_of_their_sides(tmp_path: Path) -> None:
+    """P 1 to D 2 against P 1 to D 1 and P 2 to D 2, not against P 4 to D 4."""
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for prefill, decode, took in ((1, 1, 10), (2, 2, 20), (4, 4, 900), (1, 2, 17), (2, 1, 14), (1, 4, 1000)):
+        cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"))
+        rows = [request_row(cell, number, 60) for number in range(7)]
+        moved = [transfer_row(cell, n, 0, transfer_ns=(took + 100 * n) * MS) for n in range(7)]
+        writer.write_cell(cell, rows, moved)
+    writer.finish()
+    # 2 more, 1 less, 545 more: the median is 2, of each prompt.
+    text = unequal_cost(load(tmp_path))
+    assert "took 2.00 ms more at unequal TP sizes" in text
+    assert "95% interval +2.00 to +2.00 ms" in text
 
 
 def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
@@ -298,7 +316,7 @@ def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
     assert titles[0] == "ms of its slowest pair of ranks (an older rayk wrote it)"
     assert titles[1] == "descriptors before merging (an older rayk wrote it)"
     text = unequal_cost(older)
-    assert "48.0 descriptors before merging (an older rayk wrote it) instead of 16.0" in text
+    assert "48.0 descriptors before merging (an older rayk wrote it), at equal ones 16.0" in text
     assert "Times are those of the slowest ranks" in text
     # Not even one row of a run may pass for merged where others are not.
     mixed = whole.transfers.copy()
@@ -353,7 +371,7 @@ def test_the_waterfall_has_every_request(run: Result) -> None:
     assert told["cells"][0]["requests"][1] == [
         "0/1",
         5.0,
-        [1, 2, 5, 13, 2, 2, 4, 1, 9, 1, 1, 1, 0, 3, 155, 0],
+        [1, 2, 5, 13, 1, 1, 2, 4, 1, 9, 1, 1, 1, 0, 3, 155, 0],
     ]
     few = waterfall_data(run, max_requests=2)
     assert few is not None
@@ -396,8 +414,8 @@ def test_the_four_answers(run: Result, tmp_path: Path) -> None:
     assert passed.text == "Yes: 2 of 2 cells passed. Checked: kv_bytes, tokens."
     assert passed.tone == "met"
     assert "Mostly in decode step" in time.text
-    # (58 + 158 + 58) of 100 + 200 + 110 ms, `decode_queue` and `decode`.
-    assert "decode step 67%" in time.text
+    # (59 + 159 + 59) of 100 + 200 + 110 ms: `notice`, `decode_queue` and `decode`.
+    assert "decode step 68%" in time.text
     assert cost.text == unequal_cost(run)
     assert f"git checkout {'c' * 40}" in rerun.command
     assert "--out runs/synthetic-again" in rerun.command
