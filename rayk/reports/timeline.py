@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,9 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
     """Names of processes and rows first, then each repeat's spans, in the order of the tables."""
     requests = result.requests
     engines = sorted({e for c in ("prefill_engine", "decode_engine") for e in requests[c].dropna()}, key=_key)
-    pids = {COORDINATOR: 1} | {name: 2 + i for i, name in enumerate(engines)}
-    yield from _names(pids, sorted(int(i) for i in requests["prompt_index"].unique()))
+    indices = sorted(int(i) for i in requests["prompt_index"].unique())
+    places = _Places([COORDINATOR, *engines], indices)
+    yield from places.names()
     moved = _transfers(result.transfers)
     verdicts = dict(zip(result.cells["cell_id"], result.cells["verdict"], strict=True))
     pushes = _pushes(result.cells)
@@ -92,23 +93,61 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
     for (cell_id, repeat), rows in groups:
         is_push = cell_id in pushes
         records = rows.to_dict("records")
-        lines = [_Line(row, begin_ns, spans_of(row, is_push=is_push), pids) for row in records]
+        lines = [_Line(row, begin_ns, spans_of(row, is_push=is_push), places) for row in records]
         end_ns = max(line.end_ns for line in lines)
         about = {"verdict": verdicts[cell_id], "repeat": int(repeat), "requests": len(lines)}
-        yield _event(str(cell_id), "cell", begin_ns, end_ns - begin_ns, 1, 0, about)
+        yield _event(str(cell_id), "cell", begin_ns, end_ns - begin_ns, places.of_cells, about)
         for line in lines:
             yield from line.events(moved.get((cell_id, repeat, line.request_id), {}), next(flow_ids))
         begin_ns = end_ns + GAP_NS
 
 
+Place = tuple[int, int]
+"""The numbers of a process and of one of its rows."""
+
+
+class _Places:
+    """Where things are shown.
+
+    No two rows of a trace have one number. The row with its process's number comes first, and Perfetto takes
+    row 0 for it: the coordinator's is for cells.
+    """
+
+    def __init__(self, processes: Sequence[str], indices: Sequence[int]) -> None:
+        """`processes`: the coordinator first. `indices`: of prompts."""
+        self._pids = {name: 1 + i for i, name in enumerate(processes)}
+        self._indices = indices
+        self._stride = 10 ** len(str(max(indices, default=0) + 1))
+        self.of_cells: Place = (1, 1)
+
+    def of(self, process: str, index: int) -> Place:
+        """A request's row."""
+        pid = self._pids[process]
+        return pid, pid * self._stride + 1 + index
+
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Of processes and rows, and their order."""
+        for name, pid in self._pids.items():
+            yield from _named("process", (pid, pid), name, pid)
+        yield from _named("thread", self.of_cells, "cells", 0)
+        for name in self._pids:
+            for i in self._indices:
+                yield from _named("thread", self.of(name, i), f"request {i}", 1 + i)
+
+
+def _named(kind: str, place: Place, name: str, sort_index: int) -> Iterator[dict[str, Any]]:
+    base = {"ph": "M", "pid": place[0], "tid": place[1]}
+    yield {"name": f"{kind}_name", "args": {"name": name}} | base
+    yield {"name": f"{kind}_sort_index", "args": {"sort_index": sort_index}} | base
+
+
 class _Line:
     """One request, placed on the trace's clock."""
 
-    def __init__(self, row: dict[str, Any], begin_ns: int, spans: list[Span], pids: dict[str, int]) -> None:
+    def __init__(self, row: dict[str, Any], begin_ns: int, spans: list[Span], places: _Places) -> None:
         self.request_id: str = row["request_id"]
-        self._row, self._spans, self._pids = row, spans, pids
+        self._row, self._spans, self._places = row, spans, places
         self._due_ns = begin_ns + (_ns(row["due_ms"], NS_PER_MS) or 0)
-        self._tid = int(row["prompt_index"]) + 1
         last = spans[-1] if spans else Span("", 0, 0)
         e2e = _ns(row["e2e_ms"], NS_PER_MS) or 0
         self._length_ns = max(last.start_ns + last.length_ns, e2e)
@@ -117,32 +156,31 @@ class _Line:
     def events(self, moved: dict[str, Any], flow_id: int) -> Iterator[dict[str, Any]]:
         """The request, its stages, first token and the way of its KV. `moved`: what its transfers say.
         `flow_id`: a number; of texts Perfetto takes only hexadecimal ones."""
-        due, tid, row = self._due_ns, self._tid, self._row
-        yield _event(self.request_id, "request", due, self._length_ns, 1, tid, self._about())
-        ttft = _ns(row["ttft_ms"], NS_PER_MS)
+        due, place = self._due_ns, self._place("")
+        yield _event(self.request_id, "request", due, self._length_ns, place, self._about())
+        ttft = _ns(self._row["ttft_ms"], NS_PER_MS)
         if ttft is not None:
-            yield _base("first token", "request", due + ttft, 1, tid) | {"ph": "i", "s": "t"}
-        ends: dict[str, tuple[int, int]] = {}
+            yield _base("first token", "request", due + ttft, place) | {"ph": "i", "s": "t"}
+        ends: dict[str, tuple[int, Place]] = {}
         for span in self._spans:
-            pid = self._pid(span.stage)
+            place = self._place(span.stage)
             about = {"request": self.request_id} | (moved if span.stage == "read" else {})
             category = CATEGORIES.get(span.stage, "transfer")
             start = due + span.start_ns
-            yield _event(span.stage, category, start, span.length_ns, pid, tid, about)
-            ends[span.stage] = (start, pid)
+            yield _event(span.stage, category, start, span.length_ns, place, about)
+            ends[span.stage] = (start, place)
         if "prefill" in ends and "read" in ends:
             for stage, phase in (("prefill", {"ph": "s"}), ("read", {"ph": "f", "bp": "e"})):
-                start, pid = ends[stage]
-                yield _base("kv", "transfer", start, pid, tid) | {"id": flow_id} | phase
+                start, place = ends[stage]
+                yield _base("kv", "transfer", start, place) | {"id": flow_id} | phase
 
-    def _pid(self, stage: str) -> int:
+    def _place(self, stage: str) -> Place:
         """Where a stage is shown: at the coordinator where the row does not know the engine."""
         role = "prefill" if stage in AT_PREFILL else "decode" if stage in AT_DECODE else None
-        if role is None:
-            return 1
         # A prompt that the decode engine computed itself has no prefill engine.
-        names = (self._row[f"{role}_engine"], self._row["decode_engine"])
-        return next((self._pids[n] for n in names if isinstance(n, str)), 1)
+        names = (self._row[f"{role}_engine"], self._row["decode_engine"]) if role is not None else ()
+        engine = next((n for n in names if isinstance(n, str)), COORDINATOR)
+        return self._places.of(engine, int(self._row["prompt_index"]))
 
     def _about(self) -> dict[str, Any]:
         names = (
@@ -156,17 +194,6 @@ class _Line:
         found = {name: _plain(self._row[name]) for name in names}
         found["num_output_tokens"] = len(self._row["output_token_ids"])
         return {name: value for name, value in found.items() if value is not None}
-
-
-def _names(pids: dict[str, int], indices: list[int]) -> Iterator[dict[str, Any]]:
-    for name, pid in pids.items():
-        yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
-        yield {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-        for tid, text in ((0, "cells"), *((i + 1, f"request {i}") for i in indices)):
-            if tid or pid == 1:
-                row = {"ph": "M", "pid": pid, "tid": tid}
-                yield {"name": "thread_name", "args": {"name": text}} | row
-                yield {"name": "thread_sort_index", "args": {"sort_index": tid}} | row
 
 
 def _transfers(table: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -192,15 +219,15 @@ def _pushes(cells: pd.DataFrame) -> set[str]:
 
 
 def _event(
-    name: str, category: str, start_ns: int, length_ns: int, pid: int, tid: int, about: dict[str, Any]
+    name: str, category: str, start_ns: int, length_ns: int, place: Place, about: dict[str, Any]
 ) -> dict[str, Any]:
     """A span."""
     times = {"ph": "X", "dur": length_ns / 1e3}
-    return _base(name, category, start_ns, pid, tid) | times | {"args": about}
+    return _base(name, category, start_ns, place) | times | {"args": about}
 
 
-def _base(name: str, category: str, start_ns: int, pid: int, tid: int) -> dict[str, Any]:
-    return {"name": name, "cat": category, "ts": start_ns / 1e3, "pid": pid, "tid": tid}
+def _base(name: str, category: str, start_ns: int, place: Place) -> dict[str, Any]:
+    return {"name": name, "cat": category, "ts": start_ns / 1e3, "pid": place[0], "tid": place[1]}
 
 
 def _key(engine: str) -> tuple[bool, str]:

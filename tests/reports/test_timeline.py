@@ -232,7 +232,11 @@ def check_format(path: Path) -> None:
             slices[row].append((start, start + exact_ns(event["dur"]), event["name"]))
         elif event["ph"] in "sf":
             flows[event["cat"], event["name"], event["id"]].append((event["ph"], start, row))
-    assert all("thread_name" in named[row] and "process_name" in named[row[0], 0] for row in rows)
+    with_name = {pid for (pid, _), names in named.items() if "process_name" in names}
+    assert all("thread_name" in named[row] and row[0] in with_name for row in rows)
+    # Perfetto shows row 0 as the process's own.
+    assert len({tid for _, tid in rows}) == len(rows)
+    assert all(tid > 0 for _, tid in rows)
     for of_row in slices.values():
         check_nesting(of_row)
     assert flows
