@@ -39,6 +39,13 @@ TIMES = (
         f"{TIMELINE}::test_the_file_is_one_that_perfetto_takes",
     ),
     Mutation(
+        "cells are in row 0, which Perfetto has for another",
+        "rayk/reports/timeline.py",
+        "self.of_cells: Place = (1, 1)",
+        "self.of_cells: Place = (1, 0)",
+        f"{TIMELINE}::test_the_file_is_one_that_perfetto_takes",
+    ),
+    Mutation(
         "a request that was tried again decodes too early",
         "rayk/reports/timeline.py",
         "end_ns = max(end_ns, e2e - length)",
