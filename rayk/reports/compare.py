@@ -86,17 +86,18 @@ def compare_headline(results: list[Result]) -> str:
     """One line: how many verdicts differ, and how many cells some run lacks."""
     table = compare(results)
     changed, missing = int(table["changed"].sum()), int(table["missing"].sum())
+    noun = "load" if all(is_load(result.cells) for result in results) else "cell"
     if changed:
-        text = f"{changed} of {_cells(len(table))} {'differs' if changed == 1 else 'differ'} in verdict"
+        text = f"{changed} of {_count(len(table), noun)} {'differs' if changed == 1 else 'differ'} in verdict"
     elif missing < len(table):
-        text = f"{_cells(len(table) - missing)} in every run, equal verdicts"
+        text = f"{_count(len(table) - missing, noun)} in every run, equal verdicts"
     else:
-        text = "no cell is in every run"
+        text = f"no {noun} is in every run"
     return text + (f", {missing} in some runs only" if missing else "")
 
 
-def _cells(count: int) -> str:
-    return f"{count} cell" if count == 1 else f"{count} cells"
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def write_compare_csv(results: list[Result], path: Path) -> Path:
@@ -249,6 +250,8 @@ def _notes(base: Result, other: Result) -> list[str]:
         notes.append(f"another spec: {', '.join(changed)}")
     if changed := changed_facts(base.environment, other.environment):
         notes.append(f"other versions or another machine: {', '.join(changed)}")
+    if is_load(base.cells) and is_load(other.cells):
+        return notes  # whatever they measured differs
     found = differences_of(base, other)
     notes += [f"values differ: {difference}" for difference in found[:MAX_DIFFERENCES]]
     if len(found) > MAX_DIFFERENCES:

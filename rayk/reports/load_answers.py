@@ -16,16 +16,16 @@ from rayk.reports.stages import Part
 from rayk.reports.verdicts import format_value
 
 PARTS = (
-    Part(name="sent late", limit="generator", colour="#9aa4ad", meaning="due, not yet sent"),
+    Part(name="sent late", limit="the generator", colour="#9aa4ad", meaning="due, not yet sent"),
     Part(
         name="first token",
-        limit="until the first token",
+        limit="getting the first token",
         colour="#3b7dd8",
         meaning="from sent to the first token: the way there, the server's queue and its prefill",
     ),
     Part(
         name="later tokens",
-        limit="later tokens",
+        limit="the later tokens",
         colour="#2f9e77",
         meaning="from the first token to the last",
     ),
@@ -73,10 +73,10 @@ def belief_text(cells: pd.DataFrame) -> str:
 
 
 def speed_text(cells: pd.DataFrame) -> str:
-    """Of the load with the most goodput: rates, and medians."""
-    rated = cells.dropna(subset=["goodput_per_s"])
+    """Of the load with the most goodput that is not INVALID: rates, and medians."""
+    rated = cells[cells["verdict"] != "INVALID"].dropna(subset=["goodput_per_s"])
     if rated.empty:
-        return "Unknown: no request was measured."
+        return "Unknown: no load's numbers hold."
     best = rated.sort_values("goodput_per_s").iloc[-1].to_dict()
     texts = [
         f"{_number(best, 'answered_per_s', '.2f')} answers/s",
@@ -154,7 +154,8 @@ def needs_text(cells: pd.DataFrame) -> str:
 
 
 def client_waterfall(result: Result) -> dict[str, Any] | None:
-    """What the page's waterfall shows, as `stages.waterfall_data` has it; None without answers."""
+    """What the page's waterfall shows, as `stages.waterfall_data` has it; None without answers. Requests that
+    come seconds apart are told side by side, each from when it was due."""
     parts = client_parts(result)
     cells = []
     for cell_id, rows in parts.groupby("cell_id", sort=False):
@@ -164,7 +165,7 @@ def client_waterfall(result: Result) -> dict[str, Any] | None:
         requests = [[*row] for row in zip(names, shown["due_ms"].round(3).tolist(), durations, strict=True)]
         cells.append({"id": str(cell_id), "push": False, "of": len(rows), "requests": requests})
     told = [{"name": part.name, "colour": part.colour, "meaning": part.meaning} for part in PARTS]
-    return {"parts": told, "cells": cells, "axis": "ms after the load began"} if cells else None
+    return {"parts": told, "cells": cells, "aligned": True} if cells else None
 
 
 def client_spreads(result: Result) -> list[Plot]:

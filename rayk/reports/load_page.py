@@ -217,8 +217,8 @@ def load_page(result: Result) -> Page:
             ),
             Section(
                 title="Requests, stage by stage",
-                note="A bar per answered request of a load from when it was due; choose one to see its "
-                f"parts, in ms. Of a longer load the first {MAX_ROWS}.",
+                note="A bar per answered request of a load, from when it was due; choose one to see its "
+                f"parts. Of a longer load the first {MAX_ROWS}.",
                 waterfall=client_waterfall(result),
                 waterfall_of="Load",
             ),

@@ -35,7 +35,7 @@ PROBES = (
     Probe(title="one core's SHA-256, MB/s", part="load", key="sha256_mb_per_s"),
 )
 LOAD = Probe(title="load average of the minute before", part="load", key="average_1_min")
-FREE = Probe(title="usual go of the SHA-256 over its best", part="load", key="free_share")
+FREE = Probe(title="share of a core that was free", part="load", key="free_share")
 
 
 def probe_rows(environments: Sequence[Mapping[str, Any]]) -> list[list[str]]:

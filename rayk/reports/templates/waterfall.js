@@ -18,7 +18,7 @@
     return others.slice(0, 1).concat(reserve, others.slice(1));
   }
   function starts(cell, request) {
-    var at = request[1], found = [];
+    var at = told.aligned ? 0 : request[1], found = [];
     order(cell).forEach(function (i) { found[i] = at; at += request[2][i]; });
     return found;
   }
@@ -51,17 +51,19 @@
     var data = one < 0 ? ofAll(cell) : ofOne(cell, cell.requests[one]);
     var rows = one < 0 ? cell.requests.length : parts.length;
     var end = 0, shown = one < 0 ? cell.requests : [cell.requests[one]];
-    shown.forEach(function (r) { end = Math.max(end, r[1] + r[2].reduce(function (a, b) { return a + b; }, 0)); });
-    var begin = one < 0 ? 0 : shown[0][1];
+    function due(r) { return told.aligned ? 0 : r[1]; }
+    shown.forEach(function (r) { end = Math.max(end, due(r) + r[2].reduce(function (a, b) { return a + b; }, 0)); });
+    var begin = one < 0 ? 0 : due(shown[0]);
+    var axis = told.aligned ? "ms after the request was due" : "ms after the repeat began";
     var line = colour("--line");
     // Of hundreds of requests the picture is what counts, not their names.
-    var each = Math.max(3, Math.min(24, 1500 / rows));
+    var each = Math.max(3, Math.min(24, 1000 / rows));
     Plotly.react("waterfall", data, {
       barmode: "overlay", height: 80 + Math.max(3, rows) * each, showlegend: false, hovermode: "closest", bargap: 0.25,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 40, r: 14, t: 8, b: 40 },
       font: { family: "system-ui, sans-serif", size: 12, color: colour("--soft") },
       hoverlabel: { bgcolor: colour("--ink"), font: { color: colour("--bg") }, align: "left" },
-      xaxis: { title: { text: told.axis || "ms after the repeat began" }, range: [begin, begin + (end - begin) * (one < 0 ? 1.02 : 1.18)],
+      xaxis: { title: { text: axis }, range: [begin, begin + (end - begin) * (one < 0 ? 1.02 : 1.18)],
                gridcolor: line, zerolinecolor: line, fixedrange: true },
       yaxis: { type: "category", showticklabels: each > 11, autorange: "reversed", automargin: true, fixedrange: true, gridcolor: line }
     }, { displayModeBar: false, responsive: true });
