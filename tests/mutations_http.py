@@ -156,8 +156,8 @@ HTTP = (
     Mutation(
         "a stream that failed says that all was sent",
         "rayk/serve/replies.py",
-        "await _send_part(send, event(api_error(error).body))",
-        "await _send_part(send, event(api_error(error).body) + DONE)",
+        "await _send_part(send, event(told.body))",
+        "await _send_part(send, event(told.body) + DONE)",
         f"{GUARD}::test_an_error_behind_the_first_token_is_an_event_and_no_done",
     ),
     Mutation(
