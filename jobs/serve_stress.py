@@ -102,15 +102,14 @@ async def serving(family: str, options: argparse.Namespace, address: str) -> Asy
             run.exit_status = await asyncio.to_thread(stop, process)
 
 
-async def find_fleet() -> Any:
+async def only_fleet() -> Any:
     """The actor that owns the server's engines. Raises UserError where there is not one."""
-    import ray
+    from rayk.actors.fleets import find_fleet, fleet_names
 
-    found: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
-    names = [n for n in found if n["name"].startswith("rayk/") and n["name"].endswith("/fleet")]
+    names = fleet_names()
     if len(names) != 1:
         raise UserError(f"{len(names)} servers on the cluster", mend="one of this job's alone")
-    return await asyncio.to_thread(ray.get_actor, names[0]["name"], namespace=names[0]["namespace"])
+    return await asyncio.to_thread(find_fleet, names[0])
 
 
 async def stress(
@@ -118,7 +117,7 @@ async def stress(
 ) -> Run:
     """One server under load, to its end."""
     async with serving(family, options, address) as (url, run):
-        fleet = await find_fleet()
+        fleet = await only_fleet()
         clients = Clients(url, family, prompts, options.request_s + GRACE_S)
         cases = draw_cases(len(prompts), options.max_tokens, options.leave / 100, options.seed)
         run.began_ns = time.monotonic_ns()

@@ -11,11 +11,9 @@ import ray
 from ray.exceptions import RayError
 
 from rayk.actors.launch import NAMESPACE, connect
+from rayk.actors.naming import FLEETS
 from rayk.types.errors import UserError
 from rayk.types.serving import EngineState
-
-FLEETS = "rayk/fleet/"
-"""What the names of fleets begin with (serve/command.py)."""
 
 
 @contextmanager
@@ -25,11 +23,22 @@ def joined(address: str) -> Iterator[None]:
         yield
 
 
+def fleet_names() -> list[str]:
+    """Of every server of the cluster that was joined."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(f["name"] for f in named if f["namespace"] == NAMESPACE and f["name"].startswith(FLEETS))
+
+
+def find_fleet(name: str) -> Any:
+    """The actor of this name. Raises ValueError where it is gone."""
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
 def engines_of_fleets(timeout_s: float) -> list[dict[str, Any]]:
     """Every engine of every server of the cluster that was joined, as types.serving.EngineState has them;
     where there are several servers, names begin with theirs. Raises UserError where there is none, or one
     does not answer."""
-    names = sorted(f["name"] for f in ray.util.list_named_actors(all_namespaces=True) if _is_fleet(f))
+    names = fleet_names()
     if not names:
         raise UserError(
             problem="no rayk server in this cluster", where="--address", mend="rayk serve MODEL --address RAY"
@@ -41,13 +50,9 @@ def engines_of_fleets(timeout_s: float) -> list[dict[str, Any]]:
     return told
 
 
-def _is_fleet(found: dict[str, str]) -> bool:
-    return found["namespace"] == NAMESPACE and found["name"].startswith(FLEETS)
-
-
 def _engines(name: str, timeout_s: float) -> tuple[EngineState, ...]:
     try:
-        fleet: Any = ray.get_actor(name, namespace=NAMESPACE)
+        fleet = find_fleet(name)
         states: tuple[EngineState, ...] = ray.get(fleet.engines.remote(), timeout=timeout_s)
     except (RayError, ValueError) as error:
         text = next(iter(str(error).strip().splitlines()), "")

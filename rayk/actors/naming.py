@@ -13,6 +13,8 @@ MAX_PART = 32
 MAX_TASK = 96
 """Characters of a task's name."""
 _TAG = 6
+FLEETS = "rayk/fleet/"
+"""What the names of fleets, which own the engines of a server, begin with."""
 
 
 def bounded(text: str, limit: int = MAX_PART) -> str:
@@ -40,6 +42,18 @@ def rank_in_words(worker: str) -> str:
     """`prefill0 rank 1, RUN` of an actor's name rayk/RUN/prefill0/r1, or r1#2 where it was started again."""
     found = re.fullmatch(r"rayk/(.+)/([^/]+)/r(\d+)(?:#\d+)?", worker)
     return f"{found[2]} rank {found[3]}, {found[1]}" if found is not None else worker
+
+
+def fleet_name(model: str) -> str:
+    """Of a new server's fleet."""
+    return f"{FLEETS}{run_name('', [model])}"
+
+
+def front_name(fleet: str, num_before: int) -> str:
+    """Of the actor that answers HTTP for the fleet rayk/fleet/RUN: rayk/front/RUN; once it was started again
+    RUN#1, as Ray frees a name only some time after its owner's death."""
+    again = f"#{num_before}" if num_before else ""
+    return f"rayk/front/{fleet.rpartition('/')[2]}{again}"
 
 
 def loop_name(engine: str, rank: int, tp: int, role: str, model: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from rayk.actors.environment import wanted_address
+from rayk.actors.naming import models_in_words
 from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
@@ -74,7 +75,8 @@ def serve_until_stopped(
 
         cluster = wanted_address(address)
         _say("starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}")
-        with launch.connect(address, about={"rayk": "server", "url": url_of(front.host, front.port)}):
+        about = {"rayk": "server", "model": models_in_words([options.model])}
+        with launch.connect(address, about=about | {"url": url_of(front.host, front.port)}):
             if stop.received:
                 return 0
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
@@ -85,11 +87,11 @@ def serve_until_stopped(
 async def _serve(
     settings: ServerSettings, front: HttpOptions, stop: StopSignals, ready: TextIO, *, is_shared: bool
 ) -> int:
-    from rayk.actors.naming import run_name
+    from rayk.actors.naming import fleet_name
     from rayk.serve.fleet_part import FleetPart
     from rayk.serve.fronts import FrontPlan
 
-    name = f"rayk/fleet/{run_name('', [settings.model.model_id])}"
+    name = fleet_name(settings.model.model_id)
     http = http_settings(front.api_key, front.limits)
     plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
     fleet = FleetPart(name, settings, _say)

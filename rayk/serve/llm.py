@@ -201,7 +201,7 @@ class _Engines:
         import ray
 
         from rayk.actors import launch
-        from rayk.actors.naming import run_name
+        from rayk.actors.naming import fleet_name, models_in_words
         from rayk.actors.router import Router
         from rayk.serve.fleet_part import FleetPart
 
@@ -211,10 +211,11 @@ class _Engines:
         self._stack.callback(self._loop.close)
         try:
             if not ray.is_initialized():
-                self._stack.enter_context(launch.connect(address, about={"rayk": "LLM"}))
+                about = {"rayk": "LLM", "model": models_in_words([options.model])}
+                self._stack.enter_context(launch.connect(address, about=about))
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))
-            name = f"rayk/fleet/{run_name('', [self.settings.model.model_id])}"
+            name = fleet_name(self.settings.model.model_id)
             self._fleet = FleetPart(name, self.settings)
             self._thread = threading.Thread(target=self._loop.run_forever, name="rayk-llm", daemon=True)
             self._thread.start()

@@ -102,7 +102,11 @@ def test_tokens_are_the_references_and_every_block_comes_back(served, prompts, e
 
 
 def test_whoever_joins_the_cluster_sees_its_engines_and_what_they_did(served, prompts) -> None:
-    from rayk.actors.fleets import engines_of_fleets
+    from rayk.actors.fleets import engines_of_fleets, fleet_names
+    from rayk.actors.naming import fleet_name
+
+    assert fleet_names() == ["rayk/fleet/pd"]
+    assert fleet_name("models/qwen3").startswith("rayk/fleet/qwen3-"), "as servers call theirs"
 
     def told() -> dict[str, dict[str, Any]]:
         return {engine["name"]: engine for engine in engines_of_fleets(60.0)}

@@ -24,8 +24,7 @@ import yaml
 from dashboards import check, tools
 from dashboards.build import FOLDER
 from rayk import load
-from rayk.actors.fleets import FLEETS, joined
-from rayk.actors.launch import NAMESPACE
+from rayk.actors.fleets import find_fleet, fleet_names, joined
 from tests.conftest import CheckpointFactory
 from tests.dashboards.watching import (
     complete,
@@ -122,10 +121,8 @@ def pids_of(address: str) -> dict[str, list[int]]:
     import ray as ray_
 
     with joined(address):
-        named = ray_.util.list_named_actors(all_namespaces=True)
-        (fleet,) = (f["name"] for f in named if f["name"].startswith(FLEETS))
-        actor = ray_.get_actor(fleet, namespace=NAMESPACE)
-        found: dict[str, list[int]] = ray_.get(actor.pids.remote(), timeout=60)
+        (name,) = fleet_names()
+        found: dict[str, list[int]] = ray_.get(find_fleet(name).pids.remote(), timeout=60)
     return found
 
 
