@@ -12,7 +12,7 @@ import ray
 import uvicorn
 from ray.exceptions import RayActorError, RayError
 
-from rayk.actors.naming import bounded
+from rayk.actors.naming import bounded, front_name
 from rayk.actors.placement import on_this_node
 from rayk.serve.fronts import FrontPlan, open_app
 from rayk.serve.listener import CLOSE_S, listener_config
@@ -29,6 +29,10 @@ class UvicornFront:
     def __init__(self, plan: FrontPlan) -> None:
         self._plan = plan
         self._server: uvicorn.Server | None = None
+
+    def __repr__(self) -> str:
+        plan = self._plan
+        return f"UvicornFront({bounded(plan.settings.model.model_id)} at {plan.host}:{plan.port})"
 
     async def run(self) -> None:
         """Answer requests until `stop`. Raises UserError when the port is taken."""
@@ -67,12 +71,18 @@ class UvicornPart:
         self._plan = plan
         self._actor: Any = None
         self._run: Any = None
+        self._num_starts = 0
 
     async def start(self) -> None:
         """A new process; it listens soon."""
         make = ray.remote(UvicornFront).options(
-            num_cpus=0, max_concurrency=100, max_restarts=0, scheduling_strategy=on_this_node()
+            name=front_name(self._plan.fleet, self._num_starts),
+            num_cpus=0,
+            max_concurrency=100,
+            max_restarts=0,
+            scheduling_strategy=on_this_node(),
         )
+        self._num_starts += 1
         self._actor = make.remote(self._plan)
         about = bounded(self._plan.settings.model.model_id)
         self._run = self._actor.run.options(name=f"front: {about}").remote()

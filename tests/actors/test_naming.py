@@ -14,6 +14,7 @@ from rayk.actors.naming import (
     MAX_TASK,
     bounded,
     cell_name,
+    front_name,
     loop_name,
     models_in_words,
     rank_in_words,
@@ -64,6 +65,11 @@ def test_workers_say_engine_and_rank_first() -> None:
     name = "rayk/hetero-tp-qwen3-tiny-4e8f28/decode0/r1"
     assert rank_in_words(name) == rank_in_words(name + "#2") == "decode0 rank 1, hetero-tp-qwen3-tiny-4e8f28"
     assert rank_in_words("w") == "w"
+
+
+def test_fronts_are_named_after_their_server_and_no_two_alike() -> None:
+    names = [front_name("rayk/fleet/qwen3-tiny-4e8f28", i) for i in range(3)]
+    assert names == [f"rayk/front/qwen3-tiny-4e8f28{again}" for again in ("", "#1", "#2")]
 
 
 def test_names_of_tasks_are_bounded() -> None:
