@@ -26,8 +26,8 @@ STAGE_TIMES = (
     Mutation(
         "hosts' clocks pass for one",
         "rayk/actors/flight.py",
-        'info["taken_ns"] + offset_ns)',
-        'info["taken_ns"])',
+        'info["submitted_ns"] + offset_ns)',
+        'info["submitted_ns"])',
         f"{TIMES}::test_a_pulled_request_has_every_stage",
     ),
     Mutation(

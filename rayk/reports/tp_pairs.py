@@ -211,21 +211,20 @@ def _same_prompts(result: Result) -> pd.DataFrame:
 
 
 def _difference(pairs: pd.DataFrame, result: Result) -> str:
-    """What the pairs say of time, and how sure that is: prompts are drawn independently, sizes are not, so
-    each prompt counts once, by the median over its pairs of sizes."""
-    by_prompt = pairs.assign(more=pairs["ms"] - pairs["ms_e"]).groupby(PROMPT)[["more", "ms_e"]].median()
-    more = by_prompt["more"]
-    interval = median_interval(more.tolist(), CONFIDENCE)
+    """What the pairs say of time, and how sure that is. A cell's prompts share a few seconds of the machine,
+    so it counts once in each repeat, by the median over its prompts."""
+    more = pairs.assign(more=pairs["ms"] - pairs["ms_e"])
+    units = more.groupby(["layouts", "repeat", *SIZES])[["more", "ms_e"]].median()
+    middle, base = float(units["more"].median()), float(units["ms_e"].median())
+    interval = median_interval(units["more"].tolist(), CONFIDENCE)
     told = (
-        f"Of the same prompt, waiting for its KV to move took {abs(more.median()):.2f} ms "
-        f"{'more' if more.median() >= 0 else 'less'} at unequal TP sizes than the "
-        f"{by_prompt['ms_e'].median():.2f} ms at equal ones (medians of {len(more)}"
+        f"Of the same prompt, waiting for its KV to move took {abs(middle):.2f} ms "
+        f"{'more' if middle >= 0 else 'less'} at unequal TP sizes than at the equal ones of its sides, which "
+        f"took {base:.2f} ms (medians of {len(units)} pairs of sizes and repeats"
     )
     if interval is None:
         return f"{told}): too few to tell that from chance."
     whole = float(result.requests["e2e_ms"].median())
-    share = (
-        f", {100 * more.median() / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
-    )
+    share = f", {100 * middle / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
     chance = " That may be chance." if interval[0] <= 0 <= interval[1] else ""
     return f"{told}; 95% interval {interval[0]:+.2f} to {interval[1]:+.2f} ms){share}.{chance}"

@@ -238,8 +238,10 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
     assert run.cells["transfer_gb_per_s"].tolist() == pytest.approx([0.4, 0.4])
     assert (equal["low_ms"], equal["is_span"], equal["is_merged"]) == (None, True, True)
     text = unequal_cost(run)
-    assert "took 16.00 ms more at unequal TP sizes than the 4.00 ms at equal ones" in text
-    assert "(medians of 1): too few to tell that from chance" in text
+    assert (
+        "took 16.00 ms more at unequal TP sizes than at the equal ones of its sides, which took 4.00" in text
+    )
+    assert "(medians of 1 pairs of sizes and repeats): too few to tell that from chance" in text
     assert "posted 24.0 descriptors, at equal ones 8.0, and moved 7.6 MiB, at equal ones 1.9 MiB" in text
     assert "P 1, D 2, BHLNC → BHLNC: 20.00 ms, 24.0 descriptors, 7.6 MiB" in text
     [grid] = pair_grids(run)
@@ -258,28 +260,30 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
 @pytest.mark.parametrize(
     ("longer_ms", "told"),
     [
-        (
-            [4, 5, 6, 7, 8, 9, 10, 11],
-            "95% interval +4.00 to +11.00 ms), 7.1% of the median request's 105 ms.",
-        ),
+        ([4, 5, 6, 7, 8, 9, 10, 11], "interval +4.00 to +11.00 ms), 7.1% of the median request's 105 ms."),
         ([-4, 5, -6, 7, -3, 9, -3, 11], "That may be chance."),
-        ([4, 5, 6, 7, 8], "(medians of 5): too few to tell that from chance."),
+        ([4, 5, 6, 7, 8], "(medians of 5 pairs of sizes and repeats): too few to tell that from chance."),
     ],
 )
 def test_unequal_sizes_cost_what_the_same_prompts_tell(
     tmp_path: Path, longer_ms: list[int], told: str
 ) -> None:
+    """A repeat is seen once: its prompts are longer by the same."""
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
     equal, unequal = (cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2))
-    # One prompt's KV takes 100 ms longer than the next one's, whatever the sizes.
-    takes = [100 * (1 + number) for number in range(len(longer_ms))]
-    for cell, more in ((equal, [0] * len(longer_ms)), (unequal, longer_ms)):
-        moved = [(took + longer) * MS for took, longer in zip(takes, more, strict=True)]
-        rows = [request_row(cell, number, 60) for number in range(len(moved))]
-        transfers = [transfer_row(cell, number, 0, transfer_ns=ns) for number, ns in enumerate(moved)]
-        # A prompt that was moved at one of the sizes only, much faster.
-        rows.append(request_row(cell, 90 + len(more) * (cell is equal), 60))
-        transfers.append(transfer_row(cell, rows[-1].prompt_index, 0, transfer_ns=MS))
+    for cell, prompts in ((equal, (0, 1, 2, 7)), (unequal, (0, 1, 2, 8))):
+        rows, transfers = [], []
+        for repeat, longer in enumerate(longer_ms):
+            for number in prompts:
+                # A prompt takes 100 ms longer than the one before; some moved at one of the sizes only.
+                took = 1 if number > 2 else 100 * (1 + number) + longer * (cell is unequal)
+                row, moved = (
+                    request_row(cell, number, 60),
+                    transfer_row(cell, number, 0, transfer_ns=took * MS),
+                )
+                row.repeat = moved.repeat = repeat
+                rows.append(row)
+                transfers.append(moved)
         writer.write_cell(cell, rows, transfers)
     writer.finish()
     text = unequal_cost(load(tmp_path))
@@ -291,16 +295,20 @@ def test_unequal_sizes_cost_what_the_same_prompts_tell(
 def test_unequal_sizes_are_held_against_those_of_their_sides(tmp_path: Path) -> None:
     """P 1 to D 2 against P 1 to D 1 and P 2 to D 2, not against P 4 to D 4."""
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
-    for prefill, decode, took in ((1, 1, 10), (2, 2, 20), (4, 4, 900), (1, 2, 17), (2, 1, 14), (1, 4, 1000)):
+    took = {(1, 1): 10, (2, 2): 20, (4, 4): 900, (1, 2): 17, (2, 1): 14, (1, 4): 1000, (4, 1): 454}
+    took |= {(2, 4): 462, (4, 2): 463}
+    for (prefill, decode), ms in took.items():
         cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"))
-        rows = [request_row(cell, number, 60) for number in range(7)]
-        moved = [transfer_row(cell, n, 0, transfer_ns=(took + 100 * n) * MS) for n in range(7)]
+        rows = [request_row(cell, number, 60) for number in range(3)]
+        moved = [transfer_row(cell, n, 0, transfer_ns=(ms + 100 * n) * MS) for n in range(3)]
         writer.write_cell(cell, rows, moved)
     writer.finish()
-    # 2 more, 1 less, 545 more: the median is 2, of each prompt.
+    # By -1, -1, 2, 2, 3 and 545 more than the mean of both sides' sizes, of each prompt.
     text = unequal_cost(load(tmp_path))
     assert "took 2.00 ms more at unequal TP sizes" in text
-    assert "95% interval +2.00 to +2.00 ms" in text
+    assert "medians of 6 pairs" in text
+    assert "95% interval -1.00 to +545.00 ms" in text
+    assert "That may be chance." in text
 
 
 def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
@@ -330,7 +338,10 @@ def test_only_the_attempt_that_brought_the_kv_counts(tmp_path: Path) -> None:
     lost = transfer_row(cell, 0, 0, transfer_ns=500 * MS, verdict="TRANSFER_ERROR")
     half = transfer_row(cell, 0, 0, producer_rank=1, bytes=7_000_000)
     again = transfer_row(cell, 0, 0, retries=1, begin_ns=800 * MS)
-    writer.write_cell(cell, [request_row(cell, 0, 55)], [lost, half, again])
+    # Of the other request one rank's read ended well, and that was all.
+    alone = [replace(row, request_id=f"{cell.cell_id}/0/1") for row in (lost, half)]
+    rows = [request_row(cell, number, 55) for number in range(2)]
+    writer.write_cell(cell, rows, [lost, half, again, *alone])
     writer.finish()
     [row] = pair_rows(load(tmp_path))
     assert (row["ms"], row["bytes"], row["num_requests"]) == (4.0, 2e6, 1)
