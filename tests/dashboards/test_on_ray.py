@@ -14,7 +14,7 @@ from dashboards import check, tools
 from dashboards.table import ABSENT_ON_CPU
 from rayk import load
 from tests.conftest import CheckpointFactory
-from tests.dashboards.watching import complete, fired, run_spec, serving, targets_of, until, watched
+from tests.dashboards.watching import complete, fired, post, run_spec, serving, targets_of, until, watched
 from tests.markers import nixl, ray
 
 pytestmark = [ray, nixl, pytest.mark.timeout(900)]
@@ -42,6 +42,8 @@ class Seen:
     """What the alarm says of planted faults."""
     targets: dict[str, set[str]]
     """Health of the targets of each job."""
+    roles: set[str]
+    """Roles that prefill1 turned in at the end: it was made a decode engine meanwhile."""
 
 
 def spec_of(model: Path) -> dict[str, Any]:
@@ -70,11 +72,12 @@ def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pyte
     except tools.NotAvailableError as error:
         pytest.skip(str(error))
     model, folder = checkpoint("qwen3"), tmp_path_factory.mktemp("seen")
-    sizes = ["--prefill-tp", "1", "--decode-tp", "1", "--set", "engine.prefix_caching=true"]
+    sizes = ["--num-prefill", "2", "--num-decode", "1", "--set", "engine.prefix_caching=true"]
     with serving(model, ray_address, *sizes) as front, watched(ray_address, front) as prometheus:
         for n in range(8):
             assert complete(front, [*range(3, 35), 40 + n])[0] == 200
             time.sleep(0.8)
+        assert post(f"{front}/engines/prefill1/role", {"role": "decode"})[0] == 200
         done = run_spec(spec_of(model), folder, ray_address)
         assert done.returncode == 0, done.stderr
         assert set(load(folder / "run").cells["verdict"]) == {"PASS", "KV_MISMATCH"}
@@ -86,12 +89,14 @@ def look(prometheus: check.Prometheus) -> Seen:
     data = prometheus.ask("alerts")
     assert isinstance(data, dict)
     (alarm,) = [a for a in data["alerts"] if a["labels"]["alertname"] == "RaykKVMismatch"]
+    turns = prometheus.series('sum by (role) (rate(ray_rayk_turns_total{engine="prefill1"}[10s])) > 0', 3.0)
     seen = Seen(
         answers=check.ask_all(prometheus, WINDOW_S),
         unreported=check.unreported(prometheus, WINDOW_S),
         fired=fired(prometheus, WINDOW_S),
         planted=alarm["annotations"]["planted"],
         targets=targets_of(prometheus),
+        roles={str(one["metric"]["role"]) for one in turns},  # type: ignore[index]
     )
     print(f"not reported: {sorted(seen.unreported)}; fired: {seen.fired}")
     return seen
@@ -120,8 +125,13 @@ def test_every_metric_is_reported(seen: Seen) -> None:
     assert seen.unreported == ABSENT_ON_CPU
 
 
+def test_an_engine_is_told_of_in_the_role_that_it_has_now(seen: Seen) -> None:
+    assert seen.roles == {"decode"}
+
+
 def test_a_wrong_byte_raises_the_alarm_and_nothing_else_does(seen: Seen) -> None:
-    """Engines that ended are not stalled, and a front's answers were good. One request in 24 failed."""
+    """Engines that ended, or have another role, are not stalled, and a front's answers were good. One request
+    in 24 failed."""
     assert seen.fired["RaykKVMismatch"] == {"decode0"}
     assert seen.planted == "faults were planted in this model meanwhile"
     assert seen.fired.keys() <= {"RaykKVMismatch", "RaykErrorBudgetBurnsFast", "RaykErrorBudgetBurns"}
