@@ -8,7 +8,7 @@ PAIRED = "tests/reports/test_paired.py"
 TRUST = "tests/reports/test_trust.py"
 LOADS = "tests/reports/test_load_report.py"
 RERUN = "tests/reports/test_rerun.py"
-BROWSER = "tests/reports/test_browser.py"
+COLOURS = "tests/reports/test_colours.py"
 
 COMPARED = (
     Mutation(
@@ -102,5 +102,19 @@ COMPARED = (
         "    return [_relative(model) if word == model else word for word in command]\n",
         "    return command\n",
         f"{RERUN}::test_folders_of_this_machine_become_folders_of_any",
+    ),
+    Mutation(
+        "curves of one prefill TP look alike",
+        "rayk/reports/spreads.py",
+        "DASHES[(decodes.index(decode) if decode else alone.index(prefill)) % len(DASHES)],",
+        "DASHES[0],",
+        f"{COLOURS}::test_twelve_curves_have_twelve_looks",
+    ),
+    Mutation(
+        "the fastest load need not be believed",
+        "rayk/reports/load_answers.py",
+        'rated = cells[cells["verdict"] != "INVALID"].dropna(',
+        "rated = cells.dropna(",
+        f"{LOADS}::test_a_load_that_is_not_to_be_believed_comes_first",
     ),
 )
