@@ -42,6 +42,8 @@ class Seen:
     """What the alarm says of planted faults."""
     targets: dict[str, set[str]]
     """Health of the targets of each job."""
+    num_errors: float
+    """Requests that ended with an error for whoever asked."""
     roles: set[str]
     """Roles that prefill1 turned in at the end: it was made a decode engine meanwhile."""
 
@@ -90,12 +92,14 @@ def look(prometheus: check.Prometheus) -> Seen:
     assert isinstance(data, dict)
     (alarm,) = [a for a in data["alerts"] if a["labels"]["alertname"] == "RaykKVMismatch"]
     turns = prometheus.series('sum by (role) (rate(ray_rayk_turns_total{engine="prefill1"}[10s])) > 0', 3.0)
+    (errors,) = prometheus.series('sum (ray_rayk_request_outcomes_total{finish_reason="error"})', 3.0)
     seen = Seen(
         answers=check.ask_all(prometheus, WINDOW_S),
         unreported=check.unreported(prometheus, WINDOW_S),
         fired=fired(prometheus, WINDOW_S),
         planted=alarm["annotations"]["planted"],
         targets=targets_of(prometheus),
+        num_errors=float(errors["values"][-1][1]),  # type: ignore[index]
         roles={str(one["metric"]["role"]) for one in turns},  # type: ignore[index]
     )
     print(f"not reported: {sorted(seen.unreported)}; fired: {seen.fired}")
@@ -123,6 +127,10 @@ def test_quiet_panels_are_those_of_what_did_not_happen(seen: Seen) -> None:
 def test_every_metric_is_reported(seen: Seen) -> None:
     """Also those of what did not happen: they stand at 0."""
     assert seen.unreported == ABSENT_ON_CPU
+
+
+def test_the_request_that_read_wrong_bytes_is_the_one_error(seen: Seen) -> None:
+    assert seen.num_errors == 1
 
 
 def test_an_engine_is_told_of_in_the_role_that_it_has_now(seen: Seen) -> None:

@@ -111,6 +111,26 @@ def test_counters_are_the_sums_of_the_rows(run: tuple[Any, list[Sample]]) -> Non
     assert total(samples, "rayk_requests_total", engine="prefill0", finish_reason="handed_over") == len(rows)
     assert total(samples, "rayk_requests_total", engine="decode0", finish_reason="length") == len(rows)
     assert total(samples, "rayk_requests_total") == 2 * len(rows), "and of nothing else"
+    assert total(samples, "rayk_request_outcomes_total", finish_reason="length") == len(rows)
+    assert total(samples, "rayk_request_outcomes_total") == len(rows), "once, wherever it ran"
+
+
+def test_what_did_not_happen_stands_at_zero(run: tuple[Any, list[Sample]]) -> None:
+    """Rates and alerts see the first of what is counted only where its counter was there before."""
+    _, samples = run
+    told = {
+        (s.name.removeprefix("ray_"), s.labels.get("engine"), s.labels.get("rank")): s.value for s in samples
+    }
+    for rank in "01":
+        assert told["rayk_nixl_num_kv_expired_reqs_total", "prefill0", rank] == 0
+    assert told["rayk_kv_mismatches_total", "decode0", "0"] == 0
+    errors = [s.value for s in samples if s.labels.get("finish_reason") == "error"]
+    assert errors == [0.0] * 3, "of both engines, and of whole requests"
+    lost = {s.labels["engine"]: s for s in samples if s.name == "ray_rayk_engines_lost_total"}
+    assert {name: (s.labels["role"], s.value) for name, s in lost.items()} == {
+        "prefill0": ("prefill", 0.0),
+        "decode0": ("decode", 0.0),
+    }
 
 
 def test_histograms_count_each_request_once(run: tuple[Any, list[Sample]]) -> None:
