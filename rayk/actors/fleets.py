@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from rayk.actors.launch import NAMESPACE, connect
-from rayk.actors.naming import FLEETS
+from rayk.actors.naming import FLEETS, JOB_NAME
 from rayk.types.errors import UserError
 from rayk.types.serving import EngineState
 
@@ -19,7 +19,7 @@ from rayk.types.serving import EngineState
 @contextmanager
 def joined(address: str) -> Iterator[None]:
     """Within the block this process is one of the cluster's. Raises DeviceError where there is none."""
-    with connect(address, about={"rayk": "top"}):
+    with connect(address, about={"rayk": "top", JOB_NAME: "rayk top"}):
         yield
 
 

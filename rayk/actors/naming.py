@@ -12,6 +12,8 @@ MAX_PART = 32
 """Characters of one part of a name: a model, an experiment."""
 MAX_TASK = 96
 """Characters of a task's name."""
+JOB_NAME = "job_name"
+"""The key of a job's metadata that Ray's list of jobs has a column for."""
 _TAG = 6
 FLEETS = "rayk/fleet/"
 """What the names of fleets, which own the engines of a server, begin with."""

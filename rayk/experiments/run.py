@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayk.actors.naming import cell_name, models_in_words, run_name
+from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.progress import MeteredProgress
 from rayk.models.config import DecoderConfig
@@ -366,10 +366,12 @@ class _Runner:
 
 def _metadata(loaded: LoadedSpec, writer: ResultWriter, num_left: int) -> dict[str, str]:
     """What Ray keeps of this driver, for who looks at a cluster's jobs."""
+    models = models_in_words(loaded.spec.models())
     return {
+        JOB_NAME: f"{loaded.spec.name} {models}",
         "rayk": "experiment",
         "experiment": loaded.spec.name,
-        "models": models_in_words(loaded.spec.models()),
+        "models": models,
         "cells": str(num_left),
         "results": str(writer.directory.resolve()),
     }

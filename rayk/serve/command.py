@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from rayk.actors.environment import wanted_address
-from rayk.actors.naming import models_in_words
+from rayk.actors.naming import JOB_NAME, models_in_words
 from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
@@ -75,8 +75,9 @@ def serve_until_stopped(
 
         cluster = wanted_address(address)
         _say("starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}")
-        about = {"rayk": "server", "model": models_in_words([options.model])}
-        with launch.connect(address, about=about | {"url": url_of(front.host, front.port)}):
+        model = models_in_words([options.model])
+        about = {"rayk": "server", "model": model, "url": url_of(front.host, front.port)}
+        with launch.connect(address, about=about | {JOB_NAME: f"rayk serve {model}"}):
             if stop.received:
                 return 0
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"

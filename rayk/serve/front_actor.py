@@ -80,12 +80,14 @@ class UvicornPart:
             num_cpus=0,
             max_concurrency=100,
             max_restarts=0,
+            enable_task_events=False,
             scheduling_strategy=on_this_node(),
         )
         self._num_starts += 1
         self._actor = make.remote(self._plan)
         about = bounded(self._plan.settings.model.model_id)
-        self._run = self._actor.run.options(name=f"front: {about}").remote()
+        # One event in its life; else a ping a second would fill the tables of tasks.
+        self._run = self._actor.run.options(name=f"front: {about}", enable_task_events=True).remote()
 
     async def lost(self) -> str:
         """What it ended of; one that hangs is ended. Raises UserError when it cannot listen."""

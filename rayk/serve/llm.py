@@ -201,7 +201,7 @@ class _Engines:
         import ray
 
         from rayk.actors import launch
-        from rayk.actors.naming import fleet_name, models_in_words
+        from rayk.actors.naming import JOB_NAME, fleet_name, models_in_words
         from rayk.actors.router import Router
         from rayk.serve.fleet_part import FleetPart
 
@@ -211,7 +211,8 @@ class _Engines:
         self._stack.callback(self._loop.close)
         try:
             if not ray.is_initialized():
-                about = {"rayk": "LLM", "model": models_in_words([options.model])}
+                model = models_in_words([options.model])
+                about = {"rayk": "LLM", "model": model, JOB_NAME: f"rayk LLM {model}"}
                 self._stack.enter_context(launch.connect(address, about=about))
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +22,9 @@ from rayk.actors.naming import (
     rank_in_words,
     run_name,
 )
+from rayk.experiments.run import _metadata
+from rayk.reports import ResultWriter
+from rayk.specs import LoadedSpec
 from rayk.types.config import EngineConfig
 
 LONG = "prefill.tp=1,decode.tp=2,prefill.layout=BHLNC,decode.layout=LBNHC,policy=round_robin," * 3
@@ -108,6 +113,16 @@ def test_every_rank_s_loop_is_a_task_with_its_name() -> None:
     assert [f["name"] for f in found] == ["decode0 rank 0/2: m", "decode0 rank 1/2: m"]
     assert all(f["enable_task_events"] for f in found)
     assert {f["concurrency_group"] for f in found} == {"loop"}
+
+
+def test_an_experiment_s_job_has_a_name_that_ray_lists() -> None:
+    loaded = SimpleNamespace(spec=SimpleNamespace(name="hetero-tp", models=lambda: ["c/qwen3-tiny"]))
+    writer = SimpleNamespace(directory=Path("runs/a"))
+    about = _metadata(cast(LoadedSpec, loaded), cast(ResultWriter, writer), 20)
+    # Ray's client reads this key: see JobRow of its dashboard.
+    assert about["job_name"] == "hetero-tp qwen3-tiny"
+    assert (about["cells"], about["results"]) == ("20", str(Path("runs/a").resolve()))
+    assert all(isinstance(value, str) for value in about.values()), "Ray takes no others"
 
 
 def test_the_driver_s_job_has_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
