@@ -237,3 +237,32 @@ def test_all_steps_are_counted_but_few_of_many_short_ones_observed(monkeypatch: 
     assert recorder.sum("rayk_steps_total", phase="decode") == 1010
     assert recorder.sum("rayk_step_busy_seconds_total") == (1000 * 900_000 + 10 * 19_000_000) / 1e9
     assert len(recorder.observed["rayk_step_seconds"]) == 100 + 10
+
+
+class KnownCosts:
+    """In place of StepCosts: every step costs the same."""
+
+    def count(self, batch: ScheduledBatch) -> tuple[int, int]:
+        return 98_940_000_000, 2_400_000_000
+
+
+@pytest.mark.parametrize(
+    ("device", "shares"), [("NVIDIA H200", (0.1, 0.5)), ("cpu", None), ("NVIDIA T4", None)]
+)
+def test_utilisation_is_of_a_known_devices_peak(device: str, shares: tuple[float, float] | None) -> None:
+    """NVIDIA's data sheet: an H200 does 989.4 TFLOP/s (BF16, dense) and reads 4.8 TB/s. Steps take 1 ms."""
+    recorder = Recorder(model="m", engine="e", role="decode", rank="0")
+    sink = BufferedSink(recorder)
+    meter = StepMeter(sink, costs=KnownCosts(), device=device)  # type: ignore[arg-type]
+    for _ in range(3):
+        meter.stepped(ScheduledBatch(step=1, requests=(share(7, 1),)), 1_200_000, 1_000_000)
+    sink.flush()
+    assert recorder.gauge("rayk_model_flops_per_second") == pytest.approx(98.94e12)
+    assert recorder.gauge("rayk_model_bytes_per_second") == pytest.approx(2.4e12)
+    names = ("rayk_model_flops_utilization", "rayk_model_bandwidth_utilization")
+    if shares is None:
+        assert not recorder.gauges.keys() & set(names)
+    else:
+        assert tuple(recorder.gauge(name) for name in names) == pytest.approx(shares)
+    sink.flush()
+    assert recorder.gauge("rayk_model_flops_per_second") == 0, "no step since"
