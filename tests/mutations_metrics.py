@@ -84,6 +84,14 @@ METERS = (
         needs_fixtures=True,
     ),
     Mutation(
+        "utilisation is of the other peak",
+        "rayk/engine/metering.py",
+        "rates[0] / self._peaks[0]",
+        "rates[0] / self._peaks[1]",
+        f"{ENGINE}::test_utilisation_is_of_a_known_devices_peak",
+        needs_fixtures=True,
+    ),
+    Mutation(
         "a window's first tokens see as much as its last",
         "rayk/engine/costs.py",
         "num_short = min(n, max(0, window - before))",
