@@ -123,8 +123,8 @@ def test_other_operations_are(fuzzed: str, method: str, path: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_many_more_are(fuzzed: str, method: str, path: str, mode: str) -> None:
-    if mode == "broken" and path in ("/v1/models", "/health", "/metrics", "/engines"):
-        pytest.skip("nothing of it can be broken")
+    if mode == "broken" and method == "GET":
+        pytest.skip("nothing of it can be broken: a model's name may be any text")
     fuzz(fuzzed, method, path, mode, THOROUGH, is_fixed=False)
 
 
