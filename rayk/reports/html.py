@@ -23,6 +23,7 @@ from rayk.reports.spreads import SPREADS, pareto_plot, spread_plots
 from rayk.reports.stages import LIMITS, PARTS, limit_rows, limit_shares, request_parts, waterfall_data
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
+from rayk.reports.trust import doubt_text
 from rayk.reports.verdicts import format_bytes, format_value, headline, tells_fast_prefill, told_columns, tone
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -60,6 +61,7 @@ def render(result: Result) -> str:
         started=str(environment.get("started", "")).replace("T", " ")[:16],
         git_commit=environment.get("git_commit"),
         headline=headline(result.cells),
+        doubt=doubt_text(environment),
         title=headline(result.cells, verdicts=False),
         counts=_counts(result.cells),
         stats=_stats(result),

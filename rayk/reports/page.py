@@ -13,6 +13,7 @@ from rayk.reports.answers import Answer
 from rayk.reports.files import atomic_path, make_folder, write_text
 from rayk.reports.html import assets, environment_items, plotly_js, script_json, template
 from rayk.reports.text import csv_frame
+from rayk.reports.trust import doubt_text
 from rayk.reports.verdicts import format_value
 from rayk.types.errors import UserError
 
@@ -87,6 +88,7 @@ def write_page(page: Page, path: Path) -> None:
     text = template("page.html.j2").render(
         **assets(),
         page=page,
+        doubt=doubt_text(page.environment),
         sections=[(section, _body(section)) for section in page.sections],
         environment=environment_items(page.environment),
         plots_json=script_json(plots),

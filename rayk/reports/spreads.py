@@ -115,9 +115,11 @@ def spread_layout(metric: str, data: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten from one below `low` to one above `high`; of many only powers of ten."""
+    """Ticks of a logarithmic axis, from below `low` to above `high`: within a decade six of each power of
+    ten, over some decades 1, 2 and 5, over many only the powers."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(powers) <= 4 else (1,)
+    few = (1, 2, 5) if len(powers) <= 4 else (1,)
+    steps = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else few
     return [float(f"{step}e{power}") for power in powers for step in steps]
 
 

@@ -137,6 +137,8 @@ def _heat(row: dict[str, Any] | None, key: str, form: str, top: float) -> dict[s
         return None
     text = form.format(row[key]) if form else format_bytes(round(row[key]))
     note = ""
+    if key == "gb_per_s" and row[key] < 0.1:
+        text = f"{1000 * row[key]:.3g} MB/s"  # as the verdicts have it
     if key == "gb_per_s" and row["percent"] is not None:
         note = f"{row['percent']:.2g}% of ceiling"
     if key == "ms":

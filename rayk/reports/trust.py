@@ -62,6 +62,12 @@ def busy(environment: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def doubt_text(environment: Mapping[str, Any]) -> str:
+    """What a run's own report says of that; empty where nothing is known."""
+    reasons = busy(environment)
+    return f"The times are doubtful: {'; '.join(reasons)}." if reasons else ""
+
+
 def unlike(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Reasons to distrust times of `other` beside those of `base`: rates beyond TOLERANCE."""
     found = []

@@ -104,6 +104,9 @@ def test_a_comparison_shows_the_probes_and_says_what_is_doubtful(tmp_path: Path)
     assert "Reasons to distrust the times" not in titles
     first, *_, last = sections([calm, loud])
     assert first.title == "Reasons to distrust the times"
+    pages = {name: (tmp_path / name / "report.html").read_text() for name in ("calm", "loud")}
+    assert "The times are doubtful: when it began, 6 tasks wanted the 2 cores" in pages["loud"]
+    assert "The times are doubtful" not in pages["calm"]
     assert [row[0] for row in first.rows] == ["loud", "loud"]
     assert last.title == "Environment"
     assert ["load average of the minute before", "0.5", "6"] in last.rows
