@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 ENGINE = "tests/metrics/test_engine_metrics.py"
 BUFFER = "tests/metrics/test_buffer.py"
+OUTCOMES = "tests/metrics/test_outcomes.py"
 WHOLE = "tests/metrics/test_engine_meter.py"
 HAND_OVER = f"{ENGINE}::test_a_hand_over_is_counted_as_its_rows_count_it"
 
@@ -60,6 +61,20 @@ METERS = (
         'finish_reason=row.finish_reason or "abort")',
         'finish_reason="stop")',
         f"{WHOLE}::test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times",
+    ),
+    Mutation(
+        "requests that their engine's death ended are those of clients who went",
+        "rayk/actors/router.py",
+        "        except RaykError as error:\n            note_failure(row, error)\n            if isinstance",
+        "        except RaykError as error:\n            if isinstance",
+        f"{OUTCOMES}::test_a_request_is_counted_by_how_it_ended_for_its_client",
+    ),
+    Mutation(
+        "what cannot run is the server's error",
+        "rayk/actors/router.py",
+        'row.finish_reason = "refused"',
+        "pass",
+        f"{OUTCOMES}::test_a_full_waiting_room_refuses",
     ),
     Mutation(
         "an engine that its cell ends is lost",

@@ -1,0 +1,80 @@
+"""How requests of a front end for whoever asked: scripted engines, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rayk.actors.request_meter import OUTCOMES
+from rayk.metrics import BufferedSink
+from rayk.types.errors import EngineDied, Overloaded, RaykError, UserError
+from tests.actors.test_router import Engine, Fleet, Life, ask_for, router_to
+from tests.metrics.recording import Recorder
+
+DEATH = EngineDied("p", "killed")
+
+
+def outcomes_of(fleet: Fleet, *, stop_after: int | None = None, ends: bool = False, **how: Any) -> set[str]:
+    """Of one request. `stop_after`: its client goes when it has so many tokens; `ends`: the server does."""
+    recorder = Recorder(model="m")
+
+    async def run() -> None:
+        deadline_s = how.pop("deadline_s", None)
+        router = router_to(fleet, **how)
+        router._sink = BufferedSink(recorder)
+        deltas = router.generate(ask_for(deadline_s))
+        num_tokens = 0
+        try:
+            async for delta in deltas:
+                num_tokens += len(delta.token_ids)
+                if num_tokens == stop_after:
+                    if ends:
+                        router.end_all()
+                    else:
+                        break
+        except RaykError:
+            pass
+        await deltas.aclose()  # type: ignore[attr-defined]
+        router._sink.flush()
+
+    asyncio.run(run())
+    counted = {r: recorder.sum("rayk_request_outcomes_total", finish_reason=r) for r in OUTCOMES}
+    assert sum(counted.values()) == 1, "each request is counted once"
+    return {reason for reason, number in counted.items() if number}
+
+
+@pytest.mark.parametrize(
+    ("lives", "how", "outcome"),
+    [
+        ([Life()], {}, "length"),
+        ([Life(3, DEATH), Life()], {}, "length"),
+        ([Life(3, DEATH)], {"failure_policy": "fail"}, "error"),
+        ([Life(0, DEATH), Life(1, DEATH)], {"max_attempts": 2}, "error"),
+        ([Life(2, hangs=True)], {"deadline_s": 0.2}, "error"),
+        ([Life(0, UserError("no"))], {}, "refused"),
+        ([Life(2, hangs=True)], {"stop_after": 2}, "abort"),
+        ([Life(2, hangs=True)], {"stop_after": 2, "ends": True}, "error"),
+    ],
+    ids=["well", "saved", "died", "died again", "late", "bad input", "client gone", "server ends"],
+)
+def test_a_request_is_counted_by_how_it_ended_for_its_client(
+    lives: list[Life], how: dict[str, Any], outcome: str
+) -> None:
+    assert outcomes_of(Fleet(Engine("p", lives)), **how) == {outcome}
+
+
+def test_a_full_waiting_room_refuses() -> None:
+    assert outcomes_of(Fleet(Engine("p", []), refusal=Overloaded("full", 2.0))) == {"refused"}
+
+
+def test_every_outcome_is_told_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(model="m")
+    monkeypatch.setattr("rayk.actors.router.make_sink", lambda **_: BufferedSink(recorder))
+    router_to(Fleet(Engine("p", [])))
+    told = {
+        dict(labels)["finish_reason"]: n
+        for labels, n in recorder.counters["rayk_request_outcomes_total"].items()
+    }
+    assert told == dict.fromkeys(OUTCOMES, 0.0)
