@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
+from rayk.actors.naming import models_in_words
 from rayk.serve.fronts import FrontPlan, open_app
 from rayk.types.errors import UserError
 
-APPLICATION = "rayk"
 MAX_ONGOING = 100_000
 """Serve's own limit of requests at once must never be met: the waiting room says who is refused."""
 CONTROLLER = ("SERVE_CONTROLLER_ACTOR", "serve")
@@ -73,6 +73,7 @@ class RayServePart:
     def __init__(self, plan: FrontPlan, *, is_shared: bool) -> None:
         """`is_shared`: the cluster goes on without this driver."""
         self._plan = plan
+        self._application = f"rayk-{models_in_words([plan.settings.model.model_id])}"
         self._is_shared = is_shared
         self._starting: asyncio.Task[None] | None = None
 
@@ -86,7 +87,7 @@ class RayServePart:
         while True:
             await asyncio.sleep(POLL_S)
             try:
-                status = (await asyncio.to_thread(serve.status)).applications.get(APPLICATION)
+                status = (await asyncio.to_thread(serve.status)).applications.get(self._application)
             except (RayError, RuntimeError) as error:
                 return f"its controller does not answer: {error}"
             if status is None or status.status in (
@@ -101,7 +102,7 @@ class RayServePart:
             return
         # Serve has no way back from half of it.
         await asyncio.gather(self._starting, return_exceptions=True)
-        await asyncio.to_thread(serve.delete, APPLICATION)
+        await asyncio.to_thread(serve.delete, self._application)
         if self._is_shared:
             await asyncio.to_thread(serve.shutdown)
 
@@ -125,7 +126,7 @@ class RayServePart:
         )(serve.ingress()(Ingress))
         # A cluster of our own ends with the driver, and Serve with the cluster.
         driver = ray.get_runtime_context().get_job_id() if self._is_shared else None
-        serve.run(deployment.bind(self._plan, driver), name=APPLICATION, route_prefix="/")
+        serve.run(deployment.bind(self._plan, driver), name=self._application, route_prefix="/")
 
 
 def refuse_second_serve() -> None:
