@@ -43,7 +43,7 @@ def load_answers(result: Result) -> list[Answer]:
         Answer(
             question="Can the numbers be believed?",
             text=belief_text(cells),
-            tone="unmet" if (cells["verdict"] == "INVALID").any() else "met",
+            tone=_tone(cells),
         ),
         Answer(question="How fast was it?", text=speed_text(cells)),
         Answer(question="Where is time spent?", text=time_text(result), has_shares=True),
@@ -55,6 +55,13 @@ def load_answers(result: Result) -> list[Answer]:
     ]
 
 
+def _tone(cells: pd.DataFrame) -> str:
+    """A NOISY load is neither good news nor bad."""
+    if (cells["verdict"] == "INVALID").any():
+        return "unmet"
+    return "met" if (cells["verdict"] == "VALID").all() else ""
+
+
 def belief_text(cells: pd.DataFrame) -> str:
     """By the worst verdict, and its reasons."""
     counts = {verdict: int((cells["verdict"] == verdict).sum()) for verdict in VERDICTS}
@@ -63,8 +70,8 @@ def belief_text(cells: pd.DataFrame) -> str:
     verb = "is" if counts[worst] == 1 else "are"
     start = {
         "VALID": f"Yes: {of} {verb} VALID, nothing is held against any number",
-        "NOISY": f"With care: {of} {verb} NOISY, known roughly",
-        "INVALID": f"No: {of} {verb} INVALID, not what the numbers say",
+        "NOISY": f"With care: {of} {verb} NOISY",
+        "INVALID": f"No: {of} {verb} INVALID",
     }[worst]
     named = cells[cells["verdict"] == worst] if worst != "VALID" else cells.iloc[:0]
     told = [f"{cell['cell_id']}: {cell['reason']}" for cell in named.head(NAMED).to_dict(orient="records")]

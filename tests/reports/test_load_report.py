@@ -42,10 +42,9 @@ def test_the_four_answers(tmp_path: Path) -> None:
 
 
 def test_a_load_that_is_not_to_be_believed_comes_first(tmp_path: Path) -> None:
-    cells = write_bench(tmp_path / "a", verdict="NOISY").cells
-    assert belief_text(cells).startswith(
-        "With care: 1 of 1 load is NOISY, known roughly. poisson rate=4: means"
-    )
+    belief = load_answers(write_bench(tmp_path / "a", verdict="NOISY"))[0]
+    assert belief.text == "With care: 1 of 1 load is NOISY. poisson rate=4: means are known roughly."
+    assert belief.tone == ""
     cells = write_bench(tmp_path / "b", ("a", "b"), verdict="INVALID").cells
     assert belief_text(cells).startswith("No: 2 of 2 loads are INVALID")
     belief, speed, *_ = load_answers(write_bench(tmp_path / "c", verdict="INVALID"))
