@@ -39,7 +39,7 @@ def test_the_probes_are_of_this_machine() -> None:
     """Against the kernel's own number, and bounds that a clock of ours puts on the rates."""
     before = os.getloadavg()[0]
     found = machine_load()
-    assert found["average_1_min"] == pytest.approx(before, abs=0.5)
+    assert found["average_1_min"] == pytest.approx(before, rel=0.3, abs=1)  # the kernel counts every 5 s
     assert 0 < found["free_share"] <= 1
     data = bytes(2**22)
     took_s = []
