@@ -117,6 +117,13 @@ STAGE_TIMES = (
         f"{NUMBERS}::test_only_the_attempt_that_brought_the_kv_counts",
     ),
     Mutation(
+        "late ranks pass for slow ones",
+        "rayk/reports/moves.py",
+        '[*attempt, "consumer_rank"]',
+        '[*attempt, "mode"]',
+        f"{NUMBERS}::test_ranks_that_begin_late_are_told_apart",
+    ),
+    Mutation(
         "any prompts are compared",
         "rayk/reports/tp_pairs.py",
         'PROMPT = ["layouts", "prompt_index", "repeat"]',

@@ -8,13 +8,21 @@ KEYS = ["cell_id", "repeat", "request_id"]
 """What names a request."""
 
 
+COLUMNS = (
+    *("is_push", "bytes", "descriptors", "is_merged", "is_span"),
+    *("moving_ms", "gb_per_s", "ms", "rank_ms"),
+)
+"""Of `moves`, beside KEYS."""
+
+
 def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
     """A row per request whose KV was moved and proven; of several attempts the last that was.
 
     KEYS; is_push; bytes and descriptors posted, of all ranks; moving_ms, from the first post to the last
     byte, all ranks together (of a push, the longest that a pair of ranks had writes in flight); gb_per_s,
     bytes over that; ms, what the request waited for its bytes: the same, but of a push, whose writes lie
-    within the prefill, what of the read was left behind it.
+    within the prefill, what of the read was left behind it. rank_ms is what the slowest reading rank took
+    alone, from its own first post on: what ms has beyond it is ranks that began later than others.
 
     Of tables that an older rayk wrote, is_span or is_merged is False: moving_ms is then what the slowest pair
     of ranks took alone, though a rank posts one read after the other, and descriptors are those asked for,
@@ -46,8 +54,18 @@ def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
         )
         .reset_index()
     )
+    table = table.merge(_by_rank(rows), on=[*KEYS, "retries"])
     table = table[table["is_good"].astype(bool)].drop_duplicates(KEYS, keep="last")
     return _with_times(table, requests)
+
+
+def _by_rank(rows: pd.DataFrame) -> pd.DataFrame:
+    """KEYS, retries and rank_ms."""
+    attempt = [*KEYS, "retries"]
+    of_rank = rows.groupby([*attempt, "consumer_rank"], sort=False)
+    spans = of_rank.agg(begin=("begin_ms", "min"), end=("end_ms", "max"), alone=("transfer_ms", "max"))
+    took = (spans["end"] - spans["begin"]).fillna(spans["alone"])
+    return took.groupby(level=attempt, sort=False).max().rename("rank_ms").reset_index()
 
 
 def _with_times(table: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFrame:
@@ -65,4 +83,4 @@ def _with_times(table: pd.DataFrame, requests: pd.DataFrame) -> pd.DataFrame:
         moving_ms=moving,
         gb_per_s=table["bytes"] / moving / 1e6,
         ms=moving.where(~is_push, waited),
-    )[[*KEYS, "is_push", "bytes", "descriptors", "is_merged", "is_span", "moving_ms", "gb_per_s", "ms"]]
+    )[[*KEYS, *COLUMNS]]

@@ -52,9 +52,10 @@ def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
 
 def pair_rows(result: Result) -> list[dict[str, Any]]:
     """A row per (prefill TP, decode TP, layouts, mode) with transfers, as `moves` tells them: of its requests
-    the median ms and an interval for it (low_ms, high_ms; None where they are too few), mean descriptors and
-    bytes, all bytes over all time in GB/s (10^9 bytes) and in percent of the ceiling; beside them
-    num_requests, is_equal (TP), is_span and is_merged. Cells that differ in other axes share a row."""
+    the median ms and an interval for it (low_ms, high_ms; None where they are too few), the median rank_ms,
+    mean descriptors and bytes, all bytes over all time in GB/s (10^9 bytes) and in percent of the ceiling;
+    beside them num_requests, is_equal (TP), is_span and is_merged. Cells that differ in other axes share a
+    row."""
     placed = _placed(result)
     ceiling = ceiling_of(result.environment).gb_per_s
     rows: list[dict[str, Any]] = []
@@ -72,6 +73,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
                 "ms": float(of_pair["ms"].median()),
                 "low_ms": low,
                 "high_ms": high,
+                "rank_ms": float(of_pair["rank_ms"].median()),
                 "descriptors": float(of_pair["descriptors"].mean()),
                 "bytes": float(of_pair["bytes"].mean()),
                 "gb_per_s": rate,
@@ -92,8 +94,12 @@ def _placed(result: Result) -> pd.DataFrame:
     return found.merge(result.cells[["cell_id", *PLACES]], on="cell_id").dropna(subset=["decode.tp"])
 
 
+PUSH = ", push"
+"""Ends the name of layouts between which KV was pushed."""
+
+
 def _layouts(prefill: object, decode: object, *, is_push: bool) -> str:
-    return f"{prefill} → {decode}" + (", push" if is_push else "")
+    return f"{prefill} → {decode}" + (PUSH if is_push else "")
 
 
 OLDER = "an older rayk wrote it"
@@ -102,7 +108,7 @@ OLDER = "an older rayk wrote it"
 def _facts(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """(title, key, format) of the tables of one pair of layouts."""
     spans, merged = (all(row[fact] for row in rows) for fact in ("is_span", "is_merged"))
-    is_push = any(row["layouts"].endswith(", push") for row in rows)
+    is_push = any(row["layouts"].endswith(PUSH) for row in rows)
     ms = "ms per request" if spans else f"ms of its slowest pair of ranks ({OLDER})"
     posted = "descriptors posted" if merged else f"descriptors before merging ({OLDER})"
     return [
@@ -150,7 +156,12 @@ def _heat(row: dict[str, Any] | None, key: str, form: str, top: float) -> dict[s
         "note": note,
         "heat": round(row[key] / top, 3) if top > 0 else 0.0,
         "tip": f"P {row['prefill_tp']}, D {row['decode_tp']}, {row['layouts']}: of "
-        f"{row['num_requests']} requests" + ("; median, 95% interval below" if key == "ms" else ""),
+        f"{row['num_requests']} requests"
+        + (
+            f"; median, 95% interval below; the slowest rank alone: {row['rank_ms']:.2f} ms"
+            if key == "ms"
+            else ""
+        ),
     }
 
 
@@ -175,12 +186,24 @@ def unequal_cost(result: Result) -> str:
         "descriptors" if all(r["is_merged"] for r in unequal) else f"descriptors before merging ({OLDER})"
     )
     mean = pairs[["descriptors", "descriptors_e", "bytes", "bytes_e"]].mean()
-    alone = "" if all(r["is_span"] for r in unequal) else f" Times are those of the slowest ranks ({OLDER})."
     moved, moved_e = (format_bytes(round(mean[name])) for name in ("bytes", "bytes_e"))
     return (
         f"{_difference(pairs, result)} At unequal sizes a request posted {mean['descriptors']:,.1f} "
         f"{posted}, at equal ones {mean['descriptors_e']:,.1f}, and moved {moved}, at equal ones {moved_e}."
-        f"{alone} Slowest: {named}."
+        f"{_of_ranks(pairs, unequal)} Slowest: {named}."
+    )
+
+
+def _of_ranks(pairs: pd.DataFrame, rows: list[dict[str, Any]]) -> str:
+    """What a rank takes alone; or that no more is known, or that nobody reads."""
+    if not all(row["is_span"] for row in rows):
+        return f" Times are those of the slowest pair of ranks ({OLDER})."
+    if any(row["layouts"].endswith(PUSH) for row in rows):
+        return ""
+    here, equal = pairs[["rank_ms", "rank_ms_e"]].median()
+    return (
+        f" The slowest rank alone took {here:.2f} ms, at equal ones {equal:.2f} ms: the rest is ranks that "
+        "began later."
     )
 
 
@@ -190,14 +213,14 @@ SIZES = ["prefill.tp", "decode.tp"]
 
 
 def _same_prompts(result: Result) -> pd.DataFrame:
-    """A row per PROMPT and pair of unequal sizes: ms, descriptors, bytes, and with `_e` what the same prompt
-    had at equal sizes: the mean of both sides' sizes, or of the one that was run so, or of any where neither
-    was."""
+    """A row per PROMPT and pair of unequal sizes: ms, rank_ms, descriptors, bytes, and with `_e` what the
+    same prompt had at equal sizes: the mean of both sides' sizes, or of the one that was run so, or of any
+    where neither was."""
     prompts = result.requests[[*KEYS, "prompt_index"]].drop_duplicates(KEYS)
     placed = _placed(result).merge(prompts, on=KEYS)
     places = zip(placed["prefill.layout"], placed["decode.layout"], placed["is_push"], strict=True)
     placed = placed.assign(layouts=[_layouts(p, d, is_push=bool(push)) for p, d, push in places])
-    facts = ["ms", "descriptors", "bytes"]
+    facts = ["ms", "rank_ms", "descriptors", "bytes"]
     # However many of the matrix's other axes a pair of sizes was run with.
     means = placed.groupby([*PROMPT, *SIZES])[facts].mean().reset_index()
     is_equal = means["prefill.tp"].astype("float64") == means["decode.tp"].astype("float64")

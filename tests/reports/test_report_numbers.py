@@ -237,6 +237,8 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
     assert unequal["gb_per_s"] == pytest.approx(0.4)
     assert run.cells["transfer_gb_per_s"].tolist() == pytest.approx([0.4, 0.4])
     assert (equal["low_ms"], equal["is_span"], equal["is_merged"]) == (None, True, True)
+    # From 30 to 50 ms the one rank, from 31 to 35 the other.
+    assert (equal["rank_ms"], unequal["rank_ms"]) == (5.0, 20.0)
     text = unequal_cost(run)
     assert (
         "took 16.00 ms more at unequal TP sizes than at the equal ones of its sides, which took 4.00" in text
@@ -311,6 +313,19 @@ def test_unequal_sizes_are_held_against_those_of_their_sides(tmp_path: Path) -> 
     assert "That may be chance." in text
 
 
+def test_ranks_that_begin_late_are_told_apart(tmp_path: Path) -> None:
+    cells = [cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2)]
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for cell, late in zip(cells, (0, 40), strict=True):
+        moved = [transfer_row(cell, 0, 0), transfer_row(cell, 0, 1, begin_ns=(30 + late) * MS)]
+        writer.write_cell(cell, [request_row(cell, 0, 60)], moved)
+    writer.finish()
+    result = load(tmp_path)
+    assert [(row["ms"], row["rank_ms"]) for row in pair_rows(result)] == [(4.0, 4.0), (44.0, 4.0)]
+    assert "The slowest rank alone took 4.00 ms, at equal ones 4.00 ms" in unequal_cost(result)
+    assert "the slowest rank alone: 4.00 ms" in pair_grids(result)[0]["facts"][0]["rows"][0][1][1]["tip"]
+
+
 def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
     whole = write(tmp_path / "run")
     older = replace(
@@ -325,7 +340,7 @@ def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
     assert titles[1] == "descriptors before merging (an older rayk wrote it)"
     text = unequal_cost(older)
     assert "48.0 descriptors before merging (an older rayk wrote it), at equal ones 16.0" in text
-    assert "Times are those of the slowest ranks" in text
+    assert "Times are those of the slowest pair of ranks" in text
     # Not even one row of a run may pass for merged where others are not.
     mixed = whole.transfers.copy()
     mixed.loc[0, "num_descriptors_merged"] = None
