@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 TIMES = "tests/actors/test_stage_times.py"
 STAMPS = "tests/actors/test_stage_stamps.py"
 NUMBERS = "tests/reports/test_report_numbers.py"
+PAIRS = "tests/reports/test_tp_pairs.py"
 
 STAGE_TIMES = (
     Mutation(
@@ -107,34 +108,34 @@ STAGE_TIMES = (
         "rayk/reports/moves.py",
         'is_merged = bool(table["is_merged"].all())',
         'is_merged = bool(table["is_merged"].any())',
-        f"{NUMBERS}::test_older_tables_are_told_for_what_they_are",
+        f"{PAIRS}::test_older_tables_are_told_for_what_they_are",
     ),
     Mutation(
         "attempts that failed are counted",
         "rayk/reports/moves.py",
         'is_good=("is_good", "all")',
         'is_good=("is_good", "any")',
-        f"{NUMBERS}::test_only_the_attempt_that_brought_the_kv_counts",
+        f"{PAIRS}::test_only_the_attempt_that_brought_the_kv_counts",
     ),
     Mutation(
         "late ranks pass for slow ones",
         "rayk/reports/moves.py",
         '[*attempt, "consumer_rank"]',
         '[*attempt, "mode"]',
-        f"{NUMBERS}::test_ranks_that_begin_late_are_told_apart",
+        f"{PAIRS}::test_ranks_that_begin_late_are_told_apart",
     ),
     Mutation(
         "any prompts are compared",
         "rayk/reports/tp_pairs.py",
         'PROMPT = ["layouts", "prompt_index", "repeat"]',
         'PROMPT = ["layouts", "repeat"]',
-        f"{NUMBERS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
+        f"{PAIRS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
     ),
     Mutation(
         "chance passes for a cost",
         "rayk/reports/tp_pairs.py",
         "if interval[0] <= 0 <= interval[1] else",
         "if interval[0] > interval[1] else",
-        f"{NUMBERS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
+        f"{PAIRS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
     ),
 )
