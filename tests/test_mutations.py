@@ -7,6 +7,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
+import yaml
 
 from tests.mutants import ROOT, Result, count_old_text
 from tests.mutation import Mutation
@@ -29,8 +30,11 @@ def names_in(file: str) -> set[str]:
 def test_mutation_fits_the_tree(mutation: Mutation):
     assert count_old_text(ROOT, mutation) == 1
     assert mutation.old != mutation.new
-    source = (ROOT / mutation.file).read_text()
-    ast.parse(source.replace(mutation.old, mutation.new))
+    mutant = (ROOT / mutation.file).read_text().replace(mutation.old, mutation.new)
+    if mutation.file.endswith(".yml"):
+        yaml.safe_load(mutant)
+    else:
+        ast.parse(mutant)
     file, _, name = mutation.test.partition("::")
     assert name.split("[")[0].split("::")[0] in names_in(file)
 
