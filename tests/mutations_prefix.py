@@ -87,7 +87,7 @@ PREFIXES = (
         "rayk/sched/batching.py",
         "            return len(self.tokens) - 1\n        return",
         "            return len(self.tokens)\n        return",
-        f"{ENGINE}::test_what_tells_of_the_prompt_is_computed",
+        f"{ENGINE}::test_a_prompt_that_came_before_is_taken_from_the_cache",
         needs_fixtures=True,
     ),
     Mutation(
