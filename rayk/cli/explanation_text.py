@@ -12,6 +12,7 @@ from rayk.cli.explained_reads import Conversion, Transfer, Units
 from rayk.cli.explanation import Explanation, FastPrefill, Group, Sharing, Sight
 from rayk.cli.guard import stdout
 from rayk.cli.places import counted, numbers
+from rayk.cli.plain import print_table
 
 HEAD = (
     "consumer",
@@ -48,7 +49,7 @@ def print_text(explanation: Explanation) -> None:
         table.add_column(name, justify="left" if name in LEFT else "right")
     for row in read_rows(explanation):
         table.add_row(*row)
-    console.print(table)
+    print_table(console, table)
     for line in text_drawing(explanation):
         console.print(line, markup=False, highlight=False)
 

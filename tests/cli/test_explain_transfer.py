@@ -73,6 +73,15 @@ def test_reads_say_what_they_cost_and_what_would_be_chosen(model: Path):
         assert costs[0] == costs[1], "what it costs does not depend on what is asked for"
 
 
+def test_reads_are_a_line_each_where_there_is_no_terminal(model: Path):
+    told = invoke("--model", model, *SMALL_RUNS).stdout
+    reads = explain(model, *SMALL_RUNS)["reads"]
+    lines = told[told.index("\nreads\n") :].splitlines()[3 : 3 + len(reads)]
+    assert [line.split()[:2] for line in lines] == [
+        [str(read["consumer_rank"]), str(read["producer_rank"])] for read in reads
+    ]
+
+
 def test_pushes_say_how_many_layers_a_write_brings(model: Path):
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     found = explain(model, "--transfer-mode", "push", *SMALL_RUNS)
