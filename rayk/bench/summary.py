@@ -87,7 +87,7 @@ def summarize(load: Load, model: str, sent: Sent) -> tuple[dict[str, Any], list[
         "num_timeouts": sum(row["outcome"] == TIMEOUT for row in measured),
         **_tokens(measured),
         **_rates(sent, phases, rows),
-        **_generator(sent),
+        **_generator(sent, measured),
         "wall_s": (sent.ended_ns - sent.began_ns) / NS_PER_S,
     }
     for name in METRICS:
@@ -172,9 +172,9 @@ def _tokens_within(seen: Observed, begin_ns: int, end_ns: int) -> float:
     return sum(n for at, n in zip(seen.chunk_ns, counts, strict=True) if begin_ns < at <= end_ns)
 
 
-def _generator(sent: Sent) -> dict[str, Any]:
-    """How punctual the generator was, and how much of a core it took."""
-    late_ms = [(s.sent_ns - s.due_ns) / NS_PER_MS for s in sent.requests if s.sent_ns]
+def _generator(sent: Sent, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How punctual the generator was with the requests that count, and how much of a core it took."""
+    late_ms = [row["send_lag_ms"] for row in measured if row["send_lag_ms"] is not None]
     loop_ms = [lag / NS_PER_MS for lag in sent.loop_lags_ns]
     told: dict[str, Any] = {"generator_cpu_share": sent.cpu_ns / max(1, sent.ended_ns - sent.began_ns)}
     for name, lags in (("send", late_ms), ("loop", loop_ms)):

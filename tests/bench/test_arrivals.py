@@ -10,6 +10,7 @@ import pytest
 
 from rayk.bench.load import Lengths, Load, check_load, parse_lengths, parse_slo
 from rayk.bench.prompts import plan_requests
+from rayk.bench.run import with_own_seed
 from rayk.bench.trace import Recorded, prompt_tokens, read_trace
 from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
@@ -41,6 +42,15 @@ def test_a_seed_draws_the_same_times_at_any_rate() -> None:
     assert np.abs(drawn(5, 0) - 2 * drawn(10, 0)).max() <= 1
     gamma = due_times("gamma", rate=5, num_requests=50, burstiness=1.0, seed=0)
     assert np.std(np.diff(gamma)) > 0
+
+
+def test_a_load_draws_the_same_whatever_loads_are_beside_it() -> None:
+    def prompts(**options: float) -> list[list[int]]:
+        load = with_own_seed(Load(url=URL, num_requests=5, **options))
+        return [list(planned.prompt) for planned in plan_requests(load, (4, 900))]
+
+    assert prompts(rate=4.0) == prompts(rate=4.0) != prompts(rate=2.0)
+    assert prompts(concurrency=4) not in (prompts(rate=4.0), prompts(concurrency=8))
 
 
 def test_random_prompts_have_their_lengths_their_ids_and_shared_prefixes() -> None:

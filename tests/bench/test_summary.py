@@ -297,6 +297,14 @@ def test_what_makes_a_load_invalid_is_said_once(change: Callable[[Sent], None], 
     assert twin not in reason
 
 
+def test_requests_that_were_cut_off_are_not_late() -> None:
+    sent = steady()
+    for seen in sent.requests[:20]:
+        seen.sent_ns = seen.due_ns + 300 * MS
+    lags = [summarize(load_of(warmup=n), "fake", sent)[0]["send_lag_ms_p99"] for n in (0, 20)]
+    assert lags == [pytest.approx(300.0), pytest.approx(0.1)]
+
+
 def test_one_lag_does_not_hide_the_other() -> None:
     sent = steady()
     late(sent)
