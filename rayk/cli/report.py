@@ -92,6 +92,7 @@ def _write(directories: list[Path], output_format: Format, out: Path | None) -> 
     if output_format is Format.json:
         raise UserError(problem="json is a format of --columns", where="--format", mend="html, md or csv")
     results = [load(directory) for directory in directories]
+    _refuse_mixture(results)
     for result in results:
         if result.age_note:
             stderr().print(f"rayk: {result.directory}: {result.age_note}", markup=False)
@@ -108,6 +109,19 @@ def _write(directories: list[Path], output_format: Format, out: Path | None) -> 
     if output_format is Format.html:
         return [_write_html(results, target)]
     return _write_markdown(results, target)
+
+
+def _refuse_mixture(results: list[Result]) -> None:
+    """A run's cells and a bench's loads have nothing that could be set side by side."""
+    from rayk.reports.load_tables import is_load
+
+    benches = [str(r.directory) for r in results if is_load(r.cells)]
+    if benches and len(benches) < len(results):
+        raise UserError(
+            problem=f"of `rayk bench`, and not to be compared with a run: {', '.join(benches)}",
+            where="rayk report",
+            mend="folders of runs only, or of benches only",
+        )
 
 
 def _write_csv(results: list[Result], folder: Path) -> list[Path]:

@@ -21,6 +21,8 @@ def run_commands(result: Result) -> str:
     Paths are relative to the work tree, and spec.yaml is the one beside the report. A checkpoint that lay
     elsewhere is written to checkpoints/, and --set names it.
     """
+    if not result.spec_yaml:
+        return ""
     spec = _spec(result)
     name = str(spec.get("name", "run"))
     lines = _checkout(result.environment)
@@ -38,6 +40,8 @@ def run_needs(result: Result) -> str:
     texts = [
         "In a work tree of rayk, with spec.yaml from beside this report (its text is the report's last "
         "card): every default and override is in it."
+        if result.spec_yaml
+        else "The run's folder has no spec.yaml any more: its matrix, settings and prompts are lost."
     ]
     if _has_changes(result.environment):
         texts.append("The run's work tree had changes that no commit has.")

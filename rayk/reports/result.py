@@ -36,6 +36,13 @@ class Result:
     """Table -> the columns that the rayk which wrote it did not have: they hold nothing."""
 
     @property
+    def num_missing(self) -> int:
+        """Cells that the run was to have and that have not ended; 0 where nobody noted how many it was to
+        have."""
+        planned = self.environment.get("cells")
+        return max(0, planned - len(self.cells)) if isinstance(planned, int) else 0
+
+    @property
     def age_note(self) -> str:
         """What is to be said of tables that an older rayk wrote; empty where they have every column."""
         told = [f"{table} {', '.join(names)}" for table, names in self.lacking.items()]
