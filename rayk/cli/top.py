@@ -28,10 +28,10 @@ STATES = {"ready": "green", "forming": "yellow", "lost": "bold red"}
 TITLES = (
     *(("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right")),
     *(("waiting", "right"), ("free blocks", "right"), ("used %", "right"), ("computed/s", "right")),
-    *(("tokens/s", "right"), ("requests", "right"), ("restarts", "right"), ("trouble", "left")),
+    *(("tokens/s", "right"), ("in flight", "right"), ("restarts", "right"), ("trouble", "left")),
 )
 """Titles and how their columns are set."""
-DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "requests", "role", "free blocks")
+DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "in flight", "role", "free blocks")
 """Columns that a narrow terminal does without, in this order."""
 MIN_TROUBLE = 17
 """Characters that are kept for the trouble column, as for each: with padding and a gap."""

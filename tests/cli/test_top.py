@@ -92,7 +92,7 @@ def test_once_prints_a_line_per_engine(engines: WorkingEngines) -> None:
         "waiting": "1,234",
         "free blocks": "25/100",
         "used %": "75.0",
-        "requests": "1,239",
+        "in flight": "1,239",
         "restarts": "2",
     }
     # One look later than the first: 0.2 s, or more on a slow machine.
