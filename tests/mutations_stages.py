@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 TIMES = "tests/actors/test_stage_times.py"
 STAMPS = "tests/actors/test_stage_stamps.py"
 NUMBERS = "tests/reports/test_report_numbers.py"
+GRIDS = "tests/reports/test_rates.py"
 PAIRS = "tests/reports/test_tp_pairs.py"
 
 STAGE_TIMES = (
@@ -126,16 +127,44 @@ STAGE_TIMES = (
     ),
     Mutation(
         "any prompts are compared",
-        "rayk/reports/tp_pairs.py",
-        'PROMPT = ["layouts", "prompt_index", "repeat"]',
-        'PROMPT = ["layouts", "repeat"]',
-        f"{PAIRS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
+        "rayk/reports/tp_cost.py",
+        'key = [*ALIKE, "prompt_index"]',
+        "key = [*ALIKE]",
+        f"{NUMBERS}::test_pairs_of_tp_sizes_cost_what_their_transfers_took",
+    ),
+    Mutation(
+        "more ranks that read are a cost of unequal sizes",
+        "rayk/reports/tp_cost.py",
+        'ALIKE = ["settings", "layouts", "repeat", "decode.tp"]',
+        'ALIKE = ["settings", "layouts", "repeat"]',
+        f"{PAIRS}::test_what_depends_on_the_decode_size_alone_is_no_cost_of_unequal_sizes",
+    ),
+    Mutation(
+        "cells of other settings are compared",
+        "rayk/reports/tp_cost.py",
+        "axes = sorted(set(axis_columns(cells)) - set(PLACES))",
+        "axes = list[str]()",
+        f"{PAIRS}::test_other_settings_make_no_pairs",
     ),
     Mutation(
         "chance passes for a cost",
-        "rayk/reports/tp_pairs.py",
-        "if interval[0] <= 0 <= interval[1] else",
-        "if interval[0] > interval[1] else",
-        f"{PAIRS}::test_unequal_sizes_cost_what_the_same_prompts_tell",
+        "rayk/reports/tp_cost.py",
+        "not self.interval[0] <= 0 <= self.interval[1]",
+        "self.interval[0] <= self.interval[1]",
+        f"{PAIRS}::test_a_cost_of_either_side_is_told_apart",
+    ),
+    Mutation(
+        "waiting for the ticket passes for computing the prompt",
+        "rayk/reports/stages.py",
+        '_part("ticket", "ticket", ',
+        '_part("ticket", "prefill", ',
+        f"{NUMBERS}::test_shares_name_the_limit",
+    ),
+    Mutation(
+        "a grid has rates of two units",
+        "rayk/reports/rates.py",
+        "if smallest >= 0.1 else",
+        "if gb_per_s >= 0.1 else",
+        f"{GRIDS}::test_a_grid_has_rates_of_one_unit",
     ),
 )

@@ -3,6 +3,7 @@ unequal TP sizes cost, how is it run again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -10,7 +11,7 @@ import pandas as pd
 from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
 from rayk.reports.stages import LIMITS, age_text, evidence, largest, limit_shares, request_parts
-from rayk.reports.tp_pairs import unequal_cost
+from rayk.reports.tp_cost import COST_NOTE, cost_table, unequal_cost
 
 NAMED = 3
 """Cells that a sentence names."""
@@ -27,23 +28,34 @@ class Answer:
     command: str = ""
     has_shares: bool = False
     """Whether the bar of shares stands under it."""
+    table: Sequence[Sequence[str]] = ()
+    """Its numbers: a row of titles, then the others; each begins with what it tells."""
+    note: str = ""
+    """What the table's numbers are."""
 
 
 def answers(result: Result) -> list[Answer]:
     """The four of the report."""
     cells = result.cells
     passed = bool(len(cells)) and bool(cells["met"].astype(bool).all())
-    tone = "met" if passed else "unmet"
+    tone = "unmet" if not passed else "" if result.num_missing else "met"
+    table = cost_table(result)
+    cost = Answer(
+        question="What did unequal TP sizes cost?",
+        text=unequal_cost(result),
+        table=table,
+        note=COST_NOTE if table else "",
+    )
     return [
-        Answer(question="Did it pass?", text=pass_text(cells), tone=tone),
+        Answer(question="Did it pass?", text=pass_text(cells, result.num_missing), tone=tone),
         Answer(question="Where is time spent?", text=time_text(result), has_shares=True),
-        Answer(question="What did unequal TP sizes cost?", text=unequal_cost(result)),
+        cost,
         Answer(question="How do I run it again?", text=run_needs(result), command=run_commands(result)),
     ]
 
 
-def pass_text(cells: pd.DataFrame) -> str:
-    """Yes or no, and what that rests on."""
+def pass_text(cells: pd.DataFrame, num_missing: int = 0) -> str:
+    """Yes or no, and what that rests on; `num_missing`: cells that have not ended."""
     if cells.empty:
         return "Unknown: no cell is finished."
     failed = cells[~cells["met"].astype(bool)]
@@ -52,19 +64,26 @@ def pass_text(cells: pd.DataFrame) -> str:
         named = ", ".join(f"{r.cell_id} ({r.verdict})" for r in failed.head(NAMED).itertuples())
         more = f" and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
         verb = "did not end as expected" if faulty else "failed"
-        return f"No: {len(failed)} of {_count(len(cells), 'cell')} {verb}: {named}{more}."
+        first = f" The first: {text}." if (text := _first_line(failed["reason"].iloc[0])) else ""
+        return f"No: {len(failed)} of {_count(len(cells), 'cell')} {verb}: {named}{more}.{first}"
     unsupported = int((cells["verdict"] == "UNSUPPORTED").sum())
     how = "ended as expected, faults found" if faulty else "passed"
-    texts = [f"Yes: {len(cells) - unsupported} of {_count(len(cells), 'cell')} {how}"]
+    planned = len(cells) + num_missing
+    word = f"Unfinished: {_count(num_missing, 'cell')} of {planned} have not ended" if num_missing else "Yes"
+    texts = [f"{word}: {len(cells) - unsupported} of {_count(len(cells), 'cell')} {how}"]
     ties = int((cells["verdict"] == "NEAR_TIE").sum())
     if ties:
         texts.append(f"{ties} of them with a near tie of two tokens")
     if unsupported:
         texts.append(f"{unsupported} cannot run here (UNSUPPORTED), which is no failure")
     checks = sorted({check for done in cells["checks_done"].dropna() for check in done})
-    return (
-        ", ".join(texts) + f". Checked: {', '.join(checks) if checks else 'nothing but that requests ended'}."
-    )
+    goes_on = " `rayk run ... --resume` goes on." if num_missing else ""
+    checked = ", ".join(checks) if checks else "nothing but that requests ended"
+    return f"{', '.join(texts)}. Checked: {checked}.{goes_on}"
+
+
+def _first_line(reason: object) -> str:
+    return reason.strip().splitlines()[0].rstrip(".") if isinstance(reason, str) and reason.strip() else ""
 
 
 def time_text(result: Result) -> str:

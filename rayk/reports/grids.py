@@ -14,6 +14,7 @@ import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
 from rayk.reports.labels import axis_label, parsed
+from rayk.reports.rates import format_rate, smallest_rate
 from rayk.reports.verdicts import format_value, tone
 
 SHORT = {
@@ -78,12 +79,15 @@ def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]
             label = _title(record, differing, record["mode"] == "aggregated")
             at.setdefault(label, {})[_tp_setting(record)] = record
         columns = [s for s in settings if any(s in row for row in at.values())]
+        slow = smallest_rate(part["transfer_gb_per_s"])
         grids.append(
             {
                 "title": Path(str(model)).name,
                 "corner": "TP",
                 "columns": [" → ".join(map(str, s[1:])) for s in columns],
-                "rows": [(label, [_grid_cell(row.get(s)) for s in columns]) for label, row in at.items()],
+                "rows": [
+                    (label, [_grid_cell(row.get(s), slow) for s in columns]) for label, row in at.items()
+                ],
             }
         )
     return grids
@@ -125,11 +129,12 @@ def _make_grid(records: list[dict[Any, Any]], axes: list[str], row_axes: list[st
     at: dict[str, dict[int, dict[Any, Any]]] = {}
     for record in sorted(records, key=lambda r: 0 if aggregated else int(r["prefill.tp"])):
         at.setdefault(_row_label(record, aggregated, row_axes), {})[int(record[column])] = record
+    slow = smallest_rate(record["transfer_gb_per_s"] for record in records)
     return {
         "title": _title(first, axes, aggregated),
         "corner": "" if aggregated else "TP",
         "columns": [f"TP {tp}" if aggregated else f"D {tp}" for tp in columns],
-        "rows": [(label, [_grid_cell(row.get(tp)) for tp in columns]) for label, row in at.items()],
+        "rows": [(label, [_grid_cell(row.get(tp), slow) for tp in columns]) for label, row in at.items()],
     }
 
 
@@ -153,11 +158,11 @@ def _title(record: dict[Any, Any], axes: list[str], aggregated: bool) -> str:
     return ", ".join(parts + _labels(record, [a for a in axes if a not in layouts]))
 
 
-def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:
+def _grid_cell(record: dict[Any, Any] | None, smallest: float) -> dict[str, str] | None:
     if record is None:
         return None
     ttft = format_value(record["ttft_ms_p50"], ".0f")
-    note = _rate(record["transfer_gb_per_s"]) or (f"{ttft} ms" if ttft else "")
+    note = format_rate(record["transfer_gb_per_s"], smallest) or (f"{ttft} ms" if ttft else "")
     verdict = str(record["verdict"])
     return {
         "verdict": verdict,
@@ -166,13 +171,6 @@ def _grid_cell(record: dict[Any, Any] | None) -> dict[str, str] | None:
         "note": note,
         "tip": _tip(record),
     }
-
-
-def _rate(gb_per_s: float | None) -> str:
-    """Short: 1.2 GB/s, 14 MB/s; empty where nothing moved."""
-    if gb_per_s is None or gb_per_s != gb_per_s:
-        return ""
-    return f"{gb_per_s:.1f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1000:.1f} MB/s"
 
 
 WHERE_ANY = ("num_cached_tokens", "held_bytes")

@@ -42,7 +42,7 @@ PARTS = (
     _part("dispatch", "coordinator", "#d9c07a"),
     _part("prefill_queue", "prefill", "#8fb5e8"),
     _part("prefill", "prefill", "#3b7dd8"),
-    _part("ticket", "prefill", "#6f9fdc"),
+    _part("ticket", "ticket", "#a9a15c"),
     _part("digest", "checks", "#b6a3c9"),
     _part("handover", "coordinator", "#c2a14d"),
     _part("reserve", "decode KV", "#c94f4f"),
@@ -59,7 +59,9 @@ PARTS = (
 """In the order in which a pulled request passes them; they add up to its E2E."""
 LIMITS = {
     "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
-    "prefill": "waiting for room at a prefill engine, computing the prompt, and until the ticket is written",
+    "prefill": "waiting for room at a prefill engine, and computing the prompt",
+    "ticket": "the prompt is computed, and its ticket not yet out: the prefill engine ends its turn and "
+    "writes it in the next, on all ranks, beside that turn's step",
     "link": "posting reads and waiting until their bytes are seen to be there",
     "decode KV": "waiting for free KV blocks on the decode side",
     "decode step": "waiting for a decode engine to look, and for room in its batch, and until the last token",
@@ -74,8 +76,8 @@ TOLD = {
     "prefill": (
         ("prefill_queue", "waiting for room at the engine"),
         ("prefill", "computing the prompt"),
-        ("ticket", "until the ticket was written"),
     ),
+    "ticket": (("ticket", "until the engine's turns ended and the ticket was written"),),
     "link": (("post", "posting"), ("wait", "waiting for bytes")),
     "decode KV": (("reserve", "until blocks were free and reads began"),),
     "decode step": (
@@ -167,7 +169,7 @@ def evidence(limit: str, parts: pd.DataFrame, cell: Mapping[Any, Any]) -> str:
     told = [f"{float(parts[name].mean()):,.1f} ms {words}" for name, words in TOLD[limit]]
     tpot = cell["tpot_ms_p50"]
     if limit == "decode step" and tpot is not None and tpot == tpot:
-        told.append(f"{tpot:,.1f} ms a token")
+        told.append(f"median TPOT {tpot:,.1f} ms, a hand-over included")
     return ", ".join(told)
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.environment import copy_gb_per_s
-from rayk.reports.moves import KEYS, moves
+from rayk.reports.moves import moves
 from rayk.reports.paired import median_interval
+from rayk.reports.rates import format_rate, smallest_rate
 from rayk.reports.result import Result
 from rayk.reports.verdicts import format_bytes
 
 CONFIDENCE = 0.95
 """Of an interval; each stands alone."""
-NAMED = 3
-"""Pairs of sizes that the answer names."""
 PLACES = ("prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 
@@ -56,7 +55,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
     mean descriptors and bytes, all bytes over all time in GB/s (10^9 bytes) and in percent of the ceiling;
     beside them num_requests, is_equal (TP), is_span and is_merged. Cells that differ in other axes share a
     row."""
-    placed = _placed(result)
+    placed = placed_moves(result)
     ceiling = ceiling_of(result.environment).gb_per_s
     rows: list[dict[str, Any]] = []
     for key, of_pair in placed.groupby([*PLACES, "is_push"], sort=True):
@@ -68,7 +67,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
             {
                 "prefill_tp": prefill,
                 "decode_tp": decode,
-                "layouts": _layouts(key[2], key[3], is_push=bool(key[4])),
+                "layouts": layouts_name(key[2], key[3], is_push=bool(key[4])),
                 "is_equal": prefill == decode,
                 "ms": float(of_pair["ms"].median()),
                 "low_ms": low,
@@ -86,7 +85,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
-def _placed(result: Result) -> pd.DataFrame:
+def placed_moves(result: Result) -> pd.DataFrame:
     """`moves` of requests that were handed over, with PLACES."""
     found = moves(result.requests, result.transfers)
     if not set(PLACES).issubset(result.cells):
@@ -98,7 +97,7 @@ PUSH = ", push"
 """Ends the name of layouts between which KV was pushed."""
 
 
-def _layouts(prefill: object, decode: object, *, is_push: bool) -> str:
+def layouts_name(prefill: object, decode: object, *, is_push: bool) -> str:
     return f"{prefill} → {decode}" + (PUSH if is_push else "")
 
 
@@ -115,7 +114,7 @@ def _facts(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         ("ms after the prompt was computed" if is_push else ms, "ms", "{:.2f} ms"),
         (posted, "descriptors", "{:,.1f}"),
         ("bytes per request", "bytes", ""),
-        ("rate per request, all ranks", "gb_per_s", "{:.3g} GB/s"),
+        ("rate per request, all ranks", "gb_per_s", ""),
     ]
 
 
@@ -131,20 +130,23 @@ def pair_grids(result: Result) -> list[dict[str, Any]]:
         prefills, decodes = (sorted({key[side] for key in of}) for side in (0, 1))
         facts = []
         for title, key, form in _facts(of_layouts):
-            top = max(r[key] for r in of.values())
-            table = [(f"P {p}", [_heat(of.get((p, d)), key, form, top) for d in decodes]) for p in prefills]
+            values = [float(r[key]) for r in of.values()]
+            table = [
+                (f"P {p}", [_heat(of.get((p, d)), key, form, values) for d in decodes]) for p in prefills
+            ]
             facts.append({"title": title, "columns": [f"D {d}" for d in decodes], "rows": table})
         found.append({"title": layouts, "facts": facts})
     return found
 
 
-def _heat(row: dict[str, Any] | None, key: str, form: str, top: float) -> dict[str, Any] | None:
+def _heat(row: dict[str, Any] | None, key: str, form: str, of_table: list[float]) -> dict[str, Any] | None:
     if row is None:
         return None
+    top = max(of_table)
     text = form.format(row[key]) if form else format_bytes(round(row[key]))
     note = ""
-    if key == "gb_per_s" and row[key] < 0.1:
-        text = f"{1000 * row[key]:.3g} MB/s"  # as the verdicts have it
+    if key == "gb_per_s":
+        text = format_rate(row[key], smallest_rate(of_table))
     if key == "gb_per_s" and row["percent"] is not None:
         note = f"{row['percent']:.2g}% of ceiling"
     if key == "ms":
@@ -163,93 +165,3 @@ def _heat(row: dict[str, Any] | None, key: str, form: str, top: float) -> dict[s
             else ""
         ),
     }
-
-
-def unequal_cost(result: Result) -> str:
-    """Some sentences: what requests of unequal TP sizes took beside those of equal ones, of the layouts and
-    modes that have both, in pairs of the same prompt and repeat; and whether that is more than chance."""
-    rows = pair_rows(result)
-    if not rows:
-        return "No KV was moved between engines, so unequal TP cost nothing here."
-    pairs = _same_prompts(result)
-    if pairs.empty:
-        which = "unequal" if any(r["is_equal"] for r in rows) else "equal"
-        return f"Cannot be said from this run: with no layouts did it move KV at {which} TP sizes too."
-    unequal = [row for row in rows if not row["is_equal"] and row["layouts"] in set(pairs["layouts"])]
-    slowest = sorted(unequal, key=lambda row: -float(row["ms"]))[:NAMED]
-    named = "; ".join(
-        f"P {r['prefill_tp']}, D {r['decode_tp']}, {r['layouts']}: {r['ms']:.2f} ms, "
-        f"{r['descriptors']:,.1f} descriptors, {format_bytes(round(r['bytes']))}"
-        for r in slowest
-    )
-    posted = (
-        "descriptors" if all(r["is_merged"] for r in unequal) else f"descriptors before merging ({OLDER})"
-    )
-    mean = pairs[["descriptors", "descriptors_e", "bytes", "bytes_e"]].mean()
-    moved, moved_e = (format_bytes(round(mean[name])) for name in ("bytes", "bytes_e"))
-    return (
-        f"{_difference(pairs, result)} At unequal sizes a request posted {mean['descriptors']:,.1f} "
-        f"{posted}, at equal ones {mean['descriptors_e']:,.1f}, and moved {moved}, at equal ones {moved_e}."
-        f"{_of_ranks(pairs, unequal)} Slowest: {named}."
-    )
-
-
-def _of_ranks(pairs: pd.DataFrame, rows: list[dict[str, Any]]) -> str:
-    """What a rank takes alone; or that no more is known, or that nobody reads."""
-    if not all(row["is_span"] for row in rows):
-        return f" Times are those of the slowest pair of ranks ({OLDER})."
-    if any(row["layouts"].endswith(PUSH) for row in rows):
-        return ""
-    here, equal = pairs[["rank_ms", "rank_ms_e"]].median()
-    return (
-        f" The slowest rank alone took {here:.2f} ms, at equal ones {equal:.2f} ms: the rest is ranks that "
-        "began later."
-    )
-
-
-PROMPT = ["layouts", "prompt_index", "repeat"]
-"""What is compared: the same prompt, moved in the same way."""
-SIZES = ["prefill.tp", "decode.tp"]
-
-
-def _same_prompts(result: Result) -> pd.DataFrame:
-    """A row per PROMPT and pair of unequal sizes: ms, rank_ms, descriptors, bytes, and with `_e` what the
-    same prompt had at equal sizes: the mean of both sides' sizes, or of the one that was run so, or of any
-    where neither was."""
-    prompts = result.requests[[*KEYS, "prompt_index"]].drop_duplicates(KEYS)
-    placed = _placed(result).merge(prompts, on=KEYS)
-    places = zip(placed["prefill.layout"], placed["decode.layout"], placed["is_push"], strict=True)
-    placed = placed.assign(layouts=[_layouts(p, d, is_push=bool(push)) for p, d, push in places])
-    facts = ["ms", "rank_ms", "descriptors", "bytes"]
-    # However many of the matrix's other axes a pair of sizes was run with.
-    means = placed.groupby([*PROMPT, *SIZES])[facts].mean().reset_index()
-    is_equal = means["prefill.tp"].astype("float64") == means["decode.tp"].astype("float64")
-    equal = dict(list(means[is_equal].groupby(PROMPT)))
-    found = []
-    for row in means[~is_equal].to_dict("records"):
-        rows = equal.get(tuple(row[name] for name in PROMPT))
-        if rows is not None:
-            near = rows[rows["prefill.tp"].isin([row[size] for size in SIZES])]
-            base = (near if len(near) else rows)[facts].mean()
-            found.append(row | {f"{fact}_e": base[fact] for fact in facts})
-    return pd.DataFrame(found)
-
-
-def _difference(pairs: pd.DataFrame, result: Result) -> str:
-    """What the pairs say of time, and how sure that is. A cell's prompts share a few seconds of the machine,
-    so it counts once in each repeat, by the median over its prompts."""
-    more = pairs.assign(more=pairs["ms"] - pairs["ms_e"])
-    units = more.groupby(["layouts", "repeat", *SIZES])[["more", "ms_e"]].median()
-    middle, base = float(units["more"].median()), float(units["ms_e"].median())
-    interval = median_interval(units["more"].tolist(), CONFIDENCE)
-    told = (
-        f"Of the same prompt, waiting for its KV to move took {abs(middle):.2f} ms "
-        f"{'more' if middle >= 0 else 'less'} at unequal TP sizes than at the equal ones of its sides, which "
-        f"took {base:.2f} ms (medians of {len(units)} pairs of sizes and repeats"
-    )
-    if interval is None:
-        return f"{told}): too few to tell that from chance."
-    whole = float(result.requests["e2e_ms"].median())
-    share = f", {100 * middle / whole:.1f}% of the median request's {whole:,.0f} ms" if whole > 0 else ""
-    chance = " That may be chance." if interval[0] <= 0 <= interval[1] else ""
-    return f"{told}; 95% interval {interval[0]:+.2f} to {interval[1]:+.2f} ms){share}.{chance}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -24,7 +25,8 @@ from rayk.reports.stages import (
     request_parts,
     waterfall_data,
 )
-from rayk.reports.tp_pairs import ceiling_of, pair_grids, pair_rows, unequal_cost
+from rayk.reports.tp_cost import cost_table, unequal_cost
+from rayk.reports.tp_pairs import ceiling_of, pair_grids, pair_rows
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from tests.reports.synthetic import MS, SPEC, cell_row
 
@@ -92,7 +94,7 @@ def write(folder: Path, environment: dict[str, Any] | None = None) -> Result:
     writer = ResultWriter(
         folder, spec_yaml=SPEC, environment=ENVIRONMENT if environment is None else environment
     )
-    equal, unequal = (cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2))
+    equal, unequal = (cell_row(p, 2, ("BHLNC", "BHLNC")) for p in (2, 1))
     writer.write_cell(
         equal,
         [request_row(equal, 0, 55), request_row(equal, 1, 155)],
@@ -131,7 +133,8 @@ def test_shares_name_the_limit(run: Result) -> None:
     assert shares == pytest.approx(
         {
             "queue": 0.01,
-            "prefill": 0.19,
+            "prefill": 0.18,
+            "ticket": 0.01,
             "link": 0.1,
             "decode KV": 0.04,
             "decode step": 0.59,
@@ -142,7 +145,7 @@ def test_shares_name_the_limit(run: Result) -> None:
     )
     rows = limit_rows(run)
     assert [(row["cell_id"], row["limit"]) for row in rows] == [
-        ("p1-d1-BHLNC-BHLNC", "decode step"),
+        ("p2-d2-BHLNC-BHLNC", "decode step"),
         ("p1-d2-BHLNC-BHLNC", "decode step"),
     ]
     told = "1.0 ms until the decode engine looked, 3.0 ms until a step took it, 105.0 ms decoding"
@@ -159,7 +162,7 @@ def test_shares_name_the_limit(run: Result) -> None:
         ("prefill", "prefill", "900.0 ms computing the prompt"),
         ("read", "link", "899.0 ms waiting for bytes"),
         ("reserve", "decode KV", "900.0 ms until blocks were free"),
-        ("ticket", "prefill", "900.0 ms until the ticket was written"),
+        ("ticket", "ticket", "900.0 ms until the engine's turns ended and the ticket was written"),
         ("handover", "coordinator", "900.0 ms for the ticket's way"),
         ("notice", "decode step", "900.0 ms until the decode engine looked"),
         ("verify", "checks", "900.0 ms verify"),
@@ -226,8 +229,8 @@ def test_a_push_posts_within_the_prefill(tmp_path: Path) -> None:
 
 
 def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
-    equal, unequal = pair_rows(run)
-    assert (equal["prefill_tp"], equal["decode_tp"], equal["is_equal"]) == (1, 1, True)
+    unequal, equal = pair_rows(run)
+    assert (equal["prefill_tp"], equal["decode_tp"], equal["is_equal"]) == (2, 2, True)
     # 4 MB in 4 + 6 ms is 0.4 GB/s, of 10 GB/s 4%.
     assert (equal["ms"], equal["descriptors"], equal["bytes"]) == (5.0, 8.0, 2e6)
     assert equal["gb_per_s"] == pytest.approx(0.4)
@@ -239,13 +242,23 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
     assert (equal["low_ms"], equal["is_span"], equal["is_merged"]) == (None, True, True)
     # From 30 to 50 ms the one rank, from 31 to 35 the other.
     assert (equal["rank_ms"], unequal["rank_ms"]) == (5.0, 20.0)
-    text = unequal_cost(run)
-    assert (
-        "took 16.00 ms more at unequal TP sizes than at the equal ones of its sides, which took 4.00" in text
+    assert unequal_cost(run) == (
+        "Nothing that can be told from chance: too few repeats and decode sizes (16.00 ms (5.00 times) more "
+        "where P < D). Each request is held against the same prompt's at the same decode TP with P = D."
     )
-    assert "(medians of 1 pairs of sizes and repeats): too few to tell that from chance" in text
-    assert "posted 24.0 descriptors, at equal ones 8.0, and moved 7.6 MiB, at equal ones 1.9 MiB" in text
-    assert "P 1, D 2, BHLNC → BHLNC: 20.00 ms, 24.0 descriptors, 7.6 MiB" in text
+    # Of the one prompt that ran at both.
+    assert cost_table(run) == [
+        ["", "P < D"],
+        ["pairs (units)", "1 (1)"],
+        ["ms per request", "20.00"],
+        ["ms at P = D", "4.00"],
+        ["more, ms", "+16.00"],
+        ["its 95% interval", "too few units"],
+        ["times", "5.00"],
+        ["slowest rank alone, ms (at P = D)", "20.00 (4.00)"],
+        ["descriptors (at P = D)", "24.0 (8.0)"],
+        ["bytes (at P = D)", "7.6 MiB (1.9 MiB)"],
+    ]
     [grid] = pair_grids(run)
     assert [fact["title"] for fact in grid["facts"]] == [
         "ms per request",
@@ -253,10 +266,13 @@ def test_pairs_of_tp_sizes_cost_what_their_transfers_took(run: Result) -> None:
         "bytes per request",
         "rate per request, all ranks",
     ]
-    label, cells = grid["facts"][3]["rows"][0]
-    assert (label, [cell["text"] for cell in cells]) == ("P 1", ["0.4 GB/s", "0.4 GB/s"])
-    assert [cell["note"] for cell in cells] == ["4% of ceiling", "4% of ceiling"]
-    assert [cell["heat"] for cell in grid["facts"][0]["rows"][0][1]] == [0.25, 1.0]
+    rows = grid["facts"][3]["rows"]
+    assert [(label, cells[0]["text"]) for label, cells in rows] == [
+        ("P 1", "0.40 GB/s"),
+        ("P 2", "0.40 GB/s"),
+    ]
+    assert [cells[0]["note"] for _, cells in rows] == ["4% of ceiling", "4% of ceiling"]
+    assert [cells[0]["heat"] for _, cells in grid["facts"][0]["rows"]] == [1.0, 0.25]
 
 
 def test_without_a_ceiling_there_are_no_percents(tmp_path: Path) -> None:
@@ -304,8 +320,8 @@ def test_the_waterfall_has_every_request(run: Result) -> None:
 def test_curves_are_the_share_of_requests(run: Result) -> None:
     ttft, itl, e2e = spread_plots(run)
     assert [plot["id"] for plot in (ttft, itl, e2e)] == ["spread-ttft", "spread-itl", "spread-e2e"]
-    equal = e2e["data"][0]
-    assert (equal["name"], equal["x"], equal["y"]) == ("P 1, D 1", [100.0, 200.0], [50.0, 100.0])
+    equal = e2e["data"][1]
+    assert (equal["name"], equal["x"], equal["y"]) == ("P 2, D 2", [100.0, 200.0], [50.0, 100.0])
 
 
 def test_the_best_cells_are_those_that_no_other_beats() -> None:
@@ -339,7 +355,11 @@ def test_the_four_answers(run: Result, tmp_path: Path) -> None:
     assert "Mostly in decode step" in time.text
     # (59 + 159 + 59) of 100 + 200 + 110 ms: `notice`, `decode_queue` and `decode`.
     assert "decode step 68%" in time.text
-    assert cost.text == unequal_cost(run)
+    assert (cost.text, cost.table) == (unequal_cost(run), cost_table(run))
+    page = (run.directory / "report.html").read_text() if run.directory else ""
+    card = page[page.index("What did unequal TP sizes cost?") : page.index("How do I run it again?")]
+    found = [html.unescape(text) for text in re.findall(r">([^<>]+)</t[dh]>", card)]
+    assert found == [text for row in cost.table for text in row if text]
     assert f"git checkout {'c' * 40}" in rerun.command
     assert "--out runs/synthetic-again" in rerun.command
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})

@@ -8,76 +8,133 @@ from pathlib import Path
 import pytest
 
 from rayk.reports import ResultWriter, load
-from rayk.reports.tp_pairs import pair_grids, pair_rows, unequal_cost
+from rayk.reports.result import Result
+from rayk.reports.tp_cost import cost_sides, cost_table, unequal_cost, unequal_pairs
+from rayk.reports.tp_pairs import pair_grids, pair_rows
 from tests.reports.synthetic import MS, SPEC, cell_row
 from tests.reports.test_report_numbers import request_row, transfer_row, write
 
+SIZES = (1, 2, 4)
 
-@pytest.mark.parametrize(
-    ("longer_ms", "told"),
-    [
-        ([4, 5, 6, 7, 8, 9, 10, 11], "interval +4.00 to +11.00 ms), 7.1% of the median request's 105 ms."),
-        ([-4, 5, -6, 7, -3, 9, -3, 11], "That may be chance."),
-        ([4, 5, 6, 7, 8], "(medians of 5 pairs of sizes and repeats): too few to tell that from chance."),
-    ],
-)
-def test_unequal_sizes_cost_what_the_same_prompts_tell(
-    tmp_path: Path, longer_ms: list[int], told: str
-) -> None:
-    """A repeat is seen once: its prompts are longer by the same."""
-    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
-    equal, unequal = (cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2))
-    for cell, prompts in ((equal, (0, 1, 2, 7)), (unequal, (0, 1, 2, 8))):
+
+def moved_run(folder: Path, took: dict[tuple[int, int], list[int]]) -> Result:
+    """A cell per pair of sizes whose transfers took so many ms: one number per repeat, of 3 prompts of which
+    each takes 100 ms longer than the one before."""
+    writer = ResultWriter(folder, spec_yaml=SPEC, environment={})
+    for (prefill, decode), repeats in took.items():
+        cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"))
         rows, transfers = [], []
-        for repeat, longer in enumerate(longer_ms):
-            for number in prompts:
-                # A prompt takes 100 ms longer than the one before; some moved at one of the sizes only.
-                took = 1 if number > 2 else 100 * (1 + number) + longer * (cell is unequal)
-                row, moved = (
-                    request_row(cell, number, 60),
-                    transfer_row(cell, number, 0, transfer_ns=took * MS),
-                )
+        for repeat, ms in enumerate(repeats):
+            for number in range(3):
+                row = request_row(cell, number, 60)
+                moved = transfer_row(cell, number, 0, transfer_ns=(ms + 100 * number) * MS)
                 row.repeat = moved.repeat = repeat
                 rows.append(row)
                 transfers.append(moved)
         writer.write_cell(cell, rows, transfers)
     writer.finish()
-    text = unequal_cost(load(tmp_path))
-    assert told in text
-    assert ("too few" in text) == (len(longer_ms) < 6)
-    assert "moved 1.9 MiB, at equal ones 1.9 MiB" in text
+    return load(folder)
 
 
-def test_unequal_sizes_are_held_against_those_of_their_sides(tmp_path: Path) -> None:
-    """P 1 to D 2 against P 1 to D 1 and P 2 to D 2, not against P 4 to D 4."""
+def told(result: Result) -> dict[str, list[str]]:
+    """Rows of the answer's table by title."""
+    return {row[0]: row[1:] for row in cost_table(result)}
+
+
+@pytest.mark.parametrize(
+    "dropped", [(), ((1, 2), (1, 4)), ((1, 2), (2, 4)), ((1, 1), (2, 1)), ((4, 4),)], ids=str
+)
+def test_what_depends_on_the_decode_size_alone_is_no_cost_of_unequal_sizes(
+    tmp_path: Path, dropped: tuple[tuple[int, int], ...]
+) -> None:
+    sizes = [(p, d) for p in SIZES for d in SIZES if (p, d) not in dropped]
+    result = moved_run(tmp_path, {(p, d): [d * d] * 4 for p, d in sizes})
+    assert unequal_cost(result).startswith("Nothing that can be told from chance")
+    sides = cost_sides(unequal_pairs(result))
+    assert [side.more_ms for side in sides] == [0.0] * len(sides)
+    assert {side.times for side in sides} == {1.0}
+
+
+@pytest.mark.parametrize("factor", [2, 0.5])
+def test_a_cost_of_either_side_is_told_apart(tmp_path: Path, factor: float) -> None:
+    """Above its prefill size a decode size costs nothing, below it twice as much, or half; prompts alike."""
+
+    def ms(prefill: int, decode: int) -> list[int]:
+        # Repeats differ by more than sizes do.
+        return [int((100 * decode + 40 * r) * (factor if prefill > decode else 1)) for r in range(4)]
+
+    result = moved_run(tmp_path, {(p, d): ms(p, d) for p in SIZES for d in SIZES})
+    below, above = cost_sides(unequal_pairs(result))
+    assert (below.name, below.is_told, below.times, below.more_ms) == ("P < D", False, 1.0, 0.0)
+    assert (above.name, above.is_told, above.num_pairs, above.num_units) == ("P > D", True, 36, 8)
+    # Of decode TP 1 (two prefill sizes) and 2, at 100 to 320 ms each; of the middle prompt, which takes
+    # 100 ms more at both.
+    more = sorted((factor - 1) * (100 * d + 40 * r) for d in (1, 2) for r in range(4))
+    assert above.more_ms == pytest.approx((more[3] + more[4]) / 2)
+    assert above.interval == pytest.approx((more[0], more[-1]))
+    text = unequal_cost(result)
+    word = "more" if factor > 1 else "less"
+    assert text.startswith(
+        f"{abs(above.more_ms):.2f} ms ({above.times:.2f} times) {word} per request where P > D"
+    )
+    assert "; nothing that can be told from chance where P < D." in text
+
+
+def test_twice_the_time_is_twice(tmp_path: Path) -> None:
+    """Of prompts that are alike the ratio is the factor, whatever the decode size."""
+    took = {(p, d): [10 * d * (1 + (p != d)) for _ in range(4)] for p in SIZES for d in SIZES}
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
-    took = {(1, 1): 10, (2, 2): 20, (4, 4): 900, (1, 2): 17, (2, 1): 14, (1, 4): 1000, (4, 1): 454}
-    took |= {(2, 4): 462, (4, 2): 463}
-    for (prefill, decode), ms in took.items():
+    for (prefill, decode), repeats in took.items():
         cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"))
-        rows = [request_row(cell, number, 60) for number in range(3)]
-        moved = [transfer_row(cell, n, 0, transfer_ns=(ms + 100 * n) * MS) for n in range(3)]
+        rows = [request_row(cell, 0, 60) for _ in repeats]
+        moved = [transfer_row(cell, 0, 0, transfer_ns=ms * MS) for ms in repeats]
+        for repeat, (row, transfer) in enumerate(zip(rows, moved, strict=True)):
+            row.repeat = transfer.repeat = repeat
         writer.write_cell(cell, rows, moved)
     writer.finish()
-    # By -1, -1, 2, 2, 3 and 545 more than the mean of both sides' sizes, of each prompt.
-    text = unequal_cost(load(tmp_path))
-    assert "took 2.00 ms more at unequal TP sizes" in text
-    assert "medians of 6 pairs" in text
-    assert "95% interval -1.00 to +545.00 ms" in text
-    assert "That may be chance." in text
+    result = load(tmp_path)
+    assert told(result)["times"] == ["2.00", "2.00"]
+    # P < D: 20 and 40 ms more at decode TP 2 and 4; P > D: 10 and 20 at 1 and 2.
+    assert told(result)["more, ms"] == ["+30.00", "+15.00"]
+    assert told(result)["its 95% interval"] == ["+20.00 to +40.00", "+10.00 to +20.00"]
+    assert unequal_cost(result).startswith("30.00 ms (2.00 times) more per request where P < D")
+    assert len(unequal_cost(result).split(". ")) <= 2
+
+
+def test_few_repeats_tell_nothing(tmp_path: Path) -> None:
+    result = moved_run(tmp_path, {(1, 1): [1], (1, 2): [8], (2, 1): [9], (2, 2): [5]})
+    text = unequal_cost(result)
+    assert text.startswith("Nothing that can be told from chance: too few repeats and decode sizes")
+    assert "3.00 ms (1.03 times) more where P < D, 8.00 ms (1.08 times) more where P > D" in text
+    assert told(result)["its 95% interval"] == ["too few units", "too few units"]
+    assert told(result)["pairs (units)"] == ["3 (1)", "3 (1)"]
+
+
+def test_other_settings_make_no_pairs(tmp_path: Path) -> None:
+    """An equal pair of another block size, or of another decode size, is nothing to be held against."""
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for prefill, decode, block in ((1, 2, 16), (2, 2, 32), (1, 1, 16)):
+        cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"), cell_id=f"p{prefill}-d{decode}-{block}")
+        cell.axes["prefill.block_size"] = block
+        writer.write_cell(cell, [request_row(cell, 0, 60)], [transfer_row(cell, 0, 0)])
+    writer.finish()
+    result = load(tmp_path)
+    assert unequal_cost(result).startswith("Cannot be said from this run")
+    assert cost_table(result) == []
 
 
 def test_ranks_that_begin_late_are_told_apart(tmp_path: Path) -> None:
-    cells = [cell_row(1, d, ("BHLNC", "BHLNC")) for d in (1, 2)]
+    cells = [cell_row(p, 2, ("BHLNC", "BHLNC")) for p in (2, 1)]
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
     for cell, late in zip(cells, (0, 40), strict=True):
         moved = [transfer_row(cell, 0, 0), transfer_row(cell, 0, 1, begin_ns=(30 + late) * MS)]
         writer.write_cell(cell, [request_row(cell, 0, 60)], moved)
     writer.finish()
     result = load(tmp_path)
-    assert [(row["ms"], row["rank_ms"]) for row in pair_rows(result)] == [(4.0, 4.0), (44.0, 4.0)]
-    assert "The slowest rank alone took 4.00 ms, at equal ones 4.00 ms" in unequal_cost(result)
-    assert "the slowest rank alone: 4.00 ms" in pair_grids(result)[0]["facts"][0]["rows"][0][1][1]["tip"]
+    assert [(row["ms"], row["rank_ms"]) for row in pair_rows(result)] == [(44.0, 4.0), (4.0, 4.0)]
+    assert told(result)["slowest rank alone, ms (at P = D)"] == ["4.00 (4.00)"]
+    assert told(result)["more, ms"] == ["+40.00"]
+    assert "the slowest rank alone: 4.00 ms" in pair_grids(result)[0]["facts"][0]["rows"][0][1][0]["tip"]
 
 
 def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
@@ -85,20 +142,20 @@ def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
     older = replace(
         whole, transfers=whole.transfers.assign(num_descriptors_merged=None, begin_ms=None, end_ms=None)
     )
-    equal, unequal = pair_rows(older)
+    unequal, equal = pair_rows(older)
     # The slowest pair alone; the descriptors asked for.
     assert (unequal["ms"], unequal["descriptors"], unequal["is_span"]) == (16.0, 48.0, False)
     assert (equal["descriptors"], equal["is_merged"]) == (16.0, False)
     titles = [fact["title"] for fact in pair_grids(older)[0]["facts"]]
     assert titles[0] == "ms of its slowest pair of ranks (an older rayk wrote it)"
     assert titles[1] == "descriptors before merging (an older rayk wrote it)"
-    text = unequal_cost(older)
-    assert "48.0 descriptors before merging (an older rayk wrote it), at equal ones 16.0" in text
-    assert "Times are those of the slowest pair of ranks" in text
+    assert told(older)["descriptors before merging (an older rayk wrote it) (at P = D)"] == ["48.0 (16.0)"]
+    assert told(older)["ms of the slowest pair of ranks (an older rayk wrote it)"] == ["16.00"]
+    assert not any("alone" in title for title in told(older))
     # Not even one row of a run may pass for merged where others are not.
     mixed = whole.transfers.copy()
     mixed.loc[0, "num_descriptors_merged"] = None
-    assert [row["descriptors"] for row in pair_rows(replace(whole, transfers=mixed))] == [16.0, 48.0]
+    assert [row["descriptors"] for row in pair_rows(replace(whole, transfers=mixed))] == [48.0, 16.0]
 
 
 def test_only_the_attempt_that_brought_the_kv_counts(tmp_path: Path) -> None:

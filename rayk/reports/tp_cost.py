@@ -1,0 +1,194 @@
+"""What unequal tensor-parallel sizes cost: each transfer beside that of the same prompt to the same decode
+TP, from a prefill engine of that size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from rayk.reports.grids import axis_columns
+from rayk.reports.moves import KEYS
+from rayk.reports.paired import median_interval
+from rayk.reports.result import Result
+from rayk.reports.tp_pairs import CONFIDENCE, OLDER, PLACES, layouts_name, placed_moves
+from rayk.reports.verdicts import format_bytes
+
+ALIKE = ["settings", "layouts", "repeat", "decode.tp"]
+"""What both of a pair have; the time of a transfer depends on how many ranks read, so the decode TP, too."""
+FACTS = ["ms", "rank_ms", "descriptors", "bytes"]
+SIDES = ("P < D", "P > D")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What requests took where the prefill TP was below the decode TP, or above it. Medians over units: a
+    decode TP, with its layouts and other settings, in a repeat. Prompts of a cell share a few seconds of the
+    machine, and all prefill sizes of a decode TP the same requests to be held against, so they count once."""
+
+    name: str
+    num_pairs: int
+    """Of a prompt each, in a repeat."""
+    num_units: int
+    ms: float
+    equal_ms: float
+    more_ms: float
+    interval: tuple[float, float] | None
+    """For more_ms; None where units are too few."""
+    times: float
+    """The ratio, medians likewise."""
+    means: pd.Series[float]
+    """FACTS, and with `_e` those of the equal ones."""
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this is more than chance."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+
+def unequal_pairs(result: Result) -> pd.DataFrame:
+    """A row per prompt, prefill TP and ALIKE of unequal sizes: side, FACTS, and with `_e` those of the same
+    prompt where the prefill engine had the decode engine's TP size, all else alike; empty without any."""
+    moved = placed_moves(result)
+    if moved.empty:
+        return pd.DataFrame()
+    prompts = result.requests[[*KEYS, "prompt_index"]].drop_duplicates(KEYS)
+    settings = _settings(result.cells)
+    moved = moved.merge(prompts, on=KEYS).merge(settings, on="cell_id")
+    names = zip(moved["prefill.layout"], moved["decode.layout"], moved["is_push"], strict=True)
+    moved = moved.assign(
+        layouts=[layouts_name(p, d, is_push=bool(push)) for p, d, push in names],
+        **{size: moved[size].astype("float64") for size in ("prefill.tp", "decode.tp")},
+    )
+    key = [*ALIKE, "prompt_index"]
+    means = moved.groupby([*key, "prefill.tp"])[FACTS].mean().reset_index()
+    is_equal = means["prefill.tp"] == means["decode.tp"]
+    equal = means[is_equal].drop(columns="prefill.tp")
+    found = means[~is_equal].merge(equal, on=key, suffixes=("", "_e"))
+    below = found["prefill.tp"] < found["decode.tp"]
+    return found.assign(side=below.map({True: SIDES[0], False: SIDES[1]}))
+
+
+def _settings(cells: pd.DataFrame) -> pd.DataFrame:
+    """cell_id, and as one text all axes but PLACES: a cell is held against one that differs in these only."""
+    axes = sorted(set(axis_columns(cells)) - set(PLACES))
+    return pd.DataFrame(
+        {
+            "cell_id": cells["cell_id"],
+            "settings": cells[axes].astype(str).agg(" ".join, axis=1) if axes else "",
+        }
+    )
+
+
+def cost_sides(pairs: pd.DataFrame) -> list[Side]:
+    """Of SIDES those with pairs."""
+    sides = []
+    for name in SIDES:
+        of_side = pairs[pairs["side"] == name] if len(pairs) else pairs
+        if of_side.empty:
+            continue
+        compared = of_side.assign(more=of_side["ms"] - of_side["ms_e"], times=of_side["ms"] / of_side["ms_e"])
+        units = compared.groupby(ALIKE)[["ms", "ms_e", "more", "times"]].median()
+        ms, equal_ms, more, times = (float(value) for value in units.median())
+        sides.append(
+            Side(
+                name=name,
+                num_pairs=len(of_side),
+                num_units=len(units),
+                ms=ms,
+                equal_ms=equal_ms,
+                more_ms=more,
+                interval=median_interval(units["more"].tolist(), CONFIDENCE),
+                times=times,
+                means=of_side[[*FACTS, *(f"{fact}_e" for fact in FACTS)]].mean(),
+            )
+        )
+    return sides
+
+
+def unequal_cost(result: Result) -> str:
+    """The verdict in one or two sentences; `cost_table` has the numbers."""
+    moved = placed_moves(result)
+    if moved.empty:
+        return "No KV was moved between engines, so unequal TP cost nothing here."
+    sides = cost_sides(unequal_pairs(result))
+    if not sides:
+        which = "unequal" if (moved["prefill.tp"] == moved["decode.tp"]).any() else "equal"
+        return (
+            "Cannot be said from this run: to no decode TP did it move KV both from its own size and from "
+            f"another, all else alike (it lacks {which} TP sizes for that)."
+        )
+    told = [side for side in sides if side.is_told]
+    against = "Each request is held against the same prompt's at the same decode TP with P = D."
+    if not told:
+        few = all(side.interval is None for side in sides)
+        why = ": too few repeats and decode sizes" if few else ""
+        seen = ", ".join(f"{_amount(side)} where {side.name}" for side in sides)
+        return f"Nothing that can be told from chance{why} ({seen}). {against}"
+    first = "; ".join(f"{_amount(side)} per request where {side.name}{_share(side, result)}" for side in told)
+    rest = "".join(
+        f"; nothing that can be told from chance where {side.name}" for side in sides if not side.is_told
+    )
+    return f"{first[0].upper()}{first[1:]}{rest}. {against}"
+
+
+def _amount(side: Side) -> str:
+    """E.g. 2.1 ms (1.80 times) more."""
+    word = "more" if side.more_ms >= 0 else "less"
+    return f"{abs(side.more_ms):.2f} ms ({side.times:.2f} times) {word}"
+
+
+def _share(side: Side, result: Result) -> str:
+    whole = float(result.requests["e2e_ms"].median())
+    return f", {100 * abs(side.more_ms) / whole:.1f}% of the median request" if whole > 0 else ""
+
+
+def cost_table(result: Result) -> list[list[str]]:
+    """The numbers of the answer: a row of titles, then one per fact with a column per side; empty where
+    there is nothing to tell."""
+    sides = cost_sides(unequal_pairs(result))
+    if not sides:
+        return []
+    moved = placed_moves(result)
+    is_merged, is_span = bool(moved["is_merged"].all()), bool(moved["is_span"].all())
+    # Writes of a push begin while the prompt is computed: nobody waits for what a rank takes alone.
+    has_ranks = is_span and not bool(moved["is_push"].any())
+    rows = [
+        ["pairs (units)", *(f"{side.num_pairs:,} ({side.num_units:,})" for side in sides)],
+        [
+            "ms per request" if is_span else f"ms of the slowest pair of ranks ({OLDER})",
+            *(f"{side.ms:.2f}" for side in sides),
+        ],
+        ["ms at P = D", *(f"{side.equal_ms:.2f}" for side in sides)],
+        ["more, ms", *(f"{side.more_ms:+.2f}" for side in sides)],
+        ["its 95% interval", *(_interval(side) for side in sides)],
+        ["times", *(f"{side.times:.2f}" for side in sides)],
+    ]
+    facts = [("slowest rank alone, ms", "rank_ms", ".2f")] if has_ranks else []
+    posted = "descriptors" if is_merged else f"descriptors before merging ({OLDER})"
+    facts += [(posted, "descriptors", ",.1f"), ("bytes", "bytes", "bytes")]
+    for title, name, spec in facts:
+        rows.append([f"{title} (at P = D)", *(_both(side, name, spec) for side in sides)])
+    return [["", *(side.name for side in sides)], *rows]
+
+
+def _interval(side: Side) -> str:
+    if side.interval is None:
+        return "too few units"
+    low, high = side.interval
+    return f"{low:+.2f} to {high:+.2f}"
+
+
+def _both(side: Side, name: str, spec: str) -> str:
+    here, equal = (
+        format_bytes(round(side.means[key])) if spec == "bytes" else format(side.means[key], spec)
+        for key in (name, f"{name}_e")
+    )
+    return f"{here} ({equal})"
+
+
+COST_NOTE = (
+    "Medians over units: a decode TP with its layouts and other settings, in a repeat. Descriptors, bytes "
+    "and the slowest rank alone are means per request; what a request took beyond that rank is ranks that "
+    "began later."
+)
