@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _TENTHS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.3, 0.5, 0.75, 0.8)
 _WHOLE = (1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 80.0, 120.0)
@@ -80,11 +80,17 @@ class Metric:
     labels: tuple[str, ...] = RANK_LABELS
     buckets: tuple[float, ...] = ()
     """Upper borders, for histograms."""
+    by_leader: bool = False
+    """Whether rank 0 counts it for its whole engine: no other rank has it."""
 
 
 def _counter(name: str, unit: str, help_text: str, *labels: str) -> Metric:
     labels = (*RANK_LABELS, *labels)
     return Metric(name=name, kind=MetricKind.COUNTER, unit=unit, help=help_text, labels=labels)
+
+
+def _by_leader(name: str, unit: str, help_text: str, *labels: str) -> Metric:
+    return replace(_counter(name, unit, help_text, *labels), by_leader=True)
 
 
 def _gauge(name: str, unit: str, help_text: str, *labels: str) -> Metric:
@@ -160,9 +166,24 @@ _ENGINE = (
     _gauge("rayk_model_bandwidth_utilization", "1", "Of the device's peak; absent where that is not known"),
 )
 
-# Every rank tells of what came to it, or was held by it: of one request, each rank of an engine does. Queries
-# that mean requests take the rank that has most (dashboards/queries.py: `requests`).
+# Every rank tells of what came to it, or was held by it: the sum over ranks is parts of requests, and a rank
+# that saw no error counts none. What means requests is counted where all ranks' news meet: at rank 0.
 _TRANSFERS = (
+    _by_leader(
+        "rayk_nixl_received_requests_total", "requests", "Requests whose KV came to every rank, and was right"
+    ),
+    _by_leader(
+        "rayk_nixl_failed_requests_total",
+        "requests",
+        "Requests whose transfer was begun and failed, at whichever ranks; KV_MISMATCH: KV that differed "
+        "from its producer's at any of them",
+        "reason",
+    ),
+    _by_leader(
+        "rayk_nixl_expired_requests_total",
+        "requests",
+        "Requests whose lease ended here without a release, at whichever ranks",
+    ),
     _histogram("rayk_nixl_xfer_time_seconds", "s", "A request's KV, first post to last completion", _SHORT),
     _histogram("rayk_nixl_post_time_seconds", "s", "Posting a request's reads or writes", _SHORT),
     _histogram("rayk_nixl_bytes_transferred", "bytes", "KV bytes of a request, to one rank", _BYTES),
@@ -280,12 +301,13 @@ METRICS: dict[str, Metric] = {
 """Every metric by name."""
 
 
-def beginnings(prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+def beginnings(prefixes: tuple[str, ...], *, is_leader: bool) -> Iterator[tuple[str, dict[str, str]]]:
     """Counters of a rank whose names begin so, with all values of their own labels where these are fixed:
     what is 0 when it starts."""
     for name, metric in METRICS.items():
         own = metric.labels[len(RANK_LABELS) :]
         is_ours = metric.kind is MetricKind.COUNTER and metric.labels[: len(RANK_LABELS)] == RANK_LABELS
+        is_ours = is_ours and (is_leader or not metric.by_leader)
         if is_ours and name.startswith(prefixes) and LABEL_VALUES.keys() >= set(own):
             for values in itertools.product(*(sorted(LABEL_VALUES[label]) for label in own)):
                 yield name, dict(zip(own, values, strict=True))
