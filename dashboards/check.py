@@ -100,7 +100,7 @@ def unreported(prometheus: Prometheus, window_s: float = WINDOW_S) -> set[str]:
     """Metrics of the table that no target has had."""
     absent = set()
     for name, metric in METRICS.items():
-        suffix = "_count" if metric.kind is MetricKind.HISTOGRAM else ""
+        suffix = f"_count{metric.series_ending}" if metric.kind is MetricKind.HISTOGRAM else ""
         if not prometheus.series(f"count({exported(name)}{suffix})", window_s):
             absent.add(name)
     return absent

@@ -21,7 +21,7 @@ from rayk.actors.sampled import with_seed
 from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import Ledger
-from rayk.metrics import MetricsSink, NullSink
+from rayk.metrics import BufferedSink, NullSink
 from rayk.sched.asking import Asker, new_secret
 from rayk.sched.loads import LoadBook
 from rayk.sched.policies import get_policy
@@ -67,14 +67,14 @@ class CellRun:
         engines: list[EngineHandle],
         capture: bool,
         form_again: FormAgain | None = None,
-        sink: MetricsSink | None = None,
+        sink: BufferedSink | None = None,
     ) -> None:
         """`form_again`: makes a new engine in place of a lost one. `sink`: is told of requests' times."""
         self._cell = cell
         self._repeat = repeat
         self._outcome = outcome
         self._capture = capture
-        self._sink = sink or NullSink()
+        self._sink = sink or BufferedSink(NullSink())
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._policy = get_policy(cell.policy, cell.policy_settings)
         self._asker = Asker(cell.policy, cell.policy_settings, new_secret())
@@ -135,7 +135,7 @@ class CellRun:
             self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
             raise
         finally:
-            report_request(self._sink, row, gaps=True)
+            report_request(self._sink, row)
             if (over := self._loads.ended(row.request_id)) is not None:
                 self._policy.ended(*over)
 

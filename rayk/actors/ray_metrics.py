@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rayk.metrics import METRICS, BufferedSink, MetricKind, MetricsSink, NullSink
+from rayk.metrics import METRICS, BufferedSink, Metric, MetricKind, MetricsSink, NullSink
 
 
 class RaySink:
@@ -14,6 +15,8 @@ class RaySink:
     def __init__(self, **known: str) -> None:
         """`known`: labels of every value, such as model, engine, role and rank."""
         self._known = known
+        self._told: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+        """Folded histograms that are there."""
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
@@ -29,6 +32,22 @@ class RaySink:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
         _metric(name).observe(value, self._known | labels)
+
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Add to the counters that a folded histogram is: a call for each bucket that grew."""
+        tags = self._known | labels
+        key = name, frozenset(tags.items())
+        is_new = key not in self._told
+        self._told.add(key)
+        buckets, count, added = _counters(name)
+        num_below = 0
+        for border, number in zip(_borders(METRICS[name]), counts, strict=True):
+            num_below += number
+            if num_below or is_new:  # without those below it, a quantile would begin at 0
+                buckets._record(num_below, tags | {"le": border})
+        if num_below or is_new:
+            count._record(num_below, tags)
+            added._record(total, tags)
 
     def relabel(self, **labels: str) -> None:
         """What follows has these values of known labels."""
@@ -47,6 +66,27 @@ def _metric(name: str) -> Any:
     if metric.kind is MetricKind.GAUGE:
         return Gauge(*what, tag_keys=metric.labels)
     return Histogram(*what, boundaries=list(metric.buckets), tag_keys=metric.labels)
+
+
+@functools.cache
+def _counters(name: str) -> tuple[Any, Any, Any]:
+    """What a folded histogram is for Ray: its buckets, its count, its sum."""
+    from ray.util.metrics import Counter
+
+    metric = METRICS[name]
+    of = {"bucket": (*metric.labels, "le"), "count": metric.labels, "sum": metric.labels}
+    help_text = f"{metric.help} [{metric.unit}]"
+    bucket, count, added = (
+        Counter(f"{name}_{what}{metric.series_ending}", help_text, tag_keys=labels)
+        for what, labels in of.items()
+    )
+    return bucket, count, added
+
+
+def _borders(metric: Metric) -> Iterator[str]:
+    """As Prometheus' clients write them."""
+    yield from map(str, metric.buckets)
+    yield "+Inf"
 
 
 def make_sink(**known: str) -> BufferedSink:

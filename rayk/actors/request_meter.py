@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rayk.metrics import BufferedSink, MetricsSink
+    from rayk.metrics import BufferedSink
     from rayk.types.rows import RequestRow
 
 BEAT_S = 0.05
@@ -26,9 +26,9 @@ OUTCOMES = ("stop", "length", "abort", "error", "refused")
 """How requests end for whoever asked."""
 
 
-def report_request(sink: MetricsSink, row: RequestRow, *, gaps: bool) -> None:
-    """A request is over: how, and its times if it has all its tokens. `gaps`: also each gap between these,
-    which makes as many calls as there are. One without an end: nobody waited for it any more."""
+def report_request(sink: BufferedSink, row: RequestRow) -> None:
+    """A request is over: how, and its times if it has all its tokens, each gap between these included. One
+    without an end: nobody waited for it any more."""
     sink.add("rayk_request_outcomes_total", finish_reason=row.finish_reason or "abort")
     times = row.token_times_ns
     if row.finish_reason not in ("stop", "length") or not times:
@@ -37,16 +37,16 @@ def report_request(sink: MetricsSink, row: RequestRow, *, gaps: bool) -> None:
     sink.observe("rayk_e2e_seconds", (times[-1] - row.arrival_ns) / 1e9)
     if len(times) > 1:
         sink.observe("rayk_tpot_seconds", (times[-1] - times[0]) / (len(times) - 1) / 1e9)
-    if gaps:
-        for before, after in pairwise(times):
-            sink.observe("rayk_itl_seconds", (after - before) / 1e9)
+        gaps = ((after - before) / 1e9 for before, after in pairwise(times))
+        sink.observe_all("rayk_itl_seconds", gaps)
     for name, stages in STAGES.items():
         if stages[-1] in row.stage_ns:
             sink.observe(name, sum(row.stage_ns.get(stage, 0) for stage in stages) / 1e9)
 
 
-def begin_outcomes(sink: MetricsSink) -> None:
+def begin_outcomes(sink: BufferedSink) -> None:
     """No request has ended yet: what is there from the start has a rate when the first ones do."""
+    sink.observe_all("rayk_itl_seconds", ())
     for reason in OUTCOMES:
         sink.add("rayk_request_outcomes_total", 0.0, finish_reason=reason)
 

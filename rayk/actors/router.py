@@ -206,7 +206,7 @@ class Router:
             raise
         finally:
             # Who has the last token cancels this.
-            report_request(self._sink, row, gaps=False)
+            report_request(self._sink, row)
 
     async def _attempts(
         self, ask: Ask, request: Request, flight: Flight, stream: _Stream, until: float

@@ -5,11 +5,10 @@ Steps are added up here; a sink hears of them when it passes its values on.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayk.engine.costs import PEAKS, StepCosts
+from rayk.engine.costs import StepCosts, peaks_of
 from rayk.metrics import BufferedSink
 from rayk.types.batch import ScheduledBatch
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 ENDINGS = ("stop", "length", "abort", "error", "handed_over")
 """How requests end at an engine."""
-OBSERVE_NS = 10_000_000
-"""Of steps that are shorter, one in so long goes into histograms: its three calls would be felt in each."""
 
 
 @dataclass(slots=True)
@@ -50,18 +47,19 @@ class StepMeter:
         costs: StepCosts | None = None,
         comm: TimedComm | None = None,
         device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
-        """`comm`: where collectives take the host's time. `device`: its name, for the peaks it may have."""
+        """`comm`: where collectives take the host's time. `device`: its name, for the peaks it may have in
+        the model's `dtype`."""
         self.sink = sink
         self._leader = leader
         self._costs = costs
         self._comm = comm
-        self._peaks = PEAKS.get(device)
+        self._peaks = peaks_of(device, dtype)
         self._num_turns = 0
         self._phases = {name: _Phase() for name in ("prefill", "decode", "mixed")}
         self._flops = self._read_bytes = 0
         self._last = (0, 0, 0)
-        self._observe_ns = 0
         sink.on_flush(self._report)
 
     def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
@@ -75,10 +73,6 @@ class StepMeter:
             flops, read_bytes = self._costs.count(batch)
             self._flops += flops
             self._read_bytes += read_bytes
-        now = time.monotonic_ns()
-        if now < self._observe_ns:
-            return
-        self._observe_ns = now + OBSERVE_NS
         self.sink.observe("rayk_step_seconds", busy_ns / 1e9, phase=name)
         if self._leader is not None:
             self.sink.observe("rayk_iteration_tokens", batch.num_tokens)
@@ -115,8 +109,8 @@ class StepMeter:
         sink.set("rayk_model_flops_per_second", rates[0])
         sink.set("rayk_model_bytes_per_second", rates[1])
         if self._peaks is not None:
-            sink.set("rayk_model_flops_utilization", rates[0] / self._peaks[0])
-            sink.set("rayk_model_bandwidth_utilization", rates[1] / self._peaks[1])
+            sink.set("rayk_model_flops_utilization", rates[0] / self._peaks.flops_per_s)
+            sink.set("rayk_model_bandwidth_utilization", rates[1] / self._peaks.bytes_per_s)
 
     def _report_requests(self, leader: Leader) -> None:
         total, scheduler = self.sink.total, leader.scheduler

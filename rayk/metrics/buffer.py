@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from rayk.metrics.registry import METRICS
 from rayk.metrics.sink import MetricsSink
 
 FLUSH_S = 0.5
@@ -18,8 +21,27 @@ MAX_OBSERVED = 1 << 16
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
+@dataclass(slots=True)
+class _Folded:
+    """What a histogram observed since it was passed on."""
+
+    borders: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+    is_told: bool = False
+    """Whether it is there."""
+
+    def add(self, values: Iterable[float]) -> None:
+        borders, counts, total = self.borders, self.counts, 0.0
+        for value in values:
+            counts[bisect_left(borders, value)] += 1  # a border belongs to what is below it
+            total += value
+        self.total += total
+
+
 class BufferedSink:
-    """Adds counters up, keeps the last value of gauges, and passes all on every `FLUSH_S`.
+    """Adds counters up and counts what folded histograms observe, keeps the last value of gauges, and passes
+    all on every `FLUSH_S`.
 
     For one thread. Implements MetricsSink. Whoever reports calls `tick` about as often as it reports.
     """
@@ -34,6 +56,7 @@ class BufferedSink:
         self._told: set[_Key] = set()
         """Counters that are there."""
         self._gauges: dict[_Key, float] = {}
+        self._folded: dict[_Key, _Folded] = {}
         self._observed: deque[tuple[_Key, float]] = deque(maxlen=MAX_OBSERVED)
         self._samplers: list[Callable[[], None]] = []
 
@@ -66,7 +89,26 @@ class BufferedSink:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
-        self._observed.append(((name, tuple(labels.items())), value))
+        if METRICS[name].is_folded:
+            self.observe_all(name, (value,), **labels)
+        else:
+            self._observed.append(((name, tuple(labels.items())), value))
+
+    def observe_all(self, name: str, values: Iterable[float], **labels: str) -> None:
+        """Add observations to a folded histogram; none has it be there."""
+        key = (name, tuple(labels.items()))
+        folded = self._folded.get(key)
+        if folded is None:
+            borders = METRICS[name].buckets
+            folded = self._folded[key] = _Folded(borders, [0] * (len(borders) + 1))
+        folded.add(values)
+
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Add what was folded elsewhere."""
+        self.observe_all(name, (), **labels)
+        folded = self._folded[name, tuple(labels.items())]
+        folded.counts = [a + b for a, b in zip(folded.counts, counts, strict=True)]
+        folded.total += total
 
     def tick(self) -> None:
         """Pass on a few observations, and all the rest when that is due."""
@@ -96,6 +138,10 @@ class BufferedSink:
             if value > 0 or (name, labels) not in self._told:
                 self._told.add((name, labels))
                 self._sink.add(name, value, **dict(labels))
+        for (name, labels), folded in self._folded.items():
+            if any(folded.counts) or not folded.is_told:
+                self._sink.observe_folded(name, folded.counts, folded.total, **dict(labels))
+                folded.counts, folded.total, folded.is_told = [0] * len(folded.counts), 0.0, True
         for (name, labels), value in self._gauges.items():
             self._sink.set(name, value, **dict(labels))
 

@@ -6,6 +6,10 @@ every name has the prefix `ray_`; rows of an HTTP front (`rayk_front_...`) stand
 
 Ray tells histograms by their buckets: counts are exact, a histogram's `_sum` is not (it adds up the middles
 of buckets). What is to be exact has a counter of its own.
+
+Ray's histograms take a call for every value, which is too much for tokens and steps. Those are folded into
+counts where they are made, and told as counters: `NAME_bucket_total` by `le`, `NAME_count_total` and
+`NAME_sum_total`.
 """
 
 from __future__ import annotations
@@ -80,17 +84,18 @@ class Metric:
     labels: tuple[str, ...] = RANK_LABELS
     buckets: tuple[float, ...] = ()
     """Upper borders, for histograms."""
-    by_leader: bool = False
-    """Whether rank 0 counts it for its whole engine: no other rank has it."""
+    is_folded: bool = False
+    """A histogram of what is observed so often that it goes on as counts."""
+
+    @property
+    def series_ending(self) -> str:
+        """What Ray's endpoint has behind `_bucket`, `_count` and `_sum`."""
+        return "_total" if self.is_folded else ""
 
 
 def _counter(name: str, unit: str, help_text: str, *labels: str) -> Metric:
     labels = (*RANK_LABELS, *labels)
     return Metric(name=name, kind=MetricKind.COUNTER, unit=unit, help=help_text, labels=labels)
-
-
-def _by_leader(name: str, unit: str, help_text: str, *labels: str) -> Metric:
-    return replace(_counter(name, unit, help_text, *labels), by_leader=True)
 
 
 def _gauge(name: str, unit: str, help_text: str, *labels: str) -> Metric:
@@ -103,6 +108,10 @@ def _histogram(
     return Metric(
         name=name, kind=MetricKind.HISTOGRAM, unit=unit, help=help_text, labels=labels, buckets=buckets
     )
+
+
+def _folded(metric: Metric) -> Metric:
+    return replace(metric, is_folded=True)
 
 
 def _latency(name: str, help_text: str, buckets: tuple[float, ...] = _SECONDS) -> Metric:
@@ -141,15 +150,9 @@ _ENGINE = (
     _counter("rayk_steps_total", "steps", "Steps of the model, by phase", "phase"),
     _counter("rayk_step_busy_seconds_total", "s", "Time in turns that had a step, by phase", "phase"),
     _counter("rayk_model_seconds_total", "s", "Of these, the model's forward pass", "phase"),
-    _histogram(
-        "rayk_step_seconds",
-        "s",
-        "A turn with a step, of at most 100 a second",
-        _SHORT,
-        (*RANK_LABELS, "phase"),
-    ),
-    _histogram("rayk_iteration_tokens", "tokens", "Tokens of a step, of at most 100 a second", _COUNTS),
-    _histogram("rayk_batch_requests", "requests", "Requests of a step, of at most 100 a second", _COUNTS),
+    _folded(_histogram("rayk_step_seconds", "s", "Each turn with a step", _SHORT, (*RANK_LABELS, "phase"))),
+    _folded(_histogram("rayk_iteration_tokens", "tokens", "Tokens of each step", _COUNTS)),
+    _folded(_histogram("rayk_batch_requests", "requests", "Requests of each step", _COUNTS)),
     _counter(
         "rayk_collective_seconds_total",
         "s",
@@ -162,28 +165,17 @@ _ENGINE = (
     ),
     _gauge("rayk_model_flops_per_second", "FLOP/s", "Achieved while the model ran, in the last second"),
     _gauge("rayk_model_bytes_per_second", "bytes/s", "Achieved while the model ran, in the last second"),
-    _gauge("rayk_model_flops_utilization", "1", "Of the device's peak; absent where that is not known"),
+    _gauge(
+        "rayk_model_flops_utilization",
+        "1",
+        "Of the device's dense peak in the model's dtype; absent where that is not known",
+    ),
     _gauge("rayk_model_bandwidth_utilization", "1", "Of the device's peak; absent where that is not known"),
 )
 
-# Every rank tells of what came to it, or was held by it: the sum over ranks is parts of requests, and a rank
-# that saw no error counts none. What means requests is counted where all ranks' news meet: at rank 0.
+# Every rank tells of what came to it, or was held by it: of one request, each rank of an engine does. Queries
+# that mean requests take the rank that has most (dashboards/queries.py: `requests`).
 _TRANSFERS = (
-    _by_leader(
-        "rayk_nixl_received_requests_total", "requests", "Requests whose KV came to every rank, and was right"
-    ),
-    _by_leader(
-        "rayk_nixl_failed_requests_total",
-        "requests",
-        "Requests whose transfer was begun and failed, at whichever ranks; KV_MISMATCH: KV that differed "
-        "from its producer's at any of them",
-        "reason",
-    ),
-    _by_leader(
-        "rayk_nixl_expired_requests_total",
-        "requests",
-        "Requests whose lease ended here without a release, at whichever ranks",
-    ),
     _histogram("rayk_nixl_xfer_time_seconds", "s", "A request's KV, first post to last completion", _SHORT),
     _histogram("rayk_nixl_post_time_seconds", "s", "Posting a request's reads or writes", _SHORT),
     _histogram("rayk_nixl_bytes_transferred", "bytes", "KV bytes of a request, to one rank", _BYTES),
@@ -244,7 +236,7 @@ _REQUESTS = (
     _of(_GAUGE, "rayk_placed_requests", "requests", "Requests of a server that have one", *DEPLOYMENT_LABELS),
     _latency("rayk_ttft_seconds", "Arrival to first token (vllm:time_to_first_token_seconds)"),
     _latency("rayk_tpot_seconds", "Mean time per output token after the first, of a request", _ITL),
-    _latency("rayk_itl_seconds", "Each gap between tokens (vllm:inter_token_latency_seconds)", _ITL),
+    _folded(_latency("rayk_itl_seconds", "Each gap between tokens (vllm:inter_token_latency_seconds)", _ITL)),
     _latency("rayk_e2e_seconds", "Arrival to last token (vllm:e2e_request_latency_seconds)"),
     _latency("rayk_request_queue_time_seconds", "Arrival until an engine was asked"),
     _latency("rayk_request_prefill_time_seconds", "Then, until the first token"),
@@ -279,7 +271,12 @@ _FRONT = (
         "path",
         "status",
     ),
-    _of(_GAUGE, "rayk_front_running_requests", "requests", "HTTP requests under way"),
+    _of(
+        _GAUGE,
+        "rayk_front_running_requests",
+        "requests",
+        "HTTP requests under way, those to /metrics and /health aside",
+    ),
     _of(_COUNTER, "rayk_front_prompt_tokens_total", "tokens", "Prompt tokens of ended calls"),
     _of(_COUNTER, "rayk_front_cached_tokens_total", "tokens", "Of these, from prefix caches"),
     _of(_COUNTER, "rayk_front_output_tokens_total", "tokens", "Output tokens of ended calls"),
@@ -301,13 +298,12 @@ METRICS: dict[str, Metric] = {
 """Every metric by name."""
 
 
-def beginnings(prefixes: tuple[str, ...], *, is_leader: bool) -> Iterator[tuple[str, dict[str, str]]]:
+def beginnings(prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
     """Counters of a rank whose names begin so, with all values of their own labels where these are fixed:
     what is 0 when it starts."""
     for name, metric in METRICS.items():
         own = metric.labels[len(RANK_LABELS) :]
         is_ours = metric.kind is MetricKind.COUNTER and metric.labels[: len(RANK_LABELS)] == RANK_LABELS
-        is_ours = is_ours and (is_leader or not metric.by_leader)
         if is_ours and name.startswith(prefixes) and LABEL_VALUES.keys() >= set(own):
             for values in itertools.product(*(sorted(LABEL_VALUES[label]) for label in own)):
                 yield name, dict(zip(own, values, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -20,6 +21,11 @@ class MetricsSink(Protocol):
         """Add one observation to a histogram."""
         ...
 
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Add observations to a histogram `is_folded` of: how many lie in each bucket (the last has those
+        above all borders) and what they add up to."""
+        ...
+
     def relabel(self, **labels: str) -> None:
         """What follows has these values of labels that it knows."""
         ...
@@ -35,6 +41,9 @@ class NullSink:
         """Ignore."""
 
     def observe(self, name: str, value: float, **labels: str) -> None:
+        """Ignore."""
+
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
         """Ignore."""
 
     def relabel(self, **labels: str) -> None:

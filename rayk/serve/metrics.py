@@ -31,6 +31,8 @@ PATHS = frozenset(
     }
 )
 """Paths that are counted by name: clients must not be able to make new rows."""
+LOOKING = ("/metrics", "/health")
+"""Paths that look at a server: they are no work of its."""
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 STATUSES = ("200", "500", "503", "504")
 """Of answers that alerts look at: they are counted from 0, so that the first of them has a rate."""
@@ -138,11 +140,12 @@ class Counted:
                 status = message["status"]
             await send(message)
 
-        self._metrics.count_running(1)
+        is_work = scope["path"] not in LOOKING
+        self._metrics.count_running(is_work)
         try:
             await self._app({**scope, FATE: fate}, receive, watched)
         finally:
-            self._metrics.count_running(-1)
+            self._metrics.count_running(-is_work)
             path = scope["path"] if scope["path"] in PATHS else "other"
             status = fate.get("status", status)
             self._metrics.add("rayk_front_requests_total", path=path, status=str(status))

@@ -18,6 +18,7 @@ from rayk.actors.push_flow import reserved
 from rayk.actors.request_meter import report_request
 from rayk.actors.stage_clock import StageClock
 from rayk.engine.leader import RequestEvent
+from rayk.metrics import BufferedSink
 from rayk.reports.fields import STAGES
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.ticket import Reservation, TransferTicket
@@ -308,7 +309,9 @@ def test_the_metrics_are_sums_of_stages() -> None:
     row.token_times_ns, row.finish_reason = [10, 20], "length"
     row.stage_ns = {stage: 10**index for index, stage in enumerate(STAGES)}
     told = Recorder(model="m")
-    report_request(told, row, gaps=False)
+    sink = BufferedSink(told)
+    report_request(sink, row)
+    sink.flush()
     at = list(STAGES).index
     for name, stages in (
         ("queue", ("queue",)),

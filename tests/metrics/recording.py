@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from rayk.metrics import LABEL_VALUES, METRICS, MetricKind
 
@@ -17,6 +18,9 @@ class Recorder:
         self.num_calls = 0
         self.counters: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         self.gauges: dict[str, dict[Labels, float]] = defaultdict(dict)
+        self.folded: dict[str, dict[Labels, list[int]]] = defaultdict(dict)
+        """Observations by bucket."""
+        self.folded_sums: dict[str, float] = defaultdict(float)
         self.observed: dict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
@@ -28,7 +32,16 @@ class Recorder:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         self._labels(name, MetricKind.HISTOGRAM, labels)
+        assert not METRICS[name].is_folded, f"each {name} would be a call"
         self.observed[name].append(value)
+
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        key = self._labels(name, MetricKind.HISTOGRAM, labels)
+        assert METRICS[name].is_folded
+        assert len(counts) == len(METRICS[name].buckets) + 1
+        before = self.folded[name].get(key, [0] * len(counts))
+        self.folded[name][key] = [a + b for a, b in zip(before, counts, strict=True)]
+        self.folded_sums[name] += total
 
     def relabel(self, **labels: str) -> None:
         self.known = self.known | labels
@@ -37,6 +50,11 @@ class Recorder:
         """A counter over all labels but these."""
         wanted = set(labels.items())
         return sum(v for found, v in self.counters[name].items() if wanted <= set(found))
+
+    def count(self, name: str, **labels: str) -> int:
+        """Observations of a folded histogram over all labels but these."""
+        wanted = set(labels.items())
+        return sum(sum(counts) for found, counts in self.folded[name].items() if wanted <= set(found))
 
     def gauge(self, name: str, **labels: str) -> float:
         """The gauge that has these labels."""

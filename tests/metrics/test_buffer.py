@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
-from rayk.metrics import BufferedSink
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+
+from rayk.metrics import METRICS, BufferedSink
 from rayk.metrics.buffer import FLUSH_S, OBSERVED_PER_TICK
 from tests.metrics.recording import Recorder
 
@@ -109,11 +113,57 @@ def test_observations_come_in_order_and_few_at_a_time() -> None:
     sink = BufferedSink(recorder, Clock())
     values = [float(i) for i in range(3 * OBSERVED_PER_TICK)]
     for value in values:
-        sink.observe("rayk_iteration_tokens", value)
+        sink.observe("rayk_nixl_num_descriptors", value)
     sink.tick()
-    assert recorder.observed["rayk_iteration_tokens"] == values[:OBSERVED_PER_TICK]
+    assert recorder.observed["rayk_nixl_num_descriptors"] == values[:OBSERVED_PER_TICK]
     sink.flush()
-    assert recorder.observed["rayk_iteration_tokens"] == values
+    assert recorder.observed["rayk_nixl_num_descriptors"] == values
+
+
+def test_a_folded_histogram_has_the_buckets_that_prometheus_counts() -> None:
+    """Prometheus' own client, told of each value; borders themselves, values between and beyond them."""
+    rng, recorder = random.Random(3), Recorder(model="m")
+    sink, metric = BufferedSink(recorder), METRICS["rayk_itl_seconds"]
+    registry = CollectorRegistry()
+    known = Histogram(metric.name, "-", buckets=metric.buckets, registry=registry)
+    values = [*metric.buckets, 0.0, 99.0, *(rng.expovariate(30) for _ in range(500))]
+    for value in values:
+        known.observe(value)
+    for at in range(0, len(values), 7):
+        sink.observe_all(metric.name, values[at : at + 7])
+        if at % 5 == 0:
+            sink.flush()
+    sink.flush()
+    (counts,) = recorder.folded[metric.name].values()
+    borders = [*map(str, metric.buckets), "+Inf"]
+    expected = [registry.get_sample_value(f"{metric.name}_bucket", {"le": le}) for le in borders]
+    assert list(itertools.accumulate(counts)) == expected
+    assert recorder.folded_sums[metric.name] == pytest.approx(sum(values))
+
+
+def test_folded_observations_cost_one_call_a_flush() -> None:
+    recorder = Recorder(model="m")
+    sink = BufferedSink(recorder, Clock())
+    for _ in range(100):
+        sink.observe_all("rayk_itl_seconds", [0.004] * 32)
+        sink.tick()
+    assert recorder.num_calls == 0
+    sink.flush()
+    assert (recorder.num_calls, recorder.count("rayk_itl_seconds")) == (1, 3200)
+    sink.flush()
+    assert recorder.num_calls == 1, "nothing new"
+
+
+def test_what_was_folded_elsewhere_is_added() -> None:
+    recorder = Recorder(model="m")
+    sink = BufferedSink(recorder)
+    counts = [0, 2, *[0] * 22]
+    sink.observe("rayk_itl_seconds", 0.0012)
+    sink.observe_folded("rayk_itl_seconds", counts, 0.0025)
+    sink.flush()
+    (found,) = recorder.folded["rayk_itl_seconds"].values()
+    assert found == [0, 3, *[0] * 22]
+    assert recorder.folded_sums["rayk_itl_seconds"] == pytest.approx(0.0037)
 
 
 def test_samplers_speak_before_each_flush() -> None:

@@ -41,11 +41,17 @@ def test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times(
     finish_reason: str | None, counted: str
 ) -> None:
     recorder = Recorder(model="m")
-    begin_outcomes(recorder)
-    report_request(recorder, row(finish_reason), gaps=True)
+    sink = BufferedSink(recorder)
+    begin_outcomes(sink)
+    sink.flush()
+    assert recorder.count("rayk_itl_seconds", model="m") == 0, "it is there before the first gap"
+    assert recorder.folded["rayk_itl_seconds"]
+    report_request(sink, row(finish_reason))
+    sink.flush()
     found = {r: recorder.sum("rayk_request_outcomes_total", finish_reason=r) for r in OUTCOMES}
     assert found == {reason: float(reason == counted) for reason in OUTCOMES}
     assert len(recorder.observed["rayk_e2e_seconds"]) == (counted in ("stop", "length"))
+    assert recorder.count("rayk_itl_seconds") == (counted in ("stop", "length"))
 
 
 def test_engines_are_told_of_as_long_as_somebody_answers_for_them() -> None:

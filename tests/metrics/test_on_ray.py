@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +138,17 @@ def test_what_did_not_happen_stands_at_zero(run: tuple[Any, list[Sample]]) -> No
 def test_histograms_count_each_request_once(run: tuple[Any, list[Sample]]) -> None:
     outcome, samples = run
     num_gaps = sum(len(r.output_token_ids) - 1 for r in outcome.requests)
-    assert total(samples, "rayk_itl_seconds_count", model=NAME) == num_gaps
+    assert total(samples, "rayk_itl_seconds_count_total", model=NAME) == num_gaps
     for name in ("ttft", "tpot", "e2e"):
         assert total(samples, f"rayk_{name}_seconds_count", model=NAME) == len(outcome.requests)
     assert total(samples, "rayk_nixl_xfer_time_seconds_count") == len(outcome.requests)
-    assert 0 < total(samples, "rayk_step_seconds_count") <= total(samples, "rayk_steps_total")
+    assert total(samples, "rayk_itl_seconds_bucket_total", le="+Inf") == num_gaps
+    gaps = [b - a for r in outcome.requests for a, b in pairwise(r.token_times_ns)]
+    assert total(samples, "rayk_itl_seconds_sum_total") == pytest.approx(sum(gaps) / 1e9)
+    for border in METRICS["rayk_itl_seconds"].buckets:
+        below = total(samples, "rayk_itl_seconds_bucket_total", le=str(border))
+        assert below == sum(gap / 1e9 <= border for gap in gaps), border
+    assert 0 < total(samples, "rayk_step_seconds_count_total") == total(samples, "rayk_steps_total")
     # Each request's time lies in the bucket that it is counted in.
     times = sorted((r.token_times_ns[-1] - r.arrival_ns) / 1e9 for r in outcome.requests)
     for border in METRICS["rayk_e2e_seconds"].buckets:
@@ -172,13 +180,14 @@ def test_every_scraped_label_is_in_the_table_and_bounded(run: tuple[Any, list[Sa
     seen = set()
     for sample in samples:
         name = sample.name.removeprefix("ray_")
-        for suffix in ("_bucket", "_sum", "_count"):
-            if name not in METRICS:
-                name = name.removesuffix(suffix) if name.endswith(suffix) else name
+        is_bucket = name.endswith(("_bucket", "_bucket_total"))
+        if name not in METRICS:
+            name = re.sub("_(bucket|sum|count)(_total)?$", "", name)
+            assert sample.name.endswith("_total") == METRICS[name].is_folded
         metric = METRICS[name]
         seen.add(name)
         labels = {k: v for k, v in sample.labels.items() if k not in RAYS_OWN and k[:5] != "otel_"}
-        expected = {*metric.labels, "le"} if sample.name.endswith("_bucket") else {*metric.labels}
+        expected = {*metric.labels, "le"} if is_bucket else {*metric.labels}
         assert set(labels) == expected, sample
         assert not ids & set(labels.values())
         assert all(v in LABEL_VALUES[k] for k, v in labels.items() if k in LABEL_VALUES), sample

@@ -10,7 +10,7 @@ import pytest
 from rayk.actors.request_meter import OUTCOMES
 from rayk.metrics import BufferedSink
 from rayk.types.errors import EngineDied, Overloaded, RaykError, UserError
-from tests.actors.test_router import Engine, Fleet, Life, ask_for, router_to
+from tests.actors.test_router import NUM_TOKENS, Engine, Fleet, Life, ask_for, router_to
 from tests.metrics.recording import Recorder
 
 DEATH = EngineDied("p", "killed")
@@ -63,6 +63,30 @@ def test_a_request_is_counted_by_how_it_ended_for_its_client(
     lives: list[Life], how: dict[str, Any], outcome: str
 ) -> None:
     assert outcomes_of(Fleet(Engine("p", lives)), **how) == {outcome}
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "at once"])
+def test_a_server_alone_tells_of_each_gap_between_its_tokens(at_once: bool) -> None:
+    """Four streams, of which one is handed to another engine after a death."""
+    num_requests, recorder = 4, Recorder(model="m")
+    lives = [Life(at_once=at_once), Life(3, DEATH), *(Life(at_once=at_once) for _ in range(3))]
+
+    async def run() -> int:
+        router = router_to(Fleet(Engine("p", lives)))
+        router._sink = BufferedSink(recorder)
+        num_tokens = 0
+        for _ in range(num_requests):
+            async for delta in router.generate(ask_for(None)):
+                num_tokens += len(delta.token_ids)
+        router._sink.flush()
+        return num_tokens
+
+    num_tokens = asyncio.run(run())
+    assert num_tokens == num_requests * NUM_TOKENS
+    assert recorder.count("rayk_itl_seconds", model="m") == num_tokens - num_requests
+    assert sum(recorder.observed["rayk_tpot_seconds"]) * (NUM_TOKENS - 1) == pytest.approx(
+        recorder.folded_sums["rayk_itl_seconds"]
+    )
 
 
 def test_a_full_waiting_room_refuses() -> None:

@@ -447,7 +447,7 @@ def test_health_and_metrics_say_how_it_is() -> None:
         assert rows["rayk_front_prompt_tokens_total"] == "3.0"
         assert rows["rayk_front_output_tokens_total"] == "4.0"
         assert rows["rayk_front_ttft_seconds_count"] == "1.0"
-        assert rows["rayk_front_running_requests"] == "1.0", "this one"
+        assert rows["rayk_front_running_requests"] == "0.0", "looking is no work"
         assert rows['rayk_front_engine_ready{engine="decode0",role="decode"}'] == "0.0"
         assert ask(url, "GET", f"/{'x' * 50}")[0] == 404
         assert "xxx" not in ask(url, "GET", "/metrics")[1].decode()

@@ -86,7 +86,7 @@ def counted(url: str) -> Counted:
                 if "engine" not in s.labels and "le" not in s.labels
             }
         )
-        return found if found["rayk_front_running_requests"] == 1 else None  # this one
+        return found if found["rayk_front_running_requests"] == 0 else None
 
     return until(scrape, "answers all counted")
 
