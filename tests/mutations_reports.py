@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation import Mutation
 
 PAIRED = "tests/reports/test_paired.py"
+DISCOVERIES = "tests/reports/test_discoveries.py"
 TRUST = "tests/reports/test_trust.py"
 LOADS = "tests/reports/test_load_report.py"
 RERUN = "tests/reports/test_rerun.py"
@@ -17,6 +18,48 @@ COMPARED = (
         "    return ordered[rank - 1], ordered[count - rank]\n",
         "    return ordered[rank], ordered[count - rank - 1]\n",
         f"{PAIRED}::test_an_interval_holds_the_median_as_often_as_it_says",
+    ),
+    Mutation(
+        "every cell is marked at the rate of one",
+        "rayk/reports/discoveries.py",
+        "if chance <= rate * i / total), default=0)",
+        "if chance <= rate), default=0)",
+        f"{DISCOVERIES}::test_findings_are_those_of_benjamini_and_hochberg",
+    ),
+    Mutation(
+        "intervals are as wide as if every cell were found",
+        "rayk/reports/discoveries.py",
+        "error = rate * max(1, found) / max(1, total)",
+        "error = rate",
+        f"{DISCOVERIES}::test_equal_runs_have_few_findings",
+    ),
+    Mutation(
+        "no cell is found unless all hold together",
+        "rayk/reports/discoveries.py",
+        "error = rate * max(1, found) / max(1, total)",
+        "error = rate / max(1, total)",
+        f"{DISCOVERIES}::test_findings_are_those_of_benjamini_and_hochberg",
+    ),
+    Mutation(
+        "what a cell's requests share is no chance",
+        "rayk/reports/discoveries.py",
+        "math.sqrt(own + self.shared)",
+        "math.sqrt(own)",
+        f"{DISCOVERIES}::test_equal_runs_have_few_findings",
+    ),
+    Mutation(
+        "counts need as many pairs as times",
+        "rayk/reports/paired.py",
+        "low, high = (self.ratio, self.ratio) if self.metric.is_count else (self.low, self.high)",
+        "low, high = self.low, self.high",
+        f"{PAIRED}::test_counts_are_told_exactly_however_few",
+    ),
+    Mutation(
+        "nothing changed is not said",
+        "rayk/reports/compare_tables.py",
+        "*([_cells_section(levels[CELL])] if others else []),",
+        "*([_cells_section(levels[CELL])] if levels[CELL] and others else []),",
+        f"{PAIRED}::test_with_nothing_marked_the_page_says_so",
     ),
     Mutation(
         "an interval may lie across the margin",

@@ -115,7 +115,7 @@ def compare_markdown(results: list[Result]) -> str:
         lines += [f"- {run['label']}: {run['headline']}", *(f"  - {note}" for note in run["notes"])]
     for section in sections(results):
         lines += ["", f"## {section.title}", "", section.note, ""]
-        lines += markdown_table(section.head, section.rows)
+        lines += markdown_table(section.head, section.rows) if section.rows else ["None."]
     texts = [[cell["text"] for cell in row] for row in rows]
     lines += ["", "## Cells", "", *markdown_table([t for t, _ in head], texts), ""]
     return "\n".join(lines)
@@ -224,7 +224,7 @@ def _runs(results: list[Result]) -> list[dict[str, Any]]:
         found.append(
             {
                 "label": label,
-                "headline": headline(result.cells),
+                "headline": headline(result.cells, num_missing=result.num_missing),
                 "about": " · ".join(str(fact) for fact in facts if fact),
                 "notes": [*_invalid(result), *(_notes(results[0], result) if i else [])],
             }

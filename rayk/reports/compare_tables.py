@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rayk.reports.discoveries import MIN_VALUES
 from rayk.reports.load_tables import is_load
-from rayk.reports.paired import CELL, CONFIDENCE, MARGIN, SIZES, WHOLE, Change, changes
+from rayk.reports.paired import CELL, CONFIDENCE, FALSE_RATE, LARGE, MARGIN, SIZES, WHOLE, Change, changes
 from rayk.reports.paired_loads import estimate_changes, load_changes
 from rayk.reports.result import Result
 from rayk.reports.trust import busy, unlike
@@ -29,19 +32,24 @@ HEAD = ["", "metric", "run", "pairs", "base", "other", "change", "interval", "fi
 """Columns of `change_row`."""
 NOTE = (
     "Over all cells a pair is a cell, by the median of its requests. The change is the median of the ratios "
-    "less one; its interval needs no assumption about their distribution (sign test), and all intervals of a "
-    f"run hold together with {CONFIDENCE:.0%}. A regression is a change for the worse of which the whole "
-    f"interval is beyond {MARGIN:.0%}. Transfer: from the first post to the last byte of a request's KV; "
-    "descriptors are those posted."
+    "less one; its interval needs no assumption about their distribution (sign test), and all intervals of "
+    f"this table hold together with {CONFIDENCE:.0%}. A regression is a change for the worse of which the "
+    f"whole interval is beyond {MARGIN:.0%}; unsure is one beyond {LARGE:.0%} that is not proven so. Counts "
+    "(descriptors posted, bytes, tokens computed summed over layers) are no matter of chance: any difference "
+    "is told, their sums are compared. Transfer: from the first post to the last byte of a request's KV."
+)
+DISCOVERY_NOTE = (
+    "The change is the geometric mean of the ratios; its interval is Student's of their logarithms, and "
+    "takes what most cells scatter by for chance, too. Of what is marked in this table, "
+    f"{FALSE_RATE:.0%} at most is expected to be false (Benjamini and Hochberg); it takes {MIN_VALUES} pairs."
 )
 SIZES_NOTE = (
     "By TP sizes of the prefill (P) and decode (D) engines, over their cells of all layouts; a pair is a "
-    "request of one cell, repeat and prompt."
+    f"request of one cell, repeat and prompt. {DISCOVERY_NOTE}"
 )
-CELLS_NOTE = (
-    "Regressions first; a pair is a request. Requests of a cell share a few seconds of the machine: one cell "
-    "alone is a hint, all cells are the finding."
-)
+CELLS_NOTE = f"Regressions first; a pair is a request. {DISCOVERY_NOTE}"
+MAX_UNSURE = 10
+"""Rows of cells, the largest changes, that are shown though unsure."""
 LOADS_NOTE = (
     "Where both benches sent the same requests. A pair is a batch of them in order of arrival, by their "
     "means: requests that follow each other wait in the same queues. Intervals as of runs (sign test), "
@@ -55,11 +63,12 @@ ESTIMATES_NOTE = (
 
 def change_row(change: Change, run: str) -> list[str]:
     """Texts of a change under HEAD."""
-    ends = (
-        ""
-        if change.low is None or change.high is None
-        else f"{_percent(change.low)} to {_percent(change.high)}"
-    )
+    if change.metric.is_count:
+        ends = f"exact: {change.num_unlike} of {change.num_pairs} differ"
+    elif change.low is None or change.high is None:
+        ends = ""
+    else:
+        ends = f"{_percent(change.low)} to {_percent(change.high)}"
     values = [format(value, change.metric.spec) for value in (change.base, change.other)]
     pairs = str(change.num_pairs) if change.num_pairs else ""
     found = [_percent(change.ratio), ends, change.verdict]
@@ -72,10 +81,12 @@ def _percent(ratio: float) -> str:
 
 def _tones(change: Change) -> list[str]:
     """Colours of the columns after the first."""
-    tone = {"regression": "unmet", "improvement": "met"}.get(change.verdict, "")
+    tone = TONES.get(change.verdict, "")
     return [""] * (len(HEAD) - 2) + [tone]
 
 
+TONES = {"regression": "unmet", "improvement": "met", "changed": "NEAR_TIE", "unsure": "NEAR_TIE"}
+"""Finding -> the chip it wears."""
 Told = Sequence[tuple[str, Change]]
 """Run and change."""
 
@@ -95,15 +106,43 @@ def paired_sections(results: list[Result], names: list[str]) -> list[Section]:
         ]
     told = [(name, c) for name, other in others if not is_load(other.cells) for c in changes(base, other)]
     levels = {level: [pair for pair in told if pair[1].level == level] for level in (WHOLE, SIZES, CELL)}
-    marked = [pair for pair in levels[CELL] if pair[1].verdict in ("regression", "improvement")]
-    marked.sort(key=lambda pair: (pair[1].verdict != "regression", -abs(pair[1].ratio - 1)))
-    few = sum(change.verdict == "too few pairs" for _, change in levels[CELL])
-    rest = f" {few} more rows had too few pairs to say." if few else ""
     return [
         *_section("Paired differences", NOTE, levels[WHOLE]),
         *_section("Transfers by TP sizes", SIZES_NOTE, levels[SIZES]),
-        *_section("Cells that changed", CELLS_NOTE + rest, marked),
+        *([_cells_section(levels[CELL])] if others else []),
     ]
+
+
+MARKED = ("regression", "improvement", "changed", "unsure")
+"""Findings of cells that are shown, in this order."""
+
+
+def _cells_section(told: Told) -> Section:
+    """What changed, and what is unsure; the note counts the rest, also where nothing changed."""
+    found = Counter(change.verdict for _, change in told)
+    rows = [pair for pair in told if pair[1].verdict in MARKED]
+    rows.sort(key=lambda pair: (MARKED.index(pair[1].verdict), -_distance(pair[1].ratio)))
+    rows = rows[: len(rows) - max(0, found["unsure"] - MAX_UNSURE)]
+    if not told:
+        rest = "Nothing could be told: no request is in both runs."
+    else:
+        sure = sum(found[verdict] for verdict in MARKED[:3])
+        head = f"{sure} changed" if sure else "Nothing is known to have changed"
+        shown = f" (the {MAX_UNSURE} largest are shown)" if found["unsure"] > MAX_UNSURE else ""
+        rest = (
+            f"{head}. Of {len(told)} times and counts of cells, {found['unsure']} are unsure{shown}, of "
+            f"{found['no change seen']} no change is seen, {found['the same']} counts are the same, "
+            f"{found['too few pairs']} have too few pairs to say."
+        )
+    note = f"{rest} {CELLS_NOTE}"
+    texts = [change_row(change, name) for name, change in rows]
+    chips = [_tones(change) for _, change in rows]
+    return Section(title="Cells that changed", note=note, head=HEAD, rows=texts, chips=chips)
+
+
+def _distance(ratio: float) -> float:
+    """From no change, as a factor's logarithm."""
+    return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
 
 
 def _section(title: str, note: str, told: Told) -> list[Section]:

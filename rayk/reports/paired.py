@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 
+from rayk.reports.discoveries import MIN_VALUES, Sample, intervals, usual_spread
 from rayk.reports.moves import KEYS as IDS
 from rayk.reports.moves import moves
 from rayk.reports.result import Result
 
 CONFIDENCE = 0.95
-"""Of all intervals of one comparison together."""
+"""Of all intervals over all cells, or of benches, together."""
+FALSE_RATE = 0.05
+"""Expected share of false ones among the changes that are marked of TP sizes, and among those of cells."""
 MARGIN = 0.05
 """A change counts where the whole interval lies further from none."""
+LARGE = 0.25
+"""A change of which that cannot be said is unsure where it is larger."""
 KEYS = ["cell_id", "repeat", "prompt_index"]
 """What names a request in both runs."""
 
@@ -30,6 +36,8 @@ class Metric:
     spec: str = ",.2f"
     is_rate: bool = False
     """More of it is better."""
+    is_count: bool = False
+    """Nothing of it is chance: any difference is one."""
 
     @property
     def title(self) -> str:
@@ -41,9 +49,15 @@ TIMES = tuple(Metric(name=name, unit="ms", column=f"{name.lower()}_ms") for name
 MOVES = (
     Metric(name="transfer", unit="ms", column="moved_ms"),
     Metric(name="rate", unit="GB/s", column="moved_gb_per_s", spec=",.3g", is_rate=True),
-    Metric(name="descriptors", unit="", column="moved_descriptors", spec=",.1f"),
+    Metric(name="descriptors", unit="", column="moved_descriptors", spec=",.1f", is_count=True),
+    Metric(name="bytes", unit="", column="moved_bytes", spec=",.0f", is_count=True),
 )
 """Of requests whose KV was moved; columns of `moves`, less their prefix."""
+COUNTS = (
+    Metric(name="token-layers", unit="", column="num_token_layers", spec=",.0f", is_count=True),
+    Metric(name="decode token-layers", unit="", column="decode.num_token_layers", spec=",.0f", is_count=True),
+)
+"""Of cells: tokens computed, summed over layers."""
 _MOVED = [metric.column for metric in MOVES]
 _KINDS = ["is_span", "is_merged"]
 
@@ -64,19 +78,26 @@ class Change:
     other: float
     """Medians over the pairs, in the metric's unit."""
     ratio: float
-    """Median of other / base."""
+    """Median of other / base; geometric mean where the interval is of it; of counts that of the sums."""
     low: float | None
     high: float | None
-    """Interval of `ratio`; None where the pairs are too few for any."""
+    """Interval of `ratio`; None where the pairs are too few for any, and of counts."""
+    num_unlike: int = 0
+    """Pairs of a count that differ."""
 
     @property
     def verdict(self) -> str:
-        """regression, improvement, no change seen, or too few pairs."""
-        if self.low is None or self.high is None:
-            return "too few pairs"
-        is_more, is_less = self.low > 1 + MARGIN, self.high < 1 / (1 + MARGIN)
+        """regression, improvement, unsure, no change seen, or too few pairs; of a count the same or changed
+        where it is not by more than the margin."""
+        low, high = (self.ratio, self.ratio) if self.metric.is_count else (self.low, self.high)
+        is_large = max(self.ratio, 1 / self.ratio if self.ratio else math.inf) > 1 + LARGE
+        if low is None or high is None:
+            return "unsure" if is_large else "too few pairs"
+        is_more, is_less = low > 1 + MARGIN, high < 1 / (1 + MARGIN)
         if not is_more and not is_less:
-            return "no change seen"
+            if self.metric.is_count:
+                return "changed" if self.num_unlike else "the same"
+            return "unsure" if is_large else "no change seen"
         return "improvement" if is_more == self.metric.is_rate else "regression"
 
 
@@ -105,21 +126,67 @@ class Paired:
     subject: str
     metric: Metric
     pairs: pd.DataFrame
-    """base and other, a row per pair."""
+    """base and other, a row per pair; cell_id where they are of several cells."""
+
+    @property
+    def ratios(self) -> pd.Series:
+        """other / base."""
+        return self.pairs["other"] / self.pairs["base"]
 
 
 def changes(base: Result, other: Result) -> list[Change]:
     """Over all cells both runs have (a pair is a cell, by the median of its requests), by pairs of TP sizes
-    and of every cell (a pair is a request). The intervals of one level have a third of what may go wrong, so
-    that all hold together with CONFIDENCE."""
+    and of every cell (a pair is a request). Intervals over all cells hold together with CONFIDENCE; of what
+    is marked of TP sizes, and of cells, FALSE_RATE at most is expected to be false."""
     pairs = _pairs(base, other)
-    levels = (list(_whole(pairs)), list(_by_sizes(pairs, base.cells)), list(_by_cell(pairs)))
-    return [change for level in levels for change in changes_of(level, (1 - CONFIDENCE) / len(levels))]
+    counts = list(_counts(base, other))
+    whole = [*_whole(pairs), *(paired for paired in counts if paired.level == WHOLE)]
+    cells = [*_by_cell(pairs), *(paired for paired in counts if paired.level == CELL)]
+    sizes = list(_by_sizes(pairs, base.cells))
+    spreads = _spreads(pairs)
+    return [
+        *changes_of(whole, 1 - CONFIDENCE),
+        *_discovered(sizes, spreads),
+        *_discovered(cells, spreads),
+    ]
 
 
 def changes_of(found: Sequence[Paired], error: float) -> list[Change]:
     """A Change of each; with probability `error` at most, some interval misses its median."""
-    return [_change(paired, 1 - error / len(found)) for paired in found]
+    count = sum(not paired.metric.is_count for paired in found)
+    return [_change(paired, 1 - error / max(1, count)) for paired in found]
+
+
+def _spreads(pairs: pd.DataFrame) -> dict[str, float]:
+    """Column -> standard deviation of what a cell's requests have in common by chance, as a factor's
+    logarithm: what most cells scatter by, since a cell's requests share a few seconds of the machine."""
+    found = {}
+    for metric in (*TIMES, *MOVES):
+        table = known(pairs, metric.column, "cell_id")
+        logs = table.assign(log=np.log((table["other"] / table["base"]).to_numpy(float)))
+        found[metric.column] = usual_spread(logs.groupby("cell_id")["log"].mean().to_list())
+    return found
+
+
+def _discovered(found: Sequence[Paired], spreads: Mapping[str, float]) -> list[Change]:
+    """A Change of each, with intervals of geometric means (see `intervals`)."""
+    samples = {
+        i: Sample(
+            logs=np.log(paired.ratios.to_numpy(float)).tolist(),
+            shared=spreads[paired.metric.column] ** 2 / paired.pairs["cell_id"].nunique(),
+        )
+        for i, paired in enumerate(found)
+        if not paired.metric.is_count and len(paired.pairs) >= MIN_VALUES
+    }
+    ends = dict(zip(samples, intervals(list(samples.values()), math.log1p(MARGIN), FALSE_RATE), strict=True))
+    told = []
+    for i, paired in enumerate(found):
+        change = replace(_change(paired, CONFIDENCE), low=None, high=None)
+        if i in samples:
+            low, high = (math.exp(end) for end in ends[i])
+            change = replace(change, ratio=math.exp(samples[i].mean), low=low, high=high)
+        told.append(change)
+    return told
 
 
 def _pairs(base: Result, other: Result) -> pd.DataFrame:
@@ -166,31 +233,47 @@ def _by_sizes(pairs: pd.DataFrame, cells: pd.DataFrame) -> Iterator[Paired]:
         assert isinstance(key, tuple)
         subject = "P {:.0f}, D {:.0f}".format(*map(float, map(str, key)))
         for metric in MOVES:
-            of_sizes = known(rows, metric.column)
+            of_sizes = known(rows, metric.column, "cell_id")
             if len(of_sizes):
                 yield Paired(level=SIZES, subject=subject, metric=metric, pairs=of_sizes)
 
 
 def _by_cell(pairs: pd.DataFrame) -> Iterator[Paired]:
     for cell_id, rows in pairs.groupby("cell_id", sort=False):
-        for metric in TIMES:
-            of_cell = known(rows, metric.column)
+        for metric in (*TIMES, *(metric for metric in MOVES if metric.is_count)):
+            of_cell = known(rows, metric.column, "cell_id")
             if len(of_cell):
                 yield Paired(level=CELL, subject=str(cell_id), metric=metric, pairs=of_cell)
 
 
+def _counts(base: Result, other: Result) -> Iterator[Paired]:
+    """COUNTS over all cells (a pair is a cell), and of each."""
+    columns = [metric.column for metric in COUNTS]
+    sides = [result.cells.reindex(columns=["cell_id", *columns]) for result in (base, other)]
+    pairs = sides[0].merge(sides[1], on="cell_id", suffixes=("/base", "/other"))
+    for metric in COUNTS:
+        table = known(pairs, metric.column, "cell_id")
+        if len(table):
+            yield Paired(level=WHOLE, subject="all cells", metric=metric, pairs=table)
+        for i, cell_id in enumerate(table["cell_id"]):
+            row = table.iloc[i : i + 1]
+            yield Paired(level=CELL, subject=str(cell_id), metric=metric, pairs=row)
+
+
 def _change(paired: Paired, confidence: float) -> Change:
-    pairs = paired.pairs
-    ratios = (pairs["other"] / pairs["base"]).tolist()
-    interval = median_interval(ratios, confidence)
+    pairs, ratios = paired.pairs, paired.ratios
+    is_count = paired.metric.is_count
+    interval = None if is_count else median_interval(ratios.tolist(), confidence)
+    ratio = pairs["other"].sum() / pairs["base"].sum() if is_count else ratios.median()
     return Change(
         level=paired.level,
         subject=paired.subject,
         metric=paired.metric,
-        num_pairs=len(ratios),
+        num_pairs=len(pairs),
         base=float(pairs["base"].median()),
         other=float(pairs["other"].median()),
-        ratio=float(pd.Series(ratios).median()),
+        ratio=float(ratio),
         low=interval[0] if interval else None,
         high=interval[1] if interval else None,
+        num_unlike=int((pairs["base"] != pairs["other"]).sum()) if is_count else 0,
     )

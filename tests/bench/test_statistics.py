@@ -16,9 +16,9 @@ from rayk.bench.statistics import (
     mean,
     num_needed,
     quantile,
-    student_t,
     warmup_length,
 )
+from rayk.reports.student import student_t
 
 # Of the usual printed tables (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 T_TABLE = {

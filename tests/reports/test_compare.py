@@ -90,7 +90,7 @@ def test_a_time_of_zero_has_no_ratio(tmp_path: Path) -> None:
 
 def test_sections_name_what_changed_and_what_is_missing(runs: list[Result]) -> None:
     changed, *paired, times = sections(runs[:2])
-    assert [s.title for s in paired] == ["Paired differences", "Transfers by TP sizes"]
+    assert [s.title for s in paired] == ["Paired differences", "Transfers by TP sizes", "Cells that changed"]
     assert changed.title == "Changed verdicts"
     assert changed.rows == [[pair(2).cell_id, "PASS", "TOKEN_MISMATCH", "prompt 2: token 7 | 311"]]
     rows = {row[0]: row[1:] for row in times.rows}

@@ -10,7 +10,7 @@ import pytest
 
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.compare import compare_markdown, sections, write_compare_html
-from rayk.reports.compare_tables import change_row
+from rayk.reports.compare_tables import MAX_UNSURE, change_row
 from rayk.reports.paired import (
     CELL,
     CONFIDENCE,
@@ -114,7 +114,8 @@ def test_one_slow_cell_is_named_and_the_run_is_not_blamed(tmp_path: Path) -> Non
 def test_few_pairs_are_said_to_be_few(tmp_path: Path) -> None:
     base, other = (run(tmp_path / n, num_requests=3, factor=f) for n, f in (("a", 1.0), ("b", 3.0)))
     found = changes(base, other)
-    assert set(verdicts(found, "p1-d1-BHLNC-BHLNC").values()) == {"too few pairs"}
+    told = {"TTFT": "too few pairs", "TPOT": "unsure", "E2E": "unsure"}
+    assert verdicts(found, "p1-d1-BHLNC-BHLNC") == told
     few = next(c for c in found if c.subject != "all cells")
     assert change_row(few, "b")[-2:] == ["", "too few pairs"]
     assert verdicts(found)["TPOT"] == "regression"  # 12 cells are enough
@@ -128,6 +129,35 @@ def test_noise_alone_is_seldom_a_change(tmp_path: Path) -> None:
         assert {change.verdict for change in found} == {"no change seen"}
         assert all(c.low is not None and c.low < 1 + MARGIN for c in found)
     assert 0.9 < CONFIDENCE < 1
+
+
+def test_with_nothing_marked_the_page_says_so(tmp_path: Path) -> None:
+    base, again = (run(tmp_path / n, num_requests=6, seed=s) for n, s in (("a", 0), ("b", 1)))
+    [section] = [s for s in sections([base, again]) if s.title == "Cells that changed"]
+    assert section.rows == []
+    assert section.note.startswith("Nothing is known to have changed. Of 36 times and counts of cells, 0 are")
+    assert "of 36 no change is seen" in section.note
+    few = run(tmp_path / "c", num_requests=3)
+    [section] = [s for s in sections([base, few]) if s.title == "Cells that changed"]
+    assert section.note.startswith("Nothing is known")
+    assert "2 are unsure" in section.note, "by chance beyond a quarter"
+    assert "34 have too few pairs to say" in section.note
+    markdown = compare_markdown([base, few])
+    assert "## Cells that changed" in markdown
+    assert section.note in markdown
+    assert "Nothing is known" in write_compare_html([base, few], tmp_path / "compare.html").read_text()
+    few.requests["cell_id"] = "other"
+    [section] = [s for s in sections([base, few]) if s.title == "Cells that changed"]
+    assert section.note.startswith("Nothing could be told: no request is in both runs.")
+
+
+def test_unsure_rows_are_few_and_counted(tmp_path: Path) -> None:
+    base, slow = (run(tmp_path / n, num_requests=3, factor=f) for n, f in (("a", 1.0), ("b", 3.0)))
+    [section] = [s for s in sections([base, slow]) if s.title == "Cells that changed"]
+    assert len(section.rows) == MAX_UNSURE
+    assert {row[-1] for row in section.rows} == {"unsure"}
+    assert {row[1] for row in section.rows} == {"TPOT, ms"}, "the largest changes"
+    assert "24 are unsure (the 10 largest are shown)" in section.note
 
 
 def test_requests_of_one_run_only_make_no_pair(tmp_path: Path) -> None:
@@ -170,14 +200,20 @@ def test_the_whole_interval_must_be_beyond_the_margin(low: float, high: float, v
 
 
 def move(
-    folder: Path, *, factor: float = 1.0, descriptors: int = 8, seed: int = 0, num_requests: int = 30
+    folder: Path,
+    *,
+    factor: float = 1.0,
+    descriptors: int = 8,
+    seed: int = 0,
+    num_requests: int = 30,
+    token_layers: int | None = None,
 ) -> Result:
     """Two cells of P 2, D 1 and one of P 1, D 2; every request's KV takes `factor` times 2 ms to move, two
     reads at once where D is 2. Only P 2, D 1 has the factor."""
     noise = random.Random(seed)
     writer = ResultWriter(folder, spec_yaml=SPEC, environment={})
     for prefill, decode, layout in ((2, 1, "BHLNC"), (2, 1, "LBHNC"), (1, 2, "BHLNC")):
-        cell = cell_row(prefill, decode, (layout, "BHLNC"))
+        cell = cell_row(prefill, decode, (layout, "BHLNC"), num_token_layers=token_layers)
         requests, transfers = [], []
         for i in range(num_requests):
             name = f"{cell.cell_id}/0/{i}"
@@ -218,11 +254,13 @@ def test_slower_transfers_are_a_regression_of_their_tp_sizes(tmp_path: Path) -> 
     base = move(tmp_path / "a")
     other = move(tmp_path / "b", factor=1.5, descriptors=16, seed=1)
     found = changes(base, other)
-    slow = {"transfer": "regression", "rate": "regression", "descriptors": "regression"}
-    same = dict.fromkeys(slow, "no change seen")
+    slow = {"transfer": "regression", "rate": "regression", "descriptors": "regression", "bytes": "the same"}
+    same = dict.fromkeys(["transfer", "rate"], "no change seen")
+    same |= dict.fromkeys(["descriptors", "bytes"], "the same")
     assert verdicts(found, "P 2, D 1") == slow
     assert verdicts(found, "P 1, D 2") == same
-    assert set(verdicts(changes(other, base), "P 2, D 1").values()) == {"improvement"}
+    back = verdicts(changes(other, base), "P 2, D 1")
+    assert back == dict.fromkeys(["transfer", "rate", "descriptors"], "improvement") | {"bytes": "the same"}
     told = {(c.level, c.subject, c.metric.name): c for c in found}
     time = told[SIZES, "P 2, D 1", "transfer"]
     assert time.num_pairs == 60
@@ -236,7 +274,7 @@ def test_slower_transfers_are_a_regression_of_their_tp_sizes(tmp_path: Path) -> 
     assert told[SIZES, "P 1, D 2", "descriptors"].base == 16, "of both ranks"
     assert told[WHOLE, "all cells", "transfer"].num_pairs == 3
     [section] = [s for s in sections([base, other]) if s.title == "Transfers by TP sizes"]
-    assert [row[:2] for row in section.rows][3:5] == [
+    assert [row[:2] for row in section.rows][4:6] == [
         ["P 2, D 1", "transfer, ms"],
         ["P 2, D 1", "rate, GB/s"],
     ]
@@ -249,3 +287,36 @@ def test_runs_that_moved_nothing_have_no_transfers_to_compare(tmp_path: Path) ->
     base, other = (run(tmp_path / n, num_requests=4, seed=s) for n, s in (("a", 0), ("b", 1)))
     assert {c.level for c in changes(base, other)} == {WHOLE, CELL}
     assert "Transfers by TP sizes" not in [s.title for s in sections([base, other])]
+
+
+def test_counts_are_told_exactly_however_few(tmp_path: Path) -> None:
+    """Two requests: no statistics of times, but eight descriptors are not nine."""
+    runs = [
+        move(tmp_path / str(n), descriptors=n, num_requests=2, token_layers=t)
+        for n, t in ((8, 100), (24, 100), (9, 102))
+    ]
+    base, more, other = runs
+    found = changes(base, more)
+    few = {"transfer": "too few pairs", "rate": "too few pairs"}
+    same = {"descriptors": "the same", "bytes": "the same"}
+    assert verdicts(found, "P 1, D 2") == few | same
+    [told] = [c for c in found if c.subject == "P 2, D 1" and c.metric.name == "descriptors"]
+    assert change_row(told, "b")[3:] == [
+        *("4", "8.0", "24.0", "+200.0%", "exact: 4 of 4 differ", "regression"),
+    ]
+    found = changes(base, other)
+    assert verdicts(found, "p2-d1-LBHNC-BHLNC") == {
+        "TTFT": "too few pairs",
+        "TPOT": "too few pairs",
+        "E2E": "too few pairs",
+        "descriptors": "regression",
+        "bytes": "the same",
+        "token-layers": "changed",
+    }
+    assert verdicts(found)["token-layers"] == "changed", "by 2%, less than the margin"
+    [section] = [s for s in sections([base, other]) if s.title == "Cells that changed"]
+    assert [row[:2] for row in section.rows][:2] == [
+        ["p2-d1-BHLNC-BHLNC", "descriptors"],
+        ["p2-d1-LBHNC-BHLNC", "descriptors"],
+    ]
+    assert {c.verdict for c in changes(base, base) if c.metric.is_count} == {"the same"}

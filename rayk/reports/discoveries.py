@@ -1,0 +1,74 @@
+"""Which of many ratios lie beyond a margin: intervals of geometric means whose false findings are bounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayk.reports.student import student_t, student_within
+
+MIN_VALUES = 4
+"""Fewer show too little of how much they scatter."""
+_LEAST_ERROR = 1e-6
+"""Of a mean of logarithms: equal values are not known without end."""
+_NORMAL_QUARTILE = 0.6744897501960817
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Logarithms of ratios, at least MIN_VALUES, and the variance of their mean that they do not show
+    themselves, since they were measured together."""
+
+    logs: Sequence[float]
+    shared: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Of the logarithms."""
+        return float(np.mean(self.logs))
+
+    @property
+    def degrees(self) -> int:
+        """Of freedom."""
+        return len(self.logs) - 1
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        own = float(np.var(self.logs, ddof=1)) / len(self.logs)
+        return max(_LEAST_ERROR, math.sqrt(own + self.shared))
+
+    def chance(self, margin: float) -> float:
+        """Twice the chance, at most, of a mean so far out where the true one is within -margin and margin
+        (Student's t)."""
+        beyond = abs(self.mean) - margin
+        return 1.0 if beyond <= 0 else 1 - student_within(beyond / self.error, self.degrees)
+
+
+def intervals(samples: Sequence[Sample], margin: float, rate: float) -> list[tuple[float, float]]:
+    """Interval of each true mean. Those wholly beyond the margin, on either side, are what Benjamini and
+    Hochberg find at this false discovery rate; those that are not false hold it, too (Benjamini and
+    Yekutieli, 2005: intervals as wide as for the share of samples that is found)."""
+    chances = sorted(sample.chance(margin) for sample in samples)
+    total = len(chances)
+    found = max((i for i, chance in enumerate(chances, 1) if chance <= rate * i / total), default=0)
+    error = rate * max(1, found) / max(1, total)
+    ends = []
+    for sample in samples:
+        half = student_t(1 - error / 2, sample.degrees) * sample.error
+        ends.append((sample.mean - half, sample.mean + half))
+    return ends
+
+
+def usual_spread(values: Sequence[float]) -> float:
+    """Standard deviation of what most values are drawn from: half the shortest interval that holds half of
+    them, as of a normal distribution. The other half may be anywhere."""
+    ordered = np.sort(np.asarray(values, dtype=float))
+    half = (len(ordered) + 1) // 2
+    if half < 2:
+        return 0.0
+    widths = ordered[half - 1 :] - ordered[: len(ordered) - half + 1]
+    return float(widths.min()) / 2 / _NORMAL_QUARTILE
