@@ -194,6 +194,47 @@ def test_a_benchs_report_works_wide_and_narrow(tmp_path: Path) -> None:
         assert all(drawings for _, drawings in seen["found"]["drawn"])
 
 
+FIRST_SCREEN_PX = 900
+ANSWERS = """
+  return Array.from(document.querySelectorAll(".answer")).map(function (item) {
+    return ["h3", "p"].map(function (name) {
+      var range = document.createRange(), text = item.querySelector(name).firstChild;
+      range.setStart(text, 0);
+      range.setEnd(text, Math.min(8, text.length));
+      var box = range.getBoundingClientRect();
+      var seen = document.elementFromPoint((box.left + box.right) / 2, (box.top + box.bottom) / 2);
+      return {
+        text: text.textContent, left: box.left, right: box.right, bottom: box.bottom,
+        is_seen: Boolean(seen) && item.contains(seen)
+      };
+    });
+  });
+"""
+
+
+@needs_chromium
+def test_the_four_answers_are_on_the_first_screen(tmp_path: Path) -> None:
+    """Wide: questions and the beginnings of their answers are seen before anything is scrolled. Narrow: the
+    first is, and none is reached by scrolling sideways."""
+    page = write_pages(tmp_path, "run")
+    wide, narrow = probe(page, tmp_path, WIDTHS, ANSWERS)
+    for seen, width in ((wide, 1280), (narrow, 400)):
+        assert_sound(seen, width)
+        questions = [question["text"] for question, _ in seen["found"]]
+        assert questions == [
+            "Did it pass?",
+            "Where is time spent?",
+            "What did unequal TP sizes cost?",
+            "How do I run it again?",
+        ]
+        for parts in seen["found"]:
+            assert all(part["left"] >= 0 and part["right"] <= width for part in parts)
+            assert parts[1]["text"].strip(), "there is an answer"
+    for parts in wide["found"]:
+        assert all(part["is_seen"] and part["bottom"] < FIRST_SCREEN_PX for part in parts), parts
+    assert all(part["is_seen"] for part in narrow["found"][0])
+
+
 LAYOUT = """
   window.dispatchEvent(new Event("beforeprint"));
   function box(element) {
