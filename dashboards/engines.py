@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dashboards.panels import ENGINES, TURNS, Dashboard, Panel, per_engine, per_rank, sizes
+from dashboards.panels import RANK_TURNS, TURNS, Dashboard, Panel, per_engine, per_rank, sizes
 from dashboards.queries import (
     Query,
-    less,
     observed,
-    over_ranks,
     quantile,
     rate,
     ratio,
-    requests,
+    spread,
     total,
     value,
 )
@@ -24,16 +22,19 @@ TRANSFERS = Dashboard(
         per_engine("Bytes received", "rayk_nixl_bytes_total", "KV, all ranks of an engine.", unit="Bps"),
         Panel(
             title="Hand-overs",
-            help="Requests whose KV an engine received.",
-            queries=(requests("rayk_nixl_transfers_total", per_second=True).named("{{engine}}"),),
+            help="Requests whose KV came to all ranks of an engine, and was right. By rank: what came to it.",
+            queries=(
+                rate("rayk_nixl_received_requests_total", "engine").named("{{model}}/{{engine}}"),
+                rate("rayk_nixl_transfers_total", "engine", "rank").named("{{model}}/{{engine}}/{{rank}}"),
+            ),
             unit="ops",
         ),
         Panel(
             title="Descriptors",
             help="Contiguous pieces, and what was posted once neighbours went as one: fewer is cheaper.",
             queries=(
-                rate("rayk_nixl_descriptors_total", "engine").named("{{engine}}"),
-                rate("rayk_nixl_descriptors_posted_total", "engine").named("{{engine}} posted"),
+                rate("rayk_nixl_descriptors_total", "engine").named("{{model}}/{{engine}}"),
+                rate("rayk_nixl_descriptors_posted_total", "engine").named("{{model}}/{{engine}} posted"),
             ),
             unit="ops",
         ),
@@ -43,11 +44,11 @@ TRANSFERS = Dashboard(
             queries=(
                 ratio(
                     rate("rayk_nixl_bytes_total", "engine"), rate("rayk_nixl_descriptors_total", "engine")
-                ).named("{{engine}}"),
+                ).named("{{model}}/{{engine}}"),
                 ratio(
                     rate("rayk_nixl_bytes_total", "engine"),
                     rate("rayk_nixl_descriptors_posted_total", "engine"),
-                ).named("{{engine}} posted"),
+                ).named("{{model}}/{{engine}} posted"),
             ),
             unit="bytes",
         ),
@@ -66,7 +67,7 @@ TRANSFERS = Dashboard(
                             "rayk_nixl_wait_seconds_total",
                         }
                     ),
-                    "{{engine}}",
+                    "{{model}}/{{engine}}",
                 ),
             ),
             unit="Bps",
@@ -75,8 +76,8 @@ TRANSFERS = Dashboard(
             title="Posting and waiting",
             help="Seconds per second, all ranks of an engine.",
             queries=(
-                rate("rayk_nixl_post_seconds_total", "engine").named("{{engine}} post"),
-                rate("rayk_nixl_wait_seconds_total", "engine").named("{{engine}} wait"),
+                rate("rayk_nixl_post_seconds_total", "engine").named("{{model}}/{{engine}} post"),
+                rate("rayk_nixl_wait_seconds_total", "engine").named("{{model}}/{{engine}} wait"),
             ),
             unit="s",
         ),
@@ -87,7 +88,9 @@ TRANSFERS = Dashboard(
         Panel(
             title="Steps by phase",
             help="Of rank 0: prefill, decode, and both in one.",
-            queries=(rate("rayk_steps_total", "engine", "phase", rank="0").named("{{engine}} {{phase}}"),),
+            queries=(
+                rate("rayk_steps_total", "engine", "phase", rank="0").named("{{model}}/{{engine}} {{phase}}"),
+            ),
             unit="ops",
         ),
         Panel(
@@ -95,18 +98,28 @@ TRANSFERS = Dashboard(
             help="Share of the time that rank 0 spends in turns that have a step: near 1, it is the limit.",
             queries=(
                 rate("rayk_step_busy_seconds_total", "engine", "phase", rank="0").named(
-                    "{{engine}} {{phase}}"
+                    "{{model}}/{{engine}} {{phase}}"
                 ),
             ),
             unit="percentunit",
         ),
         Panel(
             title="Failed transfers",
-            help="Requests whose KV did not come, by reason, since Ray started.",
+            help="Requests whose KV did not come, or came wrong, by reason, since Ray started: each once, at "
+            "however many ranks it failed.",
             queries=(
-                requests("rayk_nixl_num_failed_transfers_total", "reason")
-                .or_zero(ENGINES, "model", "engine")
-                .named("{{engine}} {{reason}}"),
+                total("rayk_nixl_failed_requests_total", "engine", "reason")
+                .or_zero(TURNS, "engine")
+                .named("{{model}}/{{engine}} {{reason}}"),
+            ),
+        ),
+        Panel(
+            title="Failed transfers, by rank",
+            help="Which ranks saw an error: one alone hints at its link or its device.",
+            queries=(
+                total("rayk_nixl_num_failed_transfers_total", "engine", "rank", "reason")
+                .or_zero(RANK_TURNS, "engine", "rank")
+                .named("{{model}}/{{engine}}/{{rank}} {{reason}}"),
             ),
         ),
         Panel(
@@ -115,46 +128,64 @@ TRANSFERS = Dashboard(
             queries=(
                 total("rayk_nixl_num_failed_notifications_total", "engine")
                 .or_zero(TURNS, "engine")
-                .named("{{engine}}"),
+                .named("{{model}}/{{engine}}"),
             ),
         ),
         Panel(
             title="Leases that expired",
-            help="Requests whose blocks were held for a consumer that never released them.",
+            help="Requests whose blocks were held for a consumer that never released them; by rank: leases.",
             queries=(
-                requests("rayk_nixl_num_kv_expired_reqs_total")
-                .or_zero(ENGINES, "model", "engine")
-                .named("{{engine}}"),
+                total("rayk_nixl_expired_requests_total", "engine")
+                .or_zero(TURNS, "engine")
+                .named("{{model}}/{{engine}}"),
+                total("rayk_nixl_num_kv_expired_reqs_total", "engine", "rank")
+                .or_zero(RANK_TURNS, "engine", "rank")
+                .named("{{model}}/{{engine}}/{{rank}}"),
             ),
         ),
         Panel(
             title="Through a staging buffer",
-            help="Hand-overs that were gathered first.",
+            help="Hand-overs to one rank that were gathered first.",
             queries=(
-                requests("rayk_nixl_staged_total", "mode")
-                .or_zero(ENGINES, "model", "engine")
-                .named("{{engine}} {{mode}}"),
+                total("rayk_nixl_staged_total", "engine", "rank", "mode")
+                .or_zero(RANK_TURNS, "engine", "rank")
+                .named("{{model}}/{{engine}}/{{rank}} {{mode}}"),
             ),
         ),
         Panel(
             title="Digests compared",
-            help="Requests, and bytes behind the digests.",
+            help="Times that a rank compared those of a request.",
             queries=(
-                requests("rayk_kv_digest_checks_total", per_second=True).named("{{engine}} requests/s"),
-                rate("rayk_kv_bytes_checked_total", "engine").named("{{engine}} bytes/s"),
+                rate("rayk_kv_digest_checks_total", "engine", "rank").named("{{model}}/{{engine}}/{{rank}}"),
             ),
+            unit="ops",
+        ),
+        per_engine(
+            "Bytes behind digests",
+            "rayk_kv_bytes_checked_total",
+            "Compared, all ranks of an engine.",
+            unit="Bps",
         ),
         Panel(
             title="Digests that differed",
-            help="Requests and words. Anything but 0 is KV that was read wrong. The alarm ends after half an "
-            "hour, this does not.",
+            help="Requests. Anything but 0 is KV that was read wrong. By rank: which of them saw it. The "
+            "alarm ends after half an hour, this does not.",
             queries=(
-                requests("rayk_kv_mismatches_total")
-                .or_zero(ENGINES, "model", "engine")
-                .named("{{engine}} requests"),
-                total("rayk_kv_mismatched_words_total", "engine")
+                total("rayk_nixl_failed_requests_total", "engine", reason="KV_MISMATCH")
                 .or_zero(TURNS, "engine")
-                .named("{{engine}} words"),
+                .named("{{model}}/{{engine}}"),
+                total("rayk_kv_mismatches_total", "engine", "rank")
+                .or_zero(RANK_TURNS, "engine", "rank")
+                .named("{{model}}/{{engine}}/{{rank}}"),
+            ),
+        ),
+        Panel(
+            title="Digest words that differed",
+            help="By rank: one is a spot, many are a layer or a request that is not what it should be.",
+            queries=(
+                total("rayk_kv_mismatched_words_total", "engine", "rank")
+                .or_zero(RANK_TURNS, "engine", "rank")
+                .named("{{model}}/{{engine}}/{{rank}}"),
             ),
         ),
         Panel(
@@ -163,7 +194,7 @@ TRANSFERS = Dashboard(
             queries=(
                 total("rayk_faults_total", "engine", "kind", "point")
                 .or_zero(TURNS, "engine")
-                .named("{{kind}} {{point}}"),
+                .named("{{model}}/{{engine}} {{kind}} {{point}}"),
             ),
         ),
     ),
@@ -177,14 +208,14 @@ MEMORY = Dashboard(
         Panel(
             title="Pool taken",
             help="Used or leased. From 95 % on, requests wait or are preempted.",
-            queries=(value("rayk_kv_cache_usage_perc", "engine", how="max").named("{{engine}}"),),
+            queries=(value("rayk_kv_cache_usage_perc", "engine", how="max").named("{{model}}/{{engine}}"),),
             unit="percentunit",
             width=12,
         ),
         Panel(
             title="Pool size",
             help="Blocks of each engine.",
-            queries=(value("rayk_kv_pool_blocks", "engine", how="max").named("{{engine}}"),),
+            queries=(value("rayk_kv_pool_blocks", "engine", how="max").named("{{model}}/{{engine}}"),),
             width=12,
         ),
         Panel(
@@ -192,7 +223,7 @@ MEMORY = Dashboard(
             help="Cached ones are free to take; leased ones wait for another engine.",
             queries=(
                 value("rayk_kv_blocks", "engine", "state", how="max", group="pool").named(
-                    "{{engine}} {{state}}"
+                    "{{model}}/{{engine}} {{state}}"
                 ),
             ),
             is_stacked=True,
@@ -203,7 +234,7 @@ MEMORY = Dashboard(
             help="Used and leased, by group of layers.",
             queries=(
                 value("rayk_kv_blocks", "engine", "group", "state", how="max", group="!pool").named(
-                    "{{engine}} {{group}} {{state}}"
+                    "{{model}}/{{engine}} {{group}} {{state}}"
                 ),
             ),
             width=12,
@@ -215,7 +246,7 @@ MEMORY = Dashboard(
                 ratio(
                     rate("rayk_prefix_cache_hits_total", "engine"),
                     rate("rayk_prefix_cache_queries_total", "engine"),
-                ).named("{{engine}}"),
+                ).named("{{model}}/{{engine}}"),
             ),
             unit="percentunit",
             width=12,
@@ -224,7 +255,9 @@ MEMORY = Dashboard(
             title="Preemptions",
             help="Requests that lost their blocks, since each engine started: the pool is too small.",
             queries=(
-                total("rayk_num_preemptions_total", "engine").or_zero(TURNS, "engine").named("{{engine}}"),
+                total("rayk_num_preemptions_total", "engine")
+                .or_zero(TURNS, "engine")
+                .named("{{model}}/{{engine}}"),
             ),
             width=12,
         ),
@@ -234,7 +267,6 @@ MEMORY = Dashboard(
 
 _MODEL_SECONDS = rate("rayk_model_seconds_total", "engine", "rank")
 _IN_COLLECTIVES = rate("rayk_collective_seconds_total", "engine", "rank")
-_WAITS = total("rayk_collective_seconds_total", "engine", "rank")
 
 RANKS = Dashboard(
     uid="rayk-ranks",
@@ -257,11 +289,12 @@ RANKS = Dashboard(
         ),
         Panel(
             title="Skew",
-            help="Seconds that an engine's quickest rank has waited longer in collectives than its slowest. "
-            "Only where collectives take the host's time (gloo, shared memory): a GPU's (NCCL) end on its "
-            "stream, and are not timed.",
-            queries=(less(over_ranks("max", _WAITS), over_ranks("min", _WAITS)).named("{{engine}}"),),
-            unit="s",
+            help="Share of the time that an engine's quickest rank waits longer in collectives than its "
+            "slowest, of ranks that turn. For a moment, an engine formed again with fewer ranks shows those "
+            "of both lives. Only where collectives take the host's time (gloo, shared memory): a GPU's "
+            "(NCCL) end on its stream, and are not timed.",
+            queries=(spread(_IN_COLLECTIVES, RANK_TURNS).named("{{model}}/{{engine}}"),),
+            unit="percentunit",
             width=12,
         ),
         Panel(
@@ -269,7 +302,7 @@ RANKS = Dashboard(
             help="Turns that have a step, of rank 0.",
             queries=tuple(
                 quantile(share, "rayk_step_seconds", "engine", "phase", rank="0").named(
-                    f"{p} {{{{engine}}}} {{{{phase}}}}"
+                    f"{p} {{{{model}}}}/{{{{engine}}}} {{{{phase}}}}"
                 )
                 for share, p in ((0.5, "p50"), (0.95, "p95"))
             ),
@@ -281,7 +314,7 @@ RANKS = Dashboard(
         Panel(
             title="Steps observed",
             help="Per second and rank, as the histogram of step times has them.",
-            queries=(observed("rayk_step_seconds", "engine", "rank").named("{{engine}}/{{rank}}"),),
+            queries=(observed("rayk_step_seconds", "engine", "rank").named("{{model}}/{{engine}}/{{rank}}"),),
             unit="ops",
         ),
         per_rank(

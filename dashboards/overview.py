@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.panels import TURNS, Dashboard, Panel, latencies, stat
-from dashboards.queries import quantile, rate, ratio, requests, total, value, whole
+from dashboards.queries import quantile, rate, ratio, total, value
 
 OVERVIEW = Dashboard(
     uid="rayk-overview",
@@ -13,14 +13,14 @@ OVERVIEW = Dashboard(
         stat(
             "KV mismatches",
             "Requests whose KV differed between the engines, since Ray started.",
-            whole(requests("rayk_kv_mismatches_total")).or_zero(total("rayk_turns_total")).named("requests"),
+            total("rayk_nixl_failed_requests_total", reason="KV_MISMATCH")
+            .or_zero(total("rayk_turns_total"))
+            .named("requests"),
         ),
         stat(
             "Failed transfers",
-            "Requests whose KV did not come, whatever became of them.",
-            whole(requests("rayk_nixl_num_failed_transfers_total", "reason"))
-            .or_zero(total("rayk_turns_total"))
-            .named("requests"),
+            "Requests whose KV did not come, or came wrong, whatever became of them.",
+            total("rayk_nixl_failed_requests_total").or_zero(total("rayk_turns_total")).named("requests"),
         ),
         stat(
             "Engines lost",
@@ -75,7 +75,9 @@ OVERVIEW = Dashboard(
             title="Requests ended at engines",
             help="By engine and how they ended. `handed_over` ends at a prefill engine, to go on elsewhere.",
             queries=(
-                rate("rayk_requests_total", "engine", "finish_reason").named("{{engine}} {{finish_reason}}"),
+                rate("rayk_requests_total", "engine", "finish_reason").named(
+                    "{{model}}/{{engine}} {{finish_reason}}"
+                ),
             ),
             unit="reqps",
         ),
@@ -83,17 +85,17 @@ OVERVIEW = Dashboard(
             title="Requests at engines",
             help="Running, waiting to be scheduled, and waiting for KV of another engine.",
             queries=(
-                value("rayk_num_requests_running", "engine").named("{{engine}} running"),
-                value("rayk_num_requests_waiting", "engine").named("{{engine}} waiting"),
-                value("rayk_num_requests_receiving", "engine").named("{{engine}} receiving"),
+                value("rayk_num_requests_running", "engine").named("{{model}}/{{engine}} running"),
+                value("rayk_num_requests_waiting", "engine").named("{{model}}/{{engine}} waiting"),
+                value("rayk_num_requests_receiving", "engine").named("{{model}}/{{engine}} receiving"),
             ),
         ),
         Panel(
             title="Tokens",
             help="Prompt tokens computed and tokens sampled, per second.",
             queries=(
-                rate("rayk_prompt_tokens_total", "engine").named("{{engine}} prompt"),
-                rate("rayk_generation_tokens_total", "engine").named("{{engine}} sampled"),
+                rate("rayk_prompt_tokens_total", "engine").named("{{model}}/{{engine}} prompt"),
+                rate("rayk_generation_tokens_total", "engine").named("{{model}}/{{engine}} sampled"),
             ),
         ),
         Panel(
@@ -120,9 +122,11 @@ OVERVIEW = Dashboard(
         ),
         Panel(
             title="Engines that serve",
-            help="1 where a server's engine takes requests.",
+            help="1 where a server's engine takes requests, by the address of its front.",
             queries=(
-                value("rayk_front_engine_ready", "engine", "role", how="max").named("{{engine}} {{role}}"),
+                value("rayk_front_engine_ready", "engine", "role", how="max").named(
+                    "{{instance}} {{engine}} {{role}}"
+                ),
             ),
         ),
         Panel(
@@ -179,20 +183,22 @@ EXPERIMENT = Dashboard(
             queries=(
                 total("rayk_engines_lost_total", "engine", "role")
                 .or_zero(TURNS, "engine")
-                .named("{{engine}} {{role}}"),
+                .named("{{model}}/{{engine}} {{role}}"),
             ),
             width=12,
         ),
         Panel(
             title="Engines meant to turn",
             help="1 where an engine is to be at work, 0 while it is formed. The next panel says if it is.",
-            queries=(value("rayk_engine_up", "engine", "role", how="max").named("{{engine}} {{role}}"),),
+            queries=(
+                value("rayk_engine_up", "engine", "role", how="max").named("{{model}}/{{engine}} {{role}}"),
+            ),
             width=12,
         ),
         Panel(
             title="Engines at work",
             help="Turns per second of the cell that runs.",
-            queries=(TURNS.named("{{engine}}"),),
+            queries=(TURNS.named("{{model}}/{{engine}}"),),
             unit="ops",
             width=12,
         ),

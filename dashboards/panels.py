@@ -33,8 +33,8 @@ class Dashboard:
 
 TURNS = rate("rayk_turns_total", "engine", rank="0")
 """What every engine has that lives."""
-ENGINES = rate("rayk_turns_total", "model", "engine", rank="0")
-"""The same, by model."""
+RANK_TURNS = rate("rayk_turns_total", "engine", "rank")
+"""What every rank has."""
 
 
 def stat(title: str, help_text: str, *queries: Query, unit: str = "short", width: int = 4) -> Panel:
@@ -49,17 +49,23 @@ def latencies(title: str, name: str, help_text: str) -> Panel:
 
 def sizes(title: str, name: str, unit: str, help_text: str) -> Panel:
     queries = tuple(
-        quantile(share, name, "engine").named(f"{p} {{{{engine}}}}")
+        quantile(share, name, "engine").named(f"{p} {{{{model}}}}/{{{{engine}}}}")
         for share, p in ((0.5, "p50"), (0.95, "p95"))
     )
     return Panel(title=title, help=help_text, queries=queries, unit=unit)
 
 
 def per_engine(title: str, name: str, help_text: str, *, unit: str = "short") -> Panel:
-    return Panel(title=title, help=help_text, queries=(rate(name, "engine").named("{{engine}}"),), unit=unit)
+    return Panel(
+        title=title, help=help_text, queries=(rate(name, "engine").named("{{model}}/{{engine}}"),), unit=unit
+    )
 
 
 def per_rank(title: str, help_text: str, query: Query, unit: str = "short") -> Panel:
     return Panel(
-        title=title, help=help_text, queries=(query.named("{{engine}}/{{rank}}"),), unit=unit, width=12
+        title=title,
+        help=help_text,
+        queries=(query.named("{{model}}/{{engine}}/{{rank}}"),),
+        unit=unit,
+        width=12,
     )

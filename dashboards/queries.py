@@ -2,11 +2,13 @@
 is an error where the query is written.
 
 `$model` and `$engine` are variables of the dashboards; a query is narrowed to them where its metric is
-labelled so.
+labelled so. Engines of every model have the same names: what is grouped by `engine` is by `model`, too.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind
@@ -14,6 +16,9 @@ from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind
 FRONT_PREFIX = "rayk_front_"
 VARIABLES = ("model", "engine")
 WINDOW = "[$__rate_interval]"
+SCRAPED = "instance"
+"""Prometheus' own label: the address that was scraped. It tells fronts apart, which know of no model."""
+_GROUPS = re.compile(r"\b(?:by|on) \(([^)]*)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,14 @@ class Query:
     zero: Query | None = None
     """Shown where `expr` has nothing: a counter of what has not happened yet is not there at all."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where engines of two models would be one, or be called alike."""
+        for found in _GROUPS.findall(self.expr):
+            if not _tells_engines_apart(found.split(", ")):
+                raise ValueError(f"two models' engines are called alike, and this adds them up: {self.expr}")
+        if not _tells_engines_apart(re.findall(r"{{(\w+)}}", self.legend)):
+            raise ValueError(f"two models' engines would both be called {self.legend}")
+
     @property
     def shown(self) -> str:
         """What Grafana is given."""
@@ -38,7 +51,8 @@ class Query:
 
     def or_zero(self, base: Query, *on: str) -> Query:
         """The same, and 0 for those of `base`, aggregated by `on`, that `expr` has nothing of."""
-        return replace(self, zero=Query(f"on ({', '.join(on)}) (0 * {base.expr})", base.metrics))
+        labels = _with_model(on)
+        return replace(self, zero=Query(f"on ({', '.join(labels)}) (0 * {base.expr})", base.metrics))
 
 
 def exported(name: str) -> str:
@@ -61,42 +75,27 @@ def known(name: str, kind: MetricKind, *labels: str) -> Metric:
 def rate(name: str, *by: str, **only: str) -> Query:
     """A counter's increase per second, added up by labels."""
     metric = known(name, MetricKind.COUNTER, *by, *only)
-    return _aggregated("sum", f"rate({_select(metric, '', only)}{WINDOW})", name, by)
+    return _aggregated("sum", f"rate({_select(metric, '', only)}{WINDOW})", metric, by)
 
 
 def total(name: str, *by: str, **only: str) -> Query:
     """Where a counter stands, added up by labels: the first of what it counts shows at once."""
     metric = known(name, MetricKind.COUNTER, *by, *only)
-    return _aggregated("sum", _select(metric, "", only), name, by)
-
-
-def requests(name: str, *by: str, per_second: bool = False) -> Query:
-    """Where a counter stands that every rank of an engine counts the same requests by: that of the rank which
-    has most. `per_second`: its rate."""
-    metric = known(name, MetricKind.COUNTER, "engine", "rank", *by)
-    selected = _select(metric, "", {})
-    counted = f"rate({selected}{WINDOW})" if per_second else selected
-    ranks = ", ".join(("model", "engine", *by, "rank"))
-    return _aggregated("max", f"sum by ({ranks}) ({counted})", name, ("model", "engine", *by))
-
-
-def whole(query: Query, *by: str) -> Query:
-    """A query by engine, added up over engines."""
-    grouped = f"sum by ({', '.join(by)})" if by else "sum"
-    return Query(f"{grouped} ({query.expr})", query.metrics)
+    return _aggregated("sum", _select(metric, "", only), metric, by)
 
 
 def value(name: str, *by: str, how: str = "sum", **only: str) -> Query:
     """A gauge, aggregated by labels: `how` is sum, max, min or avg."""
     metric = known(name, MetricKind.GAUGE, *by, *only)
-    return _aggregated(how, _select(metric, "", only), name, by)
+    return _aggregated(how, _select(metric, "", only), metric, by)
 
 
 def quantile(share: float, name: str, *by: str, **only: str) -> Query:
     """A quantile of a histogram, from its buckets."""
     metric = known(name, MetricKind.HISTOGRAM, *by, *only)
+    labels = _labels(metric, ("le", *by))
     selected = _select(metric, f"_bucket{metric.series_ending}", only)
-    buckets = f"sum by ({', '.join(('le', *by))}) (rate({selected}{WINDOW}))"
+    buckets = f"sum by ({', '.join(labels)}) (rate({selected}{WINDOW}))"
     return Query(f"histogram_quantile({share}, {buckets})", frozenset({name}))
 
 
@@ -104,7 +103,7 @@ def observed(name: str, *by: str, **only: str) -> Query:
     """Observations per second of a histogram."""
     metric = known(name, MetricKind.HISTOGRAM, *by, *only)
     selected = _select(metric, f"_count{metric.series_ending}", only)
-    return _aggregated("sum", f"rate({selected}{WINDOW})", name, by)
+    return _aggregated("sum", f"rate({selected}{WINDOW})", metric, by)
 
 
 def ratio(over: Query, under: Query) -> Query:
@@ -112,19 +111,33 @@ def ratio(over: Query, under: Query) -> Query:
     return Query(f"{over.expr} / {under.expr}", over.metrics | under.metrics)
 
 
-def less(left: Query, right: Query) -> Query:
-    """The difference, series by series."""
-    return Query(f"{left.expr} - {right.expr}", left.metrics | right.metrics)
+def spread(query: Query, alive: Query) -> Query:
+    """Between an engine's ranks: the most that one has of a query by rank less the least, of those ranks that
+    `alive`, by rank as well, is above 0 of. Ranks of earlier lives keep their counters."""
+    ranks = f"({query.expr} and on (model, engine, rank) {alive.expr} > 0)"
+    most, least = (f"{how} by (model, engine) {ranks}" for how in ("max", "min"))
+    return Query(f"{most} - {least}", query.metrics | alive.metrics)
 
 
-def over_ranks(how: str, query: Query, by: str = "engine") -> Query:
-    """A query by rank, aggregated over an engine's ranks."""
-    return Query(f"{how} by ({by}) ({query.expr})", query.metrics)
+def _tells_engines_apart(labels: Sequence[str]) -> bool:
+    return "engine" not in labels or "model" in labels or SCRAPED in labels
 
 
-def _aggregated(how: str, expr: str, name: str, by: tuple[str, ...]) -> Query:
-    grouped = f"{how} by ({', '.join(by)})" if by else how
-    return Query(f"{grouped} ({expr})", frozenset({name}))
+def _with_model(labels: tuple[str, ...]) -> tuple[str, ...]:
+    return labels if _tells_engines_apart(labels) else ("model", *labels)
+
+
+def _labels(metric: Metric, by: tuple[str, ...]) -> tuple[str, ...]:
+    """What a metric is grouped by."""
+    if "model" not in metric.labels and "engine" in by:
+        return (SCRAPED, *by)
+    return _with_model(by)
+
+
+def _aggregated(how: str, expr: str, metric: Metric, by: tuple[str, ...]) -> Query:
+    labels = _labels(metric, by)
+    grouped = f"{how} by ({', '.join(labels)})" if labels else how
+    return Query(f"{grouped} ({expr})", frozenset({metric.name}))
 
 
 def _select(metric: Metric, suffix: str, only: dict[str, str]) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.transfer_meter import report_requests
 from rayk.engine.costs import StepCosts
 from rayk.engine.metering import StepMeter
 from rayk.metrics import BufferedSink, beginnings
@@ -27,7 +28,7 @@ def sink_of_rank(rank: EngineRank, *, engine: str, role: str) -> BufferedSink:
     model = model_label(rank.config.model)
     sink = make_sink(model=model, engine=engine, role=role, rank=str(rank.comm.rank))
     if role != "aggregated":
-        for name, labels in beginnings(OF_TRANSFERS):
+        for name, labels in beginnings(OF_TRANSFERS, is_leader=rank.comm.rank == 0):
             sink.add(name, 0.0, **labels)
     return sink
 
@@ -43,7 +44,7 @@ def make_meter(
     """What tells of a rank's turns; `leader` and `handover` on rank 0."""
     device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
     if handover is not None:
-        sink.on_flush(lambda: sink.set("rayk_num_requests_receiving", handover.num_awaited))
+        sink.on_flush(lambda: report_requests(sink, handover))
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
     costs, dtype = StepCosts(rank), rank.config.dtype
     return StepMeter(sink, leader=leader, costs=costs, comm=comm, device=device, dtype=dtype)

@@ -12,7 +12,7 @@ ranks prove what arrived all the same, and the prompt is computed from the longe
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from rayk.kv.manager import HeldPrefix
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.valid_prefix import longest_valid_prefix
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+from rayk.types.verdicts import verdict_of
 
 if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
@@ -79,6 +80,10 @@ class Receiving:
         self._tp = tp
         self._commands = commands
         self.leader: Leader | None = None
+        self.num_received = 0
+        """Requests whose KV came, right, to every rank."""
+        self.num_failed: Counter[str] = Counter()
+        """The others that were begun, each once, by what it stands for: a mismatch at any rank before all."""
         self._queued: deque[Incoming] = deque()
         self._reading: dict[str, Incoming] = {}
         self._draining: dict[str, Incoming] = {}
@@ -228,7 +233,9 @@ class Receiving:
         request_id = incoming.request.request_id
         del self._reading[request_id]
         outcomes = [incoming.outcomes[rank] for rank in range(self._tp)]
-        error = next((o.error for o in outcomes if o.error is not None), None)
+        mismatch = next((o.error for o in outcomes if isinstance(o.error, KVMismatch)), None)
+        error = mismatch or next((o.error for o in outcomes if o.error is not None), None)
+        self._count(error)
         assert incoming.started_ns is not None
         info: dict[str, Any] = {
             "transfers": [row for o in outcomes for row in o.rows],
@@ -243,9 +250,8 @@ class Receiving:
             return
         incoming.drained |= {rank for rank, o in enumerate(outcomes) if not o.is_draining}
         self._draining[request_id] = incoming
-        mismatch = next((o.error for o in outcomes if isinstance(o.error, KVMismatch)), None)
         if incoming.recompute and not incoming.aborted:
-            incoming.failure, incoming.info, incoming.failed_ns = mismatch or error, info, time.monotonic_ns()
+            incoming.failure, incoming.info, incoming.failed_ns = error, info, time.monotonic_ns()
             if mismatch is not None:
                 self._commands.append(ReleaseMismatch(request_id))
             self._on_drained(incoming)
@@ -253,11 +259,17 @@ class Receiving:
         if mismatch is not None:
             # The blocks stay as they are until somebody has looked into it (`settle`).
             self._held[request_id] = time.monotonic_ns() + int(HOLD_S * 1e9)
-            error = mismatch
         if incoming.aborted:
             self.let_go(request_id)
         self._on_drained(incoming)
         self.leader.emit(RequestEvent(request_id=request_id, error=error, info=info))
+
+    def _count(self, error: RaykError | None) -> None:
+        """Here the ranks' verdicts on a request meet: no rank alone knows how many requests failed."""
+        if error is None:
+            self.num_received += 1
+        else:
+            self.num_failed[verdict_of(error)] += 1
 
     def _on_drained(self, incoming: Incoming) -> None:
         """Where nothing of a failed transfer is in flight: free its blocks, or see what arrived."""

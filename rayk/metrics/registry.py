@@ -86,6 +86,8 @@ class Metric:
     """Upper borders, for histograms."""
     is_folded: bool = False
     """A histogram of what is observed so often that it goes on as counts."""
+    by_leader: bool = False
+    """Whether rank 0 counts it for its whole engine: no other rank has it."""
 
     @property
     def series_ending(self) -> str:
@@ -96,6 +98,10 @@ class Metric:
 def _counter(name: str, unit: str, help_text: str, *labels: str) -> Metric:
     labels = (*RANK_LABELS, *labels)
     return Metric(name=name, kind=MetricKind.COUNTER, unit=unit, help=help_text, labels=labels)
+
+
+def _by_leader(name: str, unit: str, help_text: str, *labels: str) -> Metric:
+    return replace(_counter(name, unit, help_text, *labels), by_leader=True)
 
 
 def _gauge(name: str, unit: str, help_text: str, *labels: str) -> Metric:
@@ -173,9 +179,24 @@ _ENGINE = (
     _gauge("rayk_model_bandwidth_utilization", "1", "Of the device's peak; absent where that is not known"),
 )
 
-# Every rank tells of what came to it, or was held by it: of one request, each rank of an engine does. Queries
-# that mean requests take the rank that has most (dashboards/queries.py: `requests`).
+# Every rank tells of what came to it, or was held by it: the sum over ranks is parts of requests, and a rank
+# that saw no error counts none. What means requests is counted where all ranks' news meet: at rank 0.
 _TRANSFERS = (
+    _by_leader(
+        "rayk_nixl_received_requests_total", "requests", "Requests whose KV came to every rank, and was right"
+    ),
+    _by_leader(
+        "rayk_nixl_failed_requests_total",
+        "requests",
+        "Requests whose transfer was begun and failed, at whichever ranks; KV_MISMATCH: KV that differed "
+        "from its producer's at any of them",
+        "reason",
+    ),
+    _by_leader(
+        "rayk_nixl_expired_requests_total",
+        "requests",
+        "Requests whose lease ended here without a release, at whichever ranks",
+    ),
     _histogram("rayk_nixl_xfer_time_seconds", "s", "A request's KV, first post to last completion", _SHORT),
     _histogram("rayk_nixl_post_time_seconds", "s", "Posting a request's reads or writes", _SHORT),
     _histogram("rayk_nixl_bytes_transferred", "bytes", "KV bytes of a request, to one rank", _BYTES),
@@ -298,12 +319,13 @@ METRICS: dict[str, Metric] = {
 """Every metric by name."""
 
 
-def beginnings(prefixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+def beginnings(prefixes: tuple[str, ...], *, is_leader: bool) -> Iterator[tuple[str, dict[str, str]]]:
     """Counters of a rank whose names begin so, with all values of their own labels where these are fixed:
     what is 0 when it starts."""
     for name, metric in METRICS.items():
         own = metric.labels[len(RANK_LABELS) :]
         is_ours = metric.kind is MetricKind.COUNTER and metric.labels[: len(RANK_LABELS)] == RANK_LABELS
+        is_ours = is_ours and (is_leader or not metric.by_leader)
         if is_ours and name.startswith(prefixes) and LABEL_VALUES.keys() >= set(own):
             for values in itertools.product(*(sorted(LABEL_VALUES[label]) for label in own)):
                 yield name, dict(zip(own, values, strict=True))

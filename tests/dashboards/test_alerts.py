@@ -13,7 +13,6 @@ import yaml
 from dashboards import tools
 from dashboards.build import FOLDER
 from dashboards.check import filled_in
-from dashboards.queries import requests, whole
 from dashboards.table import DASHBOARDS
 from tests.dashboards.watching import quicker_rules
 
@@ -48,6 +47,7 @@ def test_what_is_to_be_watched_is_watched() -> None:
         "RaykLeasesExpiring",
         "RaykEngineLost",
         "RaykEngineStalled",
+        "RaykTargetDown",
         "RaykKVPoolFull",
         "RaykFrontErrors",
         "RaykErrorBudgetBurnsFast",
@@ -81,27 +81,71 @@ def test_an_alert_that_cannot_fire_is_found_by_the_tests(name: str, tmp_path: Pa
     assert name in done.stdout + done.stderr
 
 
-def test_a_request_counts_once_though_every_rank_of_an_engine_counts_it(tmp_path: Path) -> None:
-    """Also over the lives of an engine, whose ranks are other processes then, and in both of its roles."""
-    name = "ray_rayk_nixl_num_kv_expired_reqs_total"
-    lives = (("prefill", "a", 3), ("decode", "b", 2))
-    series = [
+def evaluate(tmp_path: Path, series: dict[str, str], asked: dict[str, dict[str, float]], at: str) -> None:
+    """Expressions over series that are sampled every 5 s. `asked`: labels and values of what is to come of
+    each."""
+    expected = [
         {
-            "series": f'{name}{{model="m", engine="e", role="{role}", rank="{rank}", pid="{pid}"}}',
-            "values": str(number + (rank == 3)),
+            "expr": filled_in(expr),
+            "eval_time": at,
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
         }
-        for rank in range(4)
-        for role, pid, number in lives
+        for expr, samples in asked.items()
     ]
-    once = requests("rayk_nixl_num_kv_expired_reqs_total")
-    asked = [
-        {"expr": filled_in(once.expr), "exp_samples": [{"labels": '{model="m", engine="e"}', "value": 7}]},
-        {"expr": filled_in(whole(once).expr), "exp_samples": [{"labels": "{}", "value": 7}]},
-    ]
-    test = {"interval": "1m", "input_series": series, "promql_expr_test": asked}
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "5s", "input_series": given, "promql_expr_test": expected}
     (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": [test]}))
     done = promtool("test", "rules", tmp_path / "test.yml")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def shown(uid: str, title: str) -> list[str]:
+    """A panel's expressions."""
+    (panel,) = (p for board in DASHBOARDS if board.uid == uid for p in board.panels if p.title == title)
+    return [query.shown for query in panel.queries]
+
+
+def test_wrong_requests_add_up_over_ranks_and_lives_of_engines_and_not_over_models(tmp_path: Path) -> None:
+    """Of `m`, one was wrong at rank 0 and one at rank 1; then the engine was formed again, with one more."""
+    failed, at_ranks = "ray_rayk_nixl_failed_requests_total", "ray_rayk_kv_mismatches_total"
+    mismatch = 'engine="decode0", role="decode", rank="0", reason="KV_MISMATCH"'
+    series = {
+        f'{failed}{{model="m", {mismatch}, WorkerId="a"}}': "2x20",
+        f'{failed}{{model="m", {mismatch}, WorkerId="b"}}': "1x20",
+        f'{failed}{{model="m", engine="decode0", role="decode", rank="0", reason="TIMEOUT"}}': "8x20",
+        f'{failed}{{model="other", {mismatch}, WorkerId="c"}}': "1x20",
+        f'{at_ranks}{{model="m", engine="decode0", role="decode", rank="0", WorkerId="a"}}': "1x20",
+        f'{at_ranks}{{model="m", engine="decode0", role="decode", rank="1", WorkerId="d"}}': "1x20",
+        f'{at_ranks}{{model="m", engine="decode0", role="decode", rank="0", WorkerId="b"}}': "1x20",
+    }
+    engines, ranks = shown("rayk-transfers", "Digests that differed")
+    asked = {
+        shown("rayk-overview", "KV mismatches")[0]: {"{}": 4.0},
+        shown("rayk-overview", "Failed transfers")[0]: {"{}": 12.0},
+        engines: {'{model="m", engine="decode0"}': 3.0, '{model="other", engine="decode0"}': 1.0},
+        ranks: {f'{{model="m", engine="decode0", rank="{r}"}}': n for r, n in (("0", 2.0), ("1", 1.0))},
+    }
+    evaluate(tmp_path, series, asked, "1m")
+
+
+def test_skew_is_that_of_ranks_that_turn_now(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait 0.3 s and 0.1 s a second; 2 and 3 were those of a life at TP 4, whose counters stay,
+    as do those that 0 and 1 had then. Of another model's engine of that name, both wait as long."""
+    waits, turns = "ray_rayk_collective_seconds_total", "ray_rayk_turns_total"
+    of = 'engine="decode0", role="decode"'
+    series = {}
+    for rank, (wait, rate) in enumerate([(5, 1.5), (9, 0.5)]):
+        series[f'{waits}{{model="m", {of}, rank="{rank}", WorkerId="new"}}'] = f"0+{rate}x40"
+        series[f'{waits}{{model="m", {of}, rank="{rank}", WorkerId="old"}}'] = f"{wait}x40"
+        series[f'{waits}{{model="even", {of}, rank="{rank}"}}'] = "0+2x40"
+        for model in ("m", "even"):
+            series[f'{turns}{{model="{model}", {of}, rank="{rank}"}}'] = "0+100x40"
+    for rank, wait in ((2, 90), (3, 1)):
+        series[f'{waits}{{model="m", {of}, rank="{rank}"}}'] = f"{wait}x40"
+        series[f'{turns}{{model="m", {of}, rank="{rank}"}}'] = "700x40"
+    (skew,) = shown("rayk-ranks", "Skew")
+    expected = {'{model="m", engine="decode0"}': 0.2, '{model="even", engine="decode0"}': 0.0}
+    evaluate(tmp_path, series, {f"round({skew}, 0.001)": expected}, "2m")
 
 
 def test_quicker_rules_differ_in_nothing_but_times() -> None:

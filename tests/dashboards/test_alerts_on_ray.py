@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from tests.markers import nixl, ray, slow
 pytestmark = [slow, ray, nixl, pytest.mark.timeout(900)]
 WINDOW_S = 600.0
 RULES = FOLDER / "alerts.yml"
+DOWN = "RaykTargetDown"
 ALERTS = sorted(
     rule["alert"]
     for group in yaml.safe_load(RULES.read_text())["groups"]
@@ -70,11 +71,14 @@ class Tripped:
     mismatch_over: bool = False
     mismatches: float = 0.0
     """Where their counter stood when the alarm was over."""
+    front: str = ""
+    down: set[str] = field(default_factory=set)
+    """Addresses that were told to be down when the server had ended."""
 
 
 def spec_of(model: Path) -> dict[str, Any]:
-    """A flipped bit; then a decode engine of which a rank stands still, whose requests end at their deadline,
-    with the leases that its producer's small pool is full of."""
+    """A bit flipped at each rank, of another request each; then a decode engine of which a rank stands still,
+    whose requests end at their deadline, with the leases that its producer's small pool is full of."""
     return {
         "name": "tripped",
         "model": str(model),
@@ -88,7 +92,10 @@ def spec_of(model: Path) -> dict[str, Any]:
         "transfer": {"lease_s": 4},
         "matrix": {
             "faults": [
-                [{"kind": "flip_bit", "request": 1, "seed": 77}],
+                [
+                    {"kind": "flip_bit", "role": "decode", "rank": 0, "request": 1, "seed": 77},
+                    {"kind": "flip_bit", "role": "decode", "rank": 1, "request": 3, "seed": 77},
+                ],
                 [{"kind": "stop", "point": "decode", "role": "decode", "rank": 1, "step": 3}],
             ]
         },
@@ -163,12 +170,26 @@ def run_into_it(model: Path, address: str, folder: Path, prometheus: check.Prome
     done = run_spec(spec_of(model), folder, address)
     assert (folder / "run" / "cells.parquet").is_file(), done.stderr
     seen.verdicts = list(load(folder / "run").cells["verdict"])
-    until(lambda: fired(prometheus, WINDOW_S).keys() >= {*ALERTS}, 60.0, str(fired(prometheus, WINDOW_S)))
+    wanted = {*ALERTS} - {DOWN}
+    until(lambda: fired(prometheus, WINDOW_S).keys() >= wanted, 60.0, str(fired(prometheus, WINDOW_S)))
     seen.all = fired(prometheus, WINDOW_S)
     until(lambda: "RaykKVMismatch" not in prometheus.firing(), 120.0)
     seen.mismatch_over = True
-    (counted,) = prometheus.series("sum (ray_rayk_kv_mismatches_total)", 5.0)
+    (counted,) = prometheus.series('sum (ray_rayk_nixl_failed_requests_total{reason="KV_MISMATCH"})', 5.0)
     seen.mismatches = float(counted["values"][-1][1])  # type: ignore[index]
+
+
+def end_of_server(url: str, prometheus: check.Prometheus, seen: Tripped) -> None:
+    """It has ended: nobody answers where it listened."""
+
+    def missed() -> set[str]:
+        alarms = prometheus.series(f'ALERTS{{alertname="{DOWN}", alertstate="firing"}}', 10.0)
+        return {str(alarm["metric"]["instance"]) for alarm in alarms}  # type: ignore[index]
+
+    until(lambda: bool(missed()), 60.0, "nobody misses it")
+    seen.down = missed()
+    seen.front = url.removeprefix("http://")
+    seen.all |= {DOWN: {""}}
 
 
 @pytest.fixture(scope="module")
@@ -183,17 +204,18 @@ def tripped(
     rules, seen = folder / "alerts.yml", Tripped()
     rules.write_text(quicker_rules(RULES.read_text()))
     sizes = ["--num-prefill", "2", "--num-decode", "1", "--failure-policy", "fail"]
-    with (
-        serving(model, ray_address, *sizes) as url,
-        watched(ray_address, url, "--rules", str(rules)) as prometheus,
-    ):
-        for n in range(6):
-            assert complete(url, [*range(3, 35), 40 + n])[0] == 200
-        change_role(url, prometheus, seen)
-        kill_an_engine(url, ray_address, prometheus, seen)
-        shutil.copytree(model, folder / "tripped")  # a model of its own: the server has a decode0 that turns
-        run_into_it(folder / "tripped", ray_address, folder, prometheus, seen)
-        assert targets_of(prometheus) == {"ray": {"up"}, "rayk-front": {"up"}}
+    shutil.copytree(model, folder / "tripped")  # a model of its own: the server has a decode0 that turns
+    with ExitStack() as server:
+        url = server.enter_context(serving(model, ray_address, *sizes))
+        with watched(ray_address, url, "--rules", str(rules)) as prometheus:
+            for n in range(6):
+                assert complete(url, [*range(3, 35), 40 + n])[0] == 200
+            change_role(url, prometheus, seen)
+            kill_an_engine(url, ray_address, prometheus, seen)
+            run_into_it(folder / "tripped", ray_address, folder, prometheus, seen)
+            assert targets_of(prometheus) == {"ray": {"up"}, "rayk-front": {"up"}}
+            server.close()
+            end_of_server(url, prometheus, seen)
     print(seen)
     return seen
 
@@ -230,4 +252,9 @@ def test_alerts_name_the_engines_that_are_the_matter(tripped: Tripped) -> None:
 
 def test_the_alarm_of_a_mismatch_ends_and_its_counter_stays(tripped: Tripped) -> None:
     assert tripped.mismatch_over
-    assert tripped.mismatches >= 1
+    assert tripped.mismatches == 2, "requests, though either rank saw one"
+
+
+def test_a_server_that_is_gone_is_missed(tripped: Tripped) -> None:
+    assert tripped.down == {tripped.front}
+    assert DOWN not in {*tripped.quiet, *tripped.by_server}

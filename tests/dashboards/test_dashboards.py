@@ -159,6 +159,23 @@ def test_series_are_never_told_apart_by_the_process() -> None:
                 assert aggregated >= selectors, target["expr"]
 
 
+def test_engines_of_two_models_are_never_one() -> None:
+    """Every model's are called prefill0 and decode0. Fronts know of no model: addresses tell them apart."""
+    clauses = 0
+    for path in FILES:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                for labels in re.findall(r"\b(?:by|on|ignoring) ?\(([^)]*)\)", target["expr"]):
+                    if "engine" in labels.split(", "):
+                        own = "instance" if "rayk_front_" in target["expr"] else "model"
+                        assert own in labels.split(", "), target["expr"]
+                        assert f"{{{{{own}}}}}" in target["legendFormat"], target["legendFormat"]
+                        clauses += 1
+    assert clauses > 60
+    for by in re.findall(r"\b(?:by|on) \(([^)]*)\)", (FOLDER / "alerts.yml").read_text()):
+        assert "engine" not in by or "model" in by
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -168,6 +185,9 @@ def test_series_are_never_told_apart_by_the_process() -> None:
         (lambda: queries.rate("rayk_turns_total", "phase"), "has no label phase"),
         (lambda: queries.rate("rayk_steps_total", phase="sleep"), "phase is never sleep"),
         (lambda: queries.value("rayk_kv_blocks", state="!lost"), "state is never lost"),
+        (lambda: queries.Query("sum by (engine) (ray_rayk_turns_total)", frozenset()), "this adds them up"),
+        (lambda: queries.Query("a and on (engine, rank) b", frozenset()), "this adds them up"),
+        (lambda: queries.rate("rayk_turns_total", "engine").named("{{engine}}"), "both be called"),
     ],
 )
 def test_a_query_of_what_does_not_exist_is_refused(make: Any, problem: str) -> None:

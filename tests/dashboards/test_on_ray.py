@@ -23,6 +23,7 @@ NEVER_HAPPENED = frozenset(
     {
         "rayk_nixl_num_failed_notifications_total",
         "rayk_nixl_num_kv_expired_reqs_total",
+        "rayk_nixl_expired_requests_total",
         "rayk_nixl_staged_total",
         "rayk_num_preemptions_total",
         "rayk_engines_lost_total",

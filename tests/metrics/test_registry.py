@@ -55,7 +55,7 @@ def test_latencies_have_the_borders_that_vllm_has() -> None:
 
 
 def test_what_begins_at_zero_is_every_counter_of_a_kind_with_every_value_of_its_labels() -> None:
-    begun = list(beginnings(("rayk_nixl_", "rayk_kv_")))
+    begun = list(beginnings(("rayk_nixl_", "rayk_kv_"), is_leader=True))
     names = {
         name
         for name, metric in METRICS.items()
@@ -65,7 +65,10 @@ def test_what_begins_at_zero_is_every_counter_of_a_kind_with_every_value_of_its_
     reasons = [labels["reason"] for name, labels in begun if name == "rayk_nixl_num_failed_transfers_total"]
     assert sorted(reasons) == sorted(LABEL_VALUES["reason"])
     assert ("rayk_kv_mismatches_total", {}) in begun
-    assert not list(beginnings(("rayk_faults_",))), "its kinds are of no fixed set"
+    assert not list(beginnings(("rayk_faults_",), is_leader=True)), "its kinds are of no fixed set"
+    others = {name for name, _ in beginnings(("rayk_nixl_", "rayk_kv_"), is_leader=False)}
+    of_requests = {f"rayk_nixl_{what}_requests_total" for what in ("received", "failed", "expired")}
+    assert names - others == of_requests, "rank 0 counts these for all"
 
 
 @BY_METRIC
