@@ -142,6 +142,14 @@ METERS = (
         "tests/metrics/test_ray_sink.py::test_a_folded_histogram_is_prometheus_own_by_name_and_number",
     ),
     Mutation(
+        "steps are told again at each flush",
+        "rayk/engine/metering.py",
+        "    values.clear()\n",
+        "",
+        HAND_OVER,
+        needs_fixtures=True,
+    ),
+    Mutation(
         "of every dtype the 16-bit peak is taken",
         "rayk/engine/costs.py",
         '"float32": single',

@@ -1,10 +1,11 @@
-"""What metrics cost an engine's step: calls per step x measured cost per call, against the step's time.
+"""What metrics cost: calls per step x measured cost per call, against the step's time.
 
     python jobs/benchmarks/metrics_cost.py [--check]
 
-Engines of a tiny model in this process (TP 1 and 2, CPU, a thread per rank) decode batches of requests. Each
-rank's meter notes each step, counts its operations and passes values on. All times are processor time of the
-rank's own thread, without its waits for the other one, so that a busy machine changes little; Ray's calls are
+Engines of a tiny model in this process (CPU, a thread per rank) decode batches of requests: alone (TP 1
+and 2), and as the consumer of a hand-over (TP 1 to 1), whose steps receive KV, too. Each rank's meter
+notes each step, counts its operations and passes values on. All times are processor time of the rank's
+own thread, without its waits for the other one, so that a busy machine changes little; Ray's calls are
 counted, and priced apart:
 
     step us  of a turn with a step, without its meter
@@ -12,6 +13,10 @@ counted, and priced apart:
     own us   the meter's own work per step: sums, the count of operations, the numbers of blocks; at TP 2 also
              the clock around each collective (counted, and priced apart)
     share    (calls x us/call + own us) / step us; --check: below 2 %
+
+Whoever gathers the tokens (a cell's coordinator, a server's front: another process) tells of each request
+when it is over. Its row has that work per step of the batch: requests' calls and a flush every half second,
+folded gaps.
 
 Steps of real models take 5 to 50 ms: a tiny model's are the worst case there is.
 """
@@ -21,30 +26,42 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import queue
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rayk.actors.commands import Connect, Describe
 from rayk.actors.environment import prepare_environment
+from rayk.actors.extension import TransferExtension
+from rayk.actors.handover import TransferHandover
 from rayk.actors.rank_meter import make_meter
 from rayk.actors.ray_metrics import RaySink
+from rayk.actors.request_meter import begin_outcomes, report_request
 from rayk.engine.build import ThreadEngine
-from rayk.engine.leader import Leader
+from rayk.engine.leader import Leader, RequestEvent
 from rayk.engine.metering import StepMeter
 from rayk.engine.rank import EngineRank
 from rayk.metrics import BufferedSink
+from rayk.metrics.buffer import FLUSH_S
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.parallel.timed import TimedComm
+from rayk.reports.fields import STAGES
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
+from rayk.types.rows import RequestRow
 
 RESULTS = Path(__file__).parent / "results" / "metrics_cost.md"
 LIMIT_PERCENT = 2.0
@@ -59,7 +76,7 @@ class CountingSink:
     """Counts what would be Ray calls, by kind. Implements metrics.MetricsSink."""
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
+        self.calls: Counts[str] = Counts()
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """One call."""
@@ -72,6 +89,11 @@ class CountingSink:
     def observe(self, name: str, value: float, **labels: str) -> None:
         """One call."""
         self.calls["observe"] += 1
+
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """As many calls as RaySink makes: of each bucket from the first that grew, count and sum."""
+        num_empty = next((i for i, number in enumerate(counts) if number), 0)
+        self.calls["record"] += len(counts) - num_empty + 2
 
     def relabel(self, **labels: str) -> None:
         """No call."""
@@ -125,12 +147,21 @@ class TimedMeter(StepMeter):
         self.cost_ns += self._since_ns - began
 
 
+@dataclass(frozen=True)
+class Prices:
+    """Microseconds of a Ray call by kind, and of timing a collective."""
+
+    calls: dict[str, float]
+    clock_us: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One rank at one batch size."""
+    """One rank, or whoever gathers the tokens, at one batch size."""
 
-    tp: int
-    rank: int
+    what: str
+    rank: int | None
+    """None: of no engine."""
     batch: int
     num_steps: int
     step_us: float
@@ -153,14 +184,17 @@ class Row:
 def price_calls() -> dict[str, float]:
     """Microseconds of one Ray call, by kind: the median of ten runs."""
     import ray
+    from ray.util.metrics import Counter
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
     try:
         sink = RaySink(**KNOWN)
+        bucket = Counter("rayk_priced_bucket_total", "-", tag_keys=(*KNOWN, "phase", "le"))
         actions: dict[str, Callable[[], None]] = {
             "inc": lambda: sink.add("rayk_steps_total", 1.0, phase="decode"),
             "set": lambda: sink.set("rayk_num_requests_running", 3.0),
-            "observe": lambda: sink.observe("rayk_step_seconds", 0.003, phase="decode"),
+            "observe": lambda: sink.observe("rayk_nixl_xfer_time_seconds", 0.003),
+            "record": lambda: bucket._record(3.0, KNOWN | {"phase": "decode", "le": "0.003"}),
         }
         return {kind: statistics.median(_time(action) for _ in range(10)) for kind, action in actions.items()}
     finally:
@@ -190,60 +224,176 @@ class Watched:
     meter: TimedMeter
     comm: CountedComm | None
 
-    def now(self) -> tuple[int, int, int, Counter[str]]:
+    def now(self) -> tuple[int, int, int, Counts[str]]:
         """Cost and time of steps, collectives, calls."""
         num_collectives = self.comm.num_calls if self.comm is not None else 0
-        return self.meter.cost_ns, self.meter.step_ns, num_collectives, Counter(self.sink.calls)
+        return self.meter.cost_ns, self.meter.step_ns, num_collectives, Counts(self.sink.calls)
 
 
-def measure(model: Path, tp: int, batch: int, us_per_call: dict[str, float], clock_us: float) -> list[Row]:
+def watching(watched: dict[int, Watched], rank: EngineRank, made: StepMeter, sink: CountingSink) -> StepMeter:
+    """The meter, timed, and its rank's collectives counted."""
+    made.__class__ = TimedMeter
+    assert isinstance(made, TimedMeter)
+    comm = rank.comm if isinstance(rank.comm, TimedComm) else None
+    if comm is not None:
+        comm.__class__ = CountedComm
+        assert isinstance(comm, CountedComm)
+    watched[rank.comm.rank] = Watched(sink, made, comm)
+    return made
+
+
+def requests_of(batch: int) -> list[Request]:
+    """Requests that decode together."""
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    return [
+        Request(request_id=f"r{i}", prompt_token_ids=tuple(range(1, 33)), sampling=sampling)
+        for i in range(batch)
+    ]
+
+
+@contextmanager
+def counted(
+    what: str, engine: ThreadEngine, watched: dict[int, Watched], batch: int, prices: Prices
+) -> Iterator[list[Row]]:
+    """What an engine's ranks do within the block; its rows are there behind it. The engine's idle turns cost
+    nobody anything."""
+    before = {rank: w.now() for rank, w in watched.items()}
+    num_before = engine.loops[0].times.num_steps
+    rows: list[Row] = []
+    yield rows
+    num_steps = engine.loops[0].times.num_steps - num_before
+    for rank, found in sorted(watched.items()):
+        cost_ns, step_ns, num_collectives, calls = found.now()
+        cost_0, step_0, collectives_0, calls_0 = before[rank]
+        per_step = (num_collectives - collectives_0) / num_steps
+        rows.append(
+            Row(
+                what=what,
+                rank=rank,
+                batch=batch,
+                num_steps=num_steps,
+                step_us=(step_ns - step_0) / num_steps / 1e3,
+                calls={k: (calls[k] - calls_0[k]) / num_steps for k in prices.calls},
+                own_us=(cost_ns - cost_0) / num_steps / 1e3 + per_step * prices.clock_us,
+                us_per_call=prices.calls,
+            )
+        )
+
+
+def config_of(model: Path, tp: int, batch: int) -> EngineConfig:
+    """An engine with room for the batch."""
+    return EngineConfig(
+        model=str(model), tp=tp, num_blocks=64 + batch * 24, max_seqs=batch, prefix_caching=True
+    )
+
+
+def measure_alone(model: Path, tp: int, batch: int, prices: Prices) -> list[Row]:
     """Decode `batch` requests together; a row per rank."""
     watched: dict[int, Watched] = {}
 
     def meter(rank: EngineRank, leader: Leader | None) -> StepMeter:
         sink = CountingSink()
-        made = make_meter(BufferedSink(sink), rank, leader, None)
-        made.__class__ = TimedMeter
-        assert isinstance(made, TimedMeter)
-        comm = rank.comm if isinstance(rank.comm, TimedComm) else None
-        if comm is not None:
-            comm.__class__ = CountedComm
-            assert isinstance(comm, CountedComm)
-        watched[rank.comm.rank] = Watched(sink, made, comm)
-        return made
+        return watching(watched, rank, make_meter(BufferedSink(sink), rank, leader, None), sink)
 
-    config = EngineConfig(
-        model=str(model), tp=tp, num_blocks=64 + batch * 24, max_seqs=batch, prefix_caching=True
-    )
-    with ThreadEngine(config, make_meter=meter) as engine:
-        sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-        requests = [
-            Request(request_id=f"r{i}", prompt_token_ids=tuple(range(1, 33)), sampling=sampling)
-            for i in range(batch)
-        ]
-        # The engine's idle turns cost nobody anything: count from here to the last token.
-        before = {rank: w.now() for rank, w in watched.items()}
-        num_before = engine.loops[0].times.num_steps
-        engine.generate(requests)
-        num_steps = engine.loops[0].times.num_steps - num_before
-        rows = []
-        for rank, found in sorted(watched.items()):
-            cost_ns, step_ns, num_collectives, calls = found.now()
-            cost_0, step_0, collectives_0, calls_0 = before[rank]
-            per_step = (num_collectives - collectives_0) / num_steps
-            rows.append(
-                Row(
-                    tp=tp,
-                    rank=rank,
-                    batch=batch,
-                    num_steps=num_steps,
-                    step_us=(step_ns - step_0) / num_steps / 1e3,
-                    calls={k: (calls[k] - calls_0[k]) / num_steps for k in us_per_call},
-                    own_us=(cost_ns - cost_0) / num_steps / 1e3 + per_step * clock_us,
-                    us_per_call=us_per_call,
-                )
-            )
+    with ThreadEngine(config_of(model, tp, batch), make_meter=meter) as engine:
+        with counted(f"alone, TP {tp}", engine, watched, batch, prices) as rows:
+            engine.generate(requests_of(batch))
         return rows
+
+
+class Side:
+    """An engine of a hand-over, over agents that copy memory."""
+
+    def __init__(self, name: str, config: EngineConfig, network: LocalNetwork) -> None:
+        self.handover = TransferHandover(engine=name, epoch=1, tp=1)
+        self.watched: dict[int, Watched] = {}
+        sink = CountingSink()
+        buffered = BufferedSink(sink)
+
+        def meter(rank: EngineRank, leader: Leader | None) -> StepMeter:
+            return watching(self.watched, rank, make_meter(buffered, rank, leader, self.handover), sink)
+
+        def extension(rank: EngineRank) -> TransferExtension:
+            agent = LocalAgent(f"{name}.0", network)
+            return TransferExtension(rank, agent, engine=name, epoch=1, lease_s=600.0, metrics=buffered)
+
+        self.engine = ThreadEngine(
+            config, name=name, make_extension=extension, handover=self.handover, make_meter=meter
+        )
+
+
+def measure_consumer(model: Path, batch: int, prices: Prices) -> list[Row]:
+    """Receive `batch` requests from another engine and decode them together; the consumer's row."""
+    network, config = LocalNetwork(), config_of(model, 1, batch)
+    p, d = Side("p", config, network), Side("d", config, network)
+    events: dict[str, queue.SimpleQueue[RequestEvent]] = {}
+    with p.engine, d.engine:
+        sides: Any = tuple(tuple(s.engine.leader.call(Describe()).result(60)) for s in (p, d))
+        d.engine.leader.call(Connect(*sides)).result(60)
+        requests = requests_of(batch)
+        for r in requests:
+            events[r.request_id] = queue.SimpleQueue()
+            p.handover.submit(r, events[r.request_id].put, hand_over=True)
+        prefilled = {r.request_id: p.engine.collect(events[r.request_id]) for r in requests}
+        with counted("consumer, TP 1 to 1", d.engine, d.watched, batch, prices) as rows:
+            for r in requests:
+                done = prefilled[r.request_id]
+                assert isinstance(done.payload, TransferTicket), done
+                tokens = tuple(done.token_ids)
+                d.handover.submit_decode(r, done.payload, tokens, 60.0, events[r.request_id].put)
+            for r in requests:
+                ended = d.engine.collect(events[r.request_id], into=prefilled[r.request_id])
+                assert ended.error is None, ended
+        return rows
+
+
+def measure_gatherer(batch: int, step_us: float, us_per_call: dict[str, float]) -> Row:
+    """A coordinator or a front tells of `batch` requests that took `NUM_TOKENS` steps of so long together."""
+    counting = CountingSink()
+    sink = BufferedSink(counting)
+    begin_outcomes(sink)
+    sink.flush()
+    counting.calls.clear()
+    step_ns = round(step_us * 1e3)
+    times = [(i + 1) * step_ns for i in range(NUM_TOKENS)]
+    stages = dict.fromkeys(STAGES, step_ns)
+    num_flushes = 1 + round(NUM_TOKENS * step_us / 1e6 / FLUSH_S)
+    began = time.thread_time_ns()
+    for i in range(batch):
+        row = RequestRow(
+            cell_id="",
+            repeat=0,
+            request_id=f"r{i}",
+            prompt_index=0,
+            prompt_token_ids=[1],
+            num_prompt_tokens=1,
+            arrival_ns=0,
+            finish_reason="length",
+            token_times_ns=times,
+            stage_ns=stages,
+        )
+        report_request(sink, row)
+    for _ in range(num_flushes):
+        sink.flush()
+    return Row(
+        what="coordinator or front",
+        rank=None,
+        batch=batch,
+        num_steps=NUM_TOKENS,
+        step_us=step_us,
+        calls={k: counting.calls[k] / NUM_TOKENS for k in us_per_call},
+        own_us=(time.thread_time_ns() - began) / NUM_TOKENS / 1e3,
+        us_per_call=us_per_call,
+    )
+
+
+def measure(model: Path, prices: Prices) -> list[Row]:
+    """All of it."""
+    rows = [row for tp in TP_SIZES for batch in BATCHES for row in measure_alone(model, tp, batch, prices)]
+    for batch in BATCHES:
+        (consumer,) = measure_consumer(model, batch, prices)
+        rows += [consumer, measure_gatherer(batch, consumer.step_us, prices.calls)]
+    return rows
 
 
 def table(rows: list[Row], clock_us: float, load: float) -> str:
@@ -254,18 +404,18 @@ def table(rows: list[Row], clock_us: float, load: float) -> str:
         "# What metrics cost a step",
         "",
         f"`python jobs/benchmarks/metrics_cost.py` on {machine}; the tiny qwen3 model, CPU; microseconds of",
-        f"processor time of a rank. {os.cpu_count()} cores, load {load:.1f} when it began.",
+        f"processor time. {os.cpu_count()} cores, load {load:.1f} when it began.",
         "",
         "A Ray call costs "
         + ", ".join(f"{us:.2f} us ({kind})" for kind, us in prices.items())
         + f"; timing a collective {clock_us:.2f} us.",
         "",
-        "| TP | rank | batch | steps | step us | calls/step | Ray us/step | own us/step | share |",
+        "| what | rank | batch | steps | step us | calls/step | Ray us/step | own us/step | share |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.tp} | {r.rank} | {r.batch} | {r.num_steps} | {r.step_us:.0f} | {sum(r.calls.values()):.2f} | "
-        f"{r.ray_us:.1f} | {r.own_us:.1f} | {r.percent:.2f} % |"
+        f"| {r.what} | {'-' if r.rank is None else r.rank} | {r.batch} | {r.num_steps} | {r.step_us:.0f} | "
+        f"{sum(r.calls.values()):.2f} | {r.ray_us:.1f} | {r.own_us:.1f} | {r.percent:.2f} % |"
         for r in rows
     ]
     return "\n".join(lines) + "\n"
@@ -279,14 +429,12 @@ def main() -> int:
     prepare_environment()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    prices, clock_us = price_calls(), price_clock()
+    prices = Prices(price_calls(), price_clock())
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "qwen3"
         write_checkpoint("qwen3", model)
-        rows = [
-            row for tp in TP_SIZES for batch in BATCHES for row in measure(model, tp, batch, prices, clock_us)
-        ]
-    text = table(rows, clock_us, load)
+        rows = measure(model, prices)
+    text = table(rows, prices.clock_us, load)
     print(text)
     RESULTS.write_text(text, encoding="utf-8")
     worst = max(row.percent for row in rows)

@@ -5,7 +5,7 @@ Steps are added up here; a sink hears of them when it passes its values on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rayk.engine.costs import StepCosts, peaks_of
@@ -26,6 +26,8 @@ class _Phase:
     num_steps: int = 0
     busy_ns: int = 0
     model_ns: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Of each step since the last flush: folding them together costs a step least."""
 
 
 def phase_of(batch: ScheduledBatch) -> str:
@@ -58,6 +60,9 @@ class StepMeter:
         self._peaks = peaks_of(device, dtype)
         self._num_turns = 0
         self._phases = {name: _Phase() for name in ("prefill", "decode", "mixed")}
+        self._num_tokens: list[float] = []
+        self._num_requests: list[float] = []
+        """Of each step since the last flush."""
         self._flops = self._read_bytes = 0
         self._last = (0, 0, 0)
         sink.on_flush(self._report)
@@ -73,10 +78,10 @@ class StepMeter:
             flops, read_bytes = self._costs.count(batch)
             self._flops += flops
             self._read_bytes += read_bytes
-        self.sink.observe("rayk_step_seconds", busy_ns / 1e9, phase=name)
+        phase.seconds.append(busy_ns / 1e9)
         if self._leader is not None:
-            self.sink.observe("rayk_iteration_tokens", batch.num_tokens)
-            self.sink.observe("rayk_batch_requests", len(batch.requests))
+            self._num_tokens.append(batch.num_tokens)
+            self._num_requests.append(len(batch.requests))
 
     def turned(self) -> None:
         """A turn is over."""
@@ -90,6 +95,7 @@ class StepMeter:
             total("rayk_steps_total", phase.num_steps, phase=name)
             total("rayk_step_busy_seconds_total", phase.busy_ns / 1e9, phase=name)
             total("rayk_model_seconds_total", phase.model_ns / 1e9, phase=name)
+            self.sink.observe_all("rayk_step_seconds", _taken(phase.seconds), phase=name)
         if self._comm is not None:
             total("rayk_collective_seconds_total", self._comm.collective_ns / 1e9)
         if self._costs is not None:
@@ -114,6 +120,8 @@ class StepMeter:
 
     def _report_requests(self, leader: Leader) -> None:
         total, scheduler = self.sink.total, leader.scheduler
+        self.sink.observe_all("rayk_iteration_tokens", _taken(self._num_tokens))
+        self.sink.observe_all("rayk_batch_requests", _taken(self._num_requests))
         for reason in ENDINGS:
             total("rayk_requests_total", leader.num_ended[reason], finish_reason=reason)
         total("rayk_prompt_tokens_total", scheduler.num_prompt_tokens)
@@ -134,3 +142,10 @@ class StepMeter:
         taken = counts["pool"]["used"] + counts["pool"]["leased"]
         self.sink.set("rayk_kv_pool_blocks", num_blocks)
         self.sink.set("rayk_kv_cache_usage_perc", taken / num_blocks)
+
+
+def _taken(values: list[float]) -> list[float]:
+    """They are told now, and no more later."""
+    taken = values.copy()
+    values.clear()
+    return taken
