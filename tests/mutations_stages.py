@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 TIMES = "tests/actors/test_stage_times.py"
 STAMPS = "tests/actors/test_stage_stamps.py"
 NUMBERS = "tests/reports/test_report_numbers.py"
+MEMORY = "tests/reports/test_memory.py"
 GRIDS = "tests/reports/test_rates.py"
 PAIRS = "tests/reports/test_tp_pairs.py"
 
@@ -166,5 +167,26 @@ STAGE_TIMES = (
         "if smallest >= 0.1 else",
         "if gb_per_s >= 0.1 else",
         f"{GRIDS}::test_a_grid_has_rates_of_one_unit",
+    ),
+    Mutation(
+        "copies of KV heads on other ranks are not told",
+        "rayk/kv/held.py",
+        "more += (units - field.units) * field.unit_bytes",
+        "more += 0 * field.unit_bytes",
+        "tests/kv/test_held.py::test_heads_that_ranks_share_are_replicated",
+    ),
+    Mutation(
+        "a cell counts as one request's memory",
+        "rayk/reports/memory.py",
+        'row[name] / row["num_requests"]',
+        'row[name] / row["num_cells"]',
+        f"{MEMORY}::test_own_requests_are_told_by_tp_size",
+    ),
+    Mutation(
+        "attempts that failed pass for rows beside tokens",
+        "rayk/reports/memory.py",
+        "beside = moved - failed - compared",
+        "beside = moved - compared",
+        f"{MEMORY}::test_what_moved_beside_the_rows_of_tokens_is_told",
     ),
 )

@@ -22,6 +22,7 @@ from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, ro
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
 from rayk.kv.groups import measure_groups, measure_waste, waste_tokens
+from rayk.kv.held import measure_held
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell
@@ -117,6 +118,7 @@ class CellJudge:
             decode_effective_kernel_block_sizes=facts.get("decode0", {}).get("kernel_block_sizes"),
             kv_waste=_kv_waste(cell, self._config),
             kv_groups=_kv_groups(cell, self._config),
+            kv_held=_kv_held(cell, self._config, finished),
             effective=_effective(facts),
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
             num_token_layers=_token_layers(outcomes, "prefill", cell.num_prefill_engines),
@@ -318,6 +320,26 @@ def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, list[dict[str, st
         side: [asdict(memory) for memory in measure_groups(engine_groups(engine, config), tokens)]
         for side, engine in engines.items()
         if engine is not None
+    }
+
+
+def _kv_held(
+    cell: Cell, config: DecoderConfig, finished: Sequence[RequestRow]
+) -> dict[str, list[dict[str, str | int]]]:
+    """What these requests held on each side: of all tokens but the last, whose KV nobody computes; at a
+    prefill engine whose requests went on elsewhere, of the prompt."""
+    lengths: dict[str, list[int]] = {"prefill": [], "decode": []}
+    for row in finished:
+        whole = row.num_prompt_tokens + max(len(row.output_token_ids) - 1, 0)
+        stays = cell.decode is None or row.decode_engine in (None, row.prefill_engine)
+        lengths["prefill"].append(whole if stays else row.num_prompt_tokens)
+        if not stays:
+            lengths["decode"].append(whole)
+    engines = {"prefill": cell.prefill, "decode": cell.decode}
+    return {
+        side: [asdict(held) for held in measure_held(engine_groups(engine, config), engine.tp, lengths[side])]
+        for side, engine in engines.items()
+        if engine is not None and lengths[side]
     }
 
 

@@ -98,6 +98,7 @@ def cell_record(
         "min_cut_kernel_block_size": _min_cut(row),
         **_waste(row.kv_waste),
         **{f"{side}.kv_groups": row.kv_groups.get(side) for side in ("prefill", "decode")},
+        **{f"{side}.kv_held": row.kv_held.get(side) for side in ("prefill", "decode")},
         "decode.num_token_layers": row.decode_num_token_layers,
         **{name: row.effective.get(name) for name in EFFECTIVE},
         **{name: row.measured.get(name) for name in MEASURED},

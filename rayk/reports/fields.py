@@ -22,6 +22,15 @@ DIVERGENCE = pa.struct([("request", INT), ("token_index", INT)])
 _COUNTS = ("num_layers", "block_size", "used_bytes", "padding_bytes", "wasted_bytes")
 GROUPS = pa.list_(pa.struct([("kind", TEXT), *((name, INT) for name in _COUNTS)]))
 
+HELD = pa.list_(
+    pa.struct(
+        [
+            ("kind", TEXT),
+            *((name, INT) for name in (*_COUNTS[:2], "num_requests", *_COUNTS[2:], "replicated_bytes")),
+        ]
+    )
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -105,6 +114,10 @@ _KV_GROUPS = (
     "of the same request by KV group: kind, num_layers, block_size, used_bytes (rows of live tokens), "
     "padding_bytes (positions without a layer, pages smaller than the largest), wasted_bytes (other rows)"
 )
+_KV_HELD = (
+    "what this cell's requests held, each at its fullest, added up, by KV group: as kv_groups, num_requests, "
+    "and replicated_bytes (of blocks, what ranks held beyond one copy)"
+)
 
 CELLS = (
     Field("cell_id", TEXT, "", "name of the cell, unique in the run; key of all tables"),
@@ -128,6 +141,8 @@ CELLS = (
     Field("decode.kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; at decode engines"),
     Field("prefill.kv_groups", GROUPS, "bytes", f"{_KV_GROUPS}; at prefill engines"),
     Field("decode.kv_groups", GROUPS, "bytes", f"{_KV_GROUPS}; at decode engines"),
+    Field("prefill.kv_held", HELD, "bytes", f"{_KV_HELD}; at prefill engines"),
+    Field("decode.kv_held", HELD, "bytes", f"{_KV_HELD}; at decode engines"),
     *(
         Field(f"{side}.{name}", TEXT, "", f"{meaning}; {side} engines")
         for side in ("prefill", "decode")

@@ -73,6 +73,7 @@ def render(result: Result) -> str:
         shares=_share_bar(result),
         pairs=pair_grids(result),
         ceiling=ceiling_of(environment).text,
+        moved_text=memory.moved_text(result),
         limits=_limit_table(result),
         memory=_memory_table(result),
         limit_meanings=list(LIMITS.items()),
@@ -139,10 +140,10 @@ def _stats(result: Result) -> list[tuple[str, str]]:
         (f"{output_tokens:,}", "output tokens"),
     ]
     if checked:
-        stats.append((format_bytes(checked), "KV compared by digest"))
+        stats.append((format_bytes(checked), "rows of KV compared by digest"))
         stats.append((format_bytes(wrong), "KV bytes wrong"))
     if transfers["bytes"].any():
-        stats.append((format_bytes(transfers["bytes"].sum()), "KV moved"))
+        stats.append((format_bytes(transfers["bytes"].sum()), "KV moved, in whole blocks"))
     wall = cells["wall_s"].sum()
     if wall:
         stats.append((f"{wall:,.0f} s", "in cells"))
@@ -216,7 +217,7 @@ def _memory_table(result: Result) -> dict[str, Any] | None:
         for r in memory.memory_rows(result)
     ]
     head = [(title, bool(spec)) for title, _, spec in memory.COLUMNS]
-    return {"head": head, "rows": rows, "note": memory.NOTE} if rows else None
+    return {"head": head, "rows": rows, "note": memory.memory_note(result)} if rows else None
 
 
 def _share_bar(result: Result) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from rayk.reports.grids import verdict_grids
 from rayk.reports.load_tables import is_load
 from rayk.reports.result import Result
 from rayk.reports.staging import COLUMNS, staging_records
+from rayk.reports.summary_text import answer_lines, limit_lines, pair_lines
 from rayk.reports.verdicts import format_value, headline, table_rows, told_columns
 
 
@@ -24,10 +25,12 @@ def markdown(result: Result) -> str:
 
         return load_markdown(result.cells)
     lines = [f"# {headline(result.cells)}", ""]
+    lines += answer_lines(result, markdown_table)
     for grid in verdict_grids(result.cells):
         lines += [f"## {grid['title']}", ""]
         rows = [[label, *(_grid_text(c) for c in cells)] for label, cells in grid["rows"]]
         lines += [*markdown_table([grid["corner"], *grid["columns"]], rows), ""]
+    lines += [*pair_lines(result, markdown_table), *limit_lines(result, markdown_table)]
     titles = [title for title, _, _ in told_columns(result.cells)]
     choices = staging_records(result.cells, result.transfers)
     if choices:

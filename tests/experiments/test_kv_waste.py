@@ -11,6 +11,7 @@ from rayk.actors.cell_run import CellOutcome
 from rayk.experiments.judge import CellJudge
 from rayk.reports import ResultWriter, load
 from rayk.specs import Cell, expand, load_spec
+from rayk.types.rows import RequestRow
 from tests.specs.models import decoder, spec
 
 WINDOW = 20
@@ -61,3 +62,43 @@ def test_a_cells_row_says_what_its_groups_waste(
         told = [dict(group) for group in record[f"{side}.kv_groups"]]
         assert told == of_side
     assert set(row.kv_groups) == set(expected)
+
+
+def request(
+    number: int, tokens: int, outputs: int, decode: str | None, error: str | None = None
+) -> RequestRow:
+    return RequestRow(
+        cell_id="c",
+        repeat=0,
+        request_id=str(number),
+        prompt_index=number,
+        prompt_token_ids=[1] * tokens,
+        output_token_ids=[2] * outputs,
+        num_prompt_tokens=tokens,
+        prefill_engine="prefill0",
+        decode_engine=decode,
+        error=error,
+    )
+
+
+def test_a_cells_row_says_what_its_own_requests_held(tmp_path: Path) -> None:
+    made = cell(checks=["kv_bytes"], prefill={"tp": 2}, decode={"tp": 2})
+    # The second ends where it was prefilled, the third failed.
+    rows = [
+        request(0, 40, 5, "decode0"),
+        request(1, 7, 1, None),
+        request(2, 99, 1, "decode0", error="TransferError: lost"),
+    ]
+    outcome = CellOutcome(requests=rows, num_kv_bytes_checked=1, wall_ns=1, facts={})
+    row = CellJudge("m", decoder((None, WINDOW)), tmp_path).judge(made, [[1]] * 3, [outcome])
+    of_full = {side: next(g for g in groups if g["kind"] == "full") for side, groups in row.kv_held.items()}
+    used = {side: (g["num_requests"], g["used_bytes"], g["wasted_bytes"]) for side, g in of_full.items()}
+    # 40 and 7 tokens in 3 and 1 blocks; 40 + 5 - 1 in 3.
+    assert used == {
+        "prefill": (2, 47 * ROW_BYTES, (64 - 47) * ROW_BYTES),
+        "decode": (1, 44 * ROW_BYTES, (48 - 44) * ROW_BYTES),
+    }
+    writer = ResultWriter(tmp_path / "run", spec_yaml="name: x", environment={"started": "now"}, resume=False)
+    writer.write_cell(row, rows, [])
+    (record,) = load(tmp_path / "run").cells.to_dict(orient="records")
+    assert [dict(group) for group in record["decode.kv_held"]] == row.kv_held["decode"]

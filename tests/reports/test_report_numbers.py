@@ -14,7 +14,6 @@ import pytest
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.answers import answers, pass_text
 from rayk.reports.environment import copy_ceiling, copy_gb_per_s
-from rayk.reports.memory import memory_rows
 from rayk.reports.spreads import num_workers, pareto_rows, spread_plots
 from rayk.reports.stages import (
     LIMITS,
@@ -388,42 +387,3 @@ def test_what_cannot_run_is_no_failure(tmp_path: Path) -> None:
     assert text.startswith(
         "Yes: 2 of 3 cells passed, 1 of them with a near tie of two tokens, 1 cannot run here"
     )
-
-
-def test_memory_is_told_by_group_once_for_cells_that_are_alike(tmp_path: Path) -> None:
-    def group(kind: str, used: int, padding: int, wasted: int) -> dict[str, str | int]:
-        sizes = {"used_bytes": used * 2**20, "padding_bytes": padding * 2**20, "wasted_bytes": wasted * 2**20}
-        return {"kind": kind, "num_layers": 2, "block_size": 16, **sizes}
-
-    both = [group("full", 6, 0, 0), group("sliding", 2, 1, 5)]
-    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
-    for tp in (1, 2):
-        groups = {"prefill": both, "decode": both[:tp]}
-        writer.write_cell(cell_row(1, tp, ("BHLNC", "BHLNC"), kv_groups=groups), [], [])
-    writer.write_cell(cell_row(1, 4, ("BHLNC", "BHLNC")), [], [])
-    page = writer.finish().read_text()
-    told = [
-        (r["side"], r["group"], r["kind"], r["used_percent"], r["num_cells"])
-        for r in memory_rows(load(tmp_path))
-    ]
-    assert told == [
-        ("prefill", 0, "full", 100.0, 2),
-        ("prefill", 1, "sliding", 25.0, 2),
-        ("decode", 0, "full", 100.0, 1),
-        ("decode", 0, "full", 100.0, 1),
-        ("decode", 1, "sliding", 25.0, 1),
-    ]
-    table = page[page.index("<h2>Where KV memory goes") :]
-    row = next(r for r in table.split("<tr>") if ">sliding<" in r)
-    assert re.findall(r">([^<]+)</td>", row) == [
-        "prefill",
-        "1",
-        "sliding",
-        "2",
-        "16",
-        "2",
-        "1",
-        "5",
-        "25.0",
-        "2",
-    ]

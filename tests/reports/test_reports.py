@@ -152,7 +152,7 @@ def test_what_fast_prefill_saves_is_shown_where_a_cell_used_it(run: Path, tmp_pa
     for folder, told in ((tmp_path, names), (run, set())):
         result = load(folder)
         page = _Page(write_html(folder, tmp_path / "page.html").read_text())
-        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell |"))
+        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell | verdict"))
         assert names & set(page.texts) == told
         assert names & set(head.strip("| ").split(" | ")) == told
         assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
@@ -174,7 +174,7 @@ def test_what_prefix_caches_had_is_shown_where_they_had_something(run: Path, tmp
     for folder, told in ((tmp_path, names), (run, set())):
         result = load(folder)
         page = _Page(write_html(folder, tmp_path / "page.html").read_text())
-        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell |"))
+        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell | verdict"))
         assert names & set(page.texts) == told
         assert names & set(head.strip("| ").split(" | ")) == told
         assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
@@ -203,7 +203,9 @@ def test_kernel_blocks_are_shown_where_they_are_less_than_blocks(run: Path, tmp_
     assert cells["min_cut_kernel_block_size"].fillna(0).tolist() == [0, 1]
     for folder, told in ((tmp_path, {"kernel block"}), (run, set())):
         page = _Page(write_html(folder, tmp_path / "page.html").read_text())
-        head = next(line for line in markdown(load(folder)).splitlines() if line.startswith("| cell |"))
+        head = next(
+            line for line in markdown(load(folder)).splitlines() if line.startswith("| cell | verdict")
+        )
         titles = {str(column.header) for column in verdict_table(load(folder).cells).columns}
         assert {"kernel block"} & set(page.texts) == told
         assert {"kernel block"} & set(head.strip("| ").split(" | ")) == told
