@@ -72,12 +72,8 @@ def unequal_pairs(result: Result) -> pd.DataFrame:
 def _settings(cells: pd.DataFrame) -> pd.DataFrame:
     """cell_id, and as one text all axes but PLACES: a cell is held against one that differs in these only."""
     axes = sorted(set(axis_columns(cells)) - set(PLACES))
-    return pd.DataFrame(
-        {
-            "cell_id": cells["cell_id"],
-            "settings": cells[axes].astype(str).agg(" ".join, axis=1) if axes else "",
-        }
-    )
+    texts = [repr(record) for record in cells[axes].to_dict(orient="records")]
+    return pd.DataFrame({"cell_id": cells["cell_id"], "settings": texts})
 
 
 def cost_sides(pairs: pd.DataFrame) -> list[Side]:

@@ -116,6 +116,7 @@ def test_other_settings_make_no_pairs(tmp_path: Path) -> None:
     for prefill, decode, block in ((1, 2, 16), (2, 2, 32), (1, 1, 16)):
         cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"), cell_id=f"p{prefill}-d{decode}-{block}")
         cell.axes["prefill.block_size"] = block
+        cell.axes["decode.backend"] = None if prefill == 1 else "triton"
         writer.write_cell(cell, [request_row(cell, 0, 60)], [transfer_row(cell, 0, 0)])
     writer.finish()
     result = load(tmp_path)
