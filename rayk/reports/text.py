@@ -24,7 +24,7 @@ def markdown(result: Result) -> str:
         from rayk.reports.load_page import load_markdown  # which takes its tables from here
 
         return load_markdown(result.cells)
-    lines = [f"# {headline(result.cells)}", ""]
+    lines = [f"# {headline(result.cells, num_missing=result.num_missing)}", ""]
     lines += answer_lines(result, markdown_table)
     for grid in verdict_grids(result.cells):
         lines += [f"## {grid['title']}", ""]

@@ -26,10 +26,11 @@ STYLES = {
 """Verdict -> rich style."""
 
 
-def headline(cells: pd.DataFrame, *, verdicts: bool = True) -> str:
+def headline(cells: pd.DataFrame, *, verdicts: bool = True, num_missing: int = 0) -> str:
     """E.g. `18 of 19 PASS, 1 UNSUPPORTED`; with faults also how many cells ended as expected.
 
-    Without `verdicts` only PASS is counted. Of a bench: `2 loads: 1 VALID, 1 NOISY`.
+    Without `verdicts` only PASS is counted. `num_missing`: cells that have not ended. Of a bench: `2 loads: 1
+    VALID, 1 NOISY`.
     """
     if is_load(cells):
         return load_headline(cells)
@@ -39,6 +40,8 @@ def headline(cells: pd.DataFrame, *, verdicts: bool = True) -> str:
         parts += [f"{count} {verdict}" for verdict, count in counts.items()]
     if len(cells) and (cells["expected_verdict"] != "PASS").any():
         parts.append(f"{int(cells['met'].sum())} of {len(cells)} as expected")
+    if num_missing:
+        parts.append(f"unfinished: {num_missing} of {len(cells) + num_missing} cells are missing")
     return ", ".join(parts)
 
 
