@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from rayk.reports.compare_tables import Section, doubt_section, paired_sections
+from rayk.reports.compare_tables import Section, doubt_section, in_short, paired_sections
 from rayk.reports.differences import differences_of
 from rayk.reports.files import atomic_path, write_text
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
@@ -113,7 +113,9 @@ def compare_markdown(results: list[Result]) -> str:
     lines = [f"# {compare_headline(results)}", ""]
     for run in _runs(results):
         lines += [f"- {run['label']}: {run['headline']}", *(f"  - {note}" for note in run["notes"])]
-    for section in sections(results):
+    found = sections(results)
+    lines += ["", in_short(found)]
+    for section in found:
         lines += ["", f"## {section.title}", "", section.note, ""]
         lines += markdown_table(section.head, section.rows) if section.rows else ["None."]
     texts = [[cell["text"] for cell in row] for row in rows]
@@ -124,11 +126,13 @@ def compare_markdown(results: list[Result]) -> str:
 def write_compare_html(results: list[Result], path: Path) -> Path:
     """The comparison as one self-contained HTML file."""
     head, rows = _table(results)
+    found = sections(results)
     text = template("compare.html.j2").render(
         **assets(),
         headline=compare_headline(results),
+        in_short=in_short(found),
         runs=_runs(results),
-        sections=sections(results),
+        sections=found,
         table={"head": head, "rows": rows},
     )
     write_text(path, text)

@@ -28,8 +28,9 @@ class Section:
     lacks the cell)."""
 
 
-HEAD = ["", "metric", "run", "pairs", "base", "other", "change", "interval", "finding"]
-"""Columns of `change_row`."""
+HEAD = ["", "metric", "run", "pairs", "median, base", "median, other", "paired change", "interval", "finding"]
+"""Columns of `change_row`. A change of pairs need not be that of the medians."""
+DOUBTS = "Reasons to distrust the times"
 NOTE = (
     "Over all cells a pair is a cell, by the median of its requests. The change is the median of the ratios "
     "less one; its interval needs no assumption about their distribution (sign test), and all intervals of "
@@ -48,6 +49,8 @@ SIZES_NOTE = (
     f"request of one cell, repeat and prompt. {DISCOVERY_NOTE}"
 )
 CELLS_NOTE = f"Regressions first; a pair is a request. {DISCOVERY_NOTE}"
+NUM_NAMED = 4
+"""Changes that the first sentence names."""
 MAX_UNSURE = 10
 """Rows of cells, the largest changes, that are shown though unsure."""
 LOADS_NOTE = (
@@ -140,6 +143,27 @@ def _cells_section(told: Told) -> Section:
     return Section(title="Cells that changed", note=note, head=HEAD, rows=texts, chips=chips)
 
 
+def in_short(found: Sequence[Section]) -> str:
+    """What sections of changes come to: is another run slower or faster than the first?"""
+    rows = [row for section in found if section.head == HEAD for row in section.rows]
+    parts = []
+    for verdict, word in (("regression", "Worse"), ("improvement", "Better")):
+        told = [
+            f"{row[0]} {row[1].partition(',')[0]} {row[6]} ({row[2]})" for row in rows if row[-1] == verdict
+        ]
+        if told:
+            more = f" and {len(told) - NUM_NAMED} more" if len(told) > NUM_NAMED else ""
+            parts.append(f"{word}: {'; '.join(told[:NUM_NAMED])}{more}.")
+    num_unsure = sum(row[-1] == "unsure" for row in rows)
+    if not parts:
+        parts = ["Nothing is known to be faster or slower."]
+    if num_unsure:
+        parts.append(f"Unsure, of those that are shown: {num_unsure}.")
+    if any(section.title == DOUBTS for section in found):
+        parts.append("The times are doubtful, see below.")
+    return " ".join(parts)
+
+
 def _distance(ratio: float) -> float:
     """From no change, as a factor's logarithm."""
     return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
@@ -160,6 +184,4 @@ def doubt_section(results: list[Result], names: list[str]) -> list[Section]:
         if result is not results[0]:
             rows += [[name, reason] for reason in unlike(results[0].environment, result.environment)]
     note = "What else ran on the machine, and how fast it was: times differ for that alone."
-    return [Section(title="Reasons to distrust the times", note=note, head=["run", "reason"], rows=rows)][
-        : len(rows)
-    ]
+    return [Section(title=DOUBTS, note=note, head=["run", "reason"], rows=rows)][: len(rows)]

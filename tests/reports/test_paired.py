@@ -108,7 +108,14 @@ def test_one_slow_cell_is_named_and_the_run_is_not_blamed(tmp_path: Path) -> Non
     assert names[:2] == ["Paired differences", "Cells that changed"]
     page = write_compare_html([base, other], tmp_path / "compare.html").read_text()
     assert page.count('<span class="chip unmet">regression</span>') == 2
-    assert "| p1-d1-BHLNC-BHLNC | TPOT, ms | b | 20 |" in compare_markdown([base, other])
+    text = compare_markdown([base, other])
+    assert "| p1-d1-BHLNC-BHLNC | TPOT, ms | b | 20 |" in text
+    (short,) = (line for line in text.splitlines() if line.startswith("Worse: p1-d1-BHLNC-BHLNC TPOT +"))
+    assert "p1-d1-BHLNC-BHLNC E2E +" in short
+    assert short in page
+    assert "Better" not in short
+    assert "doubtful" not in short
+    assert "\nNothing is known to be faster or slower." in compare_markdown([base, base])
 
 
 def test_few_pairs_are_said_to_be_few(tmp_path: Path) -> None:
