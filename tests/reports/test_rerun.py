@@ -59,7 +59,8 @@ def test_what_no_command_makes_is_named() -> None:
     of = result("name: n\nmodel: Qwen3-0.6B\n", inputs={"Qwen3-0.6B": "1", "prompts.jsonl": "2"})
     assert run_commands(of) == "rayk run spec.yaml --out runs/n-again"
     assert "Qwen3-0.6B, prompts.jsonl" in run_needs(of)
-    assert run_commands(result("")) == "rayk run spec.yaml --out runs/run-again"
+    assert run_commands(result("name: m\n")) == "rayk run spec.yaml --out runs/m-again"
+    assert run_commands(result("")) == "", "nothing says what it ran"
 
 
 @pytest.mark.parametrize(
