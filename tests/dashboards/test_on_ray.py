@@ -3,6 +3,7 @@ raises the alarm. The other alerts: test_alerts_on_ray.py."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ NEVER_HAPPENED = frozenset(
     }
 )
 """Metrics of what does not happen in these runs: panels show 0 for them."""
+
+
+MODEL = "watched-qwen3"
+"""A name that no other test's runs on the cluster have."""
 
 
 @dataclass
@@ -74,7 +79,9 @@ def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pyte
         tools.need("prometheus")
     except tools.NotAvailableError as error:
         pytest.skip(str(error))
-    model, folder = checkpoint("qwen3"), tmp_path_factory.mktemp("seen")
+    folder = tmp_path_factory.mktemp("seen")
+    model = folder / MODEL
+    shutil.copytree(checkpoint("qwen3"), model)
     sizes = ["--num-prefill", "2", "--num-decode", "1", "--set", "engine.prefix_caching=true"]
     with serving(model, ray_address, *sizes) as front, watched(ray_address, front) as prometheus:
         for n in range(8):
@@ -84,20 +91,26 @@ def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pyte
         done = run_spec(spec_of(model), folder, ray_address)
         assert done.returncode == 0, done.stderr
         assert set(load(folder / "run").cells["verdict"]) == {"PASS", "KV_MISMATCH"}
-        until(lambda: "RaykKVMismatch" in fired(prometheus, WINDOW_S), 60.0, "no alarm")
+        until(lambda: "RaykKVMismatch" in fired(prometheus, WINDOW_S, MODEL), 60.0, "no alarm")
         return look(prometheus)
 
 
 def look(prometheus: check.Prometheus) -> Seen:
     data = prometheus.ask("alerts")
     assert isinstance(data, dict)
-    (alarm,) = [a for a in data["alerts"] if a["labels"]["alertname"] == "RaykKVMismatch"]
-    turns = prometheus.series('sum by (role) (rate(ray_rayk_turns_total{engine="prefill1"}[10s])) > 0', 3.0)
-    (errors,) = prometheus.series('sum (ray_rayk_request_outcomes_total{finish_reason="error"})', 3.0)
+    (alarm,) = [
+        a
+        for a in data["alerts"]
+        if a["labels"]["alertname"] == "RaykKVMismatch" and a["labels"]["model"] == MODEL
+    ]
+    turning = f'sum by (role) (rate(ray_rayk_turns_total{{engine="prefill1", model="{MODEL}"}}[10s])) > 0'
+    turns = prometheus.series(turning, 3.0)
+    failed = f'sum (ray_rayk_request_outcomes_total{{finish_reason="error", model="{MODEL}"}})'
+    (errors,) = prometheus.series(failed, 3.0)
     seen = Seen(
         answers=check.ask_all(prometheus, WINDOW_S),
         unreported=check.unreported(prometheus, WINDOW_S),
-        fired=fired(prometheus, WINDOW_S),
+        fired=fired(prometheus, WINDOW_S, MODEL),
         planted=alarm["annotations"]["planted"],
         targets=targets_of(prometheus),
         num_errors=float(errors["values"][-1][1]),  # type: ignore[index]

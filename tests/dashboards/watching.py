@@ -123,12 +123,15 @@ def targets_of(prometheus: check.Prometheus) -> dict[str, set[str]]:
     return found
 
 
-def fired(prometheus: check.Prometheus, window_s: float) -> dict[str, set[str]]:
-    """Alerts that fired in the last `window_s`, and the engines that they named."""
+def fired(prometheus: check.Prometheus, window_s: float, model: str = "") -> dict[str, set[str]]:
+    """Alerts that fired in the last `window_s`, and the engines that they named. `model`: those of it, and of
+    none; other runs on the cluster may have lost engines."""
     found: dict[str, set[str]] = {}
     for alert in prometheus.series('ALERTS{alertstate="firing"}', window_s):
         labels = alert["metric"]
         assert isinstance(labels, dict)
+        if model and labels.get("model", model) != model:
+            continue
         found.setdefault(labels["alertname"], set()).add(labels.get("engine", ""))
     return found
 
