@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayk.models.config import DecoderConfig
+from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
-from rayk.reports.text import markdown_table
 from rayk.reports.verdicts import format_bytes
 
 TABLES = ("prompts", "groups", "requests")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayk.reports.load_page import PALETTE, folded
+from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
-from rayk.reports.text import markdown_table
 
 TABLES = ("setups",)
 ALL = (

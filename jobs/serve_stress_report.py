@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stress_chaos import BACK_S, BACK_SHARE, WINDOW_S, Throughput
 from stress_load import VERDICTS, percentile
 
+from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, text_rows
-from rayk.reports.text import markdown_table
 
 if TYPE_CHECKING:
     from serve_stress import Run

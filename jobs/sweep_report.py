@@ -11,8 +11,8 @@ from typing import Any
 
 from jobs.sweep_cells import Sweep
 from rayk.reports.environment import collect_environment
+from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Section, claim_folder, text_rows, write_page, write_tables
-from rayk.reports.text import markdown_table
 
 Rows = Sequence[Mapping[str, Any]]
 

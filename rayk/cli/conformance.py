@@ -236,8 +236,8 @@ def _page(
 
 
 def _markdown(page: Page) -> str:
+    from rayk.reports.md_table import markdown_table
     from rayk.reports.page import text_rows
-    from rayk.reports.text import markdown_table
 
     lines = [f"# {page.title}", ""]
     for section in page.sections:

@@ -15,8 +15,8 @@ from rayk.reports.folder import FACTS, changed_facts, differences, flatten
 from rayk.reports.html import assets, template
 from rayk.reports.load_page import TONES
 from rayk.reports.load_tables import is_load
+from rayk.reports.md_table import markdown_table
 from rayk.reports.result import Result
-from rayk.reports.text import markdown_table
 from rayk.reports.trust import probe_rows
 from rayk.reports.verdicts import format_value, headline, tone
 

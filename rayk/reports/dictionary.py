@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rayk.reports.fields import CELLS, DIVERGENCE, GROUPS, HELD, REQUESTS, TOPS, TRANSFERS, Field
 from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
-from rayk.reports.text import markdown_table
+from rayk.reports.md_table import markdown_table
 
 TABLES: dict[str, tuple[str, Sequence[Field]]] = {
     "cells": ("cells.parquet of a run: a row per cell; beside these, every axis under its own name", CELLS),
@@ -67,7 +67,7 @@ def columns_markdown() -> str:
     lines = ["# Columns", ""]
     for title, fields in TABLES.values():
         texts = [[f"`{name}`", *rest] for name, *rest in rows(fields)]
-        lines += [f"## {title}", "", *markdown_table(list(TITLES), texts), ""]
+        lines += [f"## {title}", "", *markdown_table(TITLES, texts), ""]
     return "\n".join(lines)
 
 

@@ -18,10 +18,10 @@ from rayk.reports.load_answers import (
     load_answers,
 )
 from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headline
+from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS
-from rayk.reports.text import markdown_table
 
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
 """Verdict -> the chip it wears."""

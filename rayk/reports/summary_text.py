@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from rayk.reports.answers import Answer, answers
+from rayk.reports.md_table import markdown_table
 from rayk.reports.memory import moved_text
 from rayk.reports.result import Result
 from rayk.reports.stages import LIMITS, limit_rows
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.verdicts import format_value
 
-Table = Callable[[list[str], list[list[str]]], list[str]]
-"""Lines of a table of titles and rows; text.py's, which imports this module."""
 
-
-def answer_lines(result: Result, table: Table) -> list[str]:
+def answer_lines(result: Result) -> list[str]:
     """The four answers, with the numbers and commands of those that have any."""
     lines = ["## In short", ""]
     for answer in answers(result):
-        lines += _answer(answer, table)
+        lines += _answer(answer)
     return lines
 
 
-def _answer(answer: Answer, table: Table) -> list[str]:
+def _answer(answer: Answer) -> list[str]:
     lines = [f"**{answer.question}** {answer.text}", ""]
     if answer.table:
         head, *rows = (list(row) for row in answer.table)
-        lines += [*table(head, rows), "", answer.note, ""]
+        lines += [*markdown_table(head, rows), "", answer.note, ""]
     if answer.command:
         lines += ["```", answer.command, "```", ""]
     return lines
 
 
-def pair_lines(result: Result, table: Table) -> list[str]:
+def pair_lines(result: Result) -> list[str]:
     """A table per fact and pair of layouts; nothing where nothing moved."""
     grids = pair_grids(result)
     if not grids:
@@ -44,7 +40,12 @@ def pair_lines(result: Result, table: Table) -> list[str]:
     for grid in grids:
         for fact in grid["facts"]:
             rows = [[label, *map(_cell_text, cells)] for label, cells in fact["rows"]]
-            lines += [f"### {grid['title']}: {fact['title']}", "", *table(["TP", *fact["columns"]], rows), ""]
+            lines += [
+                f"### {grid['title']}: {fact['title']}",
+                "",
+                *markdown_table(["TP", *fact["columns"]], rows),
+                "",
+            ]
     return lines
 
 
@@ -54,12 +55,12 @@ def _cell_text(cell: dict[str, str] | None) -> str:
     return f"{cell['text']} ({cell['note']})" if cell["note"] else cell["text"]
 
 
-def limit_lines(result: Result, table: Table) -> list[str]:
+def limit_lines(result: Result) -> list[str]:
     """Every cell's limit; nothing without requests."""
     rows = limit_rows(result)
     if not rows:
         return []
-    titles: Sequence[str] = ["cell", "limit", *(f"{name} %" for name in LIMITS), "evidence"]
+    titles = ["cell", "limit", *(f"{name} %" for name in LIMITS), "evidence"]
     texts = [
         [
             row["cell_id"],
@@ -69,4 +70,4 @@ def limit_lines(result: Result, table: Table) -> list[str]:
         ]
         for row in rows
     ]
-    return ["## What limits this run", "", *table(list(titles), texts), ""]
+    return ["## What limits this run", "", *markdown_table(titles, texts), ""]

@@ -12,6 +12,7 @@ import pandas as pd
 from rayk.reports.files import TABLES, atomic_path
 from rayk.reports.grids import verdict_grids
 from rayk.reports.load_tables import is_load
+from rayk.reports.md_table import markdown_table
 from rayk.reports.result import Result
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.summary_text import answer_lines, limit_lines, pair_lines
@@ -25,12 +26,12 @@ def markdown(result: Result) -> str:
 
         return load_markdown(result.cells)
     lines = [f"# {headline(result.cells, num_missing=result.num_missing)}", ""]
-    lines += answer_lines(result, markdown_table)
+    lines += answer_lines(result)
     for grid in verdict_grids(result.cells):
         lines += [f"## {grid['title']}", ""]
         rows = [[label, *(_grid_text(c) for c in cells)] for label, cells in grid["rows"]]
         lines += [*markdown_table([grid["corner"], *grid["columns"]], rows), ""]
-    lines += [*pair_lines(result, markdown_table), *limit_lines(result, markdown_table)]
+    lines += [*pair_lines(result), *limit_lines(result)]
     titles = [title for title, _, _ in told_columns(result.cells)]
     choices = staging_records(result.cells, result.transfers)
     if choices:
@@ -42,12 +43,6 @@ def markdown(result: Result) -> str:
 
 def _grid_text(cell: dict[str, str] | None) -> str:
     return "" if cell is None else cell["verdict"]
-
-
-def markdown_table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table; pipes and line breaks in texts are escaped."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return ["| " + " | ".join(t.replace("|", "\\|").replace("\n", " ") for t in row) + " |" for row in lines]
 
 
 def write_csv(result: Result, directory: Path) -> list[Path]:
