@@ -185,6 +185,9 @@ class TransferRank:
             return  # it came twice
         if not is_whole(ticket):
             raise TransferError(ticket.request_id, "its ticket was changed on the way: the seal does not fit")
+        if first_row < ticket.first_row:
+            missing = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
+            raise TransferError(ticket.request_id, missing)
         link = self._links.get(ticket.engine)
         connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
         if link is None or link.epoch != ticket.epoch:
@@ -398,10 +401,13 @@ class TransferRank:
         table = self._caches.generations.cpu().numpy()
         return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
 
-    def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]]) -> Digests:
-        """[words] of a request on this rank, zero where it holds nothing. As long on every rank: a ticket
-        carries them stacked by rank."""
-        return compute_digests(self._views, block_tables, num_tokens, self.description.rows_per_group)
+    def digests(
+        self, num_tokens: int, block_tables: Sequence[Sequence[int]], first_row: int = 0
+    ) -> Digests:
+        """[words] of a request's rows from `first_row` on, which begins a row group, on this rank; zero where
+        it holds nothing. As long on every rank: a ticket carries them stacked by rank."""
+        rows_per_group = self.description.rows_per_group
+        return compute_digests(self._views, block_tables, num_tokens, rows_per_group, first_row)
 
     def make_ticket(
         self,

@@ -32,6 +32,9 @@ class TransferTicket:
     """The lease ends when nobody has renewed it for so long; None: it needs no renewal."""
     digest_ns: tuple[int, ...] = ()
     """How long each producer rank took for them; empty where nobody says."""
+    first_row: int = 0
+    """Rows before it are not offered: a consumer has them. Blocks of theirs may be null, and digests cover
+    none of them."""
     reservation_id: str | None = None
     """Where the KV is pushed to; None: the consumer reads it."""
     attempt: int = 0
