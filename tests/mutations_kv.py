@@ -219,8 +219,8 @@ KV = (
     Mutation(
         "a leased request can still be freed",
         "rayk/kv/manager.py",
-        "[t.blocks for t in self._tables.pop(request_id)]",
-        "[t.blocks for t in self._tables[request_id]]",
+        "self._leases[lease_id] = self._tables.pop(request_id)",
+        "self._leases[lease_id] = self._tables[request_id]",
         f"{MANAGER}::test_leased_blocks_are_not_reused_before_release",
     ),
     Mutation(

@@ -56,7 +56,7 @@ PREFIXES = (
     ),
     Mutation(
         "rows that never arrived are found",
-        "rayk/kv/manager.py",
+        "rayk/kv/block_tables.py",
         "return tuple(0 if row <= first else min(row, stop) for row in since)",
         "return tuple(0 if row < stop else stop for row in since)",
         f"{CACHE}::test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more",
@@ -64,8 +64,8 @@ PREFIXES = (
     Mutation(
         "windows are gone on from where they never arrived",
         "rayk/kv/prefix_cache.py",
-        "if lane is not None and self._since[block][lane] > max(wanted.start, index * size):",
-        "if False:",
+        "lacks_rows = self._since[block][lane] > max(wanted.start, index * size)",
+        "lacks_rows = False",
         f"{CACHE}::test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more",
     ),
     Mutation(

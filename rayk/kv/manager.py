@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
+from rayk.kv.block_tables import BlockTable, live_part, num_real, since_in
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.prefix_cache import PrefixCache, PrefixKeys, Since
+from rayk.kv.prefix_cache import Elsewhere, PrefixCache, PrefixKeys, Since
 from rayk.kv.specs import KVCacheSpec, max_live_blocks
 from rayk.types.allocator import BlockUpdates
-
-
-@dataclass(slots=True)
-class _Table:
-    """One request's block table in one group. The first `num_trimmed` entries are null."""
-
-    blocks: list[int]
-    num_trimmed: int = 0
-    num_named: int = 0
-    """First entries that are in the prefix cache, or will not be."""
-    since: Since | None = None
-    """Of a sequence of which only live rows arrived: what they are. None: all rows are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +44,40 @@ class HeldPrefix:
     """Per group, those that hold them, from the first live one on."""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """Where a sequence's first blocks are: here, or in another place."""
+
+    num_tokens: int
+    """Of the prefix; 0: nothing was found."""
+    tables: tuple[tuple[int, ...], ...]
+    """Per group, block ids by position in the sequence; null where no row is wanted, or where a block is
+    missing."""
+    missing: tuple[tuple[int, int, bytes], ...]
+    """(group, index in its table, key) of blocks that are elsewhere only, in the order of the tables."""
+
+
 class KVCacheManager:
     """Allocates blocks of all groups from one pool. Implements types.allocator.BlockAllocator."""
 
     def __init__(
-        self, groups: Sequence[KVCacheGroup], num_blocks: int, *, prefix_caching: bool = False
+        self,
+        groups: Sequence[KVCacheGroup],
+        num_blocks: int,
+        *,
+        prefix_caching: bool = False,
+        secret: bytes | None = None,
     ) -> None:
+        """`secret`: what blocks' names are made with, see PrefixKeys."""
         self.groups = tuple(groups)
-        self.prefixes = PrefixCache(groups) if prefix_caching else None
+        self.prefixes = PrefixCache(groups, secret) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
         self._keys: dict[str, PrefixKeys] = {}
         """Of requests that are here, as far as they were needed."""
-        self._tables: dict[str, list[_Table]] = {}
-        self._leases: dict[str, list[list[int]]] = {}
+        self._tables: dict[str, list[BlockTable]] = {}
+        self._leases: dict[str, list[BlockTable]] = {}
+        self._shared: set[str] = set()
+        """Leases whose blocks are those of a request that goes on."""
         self._reserved: dict[str, int] = {}
         """Requests whose tables were reserved -> blocks at that time."""
         self._num_leased = self._num_freed = 0
@@ -82,7 +93,7 @@ class KVCacheManager:
 
         A new request's whole tables are reported, so that a resumed one overwrites what stood there.
         """
-        tables = self._tables.get(request_id) or [_Table([]) for _ in self.groups]
+        tables = self._tables.get(request_id) or [BlockTable([]) for _ in self.groups]
         missing = [
             max(0, -(-num_tokens // g.spec.block_size) - len(t.blocks))
             for g, t in zip(self.groups, tables, strict=True)
@@ -103,7 +114,7 @@ class KVCacheManager:
         assert request_id not in self._tables, f"{request_id} has blocks already"
         if self.prefixes is None or max_tokens < self.prefixes.unit_tokens:
             return 0
-        keys = self._keys_of(request_id, token_ids, max_tokens)
+        keys = self.prefix_keys(request_id, token_ids, max_tokens)
         unit = self.prefixes.unit_tokens
         num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_rows)
         if not num_tokens:
@@ -114,7 +125,8 @@ class KVCacheManager:
             blocks = self.prefixes.blocks(g.index, keys, wanted)
             self.pool.share(blocks)
             first = num_tokens // g.spec.block_size - len(blocks)
-            tables.append(_Table([NULL_BLOCK] * first + blocks, first, first + len(blocks)))
+            table = [NULL_BLOCK] * first + blocks
+            tables.append(BlockTable(table, first, len(table), self.prefixes.since(g.index, table)))
         self._tables[request_id] = tables
         return num_tokens
 
@@ -132,10 +144,10 @@ class KVCacheManager:
             num_full = num_computed_tokens // g.spec.block_size
             if num_full <= t.num_named:
                 continue
-            keys = self._keys_of(request_id, token_ids, num_computed_tokens)
+            keys = self.prefix_keys(request_id, token_ids, num_computed_tokens)
             for index in range(t.num_named, num_full):
                 if t.blocks[index] != NULL_BLOCK:
-                    since = _since_in(g, index, t.since)
+                    since = since_in(g, index, None if index in t.whole else t.since)
                     self._name(g, keys[(index + 1) * g.spec.block_size], t.blocks[index], since)
             t.num_named = num_full
 
@@ -167,7 +179,7 @@ class KVCacheManager:
                 return range(0)
             return range(first, n) if n % g.spec.block_size == 0 else None
 
-        keys = self._keys_of(request_id, token_ids, num_tokens)
+        keys = self.prefix_keys(request_id, token_ids, num_tokens)
         held = self.prefixes.longest(keys, num_tokens, unit_tokens, wanted, unseen)
         if not held:
             return nothing
@@ -177,6 +189,77 @@ class KVCacheManager:
             longest = min(of_lanes, key=lambda r: r.start, default=range(0))
             blocks.append(self.prefixes.blocks(g.index, keys, longest))
         return HeldPrefix(held, tuple(map(tuple, blocks)))
+
+    def find_prefix(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        held_tokens: int = 0,
+        elsewhere: Elsewhere | None = None,
+    ) -> FoundPrefix:
+        """The longest prefix that one can go on from, its blocks here or `elsewhere`: a multiple of
+        `unit_tokens`, up to `max_tokens`. Nothing changes.
+
+        `held_tokens`: whoever asks has the live rows of so many first tokens, and wants those from there on;
+        no longer prefix than theirs is none.
+        """
+        nothing = FoundPrefix(0, tuple(() for _ in self.groups), ())
+        if self.prefixes is None:
+            return nothing
+
+        def wanted(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
+            return range(max(_live_rows(g, lane, n).start, held_tokens), n)
+
+        # One answer of each block: what is elsewhere may be lost at any time.
+        there = cache(elsewhere) if elsewhere is not None else None
+        keys, unit = self.prefix_keys(request_id, token_ids, max_tokens), self.prefixes.unit_tokens
+        num_tokens = self.prefixes.longest(keys, max_tokens, unit, wanted, elsewhere=there)
+        if num_tokens <= held_tokens:
+            return nothing
+        tables: list[tuple[int, ...]] = []
+        missing: list[tuple[int, int, bytes]] = []
+        for g in self.groups:
+            size = g.spec.block_size
+            found: dict[int, set[int]] = {}
+            for number, lane in enumerate(g.lanes):
+                rows = wanted(g, lane, num_tokens)
+                blocks = self.prefixes.blocks(g.index, keys, rows, number, there)
+                for index, block in enumerate(blocks, rows.start // size):
+                    found.setdefault(index, set()).add(block)
+            # What one lane lacks here is missing for all.
+            tables.append(tuple(min(found.get(i, {NULL_BLOCK})) for i in range(num_tokens // size)))
+            gone = sorted(index for index, of_lanes in found.items() if NULL_BLOCK in of_lanes)
+            missing += [(g.index, index, keys[(index + 1) * size]) for index in gone]
+        return FoundPrefix(num_tokens, tuple(tables), tuple(missing))
+
+    def adopt(self, name: str, found: FoundPrefix) -> tuple[tuple[int, ...], ...] | None:
+        """Tables with the blocks of a prefix found just now: those that are here shared as by `match`, fresh
+        ones in place of the missing, where `found.missing` says. None, and nothing changed, when blocks are
+        short.
+
+        The caller counts the fresh blocks as handed out (their generations), fills them whole, and then calls
+        `remember(name, token_ids, found.num_tokens)`: they can be found from then on, with all rows of all
+        lanes. Whoever fills only some names a shorter prefix, or none, and frees the tables.
+        """
+        assert name not in self._tables, f"{name} has blocks already"
+        assert self.prefixes is not None
+        here = [block for table in found.tables for block in table if block != NULL_BLOCK]
+        num_spare = self.pool.num_free_blocks - sum(not self.pool.references(block) for block in here)
+        if len(found.missing) > num_spare:
+            return None
+        self.pool.share(here)
+        fresh = self.pool.allocate(len(found.missing))
+        tables = [list(table) for table in found.tables]
+        for (group, index, _), block in zip(found.missing, fresh, strict=True):
+            tables[group][index] = block
+        self._tables[name] = []
+        for g, blocks in zip(self.groups, tables, strict=True):
+            first = next((i for i, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))
+            filled = frozenset(index for group, index, _ in found.missing if group == g.index)
+            since = self.prefixes.since(g.index, blocks)
+            self._tables[name].append(BlockTable(blocks, first, first, since, filled))
+        return self.block_tables(name)
 
     def reserve_live(
         self, request_id: str, num_tokens: int, held: HeldPrefix | None = None
@@ -195,7 +278,7 @@ class KVCacheManager:
                 first = held.num_tokens // g.spec.block_size - len(here)
             since = tuple(lane.live_rows(num_tokens).start for lane in g.lanes)
             num_named = min(since) // g.spec.block_size
-            tables.append(_Table([NULL_BLOCK] * first + list(here), first, num_named, since))
+            tables.append(BlockTable([NULL_BLOCK] * first + list(here), first, num_named, since))
             needed += -(-num_tokens // g.spec.block_size) - first - len(here)
             self.pool.share(here)
         if needed > self.pool.num_free_blocks:
@@ -245,16 +328,48 @@ class KVCacheManager:
         """The request is over but its blocks stay, held by the lease, until `release`."""
         assert lease_id not in self._leases, f"lease {lease_id} exists"
         self._keys.pop(request_id, None)
-        self._leases[lease_id] = [t.blocks for t in self._tables.pop(request_id)]
-        self._num_leased += _num_real(self._leases[lease_id])
+        self._leases[lease_id] = self._tables.pop(request_id)
+        self._num_leased += num_real(self._leases[lease_id])
         self._num_freed += self._reserved.pop(request_id, 0)
+
+    def unlease(self, lease_id: str, request_id: str) -> None:
+        """Take back what `lease` gave: its blocks are a request's again, who may go on with them."""
+        assert request_id not in self._tables, f"{request_id} has blocks already"
+        assert lease_id not in self._shared, f"the blocks of lease {lease_id} are another request's"
+        self._tables[request_id] = self._leases.pop(lease_id)
+        self._num_freed += num_real(self._tables[request_id])
+
+    def share_lease(
+        self, request_id: str, lease_id: str, num_tokens: int
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Hold the live rows of a request's first `num_tokens` tokens, which are computed, by a lease beside
+        it: the request goes on, and may even be freed. The lease's tables: nulls before the first live block.
+
+        None, and nothing changed, where the request has not, or no longer, all these rows: it was trimmed, or
+        they never came; or where a state is not the last of its block, which the request goes on to change.
+        """
+        assert lease_id not in self._leases, f"lease {lease_id} exists"
+        shared: list[BlockTable] = []
+        for g, t in zip(self.groups, self._tables.get(request_id, ()), strict=False):
+            part = live_part(g, t, num_tokens)
+            if part is not None:
+                shared.append(part)
+        if len(shared) < len(self.groups):
+            return None
+        for part in shared:
+            self.pool.share(part.blocks[part.num_trimmed :])
+        self._leases[lease_id] = shared
+        self._shared.add(lease_id)
+        self._num_leased += num_real(shared)
+        return tuple(tuple(part.blocks) for part in shared)
 
     def release(self, lease_id: str) -> None:
         """End a lease; its blocks may be reused from now on. Unknown leases are over already."""
-        blocks_of = self._leases.pop(lease_id, [])
-        self._num_freed += _num_real(blocks_of)
-        for blocks in blocks_of:
-            self.pool.free(blocks)
+        tables = self._leases.pop(lease_id, [])
+        self._shared.discard(lease_id)
+        self._num_freed += num_real(tables)
+        for t in tables:
+            self.pool.free(t.blocks)
 
     @property
     def leases(self) -> tuple[str, ...]:
@@ -264,12 +379,11 @@ class KVCacheManager:
     def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
         """Block -> the request, or else the lease, that holds it now; blocks that nobody holds are absent."""
         wanted = set(block_ids)
-        named = [(name, [t.blocks for t in tables]) for name, tables in self._tables.items()]
         return {
             block: name
-            for name, tables in (*named, *self._leases.items())
-            for table in tables
-            for block in table
+            for name, tables in (*self._leases.items(), *self._tables.items())
+            for t in tables
+            for block in t.blocks
             if block in wanted and block != NULL_BLOCK
         }
 
@@ -282,8 +396,8 @@ class KVCacheManager:
             for index, t in enumerate(tables):
                 used[index].update(t.blocks)
         for lease in self._leases.values():
-            for index, blocks in enumerate(lease):
-                leased[index].update(blocks)
+            for index, t in enumerate(lease):
+                leased[index].update(t.blocks)
         counts = {
             str(index): {"used": len(u - {NULL_BLOCK}), "leased": len(held - u - {NULL_BLOCK})}
             for index, (u, held) in enumerate(zip(used, leased, strict=True))
@@ -308,25 +422,23 @@ class KVCacheManager:
         otherwise."""
         self.pool.check_integrity()
         held: Counter[int] = Counter()
-        for tables in self._tables.values():
+        for tables in (*self._tables.values(), *self._leases.values()):
             for t in tables:
                 held.update(b for b in t.blocks if b != NULL_BLOCK)
                 assert all(b == NULL_BLOCK for b in t.blocks[: t.num_trimmed]), "trimmed blocks are null"
-        for lease in self._leases.values():
-            for blocks in lease:
-                held.update(b for b in blocks if b != NULL_BLOCK)
         for block in range(1, self.pool.num_blocks):
             assert held[block] == self.pool.references(block), f"block {block}: references differ"
         if self.prefixes is not None:
             kept = [b for b in range(self.pool.num_blocks) if self.pool.is_kept(b)]
             assert all(b in self.prefixes for b in kept), "a block is kept under no name"
             assert len(kept) == len(self.prefixes), "a name stands for a block that is not kept"
-        aside = sum(self._reserved.values()) + sum(map(_num_real, self._leases.values()))
+        aside = sum(self._reserved.values()) + sum(map(num_real, self._leases.values()))
         assert aside == self.ledger.num_held, f"the ledger holds {self.ledger.num_held} blocks, not {aside}"
 
-    def _keys_of(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> PrefixKeys:
-        """The keys of a request's blocks, as far as its first `num_tokens` tokens."""
-        assert self.prefixes is not None
+    def prefix_keys(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> PrefixKeys:
+        """The names of a request's blocks, as far as its first `num_tokens` tokens: kept until it is freed.
+        AssertionError without prefix caching."""
+        assert self.prefixes is not None, "blocks have no names without prefix caching"
         keys = self._keys.get(request_id)
         if keys is None:
             keys = self._keys[request_id] = self.prefixes.make_keys()
@@ -338,16 +450,3 @@ def _live_rows(group: KVCacheGroup, lane: KVCacheSpec, num_tokens: int) -> range
     """Those that a sequence whose tokens end where a block does needs to go on."""
     del group
     return range(lane.live_rows(num_tokens).start, num_tokens)
-
-
-def _since_in(group: KVCacheGroup, index: int, since: Since | None) -> Since:
-    """From where on rows are in an entry of a table, by lane; 0 where all are. A state is one row, that of
-    its block's last token."""
-    if since is None or not group.spec.has_token_rows:
-        return (0,) * len(group.lanes)
-    first, stop = index * group.spec.block_size, (index + 1) * group.spec.block_size
-    return tuple(0 if row <= first else min(row, stop) for row in since)
-
-
-def _num_real(tables: Sequence[Sequence[int]]) -> int:
-    return sum(b != NULL_BLOCK for blocks in tables for b in blocks)

@@ -18,27 +18,33 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 
 DIGEST_BYTES = 32
 """Equal digests of so many bytes mean equal tokens: nobody finds two sequences that share one."""
 _SECRET = secrets.token_bytes(32)
-"""Of this process: nobody who chooses prompts can tell digests."""
+"""Of this process: nobody who chooses prompts can tell digests. What outlives it, or is shared by several,
+brings one of its own."""
 
 Wanted = Callable[[KVCacheGroup, KVCacheSpec, int], range | None]
 """Of a group's lane and a number of tokens: the positions whose rows must be cached to go on from there, up
 to a block's end; None where one cannot."""
 Since = tuple[int, ...]
 """By lane: the position from which on its rows are there."""
+Elsewhere = Callable[[int, bytes], bool]
+"""Of a group and a key: whether the block, with all rows of all lanes, can be had from another place."""
 
 
 class PrefixKeys:
     """Digests of the prefixes of one sequence that end where blocks do. It grows at its end only."""
 
-    def __init__(self, block_sizes: Iterable[int]) -> None:
+    def __init__(self, block_sizes: Iterable[int], secret: bytes | None = None) -> None:
+        """`secret`: at most 64 bytes; equal ones give equal keys in every process. None: this process's."""
         self._sizes = tuple(block_sizes)
-        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES, key=_SECRET)
+        key = _SECRET if secret is None else secret
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
         self._num_hashed = 0
         self._keys: dict[int, bytes] = {}
 
@@ -59,8 +65,10 @@ class PrefixKeys:
 class PrefixCache:
     """Key -> block, per group. Whether blocks are held, and which are lost next, is the pool's business."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup], secret: bytes | None = None) -> None:
+        """`secret`: see PrefixKeys."""
         self._groups = tuple(groups)
+        self._secret = secret
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
         self._names: dict[int, tuple[int, bytes]] = {}
         """Block -> its group and key."""
@@ -80,7 +88,7 @@ class PrefixCache:
 
     def make_keys(self) -> PrefixKeys:
         """Of a new sequence."""
-        return PrefixKeys({g.spec.block_size for g in self._groups})
+        return PrefixKeys({g.spec.block_size for g in self._groups}, self._secret)
 
     def put(self, group: int, key: bytes, block: int, since: Since) -> bool:
         """Remember a block; False where another one of this name is there."""
@@ -105,19 +113,44 @@ class PrefixCache:
             group, key = self._names.pop(block)
             del self._blocks[group][key], self._since[block]
 
-    def blocks(self, group: int, keys: PrefixKeys, wanted: range, lane: int | None = None) -> list[int]:
+    def blocks(
+        self,
+        group: int,
+        keys: PrefixKeys,
+        wanted: range,
+        lane: int | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> list[int]:
         """The blocks of these positions, as far as they are cached without a gap; `lane`: and hold what it
-        wants of its rows."""
+        wants of its rows. The null block stands for those that are `elsewhere` only."""
         size, known = self._groups[group].spec.block_size, self._blocks[group]
         found: list[int] = []
         for index in range(wanted.start // size, wanted.stop // size):
-            block = known.get(keys[(index + 1) * size])
+            key = keys[(index + 1) * size]
+            block = known.get(key)
+            if block is not None and lane is not None:
+                lacks_rows = self._since[block][lane] > max(wanted.start, index * size)
+                block = None if lacks_rows else block
             if block is None:
-                break
-            if lane is not None and self._since[block][lane] > max(wanted.start, index * size):
-                break
+                if elsewhere is None or not elsewhere(group, key):
+                    break
+                block = NULL_BLOCK
             found.append(block)
         return found
+
+    def since(self, group: int, blocks: Sequence[int]) -> Since:
+        """From where on rows are there in a table of these blocks, of which the first may be null. Those that
+        nobody named hold all."""
+        size, whole = self._groups[group].spec.block_size, (0,) * len(self._groups[group].lanes)
+        found = []
+        for lane in range(len(whole)):
+            index = len(blocks)
+            start = index * size
+            while index > 0 and start == index * size and blocks[index - 1] != NULL_BLOCK:
+                index -= 1
+                start = self._since.get(blocks[index], whole)[lane] or index * size
+            found.append(start)
+        return tuple(found)
 
     def longest(
         self,
@@ -126,8 +159,10 @@ class PrefixCache:
         unit_tokens: int,
         wanted: Wanted,
         nothing_until: Callable[[KVCacheSpec], int] = lambda lane: 0,
+        elsewhere: Elsewhere | None = None,
     ) -> int:
-        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted rows are cached.
+        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted rows are cached, or
+        in blocks that are `elsewhere`.
 
         `keys` reach as far. More tokens want all rows that fewer want, but for those at the beginning.
         `nothing_until`: so many tokens of a lane and fewer want no row.
@@ -139,7 +174,7 @@ class PrefixCache:
             shorter = n
             for g, lane, index in lanes:
                 at = g.index, index
-                fits = self._fits(at, keys, n, wanted(g, lane, n), found)
+                fits = self._fits(at, keys, n, wanted(g, lane, n), found, elsewhere)
                 shorter = min(shorter, n if fits == n else max(fits, nothing_until(lane)))
             if shorter == n:
                 return n
@@ -153,6 +188,7 @@ class PrefixCache:
         n: int,
         wanted: range | None,
         found: dict[tuple[int, int], range],
+        elsewhere: Elsewhere | None,
     ) -> int:
         """`n` where a lane has all it takes, else fewer tokens: no number in between can do. `at`: its group
         and number. `found`: what was looked up before, by lane."""
@@ -163,6 +199,6 @@ class PrefixCache:
             return n
         group, lane = at
         size = self._groups[group].spec.block_size
-        num_found = len(self.blocks(group, keys, wanted, lane))
+        num_found = len(self.blocks(group, keys, wanted, lane, elsewhere))
         found[at] = range(wanted.start, (wanted.start // size + num_found) * size)
         return n if found[at].stop == wanted.stop else found[at].stop

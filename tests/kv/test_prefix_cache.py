@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.manager import HeldPrefix, KVCacheManager
+from rayk.kv.manager import FoundPrefix, HeldPrefix, KVCacheManager
 from rayk.kv.prefix_cache import PrefixKeys
 from rayk.kv.specs import KVCacheSpec
 from tests.kv.brute import chunked, full, mamba1, mamba2, mla, sliding
@@ -21,6 +21,7 @@ from tests.kv.brute import chunked, full, mamba1, mamba2, mla, sliding
 Tokens = tuple[int, ...]
 NUM_BLOCKS = 40
 MAX_TOKENS = 60
+SECRET = b"which names outlive a process by"
 
 
 def group(index: int, spec: KVCacheSpec, seen: Sequence[KVCacheSpec] = ()) -> KVCacheGroup:
@@ -68,13 +69,23 @@ class CacheWalk(RuleBasedStateMachine):
         """What can be found: (group, tokens up to a block's end) -> the block."""
         self.tokens: dict[str, Tokens] = {}
         self.num_computed: dict[str, int] = {}
-        self.leases: list[str] = []
+        self.arrived: dict[str, int] = {}
+        """Requests that came from elsewhere -> with so many tokens."""
+        self.leases: dict[str, tuple[Tokens, int, int] | None] = {}
+        """Tokens, how many are computed and how many came; None where nobody can go on with them."""
+        self.shares: dict[str, tuple[Tokens, int, list[list[int]]]] = {}
+        """Leases beside requests: tokens, how many of them, and the tables."""
+        self.disk: set[tuple[int, Tokens]] = set()
+        """Whole blocks in another place: (group, tokens up to its end)."""
+        self.written: list[Tokens] = []
+        self.tokens_of: dict[bytes, Tokens] = {}
+        """By key, what ends in it."""
         self.num_leases = 0
 
     @initialize(model=st.sampled_from(MODELS), caching=st.integers(0, 9))
     def form(self, model: tuple[KVCacheGroup, ...], caching: int) -> None:
         self.groups = model
-        self.manager = KVCacheManager(model, NUM_BLOCKS, prefix_caching=caching > 0)
+        self.manager = KVCacheManager(model, NUM_BLOCKS, prefix_caching=caching > 0, secret=SECRET)
         self.is_caching = caching > 0
 
     requests = st.sampled_from([f"r{i}" for i in range(5)])
@@ -136,6 +147,7 @@ class CacheWalk(RuleBasedStateMachine):
             fresh += [b for b in ids if b != NULL_BLOCK and b not in here]
         self.hand_out(fresh)
         self.tokens[request], self.num_computed[request] = prompt, n
+        self.arrived[request] = n
         for g, (_, ids) in zip(self.groups, updates, strict=True):
             for layer in g.layers:
                 live = g.seen_by(layer).live_rows(n)
@@ -149,19 +161,119 @@ class CacheWalk(RuleBasedStateMachine):
         self.manager.free(request)
         self.forget(request)
 
+    @rule(prompt=prompts, data=st.data())
+    def write_to_disk(self, prompt: Tokens, data: st.DataObject) -> None:
+        """Blocks of a sequence lie in another place, all or all but some."""
+        blocks = [
+            (g.index, prompt[:end])
+            for g in self.groups
+            for end in range(g.spec.block_size, len(prompt) + 1, g.spec.block_size)
+        ]
+        lost = data.draw(st.sets(st.sampled_from(blocks), max_size=3)) if blocks else set()
+        self.disk |= {*blocks} - lost
+        self.written.append(prompt)
+
+    @rule(
+        request=requests,
+        prompt=prompts,
+        limit=st.integers(0, 9),
+        held=st.sampled_from([0, 0, 0, 3, 8, 12, 24]),
+        is_taken=st.sampled_from([True, True, False]),
+        which=st.integers(0, 9),
+    )
+    def search_all_places(
+        self, request: str, prompt: Tokens, limit: int, held: int, is_taken: bool, which: int
+    ) -> None:
+        """A prefix is found here and elsewhere, and brought here from there."""
+        if request in self.tokens:
+            return
+        if which < len(self.written):
+            prompt = self.written[which] + prompt[:3]
+        most = max(0, len(prompt) - limit * (limit % 2))
+        self.learn_keys(prompt)
+        found = self.manager.find_prefix(request, prompt, most, held, self.is_on_disk)
+        best = self.best_prefix(prompt, most, held)
+        self.check_found(found, prompt, best, held)
+        if not best or not is_taken:
+            self.manager.free(request)
+            return
+        num_free = self.manager.pool.num_free_blocks
+        tables = self.manager.adopt(request, found)
+        if tables is None:
+            here = {b for table in found.tables for b in table if b != NULL_BLOCK}
+            assert num_free - sum(not self.manager.pool.references(b) for b in here) < len(found.missing)
+            assert self.manager.pool.num_free_blocks == num_free
+            self.manager.free(request)
+            return
+        self.hand_out([tables[group][index] for group, index, _ in found.missing])
+        for group, index, _ in found.missing:
+            g = self.groups[group]
+            for layer, row in itertools.product(g.layers, rows_of(g, index)):
+                self.write(g, layer, tables[group], row, prompt)
+        for g, table in zip(self.groups, tables, strict=True):
+            assert len(table) == best // g.spec.block_size
+            self.check_rows(g, table, prompt, best, start=held)
+        self.tokens[request], self.num_computed[request] = prompt[:best], best
+        self.manager.remember(request, prompt, best)
+        self.name(request)
+        if held:
+            self.leases[self.put_aside(request)] = None
+
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.leases.append(f"lease{self.num_leases}")
-        self.num_leases += 1
-        self.manager.lease(request, self.leases[-1])
-        self.forget(request)
+        self.put_aside(data.draw(st.sampled_from(sorted(self.tokens))))
 
     @precondition(lambda self: self.leases)
-    @rule()
-    def release(self) -> None:
-        self.manager.release(self.leases.pop())
+    @rule(data=st.data(), is_back=st.booleans())
+    def release(self, data: st.DataObject, is_back: bool) -> None:
+        """A lease ends, or its blocks are a request's again, who goes on."""
+        lease = data.draw(st.sampled_from(sorted(self.leases)))
+        kept = self.leases.pop(lease)
+        if not is_back or kept is None:
+            self.manager.release(lease)
+            return
+        name = f"back from {lease}"
+        self.manager.unlease(lease, name)
+        self.tokens[name], self.num_computed[name], self.arrived[name] = kept
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), is_whole=st.booleans())
+    def share(self, data: st.DataObject, is_whole: bool) -> None:
+        """A lease holds what lives after some tokens of a request that goes on."""
+        request = data.draw(st.sampled_from(sorted(self.tokens)))
+        num_computed = self.num_computed[request]
+        n = data.draw(st.integers(1, num_computed)) if num_computed else 1
+        n = n // 12 * 12 or n if is_whole else n
+        lease = f"lease{self.num_leases}"
+        self.num_leases += 1
+        tokens, tables = self.tokens[request], self.manager.block_tables(request)
+        before = self.manager.ledger
+        shared = self.manager.share_lease(request, lease, n)
+        if shared is None:
+            # Of what arrived the manager knows what it had to bring, not what was here.
+            assert not self.is_there(tables, tokens, n) or n < self.arrived.get(request, 0)
+            assert self.manager.ledger == before
+            assert lease not in self.manager.leases
+            return
+        assert n <= num_computed
+        assert self.is_there(tables, tokens, n)
+        for g, table, part in zip(self.groups, tables, shared, strict=True):
+            live = [row for layer in g.layers for row in g.seen_by(layer).live_rows(n)]
+            stop = -(-n // g.spec.block_size)
+            first = min(live) // g.spec.block_size if live else stop
+            assert part == (NULL_BLOCK,) * first + table[first:stop]
+        self.shares[lease] = tokens[:n], n, [list(t) for t in shared]
+
+    @precondition(lambda self: self.shares)
+    @rule(data=st.data())
+    def end_share(self, data: st.DataObject) -> None:
+        """What was shared is as it was, whatever the request did since."""
+        lease = data.draw(st.sampled_from(sorted(self.shares)))
+        tokens, n, tables = self.shares.pop(lease)
+        for g, table in zip(self.groups, tables, strict=True):
+            self.check_rows(g, table, tokens, n)
+        self.manager.release(lease)
 
     @invariant()
     def adds_up(self) -> None:
@@ -172,8 +284,14 @@ class CacheWalk(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             for request in list(self.tokens):
                 self.manager.free(request)
+            for lease in list(self.shares):
+                tokens, n, tables = self.shares.pop(lease)
+                for g, table in zip(self.groups, tables, strict=True):
+                    self.check_rows(g, table, tokens, n)
+                self.manager.release(lease)
             for lease in self.leases:
                 self.manager.release(lease)
+            assert self.manager.ledger.num_held == 0
             assert self.manager.pool.num_free_blocks == NUM_BLOCKS - 1
             self.manager.check_integrity()
             assert not self.manager._keys, "of requests that are gone"
@@ -194,7 +312,7 @@ class CacheWalk(RuleBasedStateMachine):
                     self.write(g, layer, table, row, tokens)
         self.num_computed[request] = start + count
         self.manager.remember(request, tokens, start + count)
-        self.name(request)
+        self.name(request, start)
         self.manager.trim(request, start + count)
         return True
 
@@ -208,29 +326,37 @@ class CacheWalk(RuleBasedStateMachine):
         block = table[row // g.spec.block_size]
         assert block != NULL_BLOCK, "written into a block that nobody gave"
         assert block not in self.named.values(), "written into a block that others may find"
-        assert self.manager.pool.references(block) == 1, "written into a block that others hold"
+        shared = sum(block in t for _, _, tables in self.shares.values() for t in tables)
+        assert self.manager.pool.references(block) == 1 + shared, "written into a block that others hold"
         at = row % g.spec.block_size if g.spec.has_token_rows else 0
         self.memory[block, layer, at] = g.index, tokens[: row + 1]
 
     def check_rows(
-        self, g: KVCacheGroup, table: Sequence[int], tokens: Tokens, num_tokens: int, stop: int | None = None
+        self,
+        g: KVCacheGroup,
+        table: Sequence[int],
+        tokens: Tokens,
+        num_tokens: int,
+        start: int = 0,
+        stop: int = MAX_TOKENS * 4,
     ) -> None:
-        """What each layer sees of so many tokens is what it stands for; of its rows those before `stop`."""
+        """What each layer sees of so many tokens is what it stands for: its rows in [start, stop)."""
         for layer in g.layers:
             live = g.seen_by(layer).live_rows(num_tokens)
-            for row in range(live.start, live.stop if stop is None else min(stop, live.stop)):
+            for row in range(max(start, live.start), min(stop, live.stop)):
                 at = row % g.spec.block_size if g.spec.has_token_rows else 0
                 found = self.memory.get((table[row // g.spec.block_size], layer, at))
                 assert found == (g.index, tokens[: row + 1]), f"row {row} of layer {layer}: {found}"
 
-    def name(self, request: str) -> None:
-        """Full blocks of a request that hold any row can be found: of several alike the first one that holds
-        more than those before it."""
+    def name(self, request: str, start: int = 0) -> None:
+        """Blocks of a request that became full after `start` tokens and hold any row can be found: of several
+        alike the first one that holds more than those before it."""
         if not self.is_caching:
             return
         tokens, n = self.tokens[request], self.num_computed[request]
         for g, table in zip(self.groups, self.manager.block_tables(request), strict=True):
-            for index, block in enumerate(table[: n // g.spec.block_size]):
+            size = g.spec.block_size
+            for index, block in enumerate(table[start // size : n // size], start // size):
                 prefix = tokens[: (index + 1) * g.spec.block_size]
                 since = self.since(g, block, prefix)
                 if min(since.values()) == len(prefix):
@@ -256,8 +382,44 @@ class CacheWalk(RuleBasedStateMachine):
     def forget(self, request: str) -> None:
         self.tokens.pop(request, None)
         self.num_computed.pop(request, None)
+        self.arrived.pop(request, None)
 
-    def is_named(self, g: KVCacheGroup, layer: int, tokens: Tokens, rows: range) -> bool:
+    def put_aside(self, request: str) -> str:
+        lease = f"lease{self.num_leases}"
+        self.num_leases += 1
+        self.manager.lease(request, lease)
+        arrived = self.arrived.get(request, 0)
+        self.leases[lease] = self.tokens[request], self.num_computed[request], arrived
+        self.forget(request)
+        return lease
+
+    def learn_keys(self, tokens: Tokens) -> None:
+        """Names by the secret, made without the manager."""
+        keys = PrefixKeys({g.spec.block_size for g in self.groups}, SECRET)
+        keys.extend(tokens, len(tokens))
+        for g in self.groups:
+            for end in range(g.spec.block_size, len(tokens) + 1, g.spec.block_size):
+                self.tokens_of[keys[end]] = tokens[:end]
+
+    def is_on_disk(self, group: int, key: bytes) -> bool:
+        return (group, self.tokens_of[key]) in self.disk
+
+    def is_there(self, tables: Sequence[Sequence[int]], tokens: Tokens, n: int) -> bool:
+        """Whether tables hold what lives after n tokens, and will."""
+        for g, table in zip(self.groups, tables, strict=True):
+            if not g.spec.has_token_rows and n % g.spec.block_size:
+                return False
+            if len(table) < -(-n // g.spec.block_size):
+                return False
+            for layer in g.layers:
+                for row in g.seen_by(layer).live_rows(n):
+                    at = row % g.spec.block_size if g.spec.has_token_rows else 0
+                    known = self.memory.get((table[row // g.spec.block_size], layer, at))
+                    if known != (g.index, tokens[: row + 1]):
+                        return False
+        return True
+
+    def is_named(self, g: KVCacheGroup, layer: int, tokens: Tokens, rows: Sequence[int]) -> bool:
         """Whether blocks with all these rows of a layer can be found."""
         size = g.spec.block_size
         for row in rows:
@@ -278,6 +440,52 @@ class CacheWalk(RuleBasedStateMachine):
                 return n
         return 0
 
+    def has_block(self, g: KVCacheGroup, tokens: Tokens, index: int, n: int, held: int) -> bool:
+        """Whether the block here at this place holds all that is wanted of it to go on from n tokens."""
+        size = g.spec.block_size
+        in_block = range(index * size, (index + 1) * size)
+        return all(
+            self.is_named(g, layer, tokens, [row])
+            for layer in g.layers
+            for row in g.seen_by(layer).live_rows(n)
+            if row in in_block and row >= held
+        )
+
+    def wanted_blocks(self, g: KVCacheGroup, n: int, held: int) -> list[int]:
+        rows = {row for layer in g.layers for row in g.seen_by(layer).live_rows(n) if row >= held}
+        return sorted({row // g.spec.block_size for row in rows})
+
+    def best_prefix(self, tokens: Tokens, most: int, held: int) -> int:
+        for n in range(most, held, -1):
+            if all(
+                n % g.spec.block_size == 0
+                and all(
+                    self.has_block(g, tokens, index, n, held)
+                    or (g.index, tokens[: (index + 1) * g.spec.block_size]) in self.disk
+                    for index in self.wanted_blocks(g, n, held)
+                )
+                for g in self.groups
+            ):
+                return n if self.is_caching else 0
+        return 0
+
+    def check_found(self, found: FoundPrefix, tokens: Tokens, best: int, held: int) -> None:
+        """The longest prefix, all its blocks, and those missing that are not here."""
+        assert found.num_tokens == best
+        if not best:
+            assert found == FoundPrefix(0, tuple(() for _ in self.groups), ())
+            return
+        missing = []
+        for g, table in zip(self.groups, found.tables, strict=True):
+            wanted = self.wanted_blocks(g, best, held)
+            gone = [i for i in wanted if not self.has_block(g, tokens, i, best, held)]
+            missing += [(g.index, i, tokens[: (i + 1) * g.spec.block_size]) for i in gone]
+            here = [i for i, block in enumerate(table) if block != NULL_BLOCK]
+            assert here == [i for i in wanted if i not in gone]
+            for i in here:
+                assert table[i] == self.named[g.index, tokens[: (i + 1) * g.spec.block_size]]
+        assert [(group, i, self.tokens_of[key]) for group, i, key in found.missing] == missing
+
     def best_held(self, tokens: Tokens, unit: int) -> int:
         for n in range(len(tokens) // unit * unit, 0, -unit):
             live = [(g, i, g.seen_by(i).live_rows(len(tokens))) for g in self.groups for i in g.layers]
@@ -292,8 +500,8 @@ class CacheWalk(RuleBasedStateMachine):
 TestCacheWalk = CacheWalk.TestCase
 # Shrinking what fails would take minutes.
 TestCacheWalk.settings = settings(
-    max_examples=80,
-    stateful_step_count=30,
+    max_examples=120,
+    stateful_step_count=40,
     phases=[Phase.generate],
     deadline=None,
     derandomize=True,

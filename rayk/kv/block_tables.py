@@ -1,0 +1,57 @@
+"""A sequence's block table in one group, and which rows its blocks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.prefix_cache import Since
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """One request's block table in one group. The first `num_trimmed` entries are null."""
+
+    blocks: list[int]
+    num_trimmed: int = 0
+    num_named: int = 0
+    """First entries that are in the prefix cache, or will not be."""
+    since: Since | None = None
+    """Of a sequence of which only some rows came: those that are there. None: all are."""
+    whole: frozenset[int] = frozenset()
+    """Entries that hold all rows, whatever `since` says."""
+
+
+def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockTable | None:
+    """Of a request's table the entries with rows that live after its first `num_tokens` tokens; None where
+    not all of these are there, or would not stay."""
+    size = group.spec.block_size
+    starts = [lane.live_rows(num_tokens).start for lane in group.lanes]
+    stop = -(-num_tokens // size)
+    # Where chunks end nothing lives, not even in a block that has room.
+    first = min(starts) // size if min(starts) < num_tokens else stop
+    blocks = table.blocks[first:stop]
+    if len(table.blocks) < stop or NULL_BLOCK in blocks:
+        return None
+    if not group.spec.has_token_rows and num_tokens % size:
+        return None
+    since = table.since or (0,) * len(starts)
+    if any(start < min(row, num_tokens) for row, start in zip(since, starts, strict=True)):
+        return None
+    return BlockTable([NULL_BLOCK] * first + blocks, first, stop, table.since)
+
+
+def since_in(group: KVCacheGroup, index: int, since: Since | None) -> Since:
+    """From where on rows are in an entry of a table, by lane; 0 where all are. A state is one row, that of
+    its block's last token."""
+    if since is None or not group.spec.has_token_rows:
+        return (0,) * len(group.lanes)
+    first, stop = index * group.spec.block_size, (index + 1) * group.spec.block_size
+    return tuple(0 if row <= first else min(row, stop) for row in since)
+
+
+def num_real(tables: Sequence[BlockTable]) -> int:
+    """Blocks in them, nulls aside."""
+    return sum(b != NULL_BLOCK for t in tables for b in t.blocks)
