@@ -1,17 +1,20 @@
-"""Continuous batching with chunked prefill; preemption by recompute, of what the prefix cache has lost.
+"""Continuous batching with chunked prefill; preemption by swapping, or by recompute of what the prefix cache
+has lost.
 
 A request has `tokens` (prompt, then generated) and `num_computed` of them have KV. A step computes the next
 tokens of as many requests as the token budget and the blocks allow; a request that has computed all its
 tokens samples one more. Prefill chunks, decode steps and recomputation after a preemption are thus one case.
+Where there is a swapper (swapping.py), it may take a preempted request's KV and bring it back later.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rayk.sched.swapping import AwayRequests, Swapper
 from rayk.types.allocator import BlockAllocator, BlockUpdates
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.request import FinishReason, Request, TokenLogprobs
@@ -34,7 +37,14 @@ class RequestState:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     row: int | None = None
+    arrival: int = 0
+    """Its number among all that came to the scheduler: lower ones go first."""
     num_preemptions: int = 0
+    """Times its KV was given up, at least in part."""
+    num_swaps: int = 0
+    """Times a swapper took its KV."""
+    was_admitted: bool = False
+    """Whether it ran here at some time."""
     num_prompt_seen: int = 0
     """First prompt tokens that were computed at some time, here or where the request was prefilled."""
     num_recomputed_tokens: int = 0
@@ -107,12 +117,21 @@ class RequestState:
         return (start, stop) if start < stop else (0, 0)
 
 
+def max_cached_tokens(request: Request) -> int:
+    """First prompt tokens of a new request that nobody need compute if their KV is there. See
+    `RequestState.max_cached_tokens`."""
+    return 0 if request.sampling.prompt_logprobs is not None else len(request.prompt_token_ids) - 1
+
+
 class Scheduler:
     """Decides each step's batch. First come, first served; the latest arrival is preempted first.
 
-    Running requests are in order of arrival and came before all waiting ones. A waiting request may hold
-    blocks (its KV was prefilled elsewhere): short blocks are taken from such requests first, latest first,
-    so that none of them can wait for another for ever.
+    Running requests are in order of arrival and came before all others. A waiting request may hold blocks
+    (its KV was prefilled elsewhere, or swapped in): short blocks are taken from such requests first, latest
+    first, so that none of them can wait for another for ever.
+
+    With a swapper, one request at a time gives its blocks: who needs them pauses while they are copied out,
+    and no second victim is taken until they came free. Those that came after an away request wait for it.
     """
 
     def __init__(
@@ -127,6 +146,10 @@ class Scheduler:
         assert max_batch_tokens >= 1
         assert max_seqs >= 1
         self.allocator = allocator
+        self.on_computed: Callable[[RequestState], None] | None = None
+        """Told of each request of a finished step, its blocks all being there still."""
+        self.swapper: Swapper | None = None
+        """Who may take the KV of preempted requests; None: they are computed again."""
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
         self.num_preemptions = 0
@@ -137,12 +160,15 @@ class Scheduler:
         self.num_looked_up_tokens = self.num_found_tokens = 0
         """Prompt tokens of new requests, and those of them that the prefix cache had."""
         self.is_short_of_blocks = False
-        """Whether a request could not go on in the last `schedule` because blocks were short."""
+        """Whether a request could not go on in the last `schedule` because blocks were short. A request that
+        comes from elsewhere may take none then."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
         self._admitted: list[RequestState] = []
         self._rows = list(range(max_seqs - 1, -1, -1))
+        self._away = AwayRequests()
+        self._num_arrivals = 0
         self._step = 0
 
     @property
@@ -156,14 +182,26 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_away(self) -> int:
+        """Requests whose KV the swapper has."""
+        return len(self._away)
+
+    @property
+    def num_swaps(self) -> int:
+        """Times the swapper took a preempted request's KV."""
+        return self._away.num_swaps
+
+    @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Whether any request is waiting or running; away ones need nothing here until they are back."""
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> RequestState:
         """Queue a new request."""
         state = RequestState(request, self._eos_token_ids, list(request.prompt_token_ids))
         state.num_cached_tokens = 0
+        state.arrival = self._num_arrivals
+        self._num_arrivals += 1
         if request.sampling.prompt_logprobs is not None:
             state.prompt_logprobs = [None]
         self._waiting.append(state)
@@ -186,8 +224,21 @@ class Scheduler:
         assert 0 <= state.num_computed <= num_prompt, "tokens of the prompt"
         return state
 
+    def add_cached(self, request: Request, num_computed: int) -> RequestState:
+        """Queue a new request, blocks of which hold KV already: that of the first `num_computed` tokens, at
+        most `max_cached_tokens(request)`. A request that has none must have no blocks."""
+        assert 0 <= num_computed <= max_cached_tokens(request), "tokens that need not be computed"
+        state = self.add(request)
+        state.num_computed = num_computed
+        return state
+
     def remove(self, request_id: str, *, keep_blocks: bool = False) -> RequestState | None:
-        """Forget a request (aborted, or handed over with `keep_blocks`). None if it is not here."""
+        """Forget a request (aborted, or handed over with `keep_blocks`). None if it is not here. The blocks
+        of one that is away are its swapper's."""
+        if (away := self._away.take(request_id)) is not None:
+            assert self.swapper is not None
+            self.swapper.forget(request_id)
+            return away
         for queue in (self._running, self._waiting):
             for state in queue:
                 if state.request_id == request_id:
@@ -197,6 +248,46 @@ class Scheduler:
                         self.allocator.free(request_id)
                     return state
         return None
+
+    def blocks_left(self, request_id: str) -> None:
+        """The swapper: an away request's blocks are free. Requests that are not away have none."""
+        self._away.blocks_left(request_id)
+
+    def may_return(self, request_id: str) -> bool:
+        """The swapper: whether an away request may take free blocks now to get its KV back. Not while one
+        that came before it lacks blocks, waits or is away, lest it take theirs again and again."""
+        first = self._away.first()
+        if first is None or first.request_id != request_id or self._away.is_leaving(request_id):
+            return False
+        is_next = not self._waiting or first.arrival < self._waiting[0].arrival
+        return is_next and not self.is_short_of_blocks
+
+    def make_room(self, request_id: str) -> bool:
+        """The swapper: `may_return`, but blocks are short. With none running, nobody's end brings any: the
+        latest waiting request that holds blocks gives its (soon, if it is swapped out itself). Whether one
+        does now; those that wait came later."""
+        can = self.may_return(request_id) and not self._running and not self._away.any_leaving
+        return can and self._take_from_waiting(keep=None)
+
+    def come_back(self, request_id: str, num_computed: int | None = None) -> bool:
+        """The swapper: the KV of an away request's first `num_computed` tokens, by default as many as it had,
+        is in blocks that it holds; if of none, it holds none. False: it is not away, the blocks stay the
+        caller's."""
+        state = self._away.take(request_id)
+        if state is None:
+            return False
+        num_had = state.num_computed
+        state.num_computed = num_had if num_computed is None else num_computed
+        assert 0 <= state.num_computed <= num_had, "tokens that it had"
+        if state.num_computed < num_had:
+            self._count_preemption(state)
+        self._enqueue(state)
+        return True
+
+    def start_over(self, request_id: str) -> bool:
+        """The swapper: an away request's KV is lost, it holds no blocks and computes its tokens again. False:
+        it is not away."""
+        return self.come_back(request_id, 0)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's batch, or None when nothing can run now."""
@@ -208,12 +299,12 @@ class Scheduler:
             state = self._running[index]
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
             updates = self._extend_or_preempt(state, state.num_computed + num_tokens)
+            index += 1
             if updates is None:
-                break  # state itself was preempted; all behind it were before.
+                continue  # it pauses, or was preempted itself: then all behind it were before.
             scheduled.append(self._share(state, num_tokens, updates))
             budget -= num_tokens
-            index += 1
-        if not (self.is_short_of_blocks and scheduled):
+        if not (self.is_short_of_blocks and self._running):
             # Else a preempted request would come back at once, only to be preempted again.
             self._admit(scheduled, budget)
         if not scheduled:
@@ -256,6 +347,8 @@ class Scheduler:
                 state.append(sampled[share.request_id], self.max_positions)
                 self.num_output_tokens += 1
                 got_token.append(state)
+            if self.on_computed is not None:
+                self.on_computed(state)
             if state.finish_reason is not None:
                 self.remove(state.request_id)
             else:
@@ -267,41 +360,60 @@ class Scheduler:
         rows = [state.row for state in self._running] + self._rows
         assert len(set(rows)) == len(rows), "a row is held twice"
         assert None not in rows, "a running request has no row"
+        order = [state.arrival for state in (*self._running, *self._waiting)]
+        assert order == sorted(set(order)), "requests are out of their order"
+        assert not any(map(self._away.precedes, self._running)), "a request ran before an earlier one"
         self.allocator.check_integrity()
 
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
-        """Blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go."""
+        """Blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
+        pauses while blocks are copied out."""
         while (updates := self.allocator.extend(state.request_id, num_tokens)) is None:
             self.is_short_of_blocks = True
+            if self._away.any_leaving:
+                return None
             if self._take_from_waiting(keep=None):
                 continue
             victim = self._running.pop()
             self._release_row(victim)
-            self._forget_kv(victim)
-            self._waiting.appendleft(victim)
+            self._preempt(victim)
             if victim is state:
                 return None
         return updates
 
     def _take_from_waiting(self, keep: RequestState | None) -> bool:
-        """Free the blocks of the latest waiting request that holds any, `keep` aside; False if none does."""
+        """Take the blocks of the latest waiting request that holds any, `keep` aside; False if none does."""
         for state in reversed(self._waiting):
             if state.num_computed > 0 and state is not keep:
-                self._forget_kv(state)
+                self._waiting.remove(state)
+                self._preempt(state)
                 return True
         return False
 
-    def _forget_kv(self, state: RequestState) -> None:
-        """The request computes its tokens again, from the first, when it runs next."""
+    def _preempt(self, state: RequestState) -> None:
+        """The swapper takes the request, or it waits, to compute its tokens again from the first."""
+        if state.num_computed > 0 and self._away.send(state, self.swapper):
+            return
         self.allocator.free(state.request_id)
         state.num_computed = 0
+        self._count_preemption(state)
+        self._enqueue(state)
+
+    def _count_preemption(self, state: RequestState) -> None:
         state.num_preemptions += 1
         self.num_preemptions += 1
+
+    def _enqueue(self, state: RequestState) -> None:
+        """To its place by arrival."""
+        later = (i for i, other in enumerate(self._waiting) if other.arrival > state.arrival)
+        self._waiting.insert(next(later, len(self._waiting)), state)
 
     def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
         """Start waiting requests while rows, tokens and blocks last."""
         while self._waiting and self._rows and budget > 0:
             state = self._waiting[0]
+            if self._away.precedes(state):
+                break
             is_new = state.num_computed == 0
             if is_new:
                 wanted = state.max_cached_tokens
@@ -313,16 +425,18 @@ class Scheduler:
                 if is_new and state.num_computed:
                     self.allocator.unmatch(state.request_id)
                     state.num_computed = 0
-                # Blocks come back when a running request ends; with none, later arrivals give theirs.
-                if not self._running and self._take_from_waiting(keep=state):
+                # A running request's end brings blocks, or one that leaves; else later arrivals give theirs.
+                may_take = not self._running and not self._away.any_leaving
+                if may_take and self._take_from_waiting(keep=state):
                     continue
                 break
             self._waiting.popleft()
-            if state.num_cached_tokens is not None and not state.num_preemptions:
+            if state.num_cached_tokens is not None and not state.was_admitted:
                 num_prompt = len(state.request.prompt_token_ids)
                 state.num_cached_tokens = min(state.num_computed, num_prompt)
                 self.num_looked_up_tokens += num_prompt
                 self.num_found_tokens += state.num_cached_tokens
+            state.was_admitted = True
             state.row = self._rows.pop()
             self._running.append(state)
             self._admitted.append(state)

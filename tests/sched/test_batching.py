@@ -114,9 +114,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.check_preempted(held)
         if batch is None:
             if self.states:
-                # Nothing runs: blocks must be lacking, and only others can hold them.
-                assert self.reading or self.leases, "requests wait and nothing holds the blocks"
-                assert self.scheduler.is_short_of_blocks
+                self.check_idle()
             return
         self.check_batch(batch)
         sampled = self.world.run(batch)
@@ -130,6 +128,11 @@ class SchedulerWalk(RuleBasedStateMachine):
                 assert state.num_recomputed_tokens == self.world.num_recomputed(state.request)
         if hand_over and got_token and got_token[0].finish_reason is None:
             self.hand_over(got_token[0].request_id)
+
+    def check_idle(self) -> None:
+        """Nothing runs: blocks must be lacking, and only others can hold them."""
+        assert self.reading or self.leases, "requests wait and nothing holds the blocks"
+        assert self.scheduler.is_short_of_blocks
 
     def hand_over(self, request_id: str) -> None:
         del self.states[request_id]
@@ -149,14 +152,16 @@ class SchedulerWalk(RuleBasedStateMachine):
         rows = [r.row for r in batch.requests]
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(range(self.max_seqs))
-        # First come, first served: whoever runs, everybody before runs too.
-        ids = [r.request_id for r in batch.requests]
-        assert ids == list(self.states)[: len(ids)]
+        self.check_order([r.request_id for r in batch.requests])
         for share in batch.requests:
             tokens = self.states[share.request_id].tokens
             end = share.num_computed_tokens + len(share.token_ids)
             assert list(share.token_ids) == tokens[share.num_computed_tokens : end]
             assert share.needs_logits == (end == len(tokens))
+
+    def check_order(self, ids: list[str]) -> None:
+        """First come, first served: whoever runs, everybody before runs too."""
+        assert ids == list(self.states)[: len(ids)]
 
     def check_preempted(self, held: set[str]) -> None:
         """Requests that lost their blocks are those that came last."""
