@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 from tests.mutations_attention import ATTENTION
 from tests.mutations_bench import BENCH
 from tests.mutations_dashboards import DASHBOARDS
+from tests.mutations_disk import ON_DISK
 from tests.mutations_engine import ENGINE
 from tests.mutations_fronts import FRONTS
 from tests.mutations_http import HTTP
@@ -311,6 +312,7 @@ MUTATIONS = (
     + VIEWS
     + DASHBOARDS
     + METERS
+    + ON_DISK
     + COMPARED
     + STAGE_TIMES
 )

@@ -1,0 +1,337 @@
+"""The disk tier: pages in files of one folder, found again after a restart, served as they were put or not.
+
+One thread owns a tier, calls all its methods and is never kept waiting by the disk, except while the tier
+opens and closes. A disk that is full, becomes read-only or fails turns the tier off: nothing is written any
+more, pages that can be read are still served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rayk.offload.disk_folder import DiskFolder
+from rayk.offload.disk_threads import TRANSIENT, Job, Reading, Removal, Workers, Writing
+from rayk.offload.page_file import (
+    FOREIGN,
+    KEY_BYTES,
+    MISSING,
+    REASONS,
+    UNREADABLE,
+    Bytes,
+    PageIdentity,
+    PageName,
+    check_length,
+)
+from rayk.offload.page_store import PageStore, PlainFiles
+from rayk.types.errors import UserError
+
+_LOG = logging.getLogger("rayk")
+
+Put = Callable[[bool], None]
+Got = Callable[[list[PageName]], None]
+
+
+@dataclass
+class DiskCounters:
+    """Since the tier was opened. Bytes are those of pages, without headers."""
+
+    pages_found: int = 0
+    """Left by an earlier process."""
+    leftovers: int = 0
+    """Files that an earlier process did not finish."""
+    pages_written: int = 0
+    bytes_written: int = 0
+    pages_read: int = 0
+    bytes_read: int = 0
+    pages_evicted: int = 0
+    pages_dropped: int = 0
+    """Not taken or not written: the queue was full, everything else was in use, or the tier was off."""
+    bad: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Pages asked for and not served, by reason."""
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A page on the disk."""
+
+    disk_bytes: int
+    num_readers: int = 0
+    """A page that is being read is not evicted."""
+
+
+@dataclass(eq=False, slots=True)
+class _Get:
+    """One call of get() under way."""
+
+    done: Got
+    waiting: list[PageName]
+    bad: list[PageName] = field(default_factory=list)
+
+
+def _check_capacity(folder: Path, capacity_bytes: int, file_bytes: int) -> None:
+    if capacity_bytes < file_bytes:
+        problem = f"{capacity_bytes} bytes on disk hold no page, whose file takes {file_bytes}"
+        raise UserError(problem, str(folder), "give the disk tier more bytes")
+
+
+class DiskTier:
+    """See the module.
+
+    folder: must exist. capacity_bytes: what page files may take, whole blocks of the disk counted.
+    make_store: of what reads and writes; each thread has its own.
+    max_queued_bytes: of pages that wait to be written; their memory is in use so long.
+    Raises UserError when the folder is missing, not writable or in use by another process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: PageIdentity,
+        capacity_bytes: int,
+        *,
+        make_store: Callable[[], PageStore] = PlainFiles,
+        num_readers: int = 2,
+        max_queued_bytes: int = 256 << 20,
+    ) -> None:
+        self._identity = identity
+        self._capacity = capacity_bytes
+        self._max_queued = max_queued_bytes
+        self._folder = DiskFolder(folder, identity)
+        self._sizes = [self._folder.disk_bytes(group) for group in range(len(identity.page_bytes))]
+        self._held: OrderedDict[PageName, _Held] = OrderedDict()
+        """The least recently used first."""
+        self._writing: dict[PageName, list[Put]] = {}
+        self._getting: list[_Get] = []
+        self._ready: list[Callable[[], None]] = []
+        """Completions for the next turn."""
+        self._queued = 0
+        self._used = 0
+        self._off = ""
+        self._closed = False
+        self.counters = DiskCounters(leftovers=self._folder.num_leftovers)
+        try:
+            _check_capacity(folder, capacity_bytes, max(self._sizes))
+            self._take_found()
+            self._stores = [make_store() for _ in range(num_readers + 1)]
+        except BaseException:
+            self._folder.release()
+            raise
+        self._results: deque[tuple[Any, Any]] = deque()
+        reading = [Reading(identity, store) for store in self._stores[1:]]
+        self._readers = Workers("disk-read", reading, self._results)
+        self._writer = Workers(
+            "disk-write", [Writing(self._folder, identity, self._stores[0])], self._results
+        )
+        self._make_room(0)
+
+    @property
+    def secret(self) -> bytes:
+        """32 bytes of this folder, the same after a restart: a key for digests that nobody else can tell."""
+        return self._folder.secret
+
+    @property
+    def state(self) -> str:
+        """on, or "off: " and why nothing is written any more."""
+        return f"off: {self._off}" if self._off else "on"
+
+    @property
+    def store_name(self) -> str:
+        """What reads and writes."""
+        return self._stores[0].name
+
+    @property
+    def num_bytes(self) -> int:
+        """What page files take, with those that are being written."""
+        return self._used
+
+    @property
+    def busy(self) -> bool:
+        """Whether a completion is still to come."""
+        return bool(self._writing or self._getting or self._ready)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def put(self, name: PageName, page: Bytes, done: Put) -> bool:
+        """Write a page when the disk has time. Whether it was taken; `done` then says whether it is there.
+
+        page: [bytes] of its group, contiguous; must not change until `done` runs.
+        """
+        assert len(name.key) == KEY_BYTES, len(name.key)
+        assert page.shape == (self._identity.page_bytes[name.group],), page.shape
+        if name in self._held:
+            self._held.move_to_end(name)
+            self._ready.append(partial(done, True))
+            return True
+        if name in self._writing:
+            self._writing[name].append(done)
+            return True
+        if not self._has_room(name.group):
+            self.counters.pages_dropped += 1
+            return False
+        self._queued += page.nbytes
+        self._used += self._sizes[name.group]
+        self._writing[name] = [done]
+        self._writer.post([Job(name, page, self._folder.file(name), None)])
+        return True
+
+    def get(self, names: Sequence[PageName], into: Sequence[Bytes], done: Got) -> None:
+        """Read pages; `done` gets the names of those that are bad. Their memory may hold anything.
+
+        into: by name: [bytes] of its group, contiguous, in use until `done` runs.
+        """
+        call = _Get(done, [])
+        jobs = []
+        for name, page in zip(names, into, strict=True):
+            assert page.shape == (self._identity.page_bytes[name.group],), page.shape
+            held = None if self._closed else self._held.get(name)
+            if held is None:
+                self.counters.bad[MISSING] += 1
+                call.bad.append(name)
+                continue
+            held.num_readers += 1
+            self._held.move_to_end(name)
+            call.waiting.append(name)
+            jobs.append(Job(name, page, self._folder.file(name), (call, held)))
+        if not jobs:
+            self._ready.append(partial(done, call.bad))
+            return
+        self._getting.append(call)
+        self._readers.post(jobs)
+
+    def turn(self) -> None:
+        """Run the completions of what has ended since the last turn. Never waits."""
+        while self._results:
+            job, result = self._results.popleft()
+            if isinstance(job, Removal):
+                self._heed(result)
+            elif job.owner is None:
+                self._written(job, result)
+            else:
+                self._read(job, result)
+        ready, self._ready = self._ready, []
+        for complete in ready:
+            complete()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Do what is queued, as far as the time allows, then complete everything and let go of the folder.
+
+        A thread that the disk holds for longer is left behind; the folder is locked until the process ends.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        ended = self._readers.stop(time.monotonic() + timeout_s / 2)
+        ended &= self._writer.stop(time.monotonic() + timeout_s / 2)
+        self.turn()
+        self.counters.pages_dropped += len(self._writing)
+        self._ready += [partial(done, False) for waiting in self._writing.values() for done in waiting]
+        self._ready += [partial(call.done, call.bad + call.waiting) for call in self._getting]
+        self._writing.clear()
+        self._getting.clear()
+        self.turn()
+        if ended:
+            for store in self._stores:
+                store.close()
+            self._folder.release()
+
+    def _has_room(self, group: int) -> bool:
+        """Whether a page of this group may be written now; older ones make room on the disk."""
+        num_bytes = self._identity.page_bytes[group]
+        if self._off or self._closed or (self._queued and self._queued + num_bytes > self._max_queued):
+            return False
+        return self._make_room(self._sizes[group])
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Have so many bytes free, at the cost of the least recently used pages. Whether they are."""
+        while self._used + num_bytes > self._capacity:
+            oldest = next((name for name, held in self._held.items() if not held.num_readers), None)
+            if oldest is None:
+                return False
+            self.counters.pages_evicted += 1
+            self._remove(oldest)
+        return True
+
+    def _remove(self, name: PageName) -> None:
+        """Forget a page; the writer removes its file before it writes what is put from now on."""
+        self._used -= self._held.pop(name).disk_bytes
+        self._writer.post([Removal(self._folder.file(name))])
+
+    def _take_found(self) -> None:
+        """Index what is in the folder. Files that cannot be pages by their length are removed at once."""
+        for found in self._folder.find():
+            name = found.name
+            known = name.group < len(self._sizes)
+            if reason := check_length(self._identity, name, found.num_bytes, b"") if known else FOREIGN:
+                self._report(name, reason)
+                with suppress(OSError):
+                    Path(self._folder.file(name)).unlink()
+                continue
+            self._held[name] = _Held(self._sizes[name.group])
+            self._used += self._sizes[name.group]
+        self.counters.pages_found = len(self._held)
+
+    def _written(self, job: Job, error: Exception | None) -> None:
+        waiting = self._writing.pop(job.name)
+        self._queued -= job.num_bytes
+        if error is None:
+            self._held[job.name] = _Held(self._sizes[job.name.group])
+            self.counters.pages_written += 1
+            self.counters.bytes_written += job.num_bytes
+        else:
+            self._used -= self._sizes[job.name.group]
+            self.counters.pages_dropped += 1
+            self._heed(error)
+        self._ready += [partial(done, error is None) for done in waiting]
+
+    def _read(self, job: Job, result: str | Exception) -> None:
+        call, held = job.owner
+        held.num_readers -= 1
+        call.waiting.remove(job.name)
+        if result == "":
+            self.counters.pages_read += 1
+            self.counters.bytes_read += job.num_bytes
+        else:
+            call.bad.append(job.name)
+            self._lose(job.name, held, result)
+        if not call.waiting:
+            self._getting.remove(call)
+            self._ready.append(partial(call.done, call.bad))
+
+    def _lose(self, name: PageName, held: _Held, result: str | Exception) -> None:
+        """A page was not served: it is as if it had never been put."""
+        if self._held.get(name) is not held:  # Somebody else's read said so before.
+            self.counters.bad[MISSING] += 1
+            return
+        if isinstance(result, Exception):
+            self._report(name, UNREADABLE, f" ({result})")
+            if isinstance(result, OSError) and result.errno in TRANSIENT:
+                return
+            self._heed(result)
+        else:
+            self._report(name, result)
+        self._remove(name)
+
+    def _report(self, name: PageName, reason: str, why: str = "") -> None:
+        self.counters.bad[reason] += 1
+        _LOG.warning("page file %s is not used: %s%s", self._folder.file(name), reason, why)
+
+    def _heed(self, error: Exception | None) -> None:
+        """Write no more, unless the error will pass. Said once."""
+        if error is None or self._off or (isinstance(error, OSError) and error.errno in TRANSIENT):
+            return
+        self._off = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
+        _LOG.warning(
+            "the disk tier at %s is off: %s; what is there is still read", self._folder.path, self._off
+        )

@@ -1,0 +1,178 @@
+"""The folder of a disk tier: whose it is, its secret, and the pages that an earlier process left there.
+
+    <folder>/secret                32 bytes, made once: the same tokens have the same keys after a restart
+    <folder>/<identity>/lock       held by the one process that uses the subfolder
+    <folder>/<identity>/identity.json
+    <folder>/<identity>/g0-<key>.page
+
+A second process that wants the same subfolder is refused, rather than given one of its own: pages in a folder
+that nobody opens again are never found, and two owners of one folder would both count its capacity. Pages
+tell what prompts said, so everything here is readable by its user only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName, parse_file_name
+from rayk.types.errors import UserError
+
+SECRET_BYTES = 32
+_TEMPORARY = ".writing-"
+"""How names of files begin that are not whole yet."""
+_MEND = "give an existing folder on a disk with room, writable by this user"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPage:
+    """A file with a page's name. Nobody has looked inside yet."""
+
+    name: PageName
+    num_bytes: int
+    """Of the file."""
+
+
+class DiskFolder:
+    """Opens, or makes, the subfolder for pages of one identity, and locks it.
+
+    Raises UserError when the folder is missing, cannot be written, or is in use.
+    """
+
+    def __init__(self, folder: Path, identity: PageIdentity) -> None:
+        if not folder.is_dir():
+            raise UserError("the disk tier's folder does not exist", str(folder), f"mkdir -p {folder}")
+        self._identity = identity
+        self.path = folder / identity.folder_name
+        self._count = 0
+        with _user_errors(folder):
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._lock = _take(self.path)
+            try:
+                self.num_leftovers = self._remove_leftovers()
+                self.secret = self._find_secret(folder / "secret")
+                described = self.path / "identity.json"
+                if not described.exists():
+                    _write_whole(described, identity.text.encode(), self.new_temporary(), os.replace)
+                self.block_bytes = os.statvfs(self.path).f_bsize
+            except BaseException:
+                os.close(self._lock)
+                raise
+
+    def disk_bytes(self, group: int) -> int:
+        """What a page's file takes, in whole blocks of the disk."""
+        return self._on_disk(HEADER_BYTES + self._identity.page_bytes[group])
+
+    def _on_disk(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.block_bytes) * self.block_bytes
+
+    def file(self, name: PageName) -> str:
+        """Where a page is."""
+        return f"{self.path}/{name.file_name}"
+
+    def new_temporary(self) -> str:
+        """Where a file may be written until it is whole. Never the same twice."""
+        self._count += 1
+        return f"{self.path}/{_TEMPORARY}{self._count}"
+
+    def find(self) -> list[FoundPage]:
+        """Pages by when they were last used, the oldest first. Names and lengths only are looked at."""
+        found = []
+        with _user_errors(self.path), os.scandir(self.path) as entries:
+            for entry in entries:
+                name = parse_file_name(entry.name)
+                if name is None or not entry.is_file(follow_symlinks=False):
+                    continue
+                facts = entry.stat(follow_symlinks=False)
+                found.append((facts.st_mtime_ns, entry.name, FoundPage(name, facts.st_size)))
+        found.sort(key=lambda row: row[:2])
+        return [page for _, _, page in found]
+
+    def other_bytes(self) -> int:
+        """What other identities' pages take beside this subfolder: they count for no capacity of ours."""
+        total = 0
+        with suppress(OSError):
+            for other in self.path.parent.iterdir():
+                if other != self.path and other.is_dir():
+                    total += sum(self._on_disk(e.stat().st_size) for e in os.scandir(other))
+        return total
+
+    def release(self) -> None:
+        """Let another process have it."""
+        os.close(self._lock)
+
+    def _find_secret(self, path: Path) -> bytes:
+        """Read it, or make it: processes that do so at once all get the same."""
+        if not path.exists():
+            # Linking fails where another process was faster; replacing would not.
+            _write_whole(path, secrets.token_bytes(SECRET_BYTES), self.new_temporary(), os.link)
+        found = path.read_bytes()
+        if len(found) != SECRET_BYTES:
+            raise UserError(
+                f"the secret of the stored pages' keys has {len(found)} bytes instead of {SECRET_BYTES}",
+                str(path),
+                "remove it: a new one is made, and no page that is stored there is found any more",
+            )
+        return found
+
+    def _remove_leftovers(self) -> int:
+        """Files that a process did not finish. It is gone, since the lock is ours."""
+        leftovers = [entry.path for entry in os.scandir(self.path) if entry.name.startswith(_TEMPORARY)]
+        for path in leftovers:
+            Path(path).unlink()
+        return len(leftovers)
+
+
+@contextmanager
+def _user_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or str(folder)
+        raise UserError(f"the disk tier cannot use it: {error.strerror}", str(where), _MEND) from error
+
+
+def _take(folder: Path) -> int:
+    """The lock's descriptor. The system lets go of it when this process ends, however it ends."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # For people; a full disk may have no room for it.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace")
+        os.close(descriptor)
+        raise UserError(
+            f"the disk tier's pages are in use by process {owner}",
+            str(folder),
+            "give each server a folder of its own, or wait until that one has ended",
+        ) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _write_whole(path: Path, data: bytes, temporary: str, place: Callable[[str, Path], None]) -> None:
+    """Write a small file that is there as a whole, also after a power cut, or not at all."""
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+        with suppress(FileExistsError):
+            place(temporary, path)
+    finally:
+        os.close(descriptor)
+        Path(temporary).unlink(missing_ok=True)
+    parent = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
