@@ -64,8 +64,8 @@ PREFIXES = (
     Mutation(
         "windows are gone on from where they never arrived",
         "rayk/kv/prefix_cache.py",
-        "lacks_rows = self._since[block][lane] > max(wanted.start, index * size)",
-        "lacks_rows = False",
+        "return lane is not None and bool(since) and since[lane] > first",
+        "return False",
         f"{CACHE}::test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more",
     ),
     Mutation(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
@@ -20,8 +20,9 @@ class BlockTable:
     """First entries that are in the prefix cache, or will not be."""
     since: Since | None = None
     """Of a sequence of which only some rows came: those that are there. None: all are."""
-    whole: frozenset[int] = frozenset()
-    """Entries that hold all rows, whatever `since` says."""
+    filled: Mapping[int, Since] = field(default_factory=dict)
+    """Entries that came from another place, with the rows that are there (empty: all), whatever `since`
+    says."""
 
 
 def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockTable | None:

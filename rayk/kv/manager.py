@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.block_tables import BlockTable, live_part, num_real, since_in
@@ -55,6 +54,8 @@ class FoundPrefix:
     missing."""
     missing: tuple[tuple[int, int, bytes], ...]
     """(group, index in its table, key) of blocks that are elsewhere only, in the order of the tables."""
+    since: tuple[Since, ...] = ()
+    """Of each of these, the rows that are there."""
 
 
 class KVCacheManager:
@@ -147,7 +148,7 @@ class KVCacheManager:
             keys = self.prefix_keys(request_id, token_ids, num_computed_tokens)
             for index in range(t.num_named, num_full):
                 if t.blocks[index] != NULL_BLOCK:
-                    since = since_in(g, index, None if index in t.whole else t.since)
+                    since = since_in(g, index, (t.filled[index] or None) if index in t.filled else t.since)
                     self._name(g, keys[(index + 1) * g.spec.block_size], t.blocks[index], since)
             t.num_named = num_full
 
@@ -208,15 +209,38 @@ class KVCacheManager:
         if self.prefixes is None:
             return nothing
 
+        # One answer of each block: what is elsewhere may be lost at any time.
+        answers: dict[tuple[int, bytes], Since | None] = {}
+
+        def there(group: int, key: bytes) -> Since | None:
+            if (group, key) not in answers:
+                answers[group, key] = None if elsewhere is None else elsewhere(group, key)
+            return answers[group, key]
+
+        keys = self.prefix_keys(request_id, token_ids, max_tokens)
+        while True:
+            found = self._find(keys, max_tokens, held_tokens, there)
+            if found is None:
+                return nothing
+            lacking = self._lacking(found, held_tokens)
+            if not lacking:
+                return found
+            # One lane has its rows here, another there, and none of the blocks has both.
+            answers |= dict.fromkeys(lacking)
+
+    def _find(
+        self, keys: PrefixKeys, max_tokens: int, held_tokens: int, there: Elsewhere
+    ) -> FoundPrefix | None:
+        """See find_prefix; None where nothing is found."""
+        assert self.prefixes is not None
+
         def wanted(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
             return range(max(_live_rows(g, lane, n).start, held_tokens), n)
 
-        # One answer of each block: what is elsewhere may be lost at any time.
-        there = cache(elsewhere) if elsewhere is not None else None
-        keys, unit = self.prefix_keys(request_id, token_ids, max_tokens), self.prefixes.unit_tokens
+        unit = self.prefixes.unit_tokens
         num_tokens = self.prefixes.longest(keys, max_tokens, unit, wanted, elsewhere=there)
         if num_tokens <= held_tokens:
-            return nothing
+            return None
         tables: list[tuple[int, ...]] = []
         missing: list[tuple[int, int, bytes]] = []
         for g in self.groups:
@@ -231,16 +255,30 @@ class KVCacheManager:
             tables.append(tuple(min(found.get(i, {NULL_BLOCK})) for i in range(num_tokens // size)))
             gone = sorted(index for index, of_lanes in found.items() if NULL_BLOCK in of_lanes)
             missing += [(g.index, index, keys[(index + 1) * size]) for index in gone]
-        return FoundPrefix(num_tokens, tuple(tables), tuple(missing))
+        since = tuple(there(group, key) or () for group, _, key in missing)
+        return FoundPrefix(num_tokens, tuple(tables), tuple(missing), since)
+
+    def _lacking(self, found: FoundPrefix, held_tokens: int) -> list[tuple[int, bytes]]:
+        """Missing blocks whose rows elsewhere are too few for some lane."""
+        lacking = []
+        for (group, index, key), since in zip(found.missing, found.since, strict=True):
+            g = self.groups[group]
+            start = index * g.spec.block_size
+            for lane, first in zip(g.lanes, since, strict=bool(since)):
+                row = max(_live_rows(g, lane, found.num_tokens).start, held_tokens, start)
+                if first > row and row < min(start + g.spec.block_size, found.num_tokens):
+                    lacking.append((group, key))
+                    break
+        return lacking
 
     def adopt(self, name: str, found: FoundPrefix) -> tuple[tuple[int, ...], ...] | None:
         """Tables with the blocks of a prefix found just now: those that are here shared as by `match`, fresh
         ones in place of the missing, where `found.missing` says. None, and nothing changed, when blocks are
         short.
 
-        The caller counts the fresh blocks as handed out (their generations), fills them whole, and then calls
-        `remember(name, token_ids, found.num_tokens)`: they can be found from then on, with all rows of all
-        lanes. Whoever fills only some names a shorter prefix, or none, and frees the tables.
+        The caller counts the fresh blocks as handed out (their generations), fills them as `found.since`
+        says, and then calls `remember(name, token_ids, found.num_tokens)`: they can be found from then on,
+        with these rows. Whoever fills only some names a shorter prefix, or none, and frees the tables.
         """
         assert name not in self._tables, f"{name} has blocks already"
         assert self.prefixes is not None
@@ -256,7 +294,8 @@ class KVCacheManager:
         self._tables[name] = []
         for g, blocks in zip(self.groups, tables, strict=True):
             first = next((i for i, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))
-            filled = frozenset(index for group, index, _ in found.missing if group == g.index)
+            pairs = zip(found.missing, found.since, strict=True)
+            filled = {index: rows for (group, index, _), rows in pairs if group == g.index}
             since = self.prefixes.since(g.index, blocks)
             self._tables[name].append(BlockTable(blocks, first, first, since, filled))
         return self.block_tables(name)
@@ -370,6 +409,13 @@ class KVCacheManager:
         self._num_freed += num_real(tables)
         for t in tables:
             self.pool.free(t.blocks)
+
+    def forget_all(self) -> None:
+        """Nothing is found any more of what was computed so far, whoever holds it."""
+        if self.prefixes is not None:
+            for block in self.prefixes.named:
+                self.pool.forget(block)
+            self.prefixes.forget(self.prefixes.named)
 
     @property
     def leases(self) -> tuple[str, ...]:

@@ -33,8 +33,9 @@ Wanted = Callable[[KVCacheGroup, KVCacheSpec, int], range | None]
 to a block's end; None where one cannot."""
 Since = tuple[int, ...]
 """By lane: the position from which on its rows are there."""
-Elsewhere = Callable[[int, bytes], bool]
-"""Of a group and a key: whether the block, with all rows of all lanes, can be had from another place."""
+Elsewhere = Callable[[int, bytes], Since | None]
+"""Of a group and a key: from where on, by lane, the block's rows can be had from another place; empty: all of
+them; None: no such block."""
 
 
 class PrefixKeys:
@@ -86,6 +87,15 @@ class PrefixCache:
         """What every hit is a multiple of: blocks of all groups end there."""
         return math.lcm(*(g.spec.block_size for g in self._groups))
 
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Blocks that can be found."""
+        return tuple(self._names)
+
+    def since_of(self, block: int) -> Since:
+        """From where on a block that can be found holds rows, by lane; 0 where all."""
+        return self._since[block]
+
     def make_keys(self) -> PrefixKeys:
         """Of a new sequence."""
         return PrefixKeys({g.spec.block_size for g in self._groups}, self._secret)
@@ -128,11 +138,16 @@ class PrefixCache:
         for index in range(wanted.start // size, wanted.stop // size):
             key = keys[(index + 1) * size]
             block = known.get(key)
-            if block is not None and lane is not None:
-                lacks_rows = self._since[block][lane] > max(wanted.start, index * size)
-                block = None if lacks_rows else block
+            first = max(wanted.start, index * size)
+
+            def lacks(since: Since, first: int = first) -> bool:
+                return lane is not None and bool(since) and since[lane] > first
+
+            if block is not None and lacks(self._since[block]):
+                block = None
             if block is None:
-                if elsewhere is None or not elsewhere(group, key):
+                since = None if elsewhere is None else elsewhere(group, key)
+                if since is None or lacks(since):
                     break
                 block = NULL_BLOCK
             found.append(block)

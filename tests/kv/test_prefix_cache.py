@@ -75,8 +75,9 @@ class CacheWalk(RuleBasedStateMachine):
         """Tokens, how many are computed and how many came; None where nobody can go on with them."""
         self.shares: dict[str, tuple[Tokens, int, list[list[int]]]] = {}
         """Leases beside requests: tokens, how many of them, and the tables."""
-        self.disk: set[tuple[int, Tokens]] = set()
-        """Whole blocks in another place: (group, tokens up to its end)."""
+        self.disk: dict[tuple[int, Tokens], tuple[int, ...]] = {}
+        """Blocks in another place: (group, tokens up to its end) -> from where on rows are there, by lane;
+        empty: all."""
         self.written: list[Tokens] = []
         self.tokens_of: dict[bytes, Tokens] = {}
         """By key, what ends in it."""
@@ -170,7 +171,12 @@ class CacheWalk(RuleBasedStateMachine):
             for end in range(g.spec.block_size, len(prompt) + 1, g.spec.block_size)
         ]
         lost = data.draw(st.sets(st.sampled_from(blocks), max_size=3)) if blocks else set()
-        self.disk |= {*blocks} - lost
+        for g, prefix in (pair for pair in blocks if pair not in lost):
+            group = self.groups[g]
+            is_partial = group.spec.has_token_rows and data.draw(st.integers(0, 5)) == 0
+            ends = st.integers(len(prefix) - group.spec.block_size, len(prefix))
+            drawn = tuple(data.draw(ends) for _ in group.lanes) if is_partial else ()
+            self.disk[g, prefix] = drawn
         self.written.append(prompt)
 
     @rule(
@@ -208,8 +214,10 @@ class CacheWalk(RuleBasedStateMachine):
         self.hand_out([tables[group][index] for group, index, _ in found.missing])
         for group, index, _ in found.missing:
             g = self.groups[group]
+            since = self.disk[group, prompt[: (index + 1) * g.spec.block_size]]
             for layer, row in itertools.product(g.layers, rows_of(g, index)):
-                self.write(g, layer, tables[group], row, prompt)
+                if not since or row >= since[g.lanes.index(g.seen_by(layer))]:
+                    self.write(g, layer, tables[group], row, prompt)
         for g, table in zip(self.groups, tables, strict=True):
             assert len(table) == best // g.spec.block_size
             self.check_rows(g, table, prompt, best, start=held)
@@ -401,8 +409,21 @@ class CacheWalk(RuleBasedStateMachine):
             for end in range(g.spec.block_size, len(tokens) + 1, g.spec.block_size):
                 self.tokens_of[keys[end]] = tokens[:end]
 
-    def is_on_disk(self, group: int, key: bytes) -> bool:
-        return (group, self.tokens_of[key]) in self.disk
+    def is_on_disk(self, group: int, key: bytes) -> tuple[int, ...] | None:
+        return self.disk.get((group, self.tokens_of[key]))
+
+    def disk_has(self, g: KVCacheGroup, tokens: Tokens, index: int, n: int, held: int) -> bool:
+        """Whether the block on disk at this place holds all that is wanted of it."""
+        size = g.spec.block_size
+        since = self.disk.get((g.index, tokens[: (index + 1) * size]))
+        if since is None:
+            return False
+        return not since or all(
+            row >= since[g.lanes.index(g.seen_by(layer))]
+            for layer in g.layers
+            for row in g.seen_by(layer).live_rows(n)
+            if index * size <= row < (index + 1) * size and row >= held
+        )
 
     def is_there(self, tables: Sequence[Sequence[int]], tokens: Tokens, n: int) -> bool:
         """Whether tables hold what lives after n tokens, and will."""
@@ -460,8 +481,7 @@ class CacheWalk(RuleBasedStateMachine):
             if all(
                 n % g.spec.block_size == 0
                 and all(
-                    self.has_block(g, tokens, index, n, held)
-                    or (g.index, tokens[: (index + 1) * g.spec.block_size]) in self.disk
+                    self.has_block(g, tokens, index, n, held) or self.disk_has(g, tokens, index, n, held)
                     for index in self.wanted_blocks(g, n, held)
                 )
                 for g in self.groups
@@ -566,3 +586,27 @@ def test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more() -
         manager.free(request)
         manager.check_integrity()
     assert sum(map(manager.pool.is_kept, range(NUM_BLOCKS))) == 5
+
+
+def test_a_block_in_two_halves_is_none() -> None:
+    """Of two lanes one has its rows here and the other elsewhere, and no block has both: neither counts."""
+    spec = full(4)
+    both = group(0, spec, (spec, sliding(6)))
+    manager = KVCacheManager([both], 20, prefix_caching=True, secret=SECRET)
+    tokens = tuple(range(12))
+    manager.reserve_live("came", 12)  # the window's layer has rows 7 to 11 only
+    manager.remember("came", tokens, 12)
+    manager.free("came")
+    assert manager.find_prefix("all", tokens, 12).num_tokens == 12
+    halves = {8: (8, 0), 4: (4, 0)}  # elsewhere, of the other layer none
+    keys = PrefixKeys({4}, SECRET)
+    keys.extend(tokens, 12)
+    ends = {keys[n]: n for n in (4, 8, 12)}
+
+    def elsewhere(_: int, key: bytes) -> tuple[int, ...] | None:
+        return halves.get(ends[key])
+
+    # After 8 tokens the window wants rows 3 to 7: those of the second block are elsewhere alone.
+    assert manager.find_prefix("eight", tokens, 8, 0, elsewhere).num_tokens == 0
+    halves[8] = halves[4] = ()
+    assert manager.find_prefix("eight", tokens, 8, 0, elsewhere).num_tokens == 8
