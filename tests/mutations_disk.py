@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 DISK = "tests/offload/test_disk.py"
 FAULTS = "tests/offload/test_disk_faults.py"
+NIXL = "tests/offload/test_nixl_files.py"
 
 ON_DISK = (
     Mutation(
@@ -154,5 +155,26 @@ ON_DISK = (
         "thread.join(max(0.0, deadline - time.monotonic()))",
         "thread.join()",
         f"{FAULTS}::test_closing_takes_bounded_time_on_a_disk_that_hangs",
+    ),
+    Mutation(
+        "a failed transfer's buffer is used again",
+        "rayk/transfer/nixl_files.py",
+        'self._failure, self._kept = f"failed: {error!r}", kept',
+        "self._kept = kept",
+        f"{NIXL}::test_a_failed_store_stays_failed",
+    ),
+    Mutation(
+        "all parts are read from the file's start",
+        "rayk/transfer/nixl_files.py",
+        "                at += part.nbytes\n",
+        "",
+        f"{NIXL}::test_parts_stand_one_after_the_other",
+    ),
+    Mutation(
+        "pages go through NIXL where it is missing",
+        "rayk/offload/page_store.py",
+        "    except DeviceError as error:\n",
+        "    except DeviceError as error:\n        raise\n",
+        f"{NIXL}::test_plain_files_where_the_backend_is_missing",
     ),
 )

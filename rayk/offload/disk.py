@@ -1,8 +1,9 @@
 """The disk tier: pages in files of one folder, found again after a restart, served as they were put or not.
 
 One thread owns a tier, calls all its methods and is never kept waiting by the disk, except while the tier
-opens and closes. A disk that is full, becomes read-only or fails turns the tier off: nothing is written any
-more, pages that can be read are still served.
+opens and closes. Reads go through NIXL where it works, for it has many under way at once; writes do not:
+plain ones are faster, and the system says what is wrong with a disk. A disk that is full, becomes read-only
+or fails turns the tier off: nothing is written any more, pages that can be read are still served.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from rayk.offload.page_file import (
     PageName,
     check_length,
 )
-from rayk.offload.page_store import PageStore, PlainFiles
+from rayk.offload.page_store import PageStore, PlainFiles, open_store
 from rayk.types.errors import UserError
 
 _LOG = logging.getLogger("rayk")
@@ -86,7 +87,7 @@ class DiskTier:
     """See the module.
 
     folder: must exist. capacity_bytes: what page files may take, whole blocks of the disk counted.
-    make_store: of what reads and writes; each thread has its own.
+    reading, writing: make what does it; each thread has its own.
     max_queued_bytes: of pages that wait to be written; their memory is in use so long.
     Raises UserError when the folder is missing, not writable or in use by another process.
     """
@@ -97,7 +98,8 @@ class DiskTier:
         identity: PageIdentity,
         capacity_bytes: int,
         *,
-        make_store: Callable[[], PageStore] = PlainFiles,
+        reading: Callable[[], PageStore] = open_store,
+        writing: Callable[[], PageStore] = PlainFiles,
         num_readers: int = 2,
         max_queued_bytes: int = 256 << 20,
     ) -> None:
@@ -120,16 +122,15 @@ class DiskTier:
         try:
             _check_capacity(folder, capacity_bytes, max(self._sizes))
             self._take_found()
-            self._stores = [make_store() for _ in range(num_readers + 1)]
+            self._stores = [writing(), *(reading() for _ in range(num_readers))]
         except BaseException:
             self._folder.release()
             raise
         self._results: deque[tuple[Any, Any]] = deque()
-        reading = [Reading(identity, store) for store in self._stores[1:]]
-        self._readers = Workers("disk-read", reading, self._results)
-        self._writer = Workers(
-            "disk-write", [Writing(self._folder, identity, self._stores[0])], self._results
-        )
+        writer = Writing(self._folder, identity, self._stores[0])
+        self._writer = Workers("disk-write", [writer], self._results)
+        readers = [Reading(identity, store) for store in self._stores[1:]]
+        self._readers = Workers("disk-read", readers, self._results)
         self._make_room(0)
 
     @property
@@ -144,13 +145,34 @@ class DiskTier:
 
     @property
     def store_name(self) -> str:
-        """What reads and writes."""
-        return self._stores[0].name
+        """What reads, and what writes."""
+        return f"read by {self._stores[-1].name}, written by {self._stores[0].name}"
 
     @property
     def num_bytes(self) -> int:
         """What page files take, with those that are being written."""
         return self._used
+
+    @property
+    def identity(self) -> PageIdentity:
+        """Of all its pages."""
+        return self._identity
+
+    def names(self) -> tuple[PageName, ...]:
+        """Pages that are there, the least recently used first."""
+        return tuple(self._held)
+
+    def clear(self) -> None:
+        """Remove every page that nobody reads."""
+        for name in [name for name, held in self._held.items() if not held.num_readers]:
+            self._remove(name)
+
+    def status(self) -> dict[str, Any]:
+        """Counters and sizes, for people."""
+        counted = asdict(self.counters)
+        bad = {f"bad_{reason}": number for reason, number in counted.pop("bad").items() if number}
+        sizes = {"num_pages": len(self), "num_bytes": self.num_bytes, "capacity_bytes": self._capacity}
+        return {"state": self.state, "store": self.store_name, **sizes, **counted, **bad}
 
     @property
     def busy(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from rayk.offload.page_file import Bytes
+from rayk.types.errors import DeviceError
 
 FileParts = tuple[int, Sequence[Bytes]]
 """A file descriptor, and memory for what stands in that file one part after the other, from its start."""
@@ -54,6 +56,17 @@ class PlainFiles:
 
     def close(self) -> None:
         """See PageStore."""
+
+
+def open_store() -> PageStore:
+    """NIXL's POSIX backend where it works, plain files elsewhere."""
+    from rayk.transfer.nixl_files import NixlFiles
+
+    try:
+        return NixlFiles()
+    except DeviceError as error:
+        logging.getLogger("rayk").info("pages on disk go through plain files: %s", error.problem)
+        return PlainFiles()
 
 
 def _write_rest(descriptor: int, data: bytes, done: int) -> None:

@@ -57,7 +57,7 @@ def nixl_api() -> ModuleType:
 
 
 @cache
-def _nixl_errors() -> tuple[type[Exception], ...]:
+def nixl_errors() -> tuple[type[Exception], ...]:
     """Everything the bindings raise; they share no base class."""
     bindings = nixl_api().nixlBind
     found = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
@@ -100,7 +100,7 @@ class NixlAgent:
         try:
             self._nixl = api.nixl_agent(name, config)
             self._nixl.create_backend(backend, options)
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             raise DeviceError(
                 f"NIXL's backend {backend} does not start: {error!r}",
                 mend="see `rayk doctor`; UCX_TLS, if set, must allow cma, or tcp",
@@ -139,7 +139,7 @@ class NixlAgent:
             return
         try:
             found = self._nixl.add_remote_agent(metadata)
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             raise TransferError("", f"peer {name} cannot be added: {error!r}") from error
         found = found.decode() if isinstance(found, bytes) else found
         assert found == name, f"metadata of {found}, not of {name}"
@@ -155,7 +155,7 @@ class NixlAgent:
             self._peers.discard(name)
             try:
                 self._nixl.remove_remote_agent(name)
-            except _nixl_errors() as error:
+            except nixl_errors() as error:
                 logging.getLogger(__name__).debug("forgetting peer %s: %r", name, error)
 
     def prepare(
@@ -170,7 +170,7 @@ class NixlAgent:
                 self._nixl.prep_xfer_dlist(_LOCAL_SIDE, local.strided(device), memory),
                 self._nixl.prep_xfer_dlist(peer, remote.strided(remote_index), remote_memory),
             )
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             raise TransferError("", f"transfers with {peer} cannot be prepared: {error!r}") from error
         handle = Handle(next(self._ids))
         self._handles[handle] = prepared
@@ -206,7 +206,7 @@ class NixlAgent:
                 operation, prepared.local, indices[0], prepared.remote, indices[1], notification
             )
             state = self._nixl.transfer(request)
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             raise TransferError("", f"a {what} {prepared.peer} could not start: {error!r}") from error
         transfer = Transfer(next(self._ids))
         self._in_flight[transfer] = _InFlight(prepared.peer, what, request, state)
@@ -221,7 +221,7 @@ class NixlAgent:
             return TransferState.DONE
         try:
             state = self._nixl.check_xfer_state(flight.handle)
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             logging.getLogger(__name__).warning("%s %s failed: %r", flight.what, flight.peer, error)
             return TransferState.FAILED
         if state == "PROC":
@@ -242,7 +242,7 @@ class NixlAgent:
             return
         try:
             self._nixl.release_xfer_handle(flight.handle)
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             # Still active; the handle's finaliser queues it to be freed with the agent.
             logging.getLogger(__name__).debug("releasing a %s %s: %r", flight.what, flight.peer, error)
 
@@ -250,7 +250,7 @@ class NixlAgent:
         """See TransferAgent."""
         try:
             self._nixl.send_notif(peer, message)
-        except _nixl_errors() as error:
+        except nixl_errors() as error:
             raise TransferError("", f"peer {peer} cannot be notified: {error!r}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
@@ -285,7 +285,7 @@ def measure(num_bytes: int = 32 << 20, *, device: str = "cpu", backend: str = "U
     """
     facts: AgentFacts = {"transport": f"nixl/{backend}", "device": device, "num_bytes": num_bytes}
     try:
-        errors: tuple[type[Exception], ...] = (TransferError, RuntimeError, *_nixl_errors())
+        errors: tuple[type[Exception], ...] = (TransferError, RuntimeError, *nixl_errors())
         producer = NixlAgent(f"rayk-measure-{os.getpid()}-p", backend=backend)
         consumer = NixlAgent(f"rayk-measure-{os.getpid()}-d", backend=backend)
     except DeviceError as error:

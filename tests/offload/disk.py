@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rayk.offload.disk import DiskTier
 from rayk.offload.page_file import Bytes, PageIdentity, PageName
+from rayk.offload.page_store import PageStore, PlainFiles
 
 IDENTITY = PageIdentity({"weights": "a1", "dtype": "bfloat16"}, (4096, 1000, 70_000))
 GIB = 1 << 30
@@ -28,9 +29,15 @@ def page_of(name: PageName, identity: PageIdentity = IDENTITY) -> Bytes:
 
 
 def open_tier(
-    folder: Path, capacity_bytes: int = GIB, identity: PageIdentity = IDENTITY, **options
+    folder: Path,
+    capacity_bytes: int = GIB,
+    identity: PageIdentity = IDENTITY,
+    *,
+    make_store: Callable[[], PageStore] = PlainFiles,
+    **options: int,
 ) -> DiskTier:
-    return DiskTier(folder, identity, capacity_bytes, **options)
+    """One that reads and writes with stores of one kind."""
+    return DiskTier(folder, identity, capacity_bytes, reading=make_store, writing=make_store, **options)
 
 
 def finish(tier: DiskTier, timeout_s: float = 60.0) -> None:

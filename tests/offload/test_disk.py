@@ -230,8 +230,10 @@ def test_processes_that_start_at_once_share_one_secret(tmp_path: Path):
     script = (
         "import sys; from pathlib import Path; from rayk.offload.disk import DiskTier\n"
         "from rayk.offload.page_file import PageIdentity\n"
+        "from rayk.offload.page_store import PlainFiles as Plain\n"
         "sys.stdin.readline()\n"
-        "tier = DiskTier(Path(sys.argv[1]), PageIdentity({'n': sys.argv[2]}, (10,)), 1 << 20)\n"
+        "tier = DiskTier(Path(sys.argv[1]), PageIdentity({'n': sys.argv[2]}, (10,)), 1 << 20,\n"
+        "                reading=Plain)\n"
         "print(tier.secret.hex()); tier.close()\n"
     )
     children = [
