@@ -22,6 +22,7 @@ from tests.mutations_serving import SERVED
 from tests.mutations_simulator import SIMULATED
 from tests.mutations_stages import STAGE_TIMES
 from tests.mutations_staging import STAGED_READS
+from tests.mutations_swapping import SWAPPING
 from tests.mutations_timeline import TIMES
 from tests.mutations_transfer import STATES
 from tests.mutations_views import VIEWS
@@ -310,6 +311,7 @@ MUTATIONS = (
     + PREFIXES
     + TIMES
     + VIEWS
+    + SWAPPING
     + DASHBOARDS
     + METERS
     + ON_DISK

@@ -162,6 +162,23 @@ def test_one_that_waits_goes_before_a_later_one_that_is_away() -> None:
     assert a.num_swaps == 0
 
 
+def test_who_is_away_lets_one_before_it_have_its_row_first() -> None:
+    scheduler, taker = with_taker(6, max_seqs=1)
+    scheduler.add(request("x", 4))
+    run(scheduler)
+    prefilled(scheduler, "a", 8)
+    prefilled(scheduler, "b", 12)
+    assert run(scheduler) == []
+    assert taker.taken == ["b"]
+    taker.left("b")
+    assert run(scheduler) == ["x"]
+    assert (scheduler.num_waiting, scheduler.is_short_of_blocks) == (1, False)
+    assert not scheduler.may_return("b"), "a is first"
+    while scheduler.num_waiting:
+        run(scheduler)
+    assert scheduler.may_return("b")
+
+
 def test_room_is_made_for_the_first_away_by_those_that_came_later() -> None:
     scheduler, taker = with_taker(4)
     a, b = scheduler.add(request("a", 4)), scheduler.add(request("b", 8))
@@ -172,19 +189,49 @@ def test_room_is_made_for_the_first_away_by_those_that_came_later() -> None:
     taker.left("b")
     while a.finish_reason is None:
         run(scheduler)
-    assert taker.manager.reserve_live("c2", 12) is not None
-    c2 = scheduler.add_prefilled(request("c2", 12), [5])
-    assert scheduler.schedule() is None, "c and c2 came after b"
-    assert (c.row, c2.row) == (None, None)
+    d, e = prefilled(scheduler, "d", 4), prefilled(scheduler, "e", 8)
+    assert scheduler.schedule() is None, "all that wait came after b"
+    assert (c.row, d.row, e.row) == (None, None, None)
     assert taker.manager.reserve_live("b", 8) is None
     assert scheduler.make_room("b")
-    assert not scheduler.make_room("b"), "c2's blocks are on their way"
-    assert taker.taken == ["b", "c2"]
-    taker.left("c2")
-    assert not scheduler.may_return("c2"), "b is before it"
+    assert not scheduler.make_room("b"), "e's blocks are on their way"
+    assert taker.taken == ["b", "e"]
+    taker.left("e")
+    assert not scheduler.may_return("e"), "b is before it"
     taker.bring_back("b", b.num_computed)
-    assert run(scheduler) == ["b", "c"]
+    assert run(scheduler) == ["b"]
     scheduler.check_integrity()
+
+
+def test_no_room_is_made_while_others_run() -> None:
+    scheduler, taker = with_taker(5)
+    scheduler.add(request("a", 4))
+    b = scheduler.add(request("b", 12))
+    run(scheduler)
+    while not taker.taken:
+        run(scheduler)
+    taker.left("b")
+    assert run(scheduler) == ["a"]
+    c = prefilled(scheduler, "c", 8)
+    assert scheduler.may_return("b")
+    assert taker.manager.reserve_live("b", b.num_computed) is None
+    assert not scheduler.make_room("b"), "a will end"
+    assert (c.num_swaps, c.num_computed) == (0, 8)
+
+
+def test_no_request_starts_while_one_pauses() -> None:
+    """Not even one that came before who is away."""
+    scheduler, taker = with_taker(6, max_batch_tokens=8)
+    a = scheduler.add(request("a", 15))
+    assert run(scheduler) == ["a"]
+    w = scheduler.add(request("w", 4))
+    prefilled(scheduler, "b", 12)
+    assert taker.manager.pool.num_free_blocks == 1, "enough for w"
+    assert run(scheduler) == [], "a needs two and pauses until b's are free"
+    assert (taker.taken, w.row) == (["b"], None)
+    taker.left("b")
+    assert run(scheduler) == ["a", "w"]
+    assert a.num_swaps == 0
 
 
 def test_an_aborted_request_is_forgotten_and_late_answers_are_refused() -> None:
