@@ -73,7 +73,8 @@ class _Get:
     """One call of get() under way."""
 
     done: Got
-    waiting: list[PageName]
+    waiting: dict[int, PageName] = field(default_factory=dict)
+    """By place among the names asked for."""
     bad: list[PageName] = field(default_factory=list)
 
 
@@ -122,6 +123,8 @@ class DiskTier:
         try:
             _check_capacity(folder, capacity_bytes, max(self._sizes))
             self._take_found()
+            if unused := self._folder.unused_bytes():
+                _LOG.warning("%s also holds %.1f GB of pages that no tier has open", folder, unused / 1e9)
             self._stores = [writing(), *(reading() for _ in range(num_readers))]
         except BaseException:
             self._folder.release()
@@ -213,9 +216,9 @@ class DiskTier:
 
         into: by name: [bytes] of its group, contiguous, in use until `done` runs.
         """
-        call = _Get(done, [])
+        call = _Get(done)
         jobs = []
-        for name, page in zip(names, into, strict=True):
+        for place, (name, page) in enumerate(zip(names, into, strict=True)):
             assert page.shape == (self._identity.page_bytes[name.group],), page.shape
             held = None if self._closed else self._held.get(name)
             if held is None:
@@ -224,8 +227,8 @@ class DiskTier:
                 continue
             held.num_readers += 1
             self._held.move_to_end(name)
-            call.waiting.append(name)
-            jobs.append(Job(name, page, self._folder.file(name), (call, held)))
+            call.waiting[place] = name
+            jobs.append(Job(name, page, self._folder.file(name), (call, held, place)))
         if not jobs:
             self._ready.append(partial(done, call.bad))
             return
@@ -259,7 +262,7 @@ class DiskTier:
         self.turn()
         self.counters.pages_dropped += len(self._writing)
         self._ready += [partial(done, False) for waiting in self._writing.values() for done in waiting]
-        self._ready += [partial(call.done, call.bad + call.waiting) for call in self._getting]
+        self._ready += [partial(call.done, [*call.bad, *call.waiting.values()]) for call in self._getting]
         self._writing.clear()
         self._getting.clear()
         self.turn()
@@ -318,9 +321,9 @@ class DiskTier:
         self._ready += [partial(done, error is None) for done in waiting]
 
     def _read(self, job: Job, result: str | Exception) -> None:
-        call, held = job.owner
+        call, held, place = job.owner
         held.num_readers -= 1
-        call.waiting.remove(job.name)
+        del call.waiting[place]
         if result == "":
             self.counters.pages_read += 1
             self.counters.bytes_read += job.num_bytes

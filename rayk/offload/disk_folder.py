@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from rayk.types.errors import UserError
 SECRET_BYTES = 32
 _TEMPORARY = ".writing-"
 """How names of files begin that are not whole yet."""
+_LOCK_WAIT_S = 0.5
 _MEND = "give an existing folder on a disk with room, writable by this user"
 
 
@@ -93,12 +95,15 @@ class DiskFolder:
         found.sort(key=lambda row: row[:2])
         return [page for _, _, page in found]
 
-    def other_bytes(self) -> int:
-        """What other identities' pages take beside this subfolder: they count for no capacity of ours."""
+    def unused_bytes(self) -> int:
+        """What pages of other identities take that no process has open: nobody evicts them.
+
+        They are another model's, or of the same one under another version or format: for people to remove.
+        """
         total = 0
         with suppress(OSError):
             for other in self.path.parent.iterdir():
-                if other != self.path and other.is_dir():
+                if other.is_dir() and (other / "lock").exists() and _is_free(other):
                     total += sum(self._on_disk(e.stat().st_size) for e in os.scandir(other))
         return total
 
@@ -141,7 +146,7 @@ def _take(folder: Path) -> int:
     """The lock's descriptor. The system lets go of it when this process ends, however it ends."""
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _wait_for_lock(descriptor)
         # For people; a full disk may have no room for it.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
@@ -158,6 +163,32 @@ def _take(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _wait_for_lock(descriptor: int) -> None:
+    """Raises BlockingIOError when another process keeps it: one that is ending, or only asks, does not."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOCK_WAIT_S / 20)
+        else:
+            return
+
+
+def _is_free(folder: Path) -> bool:
+    """Whether no process holds the lock. It is not taken for longer than it takes to ask."""
+    descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _write_whole(path: Path, data: bytes, temporary: str, place: Callable[[str, Path], None]) -> None:

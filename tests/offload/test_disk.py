@@ -214,6 +214,28 @@ def test_a_second_process_is_refused_and_other_pages_are_apart(tmp_path: Path):
     again.close()
 
 
+def test_an_owner_that_is_about_to_end_is_waited_for(tmp_path: Path):
+    tier = open_tier(tmp_path)
+    timer = threading.Timer(0.1, tier.close)
+    timer.start()
+    open_tier(tmp_path).close()
+    timer.join()
+
+
+def test_pages_that_nobody_opens_any_more_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tier = open_tier(tmp_path)
+    put_all(tier, [name_of(0, 2)])
+    beside = open_tier(tmp_path, identity=SMALL)
+    assert not caplog.records
+    beside.close()
+    tier.close()
+    with caplog.at_level("WARNING", "rayk"):
+        open_tier(tmp_path, identity=SMALL).close()
+    (record,) = caplog.records
+    assert record.getMessage() == f"{tmp_path} also holds 0.0 GB of pages that no tier has open"
+    assert record.args[1] * 1e9 == pytest.approx(on_disk(2) + 2 * BLOCK)  # With lock and identity.json.
+
+
 def test_identities_differ_in_every_fact():
     one = PageIdentity({"a": "1", "b": "2"}, (10, 20))
     assert one.digest == PageIdentity({"b": "2", "a": "1"}, (10, 20)).digest
