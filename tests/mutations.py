@@ -30,15 +30,44 @@ from tests.mutations_views import VIEWS
 PLAN = "tests/transfer/test_plan.py"
 RANK = "tests/transfer/test_rank.py"
 GUARDS = "tests/transfer/test_guards.py"
+LINKS = "tests/transfer/test_links.py"
 LOGPROBS = "tests/experiments/test_logprobs.py"
 CULPRIT = "tests/experiments/test_culprit.py"
 
 TRANSFER = (
     Mutation(
+        "every turn reads the same replica",
+        "rayk/transfer/plan.py",
+        "rank = holders[(first + turn) % len(holders)]",
+        "rank = holders[first]",
+        f"{LINKS}::test_over_the_turns_every_replica_is_read_as_often",
+    ),
+    Mutation(
+        "releases are counted as in the first turn",
+        "rayk/transfer/plan.py",
+        "for rank in plan_transfer(producers, consumer, turn).producer_ranks:",
+        "for rank in plan_transfer(producers, consumer).producer_ranks:",
+        f"{LINKS}::test_over_the_turns_every_replica_is_read_as_often",
+    ),
+    Mutation(
+        "a peer is forgotten with the first of its links",
+        "rayk/transfer/links.py",
+        "if not self._num_users[peer]:",
+        "if True:",
+        f"{LINKS}::test_a_link_ends_and_leaves_the_other_turns_theirs",
+    ),
+    Mutation(
+        "links to an engine's old life stay",
+        "rayk/transfer/links.py",
+        "known == name or (link.engine == producer.engine and link.epoch != producer.epoch)",
+        "known == name",
+        f"{LINKS}::test_a_new_life_ends_all_links_to_the_old_one",
+    ),
+    Mutation(
         "all readers use the first replica",
         "rayk/transfer/plan.py",
-        "rank = holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]",
-        "rank = holders[0]",
+        "rank = holders[(first + turn) % len(holders)]",
+        "rank = holders[turn % len(holders)]",
         f"{PLAN}::test_readers_are_spread_over_replicas",
     ),
     Mutation(

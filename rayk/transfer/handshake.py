@@ -6,6 +6,7 @@ plan bridges them. Everything that gives a layer's bytes their meaning must agre
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,21 @@ def check(
     differing += _differences(_digest_facts(producer), _digest_facts(consumer))
     if differing:
         raise HandshakeMismatch(tuple(differing))
+
+
+def check_sides(
+    me: CacheDescription,
+    producers: Sequence[CacheDescription],
+    consumers: Sequence[CacheDescription],
+    can_convert: Callable[[KVCacheSpec, KVCacheSpec], bool],
+) -> None:
+    """Two engines are whole, and `me`, a rank of either, agrees with all ranks of the other; see `check`.
+    Raises HandshakeMismatch."""
+    check_engine(producers)
+    check_engine(consumers)
+    for producer, consumer in itertools.product(producers, consumers):
+        if me.agent_name in (producer.agent_name, consumer.agent_name):
+            check(producer, consumer, can_convert)
 
 
 def check_engine(descriptions: Sequence[CacheDescription]) -> None:

@@ -98,6 +98,11 @@ class PreparedReads:
         self._kept[key].num_users -= 1
         self._shrink()
 
+    def retire(self) -> None:
+        """No transfer begins any more: keep no list for the next one."""
+        self._max_kept = 0
+        self._shrink()
+
     def _make(self, pattern: Pattern) -> Handle:
         return _prepare(self._agent, self._producers[pattern.producer_rank], self._me, pattern)
 
@@ -133,6 +138,12 @@ class ProducerLink:
         """Its life."""
         return self.producers[0].epoch
 
+    @property
+    def peers(self) -> list[str]:
+        """Agent names of the producer ranks that are read from or told."""
+        ranks = {*self.plan.producer_ranks, *self.num_releases}
+        return [self.producers[rank].agent_name for rank in sorted(ranks)]
+
 
 def make_link(
     agent: TransferAgent,
@@ -142,15 +153,17 @@ def make_link(
     me: CacheDescription,
     wire: WireCache | None = None,
     num_unsent: dict[int, int] | None = None,
+    turn: int = 0,
 ) -> ProducerLink:
     """Add the producer's ranks as peers and prepare the first pattern of each read: all there is where the
     blocks of both engines are alike. Reads go into `wire` where there is one. `num_unsent`: what to count
-    in."""
+    in. `turn`: see `plan_transfer`."""
     geometries = [p.geometry for p in producers]
     if wire is not None:
         me = wire.description
-    senders = release_senders(geometries, wire.consumers if wire else [c.geometry for c in consumers])
-    plan = plan_transfer(geometries, me.geometry)
+    theirs = wire.consumers if wire else [c.geometry for c in consumers]
+    senders = release_senders(geometries, theirs, turn)
+    plan = plan_transfer(geometries, me.geometry, turn)
     num_releases = {rank: len(s) for rank, s in enumerate(senders) if me.tp_rank in s}
     for rank in sorted({*plan.producer_ranks, *num_releases}):
         agent.add_peer(producers[rank].agent_name, producers[rank].agent_metadata)

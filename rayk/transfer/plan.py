@@ -15,6 +15,7 @@ the descriptors it adds.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -361,8 +362,19 @@ class TransferPlan:
         )
 
 
-def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> TransferPlan:
-    """Plan what one consumer rank reads from the ranks of a producer engine (in rank order)."""
+def num_turns(producers: Sequence[RankGeometry]) -> int:
+    """Turns until every replica of a unit was read once by each of its readers: the most replicas of any."""
+    replicas: Counter[tuple[int, int, int]] = Counter()
+    for rank in producers:
+        for index, group in enumerate(rank.groups):
+            for position, side in enumerate(group.fields):
+                replicas.update((index, position, unit) for unit in side.units)
+    return max(replicas.values(), default=1)
+
+
+def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry, turn: int = 0) -> TransferPlan:
+    """Plan what one consumer rank reads from the ranks of a producer engine (in rank order). With each
+    `turn`, which counts from 0 on and on, the next replica is read: see `num_turns`."""
     assert [p.tp_rank for p in producers] == list(range(len(producers))), "producers in rank order"
     homes = {key: index for index, g in enumerate(producers[0].groups) for key in g.group.keys}
     reads: list[UnitReads] = []
@@ -372,7 +384,7 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> 
             assert (layer, part) in homes, f"the producer keeps no {part} of layer {layer}"
             together.setdefault(homes[layer, part], []).append(layer)
         for source_group, layers in together.items():
-            elected = _elect([p.groups[source_group] for p in producers], group, consumer)
+            elected = _elect([p.groups[source_group] for p in producers], group, consumer, turn)
             reads += [
                 UnitReads(rank, source_group, index, tuple(layers), units) for rank, units in elected.items()
             ]
@@ -381,7 +393,10 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry) -> 
 
 
 def plan_pushes(
-    producer: RankGeometry, producers: Sequence[RankGeometry], consumers: Sequence[RankGeometry]
+    producer: RankGeometry,
+    producers: Sequence[RankGeometry],
+    consumers: Sequence[RankGeometry],
+    turn: int = 0,
 ) -> dict[int, TransferPlan]:
     """What one producer rank writes, by consumer rank: of each consumer rank's plan, what it reads from it.
 
@@ -390,7 +405,7 @@ def plan_pushes(
     """
     pushes: dict[int, TransferPlan] = {}
     for consumer in consumers:
-        plan = plan_transfer(producers, consumer)
+        plan = plan_transfer(producers, consumer, turn)
         mine = tuple(r for r in plan.reads if r.producer_rank == producer.tp_rank)
         if mine:
             pushes[consumer.tp_rank] = replace(plan, reads=mine)
@@ -398,16 +413,17 @@ def plan_pushes(
 
 
 def release_senders(
-    producers: Sequence[RankGeometry], consumers: Sequence[RankGeometry]
+    producers: Sequence[RankGeometry], consumers: Sequence[RankGeometry], turn: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """For each producer rank, the consumer ranks that must tell it when its blocks are free.
+    """For each producer rank, the consumer ranks that must tell it when the blocks that they read in this
+    turn are free.
 
     Everybody who reads from it; a replica that nobody reads from is told by one consumer rank, else it
     would hold its blocks forever.
     """
     readers: list[list[int]] = [[] for _ in producers]
     for consumer in consumers:
-        for rank in plan_transfer(producers, consumer).producer_ranks:
+        for rank in plan_transfer(producers, consumer, turn).producer_ranks:
             readers[rank].append(consumer.tp_rank)
     return tuple(tuple(r) if r else (rank % len(consumers),) for rank, r in enumerate(readers))
 
@@ -425,7 +441,7 @@ def consecutive_tables(rank: RankGeometry, num_tokens: int) -> list[list[int]]:
 
 
 def _elect(
-    sides: Sequence[GroupGeometry], group: GroupGeometry, consumer: RankGeometry
+    sides: Sequence[GroupGeometry], group: GroupGeometry, consumer: RankGeometry, turn: int
 ) -> dict[int, dict[str, tuple[int, ...]]]:
     """Producer rank -> field -> the units that are read from it, of a consumer's group whose layers lie in
     the group `sides` (by rank) of the producer. Readers of a unit are spread evenly over its replicas."""
@@ -439,7 +455,8 @@ def _elect(
             holders = [rank for rank, units in enumerate(held) if unit in units]
             assert holders, f"no producer rank holds {field.unit_name} {unit} of {field.name}"
             readers = [rank for rank, units in enumerate(wanted) if unit in units]
-            rank = holders[readers.index(consumer.tp_rank) * len(holders) // len(readers)]
+            first = readers.index(consumer.tp_rank) * len(holders) // len(readers)
+            rank = holders[(first + turn) % len(holders)]
             elected.setdefault(rank, {}).setdefault(field.name, []).append(unit)
     return {
         rank: {name: tuple(units) for name, units in by_field.items()} for rank, by_field in elected.items()

@@ -18,10 +18,11 @@ from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import Consumption, TransferOutcome, refusal
 from rayk.transfer.convert import Converting, begin_converting
-from rayk.transfer.handshake import CacheDescription, check, check_engine
+from rayk.transfer.handshake import CacheDescription, check_sides
 from rayk.transfer.inspection import all_wrong, first_wrong, layer_proofs
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
+from rayk.transfer.links import Links
 from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage, decode_push
@@ -69,7 +70,7 @@ class TransferRank:
         num_slots = max(1 << 12, 8 * caches.geometry.num_blocks)
         self._landing = Landing(agent, num_slots, caches.buffer.device)
         self._staging = Staging(agent, staging or StagingSettings(), caches.buffer.device)
-        self._links: dict[str, ProducerLink] = {}
+        self._links = Links(agent)
         self._wirings = Wirings(agent, self._landing, description.agent_name)
         self._waiting: dict[str, WaitingTicket] = {}
         """Request id -> its ticket, whose blocks are not there yet."""
@@ -88,30 +89,35 @@ class TransferRank:
 
     # Wiring
 
-    def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
+    def connect(
+        self,
+        producers: Sequence[CacheDescription],
+        consumers: Sequence[CacheDescription],
+        *,
+        turn: int = 0,
+        name: str | None = None,
+    ) -> None:
         """Check the handshake between two engines, each given whole and in rank order; this rank is one of
         them. A consumer rank also prepares its reads. Both engines must be polled until the first read is
-        over (wiring needs both ends). Connecting to a new life of an engine replaces the old one.
+        over (wiring needs both ends). Connecting to a new life of an engine replaces the old one. The same
+        two engines may be connected the other way round, too.
 
-        Raises HandshakeMismatch.
+        A consumer may have several links to an engine, each reading other replicas (`turn`, see
+        `plan_transfer`) under a `name` of its own, by default the engine's: tickets' `engine` says which one
+        to read by. Raises HandshakeMismatch.
         """
-        check_engine(producers)
-        check_engine(consumers)
         me = self.description
-        for producer in producers:
-            for consumer in consumers:
-                if me.agent_name in (producer.agent_name, consumer.agent_name):
-                    check(producer, consumer, can_convert)
+        check_sides(me, producers, consumers, can_convert)
         if me.agent_name not in {c.agent_name for c in consumers}:
             return
-        engine = producers[0].engine
-        if engine in self._links:
-            self.disconnect(engine)
+        name = name or producers[0].engine
+        for replaced in self._links.replaced_by(name, producers[0]):
+            self.disconnect(replaced)
         wire = wire_cache_for(
             self._agent, producers[0], consumers, me, self._views, self._caches.buffer.device
         )
-        ends = producers, consumers, me
-        self._links[engine] = make_link(self._agent, self._landing, *ends, wire, self.num_unsent)
+        made = make_link(self._agent, self._landing, producers, consumers, me, wire, self.num_unsent, turn)
+        self._links.add(name, made)
 
     def wire(self, engine: str, timeout_s: float) -> bool:
         """Read 8 bytes from every rank of a connected producer engine, so that the first request need not
@@ -123,20 +129,25 @@ class TransferRank:
         self._take_notifications()
         return self._wirings.step(engine, self._links[engine].fences, timeout_s)
 
-    def disconnect(self, engine: str) -> None:
-        """A producer engine is gone: its transfers fail (see the next `poll`), its ranks are forgotten."""
-        link = self._links.pop(engine, None)
-        self._wirings.forget(engine)
+    def disconnect(self, name: str) -> None:
+        """A link ends: its transfers fail (see the next `poll`). With its last link a producer engine is
+        gone, and its ranks are forgotten."""
+        link = self._links.get(name)
+        self._wirings.forget(name)
         if link is None:
             return
-        self._queue.fail(f"producer engine {engine} is gone", link=link)
+        self._fail([link])
         self._waiting = {r: w for r, w in self._waiting.items() if w.link is not link}
+        self._links.remove(name)
+        if not self._links.of(link.engine, link.epoch):
+            self._reserving.arrivals.on_engine_gone(link.engine, link.epoch)
+
+    def _fail(self, links: Sequence[ProducerLink]) -> None:
+        for link in links:
+            self._queue.fail(f"producer engine {link.engine} is gone", link=link)
         for consumption in self._active.values():
-            if consumption.link is link:
-                consumption.fail(f"producer engine {engine} is gone")
-        self._reserving.arrivals.on_engine_gone(engine, link.epoch)
-        for rank in sorted({*link.plan.producer_ranks, *link.num_releases}):
-            self._agent.remove_peer(link.producers[rank].agent_name)
+            if consumption.link in links:
+                consumption.fail(f"producer engine {consumption.link.engine} is gone")
 
     def landing(self, engine: str) -> CacheDescription:
         """Where this rank is pushed to by a connected producer engine: a wire cache where formats differ,
@@ -150,8 +161,8 @@ class TransferRank:
 
     def close(self) -> None:
         """Forget everything."""
-        for engine in tuple(self._links):
-            self.disconnect(engine)
+        for name in self._links:
+            self.disconnect(name)
         self._agent.close()
 
     # Consumer
@@ -373,12 +384,7 @@ class TransferRank:
 
     def end_reads(self, engine: str, epoch: int) -> None:
         """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""
-        link = self._links.get(engine)
-        if link is not None and link.epoch == epoch:
-            self._queue.fail(f"producer engine {engine} is gone", link=link)
-        for consumption in self._active.values():
-            if (consumption.link.engine, consumption.link.epoch) == (engine, epoch):
-                consumption.fail(f"producer engine {engine} is gone")
+        self._fail(self._links.of(engine, epoch))
         self._reserving.arrivals.on_engine_gone(engine, epoch)
 
     def release_now(self, request_id: str) -> None:
@@ -401,9 +407,7 @@ class TransferRank:
         table = self._caches.generations.cpu().numpy()
         return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
 
-    def digests(
-        self, num_tokens: int, block_tables: Sequence[Sequence[int]], first_row: int = 0
-    ) -> Digests:
+    def digests(self, num_tokens: int, block_tables: Sequence[Sequence[int]], first_row: int = 0) -> Digests:
         """[words] of a request's rows from `first_row` on, which begins a row group, on this rank; zero where
         it holds nothing. As long on every rank: a ticket carries them stacked by rank."""
         rows_per_group = self.description.rows_per_group
@@ -447,11 +451,9 @@ class TransferRank:
 
     def fetch_rows(self, layer: int, group: int, block_table: Sequence[int], num_tokens: int) -> Rows:
         """Live rows of one of a layer's caches as raw bytes through its bound views: (field, unit) ->
-        [rows, bytes].
-
-        `block_table` is the group's.
-        """
-        return fetch_rows(self._view(layer, group), block_table, num_tokens)
+        [rows, bytes]. `block_table` is the group's."""
+        view = next(v for v in self._views if (v.layer, v.group.index) == (layer, group))
+        return fetch_rows(view, block_table, num_tokens)
 
     def locate(self, layer: int, field: str, unit: int, rows: Sequence[bytes]) -> list[Place]:
         """Where rows of a layer's field and unit lie in this rank's cache, whoever they are of."""
@@ -462,28 +464,20 @@ class TransferRank:
 
     def _take_notifications(self) -> None:
         for peer, message in self._agent.notifications():
-            release = ReleaseMessage.decode(message)
-            renewal = RenewMessage.decode(message) if release is None else None
-            if renewal is not None:
-                self._leases.on_renew(renewal, self._clock())
-                continue
-            pushed = decode_push(message) if release is None else None
-            if isinstance(pushed, StopMessage):
-                self._stops.append(pushed)
-                continue
-            if pushed is not None:
-                self._reserving.arrivals.take(pushed)
-                continue
-            if release is None:
-                # Anybody who knows the agent can send one: it must not end the engine.
-                logging.getLogger(__name__).warning(
-                    "notification of no meaning from %s: %r", peer, message[:80]
-                )
-                continue
-            self._leases.on_release(release)
-
-    def _view(self, layer: int, group: int) -> LayerView:
-        return next(v for v in self._views if (v.layer, v.group.index) == (layer, group))
+            found = ReleaseMessage.decode(message) or RenewMessage.decode(message) or decode_push(message)
+            match found:
+                case ReleaseMessage():
+                    self._leases.on_release(found)
+                case RenewMessage():
+                    self._leases.on_renew(found, self._clock())
+                case StopMessage():
+                    self._stops.append(found)
+                case None:
+                    # Anybody who knows the agent can send one: it must not end the engine.
+                    what = "notification of no meaning from %s: %r", peer, message[:80]
+                    logging.getLogger(__name__).warning(*what)
+                case _:
+                    self._reserving.arrivals.take(found)
 
     def _step_over(self, now_ns: int) -> None:
         """Drain what failed; give up mismatches nobody has released by their deadline."""

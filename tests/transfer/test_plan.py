@@ -17,11 +17,13 @@ from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
-from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba1Spec, SlidingWindowSpec
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba1Spec, MlaSpec, SlidingWindowSpec
 from rayk.transfer.plan import (
     BlockReads,
     TransferPlan,
     consecutive_tables,
+    num_turns,
+    plan_pushes,
     plan_transfer,
     release_senders,
 )
@@ -276,6 +278,67 @@ def test_readers_are_spread_over_replicas():
         make_ranks({0: spec}, "BHLNC", 4, 2, None),
     )
     assert [plan_transfer(producers, c).producer_ranks for c in consumers] == [(0,), (1,), (2,), (3,)]
+
+
+MLA = MlaSpec(2, 3, 2, "int8", 4)
+"""Latents that every rank keeps whole."""
+TURNS = [
+    ({0: MLA}, 2, 1, 2),
+    ({0: MLA}, 4, 1, 4),
+    ({0: MLA}, 4, 2, 4),
+    ({0: MLA}, 2, 4, 2),
+    ({0: FullAttentionSpec(2, 2, 1, 1, "int8", 8)}, 8, 1, 4),
+    ({0: FullAttentionSpec(2, 2, 1, 1, "int8", 8)}, 4, 4, 2),
+    ({0: FullAttentionSpec(2, 4, 1, 1, "int8", 8)}, 4, 2, 1),
+]
+"""Specs, TP of both sides, replicas of every unit."""
+
+
+@pytest.mark.parametrize(("specs", "p", "d", "replicas"), TURNS)
+def test_replicas_take_turns(specs: dict[int, KVCacheSpec], p: int, d: int, replicas: int):
+    """Over the turns each consumer rank reads every replica of every unit it holds once; after them they
+    come again. Each turn is a whole plan: its pushes are its reads, and every producer rank is told."""
+    producers, consumers = make_ranks(specs, "BHLNC", p, 3, None), make_ranks(specs, "LBHNC", d, 3, None)
+    assert num_turns(producers) == replicas
+    for consumer in consumers:
+        sources = [plan_transfer(producers, consumer, turn).sources for turn in range(2 * replicas)]
+        for field in consumer.groups[0].fields:
+            for unit in field.units:
+                holders = [r.tp_rank for r in producers if unit in r.groups[0].field(field.field.name).units]
+                elected = [s[0, field.field.name, unit] for s in sources]
+                assert sorted(elected[:replicas]) == holders
+                assert elected[replicas:] == elected[:replicas]
+    for turn in range(replicas):
+        plans = [plan_transfer(producers, c, turn) for c in consumers]
+        for producer in producers:
+            pushes = plan_pushes(producer, producers, consumers, turn)
+            assert {
+                rank: [r.units for r in plan.reads if r.producer_rank == producer.tp_rank]
+                for rank, plan in enumerate(plans)
+                if producer.tp_rank in plan.producer_ranks
+            } == {rank: [r.units for r in plan.reads] for rank, plan in pushes.items()}
+        for rank, senders in enumerate(release_senders(producers, consumers, turn)):
+            readers = tuple(
+                c.tp_rank for c, plan in zip(consumers, plans, strict=True) if rank in plan.producer_ranks
+            )
+            assert senders == readers or (not readers and len(senders) == 1)
+
+
+def test_every_turn_reads_the_same_bytes():
+    """Two heads on eight ranks, four replicas of each, whose buffers are filled by definition."""
+    spec = FullAttentionSpec(2, 2, 2, 1, "int8", 8)
+    producers = make_ranks({0: spec, 1: spec}, "LBHNC", 8, 4, None)
+    (consumer,) = make_ranks({0: spec, 1: spec}, "BHLNC", 1, 5, None)
+    group = producers[0].groups[0].group
+    values = coordinates(2, 2, 4, 3)
+    buffers = [brute(p, group, None).buffer(values, [3, 1], range(4)) for p in producers]
+    expected = brute(consumer, group, None).buffer(values, [2, 4], range(4))
+    read = []
+    for turn in range(num_turns(producers)):
+        plan = plan_transfer(producers, consumer, turn)
+        np.testing.assert_array_equal(apply(plan, plan.lower(4, [[3, 1]], [[2, 4]]), buffers), expected)
+        read += plan.producer_ranks
+    assert sorted(read) == list(range(8))
 
 
 def test_descriptor_indices_of_the_fixture():
