@@ -86,6 +86,11 @@ class CanonicalKVCaches:
     tensors: tuple[torch.Tensor, ...]
     references: tuple[tuple[BlockReference, ...], ...]
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the buffer is page-locked host memory, which a GPU copies from and to on its own."""
+        return bool(self.buffer.is_pinned())
+
     @cached_property
     def generations(self) -> torch.Tensor:
         """int64 [num_blocks]: counts how often each block was handed out; inside the buffer."""
@@ -143,13 +148,15 @@ class CanonicalKVCaches:
             layer.unbind_kv_cache()
 
 
-def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0) -> CanonicalKVCaches:
+def allocate(
+    geometry: RankGeometry, device: torch.device, fill: int | None = 0, *, pinned: bool = False
+) -> CanonicalKVCaches:
     """Allocate one rank's buffer, int8 [geometry.buffer_bytes], and its views.
 
     `fill` is the byte written everywhere (tests poison with it); None leaves the memory as it comes.
-    Generations start at zero.
+    Generations start at zero. `pinned`: page-locked where CUDA is there and lets it; see `is_pinned`.
     """
-    buffer = empty_bytes(geometry.buffer_bytes, device)
+    buffer = empty_bytes(geometry.buffer_bytes, device, pinned=pinned)
     if fill is not None:
         buffer.fill_(fill)
     buffer[geometry.pages_bytes :] = 0
@@ -157,15 +164,41 @@ def allocate(geometry: RankGeometry, device: torch.device, fill: int | None = 0)
     return CanonicalKVCaches(buffer, geometry, tensors, references)
 
 
-def empty_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
+def empty_bytes(num_bytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
     """int8 [num_bytes], of huge pages where the host has them: who reads all of it, as digests and transfers
-    do, waits for address translation otherwise."""
+    do, waits for address translation otherwise. `pinned`: page-locked, too, where that can be had."""
+    assert device.type == "cpu" or not pinned, "only host memory is page-locked"
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.int8, device=device)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pin = pinned and torch.cuda.is_available()
+        return torch.empty(num_bytes, dtype=torch.int8, device=device, pin_memory=pin)
+    memory = _HostMemory(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.int8)
+    buffer = torch.frombuffer(memory, dtype=torch.int8)
+    if pinned and torch.cuda.is_available():
+        memory.lock_pages(buffer.data_ptr())
+    return buffer
+
+
+class _HostMemory(mmap.mmap):
+    """Memory that CUDA may lock in place. What torch pins itself it rounds up to a power of two, and takes
+    of small pages."""
+
+    locked_at: int | None = None
+
+    def lock_pages(self, address: int) -> None:
+        """Lock all of it, if CUDA can."""
+        cuda: Any = torch.cuda
+        failed = cuda.cudart().cudaHostRegister(address, len(self), 0)
+        if not int(failed):
+            self.locked_at = address
+
+    def __del__(self) -> None:
+        # Before it is unmapped. When Python ends, CUDA may be gone already, and the lock with it.
+        if self.locked_at is not None:
+            cuda: Any = torch.cuda
+            with contextlib.suppress(Exception):
+                cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 def _tensors(

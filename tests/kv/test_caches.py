@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import re
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.kv.brute import (
     mamba2,
     sliding,
 )
+from tests.markers import gpu
 
 CPU = torch.device("cpu")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -298,6 +300,70 @@ def test_a_cache_on_the_host_asks_for_huge_pages():
             assert "hg" in line.split()
             return
     pytest.fail("the buffer is in no mapping")
+
+
+def test_memory_that_cannot_be_page_locked_says_so(monkeypatch: pytest.MonkeyPatch):
+    """Without CUDA, and where CUDA refuses: the buffer is there all the same."""
+    rank = BOUND.rank("BHLNC", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    caches = allocate(rank, CPU, 3, pinned=True)
+    assert not caches.is_pinned
+    assert (caches.buffer[: rank.pages_bytes] == 3).all()
+    cuda = RecordingCuda(status=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    buffer = empty_bytes(1 << 16, CPU, pinned=True)
+    del buffer
+    gc.collect()
+    assert [name for name, *_ in cuda.calls] == ["register"], "what was not locked is not unlocked"
+
+
+def test_locked_memory_is_unlocked_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch):
+    cuda = RecordingCuda(status=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    buffer = empty_bytes(3 << 20, CPU, pinned=True)
+    address, part = buffer.data_ptr(), buffer[7:]
+    del buffer
+    gc.collect()
+    assert cuda.calls == [("register", address, 3 << 20, True)]
+    del part
+    gc.collect()
+    assert cuda.calls[1:] == [("unregister", address, 0, True)]
+
+
+class RecordingCuda:
+    """What is asked of CUDA's runtime, and whether the memory is mapped then."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[str, int, int, bool]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self._note("register", address, num_bytes)
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self._note("unregister", address, 0)
+        return 0
+
+    def _note(self, name: str, address: int, num_bytes: int) -> None:
+        stretches = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/maps").read_text(), re.M)
+        mapped = any(int(first, 16) <= address < int(stop, 16) for first, stop in stretches)
+        self.calls.append((name, address, num_bytes, mapped))
+
+
+@gpu
+def test_a_cache_on_the_host_is_page_locked_for_a_gpu():
+    """A copy to the GPU and back that the host does not wait for brings every byte."""
+    caches = allocate(BOUND.rank("BHLNC", 0), CPU, 3, pinned=True)
+    assert caches.is_pinned
+    there = caches.buffer.to("cuda", non_blocking=True)
+    back = empty_bytes(there.numel(), CPU, pinned=True)
+    assert back.is_pinned()
+    back.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back, caches.buffer)
 
 
 def test_every_dtype_of_a_spec_has_a_torch_dtype():
