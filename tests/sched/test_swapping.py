@@ -7,13 +7,14 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import RequestState, Scheduler
-from tests.sched.test_batching import SchedulerWalk
+from tests.sched.test_batching import SchedulerWalk, request, small_scheduler
 from tests.sched.world import BLOCK, STATE_BLOCKS, WINDOWS, World
 
 Row = tuple[int, int]
@@ -301,3 +302,67 @@ def test_long_walks_swap_in_every_way() -> None:
         f"{what} {stage}" for what in ("failed", "forgot") for stage in ("leaving", "kept", "returning")
     ]
     assert {name: seen[name] for name in wanted if seen[name] < 5} == {}, seen
+
+
+@pytest.mark.parametrize("num_turns", [1, 3, 10])
+def test_many_requests_share_a_small_pool_without_computing_anything_twice(num_turns: int) -> None:
+    """Copies that take some turns: each request leaves and returns seldom, and all end."""
+    scheduler = small_scheduler(40, max_batch_tokens=64, max_seqs=16)
+    manager = scheduler.allocator
+    assert isinstance(manager, KVCacheManager)
+    scheduler.swapper = late = LateHost(scheduler, manager, num_turns)
+    draw = random.Random(num_turns)
+    states = [
+        scheduler.add(request(str(n), draw.randint(8, 40), max_tokens=draw.randint(4, 32))) for n in range(64)
+    ]
+    num_computed = 0
+    for _ in range(3000):
+        late.turn()
+        if (batch := scheduler.schedule()) is not None:
+            num_computed += batch.num_tokens
+            scheduler.update(batch, {r.request_id: 5 for r in batch.requests})
+        scheduler.check_integrity()
+    assert num_computed == sum(len(s.tokens) - 1 for s in states), "each token once"
+    assert all(s.output_token_ids == [5] * s.request.sampling.max_tokens for s in states)
+    assert 15 < scheduler.num_swaps < 128, "twice each at most"
+    assert scheduler.num_preemptions == 0
+    assert manager.pool.num_free_blocks == 40
+
+
+class LateHost:
+    """Takes everything; each copy, either way, takes so many turns."""
+
+    def __init__(self, scheduler: Scheduler, manager: KVCacheManager, num_turns: int) -> None:
+        self.scheduler, self.manager, self.num_turns = scheduler, manager, num_turns
+        self.out: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        """Request -> tokens"""
+        self.back: dict[str, int] = {}
+
+    def swap_out(self, state: RequestState) -> bool:
+        self.manager.lease(state.request_id, f"swap {state.request_id}")
+        self.out[state.request_id] = self.num_turns
+        self.kept[state.request_id] = state.num_computed
+        return True
+
+    def forget(self, request_id: str) -> None:
+        raise AssertionError(f"{request_id} was not aborted")
+
+    def turn(self) -> None:
+        """Some of every copy is done; who may takes blocks and begins to return."""
+        for copies in (self.out, self.back):
+            for request_id in copies:
+                copies[request_id] -= 1
+        for request_id in [r for r, left in self.out.items() if left == 0]:
+            del self.out[request_id]
+            self.manager.release(f"swap {request_id}")
+            self.scheduler.blocks_left(request_id)
+        for request_id in [r for r, left in self.back.items() if left == 0]:
+            del self.back[request_id]
+            assert self.scheduler.come_back(request_id, self.kept.pop(request_id))
+        for request_id in self.kept.keys() - self.back.keys():
+            if self.scheduler.may_return(request_id):
+                if self.manager.reserve_live(request_id, self.kept[request_id]) is not None:
+                    self.back[request_id] = self.num_turns
+                else:
+                    self.scheduler.make_room(request_id)
