@@ -296,7 +296,7 @@ class KVCacheManager:
             first = next((i for i, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))
             pairs = zip(found.missing, found.since, strict=True)
             filled = {index: rows for (group, index, _), rows in pairs if group == g.index}
-            since = self.prefixes.since(g.index, blocks)
+            since = self.prefixes.since(g.index, blocks, filled)
             self._tables[name].append(BlockTable(blocks, first, first, since, filled))
         return self.block_tables(name)
 

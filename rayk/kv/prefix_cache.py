@@ -16,7 +16,7 @@ import hashlib
 import math
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
@@ -153,9 +153,9 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def since(self, group: int, blocks: Sequence[int]) -> Since:
-        """From where on rows are there in a table of these blocks, of which the first may be null. Those that
-        nobody named hold all."""
+    def since(self, group: int, blocks: Sequence[int], filled: Mapping[int, Since] | None = None) -> Since:
+        """From where on rows are there in a table of these blocks, of which the first may be null. `filled`:
+        by position, what those hold that nobody named yet; empty: all."""
         size, whole = self._groups[group].spec.block_size, (0,) * len(self._groups[group].lanes)
         found = []
         for lane in range(len(whole)):
@@ -163,7 +163,8 @@ class PrefixCache:
             start = index * size
             while index > 0 and start == index * size and blocks[index - 1] != NULL_BLOCK:
                 index -= 1
-                start = self._since.get(blocks[index], whole)[lane] or index * size
+                known = (filled or {}).get(index, self._since.get(blocks[index])) or whole
+                start = known[lane] or index * size
             found.append(start)
         return tuple(found)
 
