@@ -47,7 +47,7 @@ TRANSFER = (
         "rayk/transfer/plan.py",
         "for rank in plan_transfer(producers, consumer, turn).producer_ranks:",
         "for rank in plan_transfer(producers, consumer).producer_ranks:",
-        f"{LINKS}::test_over_the_turns_every_replica_is_read_as_often",
+        f"{PLAN}::test_replicas_take_turns",
     ),
     Mutation(
         "a peer is forgotten with the first of its links",
