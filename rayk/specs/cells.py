@@ -31,7 +31,10 @@ from rayk.types.request import SamplingParams
 TABLED = (*KINDS, "kill_node")
 """Kinds of faults with points of a request's life."""
 
-UNHEEDED = {"push": ("transfer.staging", "transfer.staging_mib"), "pull": ("transfer.push_layers",)}
+UNHEEDED = {
+    "push": ("transfer.staging", "transfer.staging_mib", "transfer.path"),
+    "pull": ("transfer.push_layers",),
+}
 """Transfer mode -> what only the other mode heeds."""
 
 Models = DecoderConfig | Mapping[str, DecoderConfig]
@@ -223,6 +226,8 @@ def _is_unheeded(name: str, spec: ExperimentSpec) -> bool:
     section, _, leaf = name.partition(".")
     if section == "arrival":
         return not spec.arrival.heeds(leaf)
+    if section == "offload":
+        return leaf != "host_gib" and not spec.offload.host_gib
     if name == "prompts.num_sessions":
         return spec.policy != "session_affinity"
     if section == "policy_settings":

@@ -46,6 +46,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         _check_greedy(cell, loaded)
     _check_prompt_logprobs(cell, loaded)
     _check_staging(cell, loaded)
+    _check_path(cell, loaded)
     if why_no_groups(cell.engines, config) is not None:
         return  # unsupported: there is no cache that the rest could be held against
     check_kernel_blocks(cell, config, loaded)
@@ -99,6 +100,26 @@ def _check_staging(cell: Cell, loaded: LoadedSpec) -> None:
             "reads are staged",
             where=loaded.where("transfer.staging"),
             mend="transfer: {mode: pull}, or staging: auto",
+        )
+
+
+def _check_path(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse a way through a host tier that is not there, or that pushes do not take."""
+    transfer = cell.spec.transfer
+    if cell.decode is None or transfer.path == "direct":
+        return
+    if not cell.spec.offload.host_gib:
+        raise SpecError(
+            problem="transfer.path: host without a host tier",
+            where=loaded.where("transfer.path"),
+            mend="offload: {host_gib: 1}, or transfer: {path: direct}",
+        )
+    varied = {key for matrix in loaded.spec.matrix for key in matrix}
+    if transfer.mode == "push" and not varied & {"transfer.mode", "transfer.path"}:
+        raise SpecError(
+            problem="transfer.path: host with transfer.mode: push: a host tier reads what it keeps",
+            where=loaded.where("transfer.path"),
+            mend="transfer: {mode: pull}, or path: direct",
         )
 
 

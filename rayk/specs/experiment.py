@@ -7,6 +7,7 @@ axis of the matrix, but for the few in `NOT_AXES`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,6 +17,7 @@ from pydantic_core import PydanticKnownError
 from rayk.kv.layout import LAYOUTS
 from rayk.sched.arrivals import PROCESSES
 from rayk.sched.policies import POLICIES, PolicySettings
+from rayk.types.offload import OffloadSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
 
@@ -196,9 +198,48 @@ class TransferSpec(StrictModel):
     """Of each decode rank's staging buffer; reads that do not fit go through it in chunks."""
     push_layers: PositiveInt | Literal["auto"] = "auto"
     """Layers that one write of a push brings; auto: as the cost model says."""
+    path: Literal["direct", "host"] = "direct"
+    """direct: decode engines read from prefill engines. host: from the host tier, which has read from these:
+    where no network joins the two, or the prefill engine's blocks are to be free soon."""
     lease_s: Seconds | None = None
     """A lease that nobody renews ends after so long; consumers renew it three times meanwhile. None: it lasts
     as long as a request may."""
+
+
+class OffloadSpec(StrictModel):
+    """A host tier of KV pages that a node's engines share, and a disk tier behind it; see types.offload."""
+
+    host_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Of each node's host tier; 0: there is none."""
+    layout: Annotated[str, _one_of(*LAYOUTS)] = "BHLNC"
+    """How its pages lie: BHLNC as canonical pages, across layers; layouts with L outermost as a page per
+    layer."""
+    block_size: PositiveInt = 16
+    """Tokens of its blocks, before they grow as an engine's do."""
+    state_block_size: PositiveInt | None = None
+    """Tokens per kept state of recurrent layers; None: as many as its blocks of attention have."""
+    store: bool = True
+    store_tokens: PositiveInt = 512
+    """A request is stored whenever so many more of its tokens have KV, when its prompt has, and when it
+    ends."""
+    load: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts are loaded from it; auto: where that costs less than computing them."""
+    swap: Literal["auto", "always", "never"] = "auto"
+    """Whether preempted requests are swapped out to it; auto: where that costs less than to compute again."""
+    disk_folder: str | None = None
+    """Of the disk tier; None: there is none."""
+    disk_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    keep: Literal["cell", "run"] = "cell"
+    """Whether the pages of one cell are forgotten before the next begins. Those on disk stay."""
+
+    def settings(self) -> OffloadSettings | None:
+        """For tiers and engines; None where there is no host tier."""
+        if not self.host_gib:
+            return None
+        own = self.model_dump(exclude={"host_gib", "disk_gib", "keep"})
+        sizes = {"host_bytes": int(self.host_gib * 2**30), "disk_bytes": int(self.disk_gib * 2**30)}
+        folder = None if self.disk_folder is None else str(Path(self.disk_folder).resolve())
+        return OffloadSettings(**(own | sizes | {"disk_folder": folder}))
 
 
 class ArrivalSpec(StrictModel):
@@ -285,6 +326,7 @@ class ExperimentSpec(StrictModel):
     kv_scales: KVScales = "tensor"
     """Scales of fp8 caches: one per layer and side of the cache (tensor), or one per token and head."""
     transfer: TransferSpec = TransferSpec()
+    offload: OffloadSpec = OffloadSpec()
     engine: EngineSettings = EngineSettings()
     policy: Policy = "round_robin"
     policy_settings: PolicySpec = PolicySpec()

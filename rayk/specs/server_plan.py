@@ -30,6 +30,7 @@ SETTABLE = (
     "prefill",
     "decode",
     "transfer",
+    "offload",
     "policy_settings",
     "kv_dtype",
     "kv_scales",

@@ -10,7 +10,7 @@ from rayk.models.config import DecoderConfig
 from rayk.sched.asking import new_secret
 from rayk.sched.policies import PolicySettings
 from rayk.specs.cells import Cell
-from rayk.specs.experiment import TransferSpec
+from rayk.specs.experiment import OffloadSpec, TransferSpec
 from rayk.transfer.recovery import Policy as FailurePolicy
 from rayk.types.config import EngineConfig
 from rayk.types.serving import ModelCard
@@ -45,6 +45,7 @@ class ServerSettings:
     itself where a transfer fails; migrate places them again, behind what was delivered. A lost engine's
     requests are placed again by both."""
     transfer: TransferSpec = TransferSpec()
+    offload: OffloadSpec = OffloadSpec()
     placement: str = "auto"
     gpus_per_worker: float | Literal["auto"] = 1.0
     num_spares: int = 0
@@ -122,6 +123,7 @@ def settings_of(
         "policy_settings": cell.policy_settings,
         "failure_policy": cell.failure_policy,
         "transfer": cell.spec.transfer,
+        "offload": cell.spec.offload,
         "placement": cell.spec.placement,
         "gpus_per_worker": cell.gpus_per_worker,
     }
