@@ -30,7 +30,7 @@ _START = struct.Struct("<8sI")
 _FIELDS = struct.Struct("<8sIIQ32s32s32s")
 """Magic, version, group, page bytes, identity, key, digest of the page. The header's own digest follows."""
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
-_FILE_NAME = re.compile(rf"g(\d{{1,4}})-([0-9a-f]{{{2 * KEY_BYTES}}})\.page")
+_FILE_NAME = re.compile(rf"g(\d{{1,4}})-([0-9a-f]{{{2 * KEY_BYTES}}})((?:-\d{{1,12}})*)\.page")
 
 MISSING, UNREADABLE = "missing", "unreadable"
 TRUNCATED, OVERLONG, FLIPPED, FOREIGN = "truncated", "overlong", "flipped", "foreign"
@@ -45,17 +45,30 @@ class PageName:
     group: int
     key: bytes
     """Digest of the prefix, `KEY_BYTES` long."""
+    since: tuple[int, ...] = ()
+    """Token positions from which on rows are there, by lane of the group; empty: all rows are."""
 
     @property
     def file_name(self) -> str:
         """In the folder of the pages' identity."""
-        return f"g{self.group}-{self.key.hex()}.page"
+        some = "".join(f"-{row}" for row in self.since)
+        return f"g{self.group}-{self.key.hex()}{some}.page"
+
+    @property
+    def header_key(self) -> bytes:
+        """What stands for key and rows in the header."""
+        if not self.since:
+            return self.key
+        rows = np.array(self.since, dtype="<i8").tobytes()
+        return blake2b(self.key + rows, digest_size=KEY_BYTES).digest()
 
 
 def parse_file_name(file_name: str) -> PageName | None:
     """The page that a file of that name should hold; None for a name that no page file has."""
     match = _FILE_NAME.fullmatch(file_name)
-    return None if match is None else PageName(int(match[1]), bytes.fromhex(match[2]))
+    if match is None:
+        return None
+    return PageName(int(match[1]), bytes.fromhex(match[2]), tuple(map(int, match[3].split("-")[1:])))
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,7 @@ def make_header(identity: PageIdentity, name: PageName, page: Bytes) -> Bytes:
     """What stands before a page in its file, as bytes that are nobody else's."""
     page_digest = blake2b(page, digest_size=_DIGEST_BYTES).digest()
     fields = _FIELDS.pack(
-        _MAGIC, FORMAT_VERSION, name.group, page.nbytes, identity.digest, name.key, page_digest
+        _MAGIC, FORMAT_VERSION, name.group, page.nbytes, identity.digest, name.header_key, page_digest
     )
     own = blake2b(fields, digest_size=_DIGEST_BYTES).digest()
     return np.frombuffer(bytearray(fields + own), np.uint8)
@@ -123,5 +136,5 @@ def _check_header(identity: PageIdentity, name: PageName, header: bytes) -> str:
     if magic != _MAGIC or blake2b(fields, digest_size=_DIGEST_BYTES).digest() != own:
         return FLIPPED
     _, _, group, num_bytes, digest, key, _ = _FIELDS.unpack(fields)
-    asked = (name.group, identity.page_bytes[name.group], identity.digest, name.key)
+    asked = (name.group, identity.page_bytes[name.group], identity.digest, name.header_key)
     return "" if (group, num_bytes, digest, key) == asked else FOREIGN

@@ -1,0 +1,454 @@
+"""The host tier: canonical pages in host memory, found by the tokens in them, shared by engines of any kind.
+
+It is an engine without a model. Its cache is that of an imaginary rank that holds everything (TP 1, blocks
+outermost, heads next): a block is the canonical page of its layers. It reads from engines' ranks to store,
+and engines' ranks read from it to load, by the plans, leases, generations and digests of any other transfer;
+so whatever TP size, layout or block size stored a page, any other loads it, and nothing is kept that was not
+proven. Its index is a prefix cache; its least recently used blocks go first.
+
+All on one thread: calls return at once, answers come out of `turn`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from rayk.kv.caches import allocate
+from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.layout import KVCacheLayout
+from rayk.kv.manager import FoundPrefix, KVCacheManager
+from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.pages import DiskPages
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.connectors import layer_views
+from rayk.transfer.consumer import TransferOutcome
+from rayk.transfer.handshake import CacheDescription, describe_cache, row_group_blocks
+from rayk.transfer.plan import num_turns
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.seal import is_whole, sealed
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import KVMismatch, RaykError, UserError
+from rayk.types.offload import OffloadSettings
+
+LOG = logging.getLogger(__name__)
+OnStored = Callable[[StoreAnswer], None]
+OnLoaded = Callable[[LoadAnswer], None]
+MAX_REREADS = 64
+"""Pages of one load that may turn out damaged on disk before it is a miss: each is forgotten, and the search
+begins again."""
+
+
+@dataclass(slots=True)
+class _Storing:
+    """Rows on their way in."""
+
+    ask: StoreAsk
+    held_tokens: int
+    began_ns: int
+    done: OnStored
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A ticket that is being made."""
+
+    ask: LoadAsk
+    began_ns: int
+    done: OnLoaded
+    num_rereads: int = 0
+    num_disk_tokens: int = 0
+    disk_bytes: int = 0
+    lost: list[str] = field(default_factory=list)
+
+
+def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> RankGeometry:
+    """Where everything lies in a tier of `host_bytes`. Raises UserError where not even two blocks fit."""
+    layout = KVCacheLayout(settings.layout)
+    block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    num_blocks = settings.host_bytes // block_bytes
+    if num_blocks < 2:
+        raise UserError(
+            f"a host tier of {settings.host_bytes:,} bytes has no room for two blocks of {block_bytes:,}",
+            where="offload.host_gib",
+            mend=f"at least {2 * block_bytes / 2**30:.6f}",
+        )
+    return plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=num_blocks)
+
+
+class HostTier:
+    """See the module. `turn` it often while `is_busy`, and now and then otherwise."""
+
+    def __init__(
+        self,
+        agent: TransferAgent,
+        groups: Sequence[KVCacheGroup],
+        like: CacheDescription,
+        settings: OffloadSettings,
+        *,
+        epoch: int = 0,
+        pages: DiskPages | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`groups`: of the tier's own block sizes. `like`: any rank of an engine whose KV is to be kept: what
+        its model and scales are. `pages`: the disk tier behind it. Raises UserError."""
+        self.settings = settings
+        self._clock = clock
+        geometry = tier_geometry(groups, settings)
+        pinned = like.device.startswith("cuda")
+        self.caches = allocate(geometry, torch.device("cpu"), fill=None, pinned=pinned)
+        self.pages = pages
+        secret = pages.secret if pages is not None else secrets.token_bytes(32)
+        self.manager = KVCacheManager(groups, geometry.num_blocks, prefix_caching=True, secret=secret)
+        self.description = describe_cache(
+            agent,
+            self.caches,
+            engine=TIER,
+            epoch=epoch,
+            fingerprint=like.fingerprint,
+            kv_scales=like.kv_scales,
+        )
+        views = list(layer_views(self.caches))
+        self.rank = TransferRank(agent, self.caches, views, self.description, clock=clock)
+        self._numbers = itertools.count()
+        self._turns: dict[str, int] = {}
+        """Engine -> links to it, of which each reads from other replicas."""
+        self._epochs: dict[str, int] = {}
+        self._storing: dict[str, _Storing] = {}
+        self._loading: dict[str, _Loading] = {}
+        """Whose pages come from disk just now."""
+        self._draining: dict[str, _Storing] = {}
+        """By lease."""
+        self._lent: set[str] = set()
+        """Leases of loads."""
+        self._kept: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """Name of a kept sequence -> the engine it is of, and its tokens."""
+        self.counts: Counter[str] = Counter()
+        """Since it began: bytes, tokens and events, by name."""
+
+    # Engines.
+
+    def attach(self, engine: Sequence[CacheDescription]) -> None:
+        """Get ready to store what an engine computes, and to be read from by it: all of its ranks, in order.
+        Raises HandshakeMismatch. `wire` it next, while both are polled."""
+        name = engine[0].engine
+        self.detach(name)
+        turns = num_turns([rank.geometry for rank in engine])
+        for turn in range(turns):
+            self.rank.connect(engine, [self.description], turn=turn, name=_link_name(name, turn))
+        self.rank.connect([self.description], engine)
+        self._turns[name], self._epochs[name] = turns, engine[0].epoch
+
+    def wire(self, engine: str, timeout_s: float) -> bool:
+        """See TransferRank.wire."""
+        return self.rank.wire(engine, timeout_s)
+
+    def detach(self, engine: str) -> None:
+        """An engine is gone: what is read from it fails, what it kept by name is dropped."""
+        for turn in range(self._turns.pop(engine, 0)):
+            self.rank.disconnect(_link_name(engine, turn))
+        self._epochs.pop(engine, None)
+        for kept in [k for k, (whose, _) in self._kept.items() if whose == engine]:
+            self.drop(kept)
+
+    # Stores.
+
+    def store(self, ask: StoreAsk, done: OnStored) -> None:
+        """See StoreAsk; `done` is called once, here or in `turn`."""
+        storing = _Storing(ask, 0, self._clock(), done)
+        ticket = ask.ticket
+        name, engine = ticket.request_id, ticket.engine
+        if not is_whole(ticket):
+            self._refuse(storing, "its ticket was changed on the way", can_release=False)
+            return
+        if self._epochs.get(engine) != ticket.epoch or name in self._storing:
+            self._refuse(storing, f"{engine} is not connected", can_release=False)
+            return
+        turn = next(self._numbers) % self._turns[engine]
+        ticket = replace(ticket, engine=_link_name(engine, turn), seal="")
+        storing.ask = ask = replace(ask, ticket=ticket)
+        tokens, num_tokens = ask.token_ids, ticket.num_tokens
+        assert len(tokens) == num_tokens, "the tokens of the ticket"
+        if ask.keep_as is None and self._has_all(name, tokens, num_tokens):
+            storing.held_tokens = num_tokens
+            self._let_go(ticket)
+            self._stored(storing)
+            return
+        held = self.manager.find_held(name, tokens, num_tokens, row_group_blocks(self.manager.groups))
+        if held.num_tokens < ticket.first_row:
+            self.manager.free(name)
+            self._refuse(storing, f"the first {ticket.first_row} tokens are not here any more")
+            return
+        updates = self.manager.reserve_live(name, num_tokens, held)
+        if updates is None:
+            self.manager.free(name)
+            self._refuse(storing, "no room: everything here is being read or kept")
+            return
+        tables = tuple(ids for _, ids in updates)
+        here = {block for blocks in held.blocks for block in blocks}
+        self.rank.bump_generations([b for table in tables for b in table if b and b not in here])
+        storing.held_tokens = held.num_tokens
+        self._storing[name] = storing
+        deadline_ns = storing.began_ns + int(ask.deadline_s * 1e9)
+        try:
+            self.rank.start(ticket, tables, deadline_ns, held.num_tokens)
+        except RaykError as error:
+            del self._storing[name]
+            self.manager.free(name)
+            self._refuse(storing, str(error), can_release=False)
+
+    def drop(self, kept_as: str) -> None:
+        """Nobody will load what was kept by this name."""
+        if self._kept.pop(kept_as, None) is not None:
+            self.manager.free(kept_as)
+
+    def _has_all(self, name: str, tokens: Sequence[int], num_tokens: int) -> bool:
+        found = self.manager.find_prefix(name, tokens, num_tokens)
+        if found.num_tokens < num_tokens:
+            return False
+        self.manager.free(name)
+        return True
+
+    def _let_go(self, ticket: TransferTicket) -> None:
+        """Release the engine's lease without reading."""
+        self.rank.hold(ticket)
+        self.rank.let_go(ticket.request_id)
+
+    def _refuse(self, storing: _Storing, why: str, *, can_release: bool = True) -> None:
+        if can_release:
+            self._let_go(storing.ask.ticket)
+        storing.failure = why
+        self._stored(storing)
+
+    def _stored(self, storing: _Storing, outcome: TransferOutcome | None = None) -> None:
+        """Tell what came of it."""
+        ticket = storing.ask.ticket
+        num_bytes = sum(row.bytes for row in outcome.rows) if outcome is not None else 0
+        took_ns = self._clock() - storing.began_ns
+        self.counts["store_failures" if storing.failure else "stores"] += 1
+        if not storing.failure:
+            self.counts["stored_bytes"] += num_bytes
+            self.counts["stored_tokens"] += ticket.num_tokens - storing.held_tokens
+        storing.done(
+            StoreAnswer(
+                name=ticket.request_id,
+                num_tokens=0 if storing.failure else ticket.num_tokens,
+                num_held_tokens=storing.held_tokens,
+                num_bytes=num_bytes,
+                took_ns=took_ns,
+                reason=storing.failure,
+                transfers=outcome.rows if outcome is not None else (),
+            )
+        )
+
+    def _on_outcome(self, outcome: TransferOutcome) -> None:
+        """All rows of a store are here and proven, or it failed."""
+        storing = self._storing.pop(outcome.request_id)
+        if outcome.error is not None:
+            storing.failure = str(outcome.error)
+            LOG.warning("a store failed: %s", outcome.error)
+            if isinstance(outcome.error, KVMismatch):
+                self.counts["mismatches"] += 1
+                self.rank.release_now(outcome.request_id)
+            if outcome.is_draining:
+                self._draining[outcome.lease_id] = storing
+            else:
+                self.manager.free(outcome.request_id)
+            self._stored(storing, outcome)
+            return
+        self._keep(storing)
+        self._stored(storing, outcome)
+
+    def _keep(self, storing: _Storing) -> None:
+        ask, name = storing.ask, storing.ask.ticket.request_id
+        self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens)
+        if self.pages is not None:
+            num_tokens = ask.ticket.num_tokens
+            self.pages.write(self.caches, self.manager, name, ask.token_ids, num_tokens, storing.held_tokens)
+        if ask.keep_as is None:
+            self.manager.free(name)
+            return
+        self.drop(ask.keep_as)
+        if name != ask.keep_as:
+            self.manager.rename(name, ask.keep_as)
+        self._kept[ask.keep_as] = ask.ticket.engine.partition("~")[0], ask.token_ids
+
+    # Loads.
+
+    def load(self, ask: LoadAsk, done: OnLoaded) -> None:
+        """See LoadAsk; `done` is called once, here or in `turn`."""
+        loading = _Loading(ask, self._clock(), done)
+        if ask.kept_as is None:
+            self._search(loading)
+            return
+        kept = self._kept.pop(ask.kept_as, None)
+        if kept is None:
+            self._miss(loading, f"nothing is kept as {ask.kept_as}")
+            return
+        self._lend(loading, ask.kept_as, len(kept[1]), 0)
+
+    def _search(self, loading: _Loading) -> None:
+        """The longest prefix in host memory and on disk together."""
+        ask, name = loading.ask, self._name_of(loading.ask)
+        elsewhere = self.pages.since if self.pages is not None and self.pages.is_readable else None
+        found = self.manager.find_prefix(name, ask.token_ids, ask.max_tokens, ask.held_tokens, elsewhere)
+        if found.num_tokens < ask.held_tokens + ask.min_tokens:
+            self.manager.free(name)
+            self._miss(loading)
+            return
+        if self.manager.adopt(name, found) is None:
+            self.manager.free(name)
+            self._miss(loading, "no room for pages from disk" if found.missing else "no room")
+        elif found.missing:
+            self._fetch(loading, name, found)
+        else:
+            self._lend(loading, name, found.num_tokens, ask.held_tokens)
+
+    def _fetch(self, loading: _Loading, name: str, found: FoundPrefix) -> None:
+        """Bring pages from disk into the blocks that were allocated for them."""
+        assert self.pages is not None
+        tables = self.manager.block_tables(name)
+        places = [(group, key, tables[group][index]) for group, index, key in found.missing]
+        self.rank.bump_generations([block for _, _, block in places])
+        self._loading[name] = loading
+
+        def fetched(bad: Sequence[str], num_bytes: int) -> None:
+            del self._loading[name]
+            loading.disk_bytes += num_bytes
+            if bad:
+                self.manager.free(name)
+                loading.lost += bad
+                loading.num_rereads += len(bad)
+                if loading.num_rereads > MAX_REREADS:
+                    self._miss(loading, f"{loading.num_rereads} pages on disk were damaged")
+                else:
+                    self._search(loading)
+                return
+            ends = ((index + 1) * self.manager.groups[g].spec.block_size for g, index, _ in found.missing)
+            loading.num_disk_tokens = max(loading.num_disk_tokens, *ends)
+            self.manager.remember(name, loading.ask.token_ids, found.num_tokens)
+            self._lend(loading, name, found.num_tokens, loading.ask.held_tokens)
+
+        self.pages.read(self.caches, places, fetched)
+
+    def _lend(self, loading: _Loading, name: str, num_tokens: int, first_row: int) -> None:
+        """Put blocks aside for an engine to read, and write the ticket."""
+        lease_id = f"{TIER}/{self.description.epoch}/{next(self._numbers)}/{loading.ask.request_id}"
+        tables = self.manager.block_tables(name)
+        self.manager.lease(name, lease_id)
+        now = self._clock()
+        self.rank.lease(lease_id, now + int(self.settings.lease_s * 1e9))
+        self._lent.add(lease_id)
+        digests = self.rank.digests(num_tokens, tables, first_row)
+        ticket = TransferTicket(
+            request_id=loading.ask.request_id,
+            lease_id=lease_id,
+            engine=TIER,
+            epoch=self.description.epoch,
+            num_tokens=num_tokens,
+            block_tables=tables,
+            generations=self.rank.generations(tables),
+            digests=digests[None],
+            digest_ns=(self._clock() - now,),
+            first_row=first_row,
+        )
+        self.counts["hits"] += 1
+        self.counts["lent_tokens"] += num_tokens - first_row
+        self.counts["disk_hits"] += bool(loading.num_disk_tokens)
+        self._answer(loading, sealed(ticket))
+
+    def _miss(self, loading: _Loading, reason: str = "") -> None:
+        self.counts["misses"] += 1
+        self._answer(loading, None, reason)
+
+    def _answer(self, loading: _Loading, ticket: TransferTicket | None, reason: str = "") -> None:
+        took_ns = self._clock() - loading.began_ns
+        self.counts["lost_pages"] += len(loading.lost)
+        loading.done(
+            LoadAnswer(
+                request_id=loading.ask.request_id,
+                ticket=ticket,
+                num_disk_tokens=loading.num_disk_tokens,
+                disk_bytes=loading.disk_bytes,
+                took_ns=took_ns,
+                reason=reason,
+                lost=tuple(loading.lost),
+            )
+        )
+
+    def _name_of(self, ask: LoadAsk) -> str:
+        return f"load/{next(self._numbers)}/{ask.request_id}"
+
+    # Time.
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way in, or being read: then news come soon."""
+        return bool(self._storing or self._loading or self._draining or self._lent)
+
+    def turn(self) -> None:
+        """Make progress; answers come out of this."""
+        now = self._clock()
+        for outcome in self.rank.poll(now):
+            self._on_outcome(outcome)
+        for lease_id in self.rank.drained():
+            storing = self._draining.pop(lease_id, None)
+            if storing is not None:
+                self.manager.free(storing.ask.ticket.request_id)
+        for lease_id in self.rank.released():
+            self._take_back(lease_id)
+        for lease_id in self.rank.expired(now):
+            self.counts["expired_loads"] += lease_id in self._lent
+            self._take_back(lease_id)
+        if self.pages is not None:
+            self.pages.turn()
+
+    def _take_back(self, lease_id: str) -> None:
+        self._lent.discard(lease_id)
+        self.manager.release(lease_id)
+
+    def clear(self) -> None:
+        """Forget every page that nobody holds, in host memory and on disk: the next search finds none."""
+        assert self.manager.prefixes is not None
+        self.manager.forget_all()
+        if self.pages is not None:
+            self.pages.clear()
+
+    def status(self) -> dict[str, object]:
+        """What it holds, and what came of what it was asked."""
+        pool, page_bytes = self.manager.pool, self.caches.geometry.block_bytes
+        num_used = pool.num_blocks - 1 - pool.num_free_blocks
+        return {
+            "num_blocks": pool.num_blocks - 1,
+            "block_bytes": page_bytes,
+            "is_pinned": self.caches.is_pinned,
+            "num_cached_blocks": pool.num_cached_blocks,
+            "num_used_blocks": num_used,
+            "num_kept": len(self._kept),
+            "num_lent": len(self._lent),
+            **{name: int(n) for name, n in sorted(self.counts.items())},
+            **({"disk": self.pages.status()} if self.pages is not None else {}),
+        }
+
+    def check_integrity(self) -> None:
+        """AssertionError where blocks leaked."""
+        self.manager.check_integrity()
+
+    def close(self) -> None:
+        """Give registrations and files back."""
+        self.rank.close()
+        if self.pages is not None:
+            self.pages.close()
+
+
+def _link_name(engine: str, turn: int) -> str:
+    return engine if turn == 0 else f"{engine}~{turn}"

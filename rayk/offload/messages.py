@@ -1,0 +1,90 @@
+"""What engines and whoever coordinates them ask of a host tier, and its answers. Picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.rows import TransferRow
+
+TIER = "host"
+"""The tier's name as an engine of tickets and handshakes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAsk:
+    """Keep the KV that an engine offers. The engine's lease is released, whatever comes of it."""
+
+    ticket: TransferTicket
+    """Its `request_id` is the store's own name; rows before its `first_row` are here already, or nothing is
+    stored."""
+    token_ids: tuple[int, ...]
+    """Those of the ticket: as many as its `num_tokens`."""
+    keep_as: str | None = None
+    """A name under which exactly these tokens stay, the last block's part included, until they are loaded or
+    dropped by it. None: whole blocks stay, to be found by their tokens, as long as there is room."""
+    deadline_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreAnswer:
+    """What came of a store."""
+
+    name: str
+    num_tokens: int = 0
+    """That the tier holds now; 0 where it refused or failed."""
+    num_held_tokens: int = 0
+    """Of these, first ones that it held before."""
+    num_bytes: int = 0
+    """Moved for it."""
+    took_ns: int = 0
+    reason: str = ""
+    """Why nothing was stored; empty where it was."""
+    transfers: tuple[TransferRow, ...] = ()
+    """Request and cell are left to whoever knows them."""
+
+    @property
+    def ok(self) -> bool:
+        """Stored, or there before."""
+        return not self.reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadAsk:
+    """Offer what is held of a sequence."""
+
+    request_id: str
+    """Of the ticket that is answered."""
+    token_ids: tuple[int, ...] = ()
+    max_tokens: int = 0
+    """No more of them."""
+    held_tokens: int = 0
+    """The engine has the live rows of so many first ones: a whole number of row groups. They are not
+    offered."""
+    min_tokens: int = 1
+    """Nothing is offered that has fewer rows than this behind those."""
+    kept_as: str | None = None
+    """What a store kept by name: all of it, in place of what is found by tokens. It is gone from there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadAnswer:
+    """What the tier offers; its blocks stay until the ticket's lease is released, or ends."""
+
+    request_id: str
+    ticket: TransferTicket | None = None
+    """None: nothing."""
+    num_disk_tokens: int = 0
+    """Tokens up to the end of the last block that came from disk; 0: none did."""
+    disk_bytes: int = 0
+    """Read from disk for it."""
+    took_ns: int = 0
+    reason: str = ""
+    """Why nothing is offered, where it is no mere miss."""
+    lost: tuple[str, ...] = field(default=())
+    """Pages on disk that turned out damaged or gone on the way, in words."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Whose KV can be had; 0: nothing."""
+        return 0 if self.ticket is None else self.ticket.num_tokens
