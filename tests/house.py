@@ -36,7 +36,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "reports": "types metrics",
         # What must come of a fault is said once, by the table that the simulator is held to.
         "specs": "types kv models sched transfer",
-        "actors": "types parallel kv models transfer engine sched metrics specs",
+        "actors": "types parallel kv models transfer engine sched metrics specs offload",
         "offload": "types parallel kv transfer kernels",
         "conformance": "types kv transfer",
         "oracle": "types",

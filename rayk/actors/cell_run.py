@@ -52,6 +52,12 @@ class CellOutcome:
     """Engine name -> backend, comm, layout, block sizes..."""
     ledgers: dict[str, Ledger] = field(default_factory=dict)
     """Engine name -> what came of its blocks; of those that lived to tell."""
+    offload: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Engine name -> what it stored, loaded and swapped; of those that lived to tell."""
+    tiers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Host tier -> what it says of itself."""
+    tier_losses: list[str] = field(default_factory=list)
+    """What host tiers died of."""
     num_kv_bytes_checked: int = 0
     wall_ns: int = 0
 
@@ -89,6 +95,7 @@ class CellRun:
             request_s=cell.deadlines.request_s,
             transfer_s=cell.deadlines.transfer_s,
             recomputes=cell.failure_policy == "recompute",
+            via_host=cell.spec.transfer.path == "host",
         )
 
     async def run(self, prompts: Sequence[Sequence[int]]) -> None:

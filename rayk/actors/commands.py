@@ -138,8 +138,20 @@ class EndReads:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeStore:
+    """Open a lease on these blocks and digest their rows from `first_row` on, beside the steps that follow: a
+    host tier is to read them. Each rank says when it has (RankNews.stored)."""
+
+    name: str
+    lease_id: str
+    num_tokens: int
+    block_tables: BlockTables
+    first_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TicketPart:
-    """One rank's answer to MakeTicket."""
+    """One rank's answer to MakeTicket, or to MakeStore."""
 
     digests: Digests
     generations: tuple[tuple[int, ...], ...]

@@ -24,6 +24,7 @@ from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.request_meter import beating, begin_outcomes
 from rayk.actors.struck import faults_of
+from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
 from rayk.metrics import BufferedSink
 from rayk.specs import Cell
@@ -52,6 +53,8 @@ class Coordinator:
         """Of the engines in use, by name."""
         self._losses: Losses | None = None
         """Of the cell that runs."""
+        self._tiers: HostTiers | None = None
+        """Those of the last cell that had any."""
 
     def __repr__(self) -> str:
         return f"Coordinator({self.name})"
@@ -97,17 +100,30 @@ class Coordinator:
         assert self._losses is not None
         self._losses.is_over = True
         await asyncio.gather(*(self._end(e, cell, outcome) for e in self._in_use))
+        await self._end_tiers(cell, outcome)
         name_lost_nodes(outcome.errors, self._nodes)
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
         outcome.wall_ns = time.monotonic_ns() - started
         return outcome
 
+    async def _end_tiers(self, cell: Cell, outcome: CellOutcome) -> None:
+        """What host tiers say of a cell that is over."""
+        if self._tiers is None or cell.spec.offload.settings() is None:
+            return
+        for engine in self._in_use:
+            await self._tiers.detach(engine)
+        outcome.tiers = await self._tiers.status()
+        outcome.tier_losses = list(self._tiers.losses)
+        self._tiers.losses.clear()
+
     def _engines_now(self) -> list[EngineNow]:
         return [EngineNow(e.name, e.role, e.is_running) for e in self._in_use if not e.died.done()]
 
     async def shutdown(self) -> None:
-        """Give every placement group back; its workers end."""
+        """Give every placement group back; its workers end, and so do host tiers."""
+        if self._tiers is not None:
+            await self._tiers.close()
         self._pool.free_all()
 
     async def _form(self, cell: Cell) -> list[EngineHandle]:
@@ -125,7 +141,23 @@ class Coordinator:
             node = str(self._nodes[name])
             self._in_use.append(EngineHandle(name, role, self._epoch, config, workers, node))
         await asyncio.gather(*(self._form_engine(cell, e) for e in self._in_use))
+        await self._attach_all(cell)
         return self._in_use
+
+    async def _attach_all(self, cell: Cell) -> None:
+        """Give the cell's engines their nodes' host tiers, if it has any."""
+        settings = cell.spec.offload.settings()
+        if self._tiers is not None and self._tiers.settings != settings:
+            await self._tiers.close()
+            self._tiers = None
+        if settings is None:
+            return
+        if self._tiers is None:
+            self._tiers = HostTiers(self.name, settings)
+        elif cell.spec.offload.keep == "cell":
+            await self._tiers.clear()
+        for engine in self._in_use:
+            await self._tiers.attach(engine, self._nodes[engine.name].node_id)
 
     async def _form_again(
         self, cell: Cell, outcome: CellOutcome, lost: EngineHandle, *, was_serving: bool
@@ -146,6 +178,9 @@ class Coordinator:
         engine = EngineHandle(lost.name, lost.role, self._epoch, lost.config, workers, node)
         self._in_use.append(engine)
         await self._form_engine(replace(cell, faults=()), engine)
+        if self._tiers is not None:
+            await self._tiers.detach(lost)
+            await self._tiers.attach(engine, self._nodes[engine.name].node_id)
         return engine
 
     async def _form_engine(self, cell: Cell, engine: EngineHandle) -> None:
@@ -168,6 +203,7 @@ class Coordinator:
                 spans_nodes=spans_nodes,
                 notices_deaths=_may_lose_engines(cell),
                 faults=_planted(cell, engine, rank),
+                offload=cell.spec.offload.settings(),
             )
 
         assert self._losses is not None
@@ -202,6 +238,8 @@ class Coordinator:
         status, leaked = await stop_loops(engine, cell.spec.transfer.lease_s or 0.0)
         engine.facts["num_token_layers"] = status["num_token_layers"]
         outcome.ledgers[engine.name] = status["ledger"]
+        if "offload" in status:
+            outcome.offload[engine.name] = status["offload"]
         if leaked:
             raise EngineDied(engine.name, f"blocks leaked: {', '.join(leaked)} never ended")
         return await dissolve(engine) and not status["leases"]

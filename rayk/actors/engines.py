@@ -42,6 +42,8 @@ class EngineHandle:
     """Coordinator's clock minus rank 0's."""
     line: Line | None = None
     """To rank 0, where requests do not go there through Ray."""
+    tier: Any = None
+    """The actor of its host tier; None without one."""
     died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _watchers: list[asyncio.Task[None]] = field(default_factory=list)
 

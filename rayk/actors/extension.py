@@ -18,6 +18,7 @@ from rayk.actors.commands import (
     HoldTicket,
     LetGo,
     Locate,
+    MakeStore,
     MakeTicket,
     Prove,
     PushStep,
@@ -27,6 +28,7 @@ from rayk.actors.commands import (
     TicketPart,
     Wire,
 )
+from rayk.actors.digesting import Digesting
 from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.actors.pushing import PushSide
 from rayk.actors.transfer_meter import report_news, report_totals
@@ -56,6 +58,8 @@ class RankNews:
     """Reservations into whose blocks nobody writes any more."""
     reserved: tuple[Reserved, ...] = ()
     """Those into which somebody may write from now on."""
+    stored: tuple[tuple[str, TicketPart], ...] = ()
+    """Stores by name that were digested."""
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -142,6 +146,7 @@ class TransferExtension:
         )
         self.transfer = TransferRank(self._agent, rank.caches, self._views, description, staging=staging)
         self._push = PushSide(rank, make_push_agent, description, push_layers)
+        self._digesting = Digesting()
         if metrics is not None:
             struck = [
                 s.num_struck for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)
@@ -163,14 +168,22 @@ class TransferExtension:
                 return self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
                 return self._make_ticket(command)
-            case HoldTicket(ticket):
-                self.transfer.hold(ticket)
-            case LetGo(request_id):
-                self.transfer.let_go(request_id)
+            case MakeStore():
+                self._make_store(command)
             case StartRead():
                 self._start_read(command)
             case Capture():
                 return capture(self._views, command)
+            case _:
+                return self._on_ticket(command)
+        return None
+
+    def _on_ticket(self, command: object) -> object:
+        match command:
+            case HoldTicket(ticket):
+                self.transfer.hold(ticket)
+            case LetGo(request_id):
+                self.transfer.let_go(request_id)
             case _:
                 return self._after_failure(command)
         return None
@@ -226,6 +239,7 @@ class TransferExtension:
             tuple(self.transfer.expired(now)),
             tuple(self.transfer.cleared()),
             tuple(self.transfer.reserved()),
+            self._digesting.take(),
         )
         self._push.turn(self.transfer.stops())
         if news == _NO_NEWS:
@@ -236,6 +250,7 @@ class TransferExtension:
 
     def close(self) -> None:
         """Give the agents and their registrations back."""
+        self._digesting.close()
         self._push.close()
         self.transfer.close()
 
@@ -258,6 +273,19 @@ class TransferExtension:
         if self._faults.take("early_reuse", command.request_id) is not None:
             reuse_early(self._caches, [b for table in command.block_tables for b in table if b])
         return part
+
+    def _make_store(self, command: MakeStore) -> None:
+        deadline_ns = time.monotonic_ns() + self._lease_ns
+        self.transfer.lease(command.lease_id, deadline_ns, self._renewed_ns)
+        generations = self.transfer.generations(command.block_tables)
+
+        def digest() -> TicketPart:
+            began = time.monotonic_ns()
+            what = command.num_tokens, command.block_tables, command.first_row
+            found = self.transfer.digests(*what)
+            return TicketPart(found, generations, self._renewed_ns, time.monotonic_ns() - began)
+
+        self._digesting.begin(command.name, digest)
 
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1

@@ -29,16 +29,17 @@ from rayk.actors.forming import (
 )
 from rayk.actors.lines import LineAddress, LineService
 from rayk.actors.members import Member
-from rayk.actors.nodes import EngineAsk, Node, worker_resources
+from rayk.actors.nodes import Node, engine_ask
 from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
 from rayk.actors.spares import Spares
+from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
 from rayk.sched.policies import Asked, Placed, get_policy
-from rayk.specs.serving import MAX_STREAMS, EngineEntry, ServerSettings
+from rayk.specs.serving import MAX_STREAMS, ServerSettings
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import (
     DeadlineExceeded,
@@ -90,6 +91,8 @@ class Fleet:
         """Producer and its epoch, consumer and its epoch."""
         self._lenders: set[tuple[str, int]] = set()
         """Engines and their epochs whose memory others read."""
+        offload = settings.offload.settings()
+        self._tiers = None if offload is None else HostTiers(name, offload, reopens=True)
         self._wiring = asyncio.Lock()
         told = (self.place, self.tell, self.leave, self.roster, self.health, self.engines, self.set_role)
         self._service = LineService(
@@ -147,6 +150,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, self._spares.stop(), return_exceptions=True)
         accounts = await asyncio.gather(*(self._end(m) for m in self._members.values()))
+        if self._tiers is not None:
+            await self._tiers.close()
         self._pool.free_all()
         return list(accounts)
 
@@ -257,6 +262,7 @@ class Fleet:
                 line=m.life_line,
                 node=m.life.node,
                 clock_offset_ns=m.life.clock_offset_ns,
+                tier=m.life.tier,
             )
             for m in self._ready()
         ]
@@ -332,12 +338,15 @@ class Fleet:
             push=push_settings(transfer),
             spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
             notices_deaths=True,
+            offload=settings.offload.settings(),
         )
 
     async def _join(self, member: Member) -> None:
         """Connect a new life of an engine to its partners; it takes requests from then on."""
         async with self._wiring:
             await self._connect_all(member, member.role)
+            if self._tiers is not None:
+                await self._tiers.attach(member.life, self._nodes[member.name].node_id)
             member.life.raise_if_dead()
             member.state = "ready"
             member.turned_s = member.heard_s = time.monotonic()
@@ -382,6 +391,8 @@ class Fleet:
             lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
             member.restart = {}
+            if self._tiers is not None:
+                await self._tiers.detach(member.life)
             ending = asyncio.create_task(self._end_reads(member.life))
             try:
                 await self._form_again(member)
@@ -442,7 +453,7 @@ class Fleet:
     def _reuses(self, life: EngineHandle) -> bool:
         """Whether ranks that outlived their engine may serve another one: nobody reads their memory, or
         writes it."""
-        is_lender = (life.name, life.epoch) in self._lenders
+        is_lender = self._tiers is not None or (life.name, life.epoch) in self._lenders
         return life.is_running and not is_lender and self._settings.transfer.mode == "pull"
 
     async def _look_after_fronts(self) -> None:
@@ -480,13 +491,3 @@ class Fleet:
             num_blocks=status["num_blocks"],
             leaked=leaked,
         )
-
-
-def engine_ask(entry: EngineEntry, settings: ServerSettings) -> EngineAsk:
-    """What an engine of a server needs of a node."""
-    share = settings.gpus_per_worker
-    assert share != "auto", "decided by the driver"
-    resources = worker_resources(entry.config.device, share)
-    return EngineAsk(
-        name=entry.name, num_workers=entry.config.tp, resources=resources, labels=entry.node_labels
-    )

@@ -106,6 +106,7 @@ class FleetLink:
                         c.node,
                         line=Line(c.line),
                         clock_offset_ns=c.clock_offset_ns,
+                        tier=c.tier,
                     )
                     for c in cards
                 }

@@ -17,6 +17,7 @@ from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.push_flow import reserved
 from rayk.actors.sampled import note_sampling
 from rayk.actors.stage_clock import StageClock
+from rayk.actors.tiers import relay
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
@@ -37,6 +38,8 @@ class FlightRules:
     transfer_s: float
     recomputes: bool
     """Whether a decode engine goes on by itself where a transfer fails."""
+    via_host: bool = False
+    """Whether KV goes through the host tier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +131,9 @@ class Flight:
         assert way.decode is not None, "a ticket is for somebody"
         decode = await way.decode()
         self.row.decode_engine, self.row.kv_path = decode.name, "remote"
+        if self._rules.via_host:
+            prompt = way.request.prompt_token_ids
+            ticket = await relay(prefill, decode, ticket, prompt, self._rules.transfer_s)
         try:
             await self._stream(
                 decode,
@@ -140,6 +146,8 @@ class Flight:
                 recompute=self._rules.recomputes,
             )
         except KVMismatch as mismatch:
+            if self._rules.via_host:
+                raise  # the prefill engine's blocks are others' by now
             raise await diagnose(prefill, decode, ticket, mismatch, CONTROL_S) from None
 
     async def _compute_all(self, way: Way) -> None:
@@ -227,6 +235,7 @@ class Flight:
             assert self._lender is not None, "somebody lent it"
             settle = self._lender.leader.settle.options(concurrency_group="control")
             settle.remote(way.request.request_id)
+        self._take_offload(info)
         if "captured" in info:
             self._log.captured(row, info["captured"])
         row.num_cached_tokens = info.get("num_cached_tokens", row.num_cached_tokens)
@@ -235,6 +244,15 @@ class Flight:
         if row.num_recomputed_tokens and row.kv_path == "remote":
             row.kv_path = "recomputed"
         self._log.delivered(row, event)
+
+    def _take_offload(self, info: dict[str, Any]) -> None:
+        """What a host tier did for the request."""
+        row = self.row
+        for name in ("num_host_tokens", "num_disk_tokens", "num_swaps"):
+            setattr(row, name, info.get(name, getattr(row, name)))
+        row.load_ns += info.get("load_ns", 0)
+        row.swap_ns += info.get("swap_ns", 0)
+        row.offload_failure = info.get("offload_failure", row.offload_failure)
 
     def _take_transfers(self, engine: EngineHandle, info: dict[str, Any], way: Way) -> None:
         row = self.row

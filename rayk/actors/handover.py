@@ -6,13 +6,15 @@ ranks, and their results and news come back.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import Capture, MakeTicket, Prove, Reserve
+from rayk.actors.commands import Capture, MakeStore, MakeTicket, Prove, Reserve
 from rayk.actors.lending import Lending
+from rayk.actors.offloading import Offloading
 from rayk.actors.pushing import Pushing
 from rayk.actors.receiving import Incoming, Receiving
 from rayk.actors.reservations import Reservations, Wish
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
     from rayk.sched.batching import RequestState
     from rayk.transfer.ticket import Reservation, TransferTicket
     from rayk.types.batch import ScheduledBatch
+    from rayk.types.offload import OffloadSettings
     from rayk.types.request import Request
 
 
 class TransferHandover:
     """Implements engine.leader.Handover for both roles; an aggregated engine only captures."""
 
-    def __init__(self, *, engine: str, epoch: int, tp: int) -> None:
+    def __init__(self, *, engine: str, epoch: int, tp: int, offload: OffloadSettings | None = None) -> None:
+        """`offload`: how the engine uses a host tier, once one is attached."""
         self._leader: Leader | None = None
         self._hand_over: set[str] = set()
         self._capture: set[str] = set()
@@ -41,6 +45,11 @@ class TransferHandover:
         self.receiving = Receiving(tp=tp, commands=self._commands)
         self.pushing = Pushing(self._commands)
         self.reservations = Reservations(engine=engine, epoch=epoch, tp=tp, commands=self._commands)
+        self.offloading: Offloading | None = None
+        if offload is not None:
+            who = {"engine": engine, "epoch": epoch, "tp": tp}
+            parts = {"commands": self._commands, "receiving": self.receiving}
+            self.offloading = Offloading(settings=offload, **who, **parts)  # type: ignore[arg-type]
 
     # Any thread.
 
@@ -73,7 +82,16 @@ class TransferHandover:
             if capture:
                 self._capture.add(request.request_id)
             known, computed = (output_token_ids, 0) if output_token_ids else (None, None)
-            self.leader.start(request, known, computed, submitted_ns=now)
+            begin = functools.partial(self.leader.start, request, submitted_ns=now)
+            start = functools.partial(begin, known, computed)
+            # What is pushed is pushed from its first step on; what was delivered is computed once more.
+            if (
+                self.offloading is None
+                or known is not None
+                or reservation is not None
+                or not self.offloading.look_up(request, start, lambda n: begin(None, n))
+            ):
+                start()
 
         self.leader.prepare(request)
         self.leader.post(start)
@@ -153,6 +171,8 @@ class TransferHandover:
         assert self._leader is None, "attached twice"
         self._leader = self.lending.leader = self.receiving.leader = leader
         self.pushing.leader = self.reservations.leader = leader
+        if self.offloading is not None:
+            self.offloading.belong(leader)
 
     @property
     def leader(self) -> Leader:
@@ -177,6 +197,8 @@ class TransferHandover:
             self.pushing.end(request_id, "it ended where it was prefilled")
             return False
         tables = self.leader.manager.block_tables(request_id)
+        if hand_over and self.offloading is not None:
+            self.offloading.left(request_id)
         if capture:
             self._commands.append(Capture(request_id, state.num_computed, tables))
         if hand_over:
@@ -192,19 +214,24 @@ class TransferHandover:
         """Tickets to write, reads to start, rows to copy."""
         self.receiving.turn()
         self.reservations.turn()
+        if self.offloading is not None:
+            self.offloading.turn()
         self._sent = self._commands[:]
         self._commands.clear()  # the list itself is shared
         return tuple(self._sent)
 
     def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
         """What of the step is pushed."""
+        if self.offloading is not None:
+            self.offloading.stepping(batch)
         more = self.pushing.step_commands(batch)
         self._sent += more
         return more
 
     def needs_gather(self) -> bool:
         """While a lease, a reservation or a read is open, every rank's news counts."""
-        halves = self.lending.is_open, self.receiving.is_busy, self.reservations.is_busy
+        halves = [self.lending.is_open, self.receiving.is_busy, self.reservations.is_busy]
+        halves += [self.offloading is not None and self.offloading.is_busy]
         return any(halves) or bool(self._commands)
 
     def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[Any, ...]) -> None:
@@ -217,12 +244,16 @@ class TransferHandover:
                 self.lending.on_news(rank, news)
                 self.receiving.on_news(rank, news)
                 self.reservations.on_news(rank, news)
+                if self.offloading is not None:
+                    self.offloading.on_news(rank, news)
 
     def abort(self, request_id: str) -> bool:
         """Stop what there is of a request; False if there is nothing."""
         self._hand_over.discard(request_id)
         self._capture.discard(request_id)
         self.pushing.end(request_id, "it was aborted where it was prefilled")
+        if self.offloading is not None and self.offloading.abort(request_id):
+            return True
         halves = self.receiving.abort, self.reservations.give_up, self.lending.give_up
         return any(abort(request_id) for abort in halves)
 
@@ -233,7 +264,8 @@ class TransferHandover:
 
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request outlive its stream here."""
-        return self.lending.holds(request_id) or self.receiving.holds(request_id)
+        held = self.lending.holds(request_id) or self.receiving.holds(request_id)
+        return held or (self.offloading is not None and self.offloading.holds(request_id))
 
     def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
         """Block -> the request that holds it now, here or by a lease; free ones are absent."""
@@ -247,6 +279,8 @@ class TransferHandover:
         self.receiving.clear()
         self.pushing.clear()
         self.reservations.clear()
+        if self.offloading is not None:
+            self.offloading.clear()
 
     def _take_in(self, incoming: Incoming) -> None:
         """A request's ticket is here: it is pushed into blocks that it has, or waits for some."""
@@ -270,6 +304,9 @@ class TransferHandover:
                 self.reservations.on_refused(command, error)
             case MakeTicket():
                 self.lending.on_ticket(command, answers, error)
+            case MakeStore():
+                assert self.offloading is not None
+                self.offloading.on_refused(command, error)
             case Prove():
                 self.receiving.on_proof(command, answers)
             case Capture() if error is not None:

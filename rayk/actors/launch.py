@@ -19,10 +19,11 @@ import ray  # noqa: E402 - reads its environment once, when imported
 from ray.job_config import JobConfig  # noqa: E402
 
 from rayk.actors.coordinator import Coordinator  # noqa: E402
-from rayk.actors.fleet import Fleet, engine_ask  # noqa: E402
+from rayk.actors.fleet import Fleet  # noqa: E402
 from rayk.actors.nodes import (  # noqa: E402
     Node,
     cell_asks,
+    engine_ask,
     largest_asks,
     placement_of,
     plan_nodes,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rayk.specs import Cell
+from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.errors import DeviceError
 
 CPU_SHARE = 0.01
@@ -256,3 +257,13 @@ def _describe(node: Node, asks: Sequence[EngineAsk]) -> str:
 def with_homes(asks: Iterable[EngineAsk], homes: Mapping[str, str | None]) -> list[EngineAsk]:
     """Asks that know where their engines' workers are."""
     return [replace(ask, home=homes.get(ask.name)) for ask in asks]
+
+
+def engine_ask(entry: EngineEntry, settings: ServerSettings) -> EngineAsk:
+    """What an engine of a server needs of a node."""
+    share = settings.gpus_per_worker
+    assert share != "auto", "decided by the driver"
+    resources = worker_resources(entry.config.device, share)
+    return EngineAsk(
+        name=entry.name, num_workers=entry.config.tp, resources=resources, labels=entry.node_labels
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.kv.manager import HeldPrefix
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.valid_prefix import longest_valid_prefix
-from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
+from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError, TransferError
 from rayk.types.verdicts import verdict_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ IN_FLIGHT = "reads in flight of "
 NOTHING_HELD = HeldPrefix(0, ())
 DRAIN_S = 2.0
 """A request to be recomputed waits this long for reads in flight; then it leaves its blocks to them."""
+
+
+Arrived = Callable[[int, "RaykError | None", dict[str, Any]], None]
+"""(first tokens whose KV is in the request's blocks, what failed, what is told of the transfer)."""
 
 
 @dataclass(slots=True)
@@ -70,6 +75,9 @@ class Incoming:
     failed_ns: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     """What is told of the transfer."""
+    arrived: Arrived | None = None
+    """Who goes on with a request that was not handed over: it is told in place of the request's sink, once,
+    but for requests that were aborted."""
 
 
 class Receiving:
@@ -201,13 +209,18 @@ class Receiving:
             self._turn_away(incoming)
             request_id = incoming.request.request_id
             error = DeadlineExceeded(f"waiting for KV blocks for {request_id}", incoming.reserve_s)
+            if incoming.arrived is not None:
+                incoming.arrived(0, error, {})
+                continue
             self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
     def _reserve(self) -> None:
         """Start the reads that blocks allow, first come first served: not while a request that is here
         lacks blocks."""
         assert self.leader is not None
-        while self._queued and not self.leader.scheduler.is_short_of_blocks:
+        scheduler = self.leader.scheduler
+        # Those that are swapped out came first.
+        while self._queued and not scheduler.is_short_of_blocks and not scheduler.num_away:
             incoming = self._queued[0]
             request_id = incoming.request.request_id
             num_tokens = incoming.ticket.num_tokens
@@ -215,11 +228,25 @@ class Receiving:
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
             held = manager.find_held(request_id, token_ids, num_tokens, unit)
+            if held.num_tokens < incoming.ticket.first_row:
+                self._come_to_nothing(incoming)
+                continue
             tables = reserve_blocks(self.leader, request_id, num_tokens, held)
             if tables is None:
                 return
             self._queued.popleft()
             self.begin(incoming, tables, held)
+
+    def _come_to_nothing(self, incoming: Incoming) -> None:
+        """What was here when the ticket was asked for, and is not in it, was lost meanwhile."""
+        assert self.leader is not None
+        self._turn_away(incoming)
+        request_id, first = incoming.request.request_id, incoming.ticket.first_row
+        error = TransferError(request_id, f"its first {first} tokens are not cached here any more")
+        if incoming.arrived is not None:
+            incoming.arrived(0, error, {})
+        else:
+            self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
     def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
         incoming = self._reading.get(outcome.request_id)
@@ -244,6 +271,9 @@ class Receiving:
             "stage_ns": arrival_stages(outcomes, incoming.taken_ns, incoming.started_ns, time.monotonic_ns()),
             "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
         }
+        if error is None and not incoming.aborted and incoming.arrived is not None:
+            incoming.arrived(incoming.ticket.num_tokens, None, info)
+            return
         if error is None and not incoming.aborted:
             self.leader.start(incoming.request, incoming.output_token_ids)
             self.leader.emit(RequestEvent(request_id=request_id, info=info))
@@ -315,6 +345,9 @@ class Receiving:
         if incoming.aborted or not num_valid:
             self.leader.manager.free(request_id)
         if incoming.aborted:
+            return
+        if incoming.arrived is not None:
+            incoming.arrived(num_valid, incoming.failure, incoming.info)
             return
         self.leader.start(incoming.request, incoming.output_token_ids, num_valid)
         info = {

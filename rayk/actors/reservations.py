@@ -112,7 +112,8 @@ class Reservations:
             self.give_up(wish.request_id)
             error = DeadlineExceeded(f"waiting for KV blocks for {wish.request_id}", wish.reserve_s)
             self.leader.emit(RequestEvent(request_id=wish.request_id, error=error))
-        while self._queued and not self.leader.scheduler.is_short_of_blocks:
+        scheduler = self.leader.scheduler
+        while self._queued and not scheduler.is_short_of_blocks and not scheduler.num_away:
             wish = self._queued[0]
             reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wish.request_id}"
             manager = self.leader.manager

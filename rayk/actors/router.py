@@ -72,6 +72,7 @@ class Router:
             request_s=settings.request_s,
             transfer_s=settings.transfer_s,
             recomputes=settings.failure_policy == "recompute",
+            via_host=settings.transfer.path == "host",
         )
         self._asker = Asker(settings.policy, settings.policy_settings, settings.prefix_secret)
         self._numbers = itertools.count()

@@ -26,6 +26,8 @@ class EngineCard:
     node: str = ""
     clock_offset_ns: int = 0
     """The fleet's clock minus rank 0's."""
+    tier: Any = None
+    """The actor of its host tier; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

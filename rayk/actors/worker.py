@@ -19,7 +19,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,12 @@ from rayk.actors.line_streams import LineStreams
 from rayk.actors.lines import LineAddress, LineService, LineThread
 from rayk.actors.naming import rank_in_words
 from rayk.actors.phases import phases_of
-from rayk.actors.planted import PlantedFault, commit_wrong_kv, kill_raylet
-from rayk.actors.push_flow import PushSettings
+from rayk.actors.planted import commit_wrong_kv, kill_raylet
 from rayk.actors.rank_meter import make_meter, sink_of_rank, timed
+from rayk.actors.rank_spec import RankSpec as RankSpec
 from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
+from rayk.actors.tier_client import RayTier
+from rayk.actors.tier_side import TierFacts
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
@@ -45,9 +46,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
 from rayk.transfer.faults import FaultyAgent
-from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import Reservation, TransferTicket
-from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, DeadlineExceeded, RaykError
 from rayk.types.request import Request
 
@@ -57,33 +56,6 @@ ABORTED_KEPT = 4096
 """Requests that were aborted before they came are remembered, the last of them."""
 FLUSH_S = 0.004
 """After a request's first token, later ones are gathered this long before they leave."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSpec:
-    """What a worker becomes. Filled by the coordinator."""
-
-    engine: str
-    epoch: int
-    role: str
-    """aggregated, prefill or decode."""
-    rank: int
-    config: EngineConfig
-    address: str
-    """host:port the ranks meet at; also names their shared memory."""
-    comm_timeout_s: float
-    lease_s: float
-    """A lease lasts no longer than this."""
-    renewed_lease_s: float | None = None
-    """A lease that nobody has renewed for so long ends; None: it needs no renewal."""
-    staging: StagingSettings = StagingSettings()
-    push: PushSettings | None = None
-    """None: it pushes nothing."""
-    spans_nodes: bool = False
-    """Whether the cell's engines are on several nodes."""
-    notices_deaths: bool = False
-    """Whether the transport must notice that a peer is gone, which costs messages their shortest way."""
-    faults: tuple[PlantedFault, ...] = ()
 
 
 class Worker:
@@ -100,6 +72,7 @@ class Worker:
         self._metrics = BufferedSink(NullSink())
         self._lock = threading.Lock()
         self._line: LineThread | None = None
+        self._tier: RayTier | None = None
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._ended = threading.Event()
         """The loop is over."""
@@ -168,7 +141,9 @@ class Worker:
             loaded_s = time.process_time()
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
-                self._handover = TransferHandover(engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp)
+                self._handover = TransferHandover(
+                    engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp, offload=spec.offload
+                )
                 decoder = functools.partial(load_decoder, spec.config.model)
                 self._leader = make_leader(self._rank, self._handover, decoder)
         except BaseException:
@@ -330,6 +305,23 @@ class Worker:
         if self._leader is not None:
             self._leader.abort(request_id)
 
+    def attach_tier(self, handle: Any, facts: TierFacts) -> None:
+        """Store in this host tier, and load from it, from now on (rank 0): its ranks are connected."""
+        assert self._leader is not None, "only rank 0 asks"
+        assert self._handover is not None
+        offloading = self._handover.offloading
+        assert offloading is not None, "an engine without offloading"
+        self._close_tier()
+        tier = self._tier = RayTier(handle, self._leader.post, offloading.lost)
+        self._leader.post(lambda: offloading.attach(tier, facts))
+
+    def lose_tier(self, epoch: int, why: str) -> None:
+        """A host tier is gone (rank 0)."""
+        if self._leader is not None and self._handover is not None:
+            offloading = self._handover.offloading
+            if offloading is not None:
+                self._leader.post(lambda: offloading.lost(why, epoch))
+
     def settle(self, request_id: str) -> None:
         """A failed transfer was looked into: free what was kept for that."""
         if self._handover is not None:
@@ -368,6 +360,8 @@ class Worker:
                 "num_waiting": self._leader.scheduler.num_waiting,
                 "num_preemptions": self._leader.scheduler.num_preemptions,
             }
+            if self._handover is not None and self._handover.offloading is not None:
+                report["offload"] = self._handover.offloading.status()
         return report
 
     def check_integrity(self) -> None:
@@ -388,6 +382,7 @@ class Worker:
         """Forget the engine: unbind, deregister, leave the group. The process and its agent stay."""
         with self._lock:
             self._close_line()
+            self._close_tier()
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
             self._loop = self._leader = self._handover = None
@@ -416,6 +411,11 @@ class Worker:
             gc.collect()
         return extension() is None
 
+    def _close_tier(self) -> None:
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.close()
+
     def _close_line(self) -> None:
         line, self._line = self._line, None
         if line is not None:
@@ -430,7 +430,7 @@ class Worker:
         return (*leader.manager.leases, *reserved, *in_flight)
 
     def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
-        if spec.role == "aggregated":
+        if spec.role == "aggregated" and spec.offload is None:
             return CaptureExtension(rank)
         # NIXL loads UCX: only workers that move KV pay for it.
         from rayk.transfer.nixl_agent import NixlAgent

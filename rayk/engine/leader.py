@@ -307,10 +307,14 @@ class Leader:
         submitted_ns: int | None = None,
     ) -> None:
         """Queue an opened request; with the tokens chosen elsewhere so far, when its KV is in its blocks:
-        all of the prompt's, or that of its first `num_computed` tokens. `submitted_ns`: when it came to this
+        all of the prompt's, or that of its first `num_computed` tokens. Without such tokens, these are a part
+        of the prompt that a cache had. `submitted_ns`: when it came to this
         engine, if its first token is to tell."""
         request = seeded(request)
-        if output_token_ids is None:
+        if output_token_ids is None and num_computed is not None:
+            state = self.scheduler.add_cached(request, num_computed)
+            self.manager.remember(request.request_id, state.tokens, state.num_computed)
+        elif output_token_ids is None:
             state = self.scheduler.add(request)
         else:
             state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
@@ -340,6 +344,7 @@ class Leader:
         info = _begin_times(state)
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
+            info["num_swaps"] = state.num_swaps
             info["num_recomputed_tokens"] = state.num_recomputed_tokens
             if state.num_cached_tokens is not None:
                 info["num_cached_tokens"] = state.num_cached_tokens

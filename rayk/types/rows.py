@@ -54,6 +54,19 @@ class RequestRow:
     exposed_ns: int | None = None
     """From the first token, sampled where the prompt was computed, to the moment when the decode engine could
     go on: what the first decode step waited for. None where nothing was handed over."""
+    num_host_tokens: int = 0
+    """Prompt tokens whose KV came from the host tier: they were neither computed nor in the engine's own
+    cache."""
+    num_disk_tokens: int = 0
+    """Prompt tokens up to the end of the last block that the host tier had to bring from disk for that."""
+    load_ns: int = 0
+    """From the question to the host tier until its rows were here, proven."""
+    num_swaps: int = 0
+    """Times the request was preempted and its KV swapped out, in place of computing it again."""
+    swap_ns: int = 0
+    """How long it was away for that, together."""
+    offload_failure: str | None = None
+    """Why what the host tier had offered could not be loaded: it was computed."""
     num_attempts: int = 1
     """Times the prompt was placed."""
     failure: str | None = None

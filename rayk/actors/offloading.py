@@ -1,0 +1,266 @@
+"""Rank 0's side of offloading: what an engine loads from the host tier, stores in it, and swaps out to it.
+
+All on the loop's thread; the tier's answers come there, too. A request's prompt is looked up before it is
+queued; what is loaded comes as any hand-over does (`receiving`). `storing` has the stores and `swapping` the
+swaps. A tier that is lost, slow or full costs time, never a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rayk.actors.commands import EndReads, HoldTicket, LetGo, MakeStore
+from rayk.actors.receiving import Incoming
+from rayk.actors.storing import Storing
+from rayk.actors.swapping import Swapping
+from rayk.actors.tier_side import Tier, TierFacts, TierSide, moving_ns
+from rayk.engine.leader import RequestEvent
+from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
+from rayk.sched.batching import max_cached_tokens
+from rayk.transfer.handshake import row_group_blocks
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import RaykError
+
+if TYPE_CHECKING:
+    from rayk.actors.extension import RankNews
+    from rayk.actors.receiving import Receiving
+    from rayk.engine.leader import Leader
+    from rayk.sched.batching import RequestState
+    from rayk.types.batch import ScheduledBatch
+    from rayk.types.offload import OffloadSettings
+    from rayk.types.request import Request
+
+ANSWER_S = 2.0
+"""A tier that takes longer to say what it has is not waited for: the prompt is computed."""
+
+
+@dataclass(slots=True)
+class _Looking:
+    """A prompt that is being looked up."""
+
+    request: Request
+    start: Callable[[], None]
+    begin_cached: Callable[[int], None]
+    asked_ns: int
+    num_here: int
+    """First tokens that the engine's own cache has."""
+
+
+class Offloading:
+    """See the module. There is no tier until `attach`."""
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        epoch: int,
+        tp: int,
+        settings: OffloadSettings,
+        commands: list[object],
+        receiving: Receiving,
+    ) -> None:
+        """`commands`: what all ranks are to do at the next turn; appended to."""
+        self.side = TierSide(engine, epoch, tp, settings, commands)
+        self.counts, self.costs = self.side.counts, self.side.costs
+        self.swapping = Swapping(self.side, receiving, self._decline)
+        self.storing = Storing(self.side, self.swapping.on_kept, self.swapping.on_free)
+        self.swapping.storing = self.storing
+        self.why_off = "no host tier is attached"
+        self._receiving = receiving
+        self._looking: dict[str, _Looking] = {}
+        self._step_began_ns = 0
+        self._step_tokens = 0
+        self._step_pairs = 0.0
+
+    # Attachment.
+
+    def belong(self, leader: Leader) -> None:
+        """Called once, before the first turn."""
+        self.side.attach(leader=leader)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a tier."""
+        return self.side.tier is not None
+
+    def attach(self, tier: Tier, facts: TierFacts) -> None:
+        """From now on the tier is there."""
+        self.side.attach(facts=facts)
+        self.side.tier, self.why_off = tier, ""
+        self.side.leader.scheduler.on_computed = self.computed
+        self.side.leader.scheduler.swapper = self.swapping
+
+    def lost(self, why: str, epoch: int | None = None) -> None:
+        """The tier is gone: go on without it. Nothing reads this engine's blocks any more. `epoch`: of the
+        tier that is meant; None: the one that is attached."""
+        side = self.side
+        if side.tier is None or epoch not in (None, side.facts.epoch):
+            return
+        side.tier, self.why_off = None, why
+        self.counts["tier_losses"] += 1
+        side.commands.append(EndReads(TIER, side.facts.epoch))
+        self.storing.end_all()
+        for request_id in list(self._looking):
+            self._looking.pop(request_id).start()
+        self.swapping.tier_lost()
+
+    # Loads.
+
+    def look_up(
+        self, request: Request, start: Callable[[], None], begin_cached: Callable[[int], None]
+    ) -> bool:
+        """Ask the tier for a request's prompt before it is queued; False where there is nothing to ask for.
+        `start`: queues it as it is; `begin_cached`: with the KV of so many tokens in its blocks."""
+        side, wanted = self.side, max_cached_tokens(request)
+        if side.tier is None or side.settings.load == "never" or wanted < side.facts.unit_tokens:
+            return False
+        manager, tokens = side.leader.manager, request.prompt_token_ids
+        name = request.request_id
+        here = manager.find_prefix(name, tokens, wanted).num_tokens
+        if here + side.facts.unit_tokens > wanted:
+            return False
+        held = manager.find_held(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
+        gain = here - held + side.facts.unit_tokens
+        self._looking[name] = _Looking(request, start, begin_cached, time.monotonic_ns(), here)
+        ask = LoadAsk(request_id=name, token_ids=tokens, max_tokens=wanted, held_tokens=held, min_tokens=gain)
+        side.tier.load(ask, self._found)
+        return True
+
+    def _found(self, answer: LoadAnswer) -> None:
+        """What the tier has of a prompt."""
+        looking = self._looking.pop(answer.request_id, None)
+        ticket = answer.ticket
+        self.counts["lookups"] += 1
+        self.counts["lost_pages"] += len(answer.lost)
+        if looking is None or self.side.tier is None:
+            self._decline(ticket)
+            return
+        if ticket is None:
+            looking.start()
+            return
+        num_bytes = self.side.bytes_of(ticket.num_tokens, ticket.first_row)
+        num_new = ticket.num_tokens - looking.num_here
+        if not self.costs.load(num_bytes, num_new, self.side.settings.load).moves:
+            self.counts["loads_declined"] += 1
+            self._decline(ticket)
+            looking.start()
+            return
+
+        def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
+            self._loaded(looking, answer, num_valid, failure, info)
+
+        now, settings = time.monotonic_ns(), self.side.settings
+        limits = settings.transfer_s, settings.lease_s / 2
+        more: dict[str, Any] = {"recompute": True, "taken_ns": now, "arrived": arrived}
+        self._receiving.queue(Incoming(looking.request, ticket, (), *limits, now, **more))
+
+    def _loaded(
+        self,
+        looking: _Looking,
+        answer: LoadAnswer,
+        num_valid: int,
+        failure: RaykError | None,
+        info: dict[str, Any],
+    ) -> None:
+        """A prompt's KV is in its blocks, or as much of it as is proven."""
+        name, rows = looking.request.request_id, info.get("transfers", ())
+        num_bytes = sum(row.bytes for row in rows)
+        if failure is None:
+            self.storing.note_stored(name, answer.num_tokens)
+            self.costs.observe_in(num_bytes, answer.took_ns + moving_ns(info))
+        self.counts["loads" if failure is None else "loads_failed"] += 1
+        self.counts["loaded_bytes"] += num_bytes
+        self.counts["loaded_tokens"] += max(0, num_valid - looking.num_here)
+        told: dict[str, Any] = {
+            "num_host_tokens": max(0, num_valid - looking.num_here),
+            "num_disk_tokens": min(num_valid, answer.num_disk_tokens),
+            "load_ns": time.monotonic_ns() - looking.asked_ns,
+            "num_kv_bytes_checked": info.get("num_kv_bytes_checked", 0),
+            "transfers": rows,
+        }
+        if failure is not None:
+            told["offload_failure"] = str(failure)
+        if num_valid:
+            looking.begin_cached(num_valid)
+        else:
+            looking.start()
+        self.side.leader.emit(RequestEvent(request_id=name, info=told))
+
+    def _decline(self, ticket: TransferTicket | None) -> None:
+        """Nobody reads what was offered."""
+        if ticket is not None and self.side.tier is not None:
+            self.side.commands += (HoldTicket(ticket), LetGo(ticket.request_id))
+
+    # The hand-over's.
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ranks' news of stores are awaited, or somebody is to come back."""
+        return bool(self.storing.open_stores or self.swapping.is_busy)
+
+    @property
+    def num_looking(self) -> int:
+        """Requests whose prompts are being looked up."""
+        return len(self._looking)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is looked up, or swapped out."""
+        return request_id in self._looking or self.swapping.holds(request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Stop looking a request up, or bringing it back; False where it is neither."""
+        self.storing.left(request_id)
+        if self._looking.pop(request_id, None) is not None:
+            self.side.leader.manager.free(request_id)  # its keys
+            return True
+        return self.swapping.abort(request_id)
+
+    def left(self, request_id: str) -> None:
+        """A request was handed over."""
+        self.storing.left(request_id)
+
+    def turn(self) -> None:
+        """Before each turn: begin stores and returns; wait for no tier that is silent."""
+        self.storing.turn()
+        self.swapping.turn()
+        late_ns = time.monotonic_ns() - int(ANSWER_S * 1e9)
+        for request_id in [r for r, looking in self._looking.items() if looking.asked_ns < late_ns]:
+            self.counts["lookups_late"] += 1
+            self._looking.pop(request_id).start()
+
+    def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
+        """A rank cannot do what it was told, if there is an error."""
+        self.storing.on_refused(command, error)
+
+    def on_news(self, rank: int, news: RankNews) -> None:
+        """Digests of stores, and leases that are over at a rank."""
+        self.storing.on_news(rank, news)
+
+    def stepping(self, batch: ScheduledBatch) -> None:
+        """A step begins."""
+        self._step_began_ns, self._step_tokens = time.monotonic_ns(), batch.num_tokens
+        seen = ((r.num_computed_tokens, len(r.token_ids)) for r in batch.requests)
+        self._step_pairs = sum(n * before + n * (n + 1) / 2 for before, n in seen)
+
+    def computed(self, state: RequestState) -> None:
+        """More tokens of a request have KV. The first of a step's requests tells how long it took."""
+        if self._step_tokens:
+            took_ns = time.monotonic_ns() - self._step_began_ns
+            self.costs.observe_prefill(self._step_tokens, took_ns, self._step_pairs)
+            self._step_tokens = 0
+        self.storing.computed(state)
+
+    def clear(self) -> None:
+        """The engine is going down."""
+        self.side.tier, self.why_off = None, "the engine ended"
+        self._looking.clear()
+        self.storing.clear()
+        self.swapping.clear()
+
+    def status(self) -> dict[str, Any]:
+        """Counters, and what the cost model believes."""
+        counted = {name: int(n) for name, n in sorted(self.counts.items())}
+        return {**counted, "why_off": self.why_off, "costs": self.costs.describe()}

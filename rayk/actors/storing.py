@@ -1,0 +1,282 @@
+"""Rank 0's stores: which of a request's blocks go to the host tier, when, and until when they are held.
+
+A store is deferred: its blocks are shared with a lease of their own while the request goes on, it begins when
+its turn comes, ranks digest it beside their steps, and the tier reads it without them. Where blocks are
+short, stores that were not begun are dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rayk.actors.commands import BlockTables, MakeStore, TicketPart
+from rayk.actors.tier_side import TierSide
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.offload.messages import StoreAnswer, StoreAsk
+from rayk.transfer.handshake import row_group_blocks
+from rayk.transfer.seal import sealed
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import RaykError
+
+if TYPE_CHECKING:
+    from rayk.actors.extension import RankNews
+    from rayk.sched.batching import RequestState
+
+ACTIVE_STORES = 2
+"""Stores of one engine that the tier is at, or ranks digest."""
+
+
+@dataclass(slots=True)
+class Store:
+    """Blocks put aside until the tier has read them."""
+
+    name: str
+    """Also of its lease."""
+    request_id: str
+    num_tokens: int
+    tables: BlockTables
+    token_ids: tuple[int, ...]
+    keep_as: str | None = None
+    first_row: int = 0
+    began_ns: int = 0
+    parts: dict[int, TicketPart] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
+    is_begun: bool = False
+    is_answered: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """That it holds, maybe with others."""
+        return sum(b != NULL_BLOCK for table in self.tables for b in table)
+
+
+class Storing:
+    """Stores of one engine."""
+
+    def __init__(
+        self,
+        side: TierSide,
+        on_kept: Callable[[Store, StoreAnswer], None],
+        on_free: Callable[[Store], None],
+    ) -> None:
+        """`on_kept`: told of the answers to stores that are kept by name; `on_free`: of every store whose
+        blocks are held no longer."""
+        self._side = side
+        self._on_kept, self._on_free = on_kept, on_free
+        self._queued: deque[Store] = deque()
+        self._stores: dict[str, Store] = {}
+        """All that hold blocks."""
+        self._begun: dict[str, Store] = {}
+        """Those that were not answered yet."""
+        self._asked: dict[str, int] = {}
+        """Request -> tokens that a store was begun of."""
+        self._stored: dict[str, int] = {}
+        """Request -> tokens that the tier is known to have had."""
+
+    @property
+    def open_stores(self) -> tuple[str, ...]:
+        """Those that hold blocks."""
+        return tuple(self._stores)
+
+    def num_stored(self, request_id: str) -> int:
+        """First tokens of a request that the tier is known to have had."""
+        return self._stored.get(request_id, 0)
+
+    def note_stored(self, request_id: str, num_tokens: int) -> None:
+        """The tier has so many: they came from there."""
+        self._stored[request_id] = self._asked[request_id] = num_tokens
+
+    def computed(self, state: RequestState) -> None:
+        """More tokens of a request have KV; its blocks are still all there."""
+        side = self._side
+        if side.tier is None or not side.settings.store:
+            return
+        num_tokens, is_over = state.num_computed, state.finish_reason is not None
+        asked = self._asked.get(state.request_id, 0)
+        is_new = num_tokens - asked >= side.settings.store_tokens
+        is_prompt = asked < len(state.request.prompt_token_ids) <= num_tokens
+        whole = self._whole(num_tokens)
+        if whole > asked and (is_over or is_new or is_prompt):
+            self._put_aside(state, whole)
+        if is_over:
+            self.left(state.request_id)
+
+    def left(self, request_id: str) -> None:
+        """A request computes no more here."""
+        self._asked.pop(request_id, None)
+        self._tidy(request_id)
+
+    def put(
+        self, name: str, request_id: str, num_tokens: int, tables: BlockTables, token_ids: tuple[int, ...]
+    ) -> None:
+        """Store what a lease of this name holds, at once, and keep it by that name."""
+        store = Store(name, request_id, num_tokens, tables, token_ids, keep_as=name)
+        self._stores[name] = store
+        self._begin(store)
+
+    def turn(self) -> None:
+        """Before each turn: begin stores, or drop those in the way."""
+        if self._side.leader.scheduler.is_short_of_blocks:
+            while self._queued:
+                self._side.counts["stores_dropped"] += 1
+                store = self._queued.popleft()
+                self._asked.pop(store.request_id, None)
+                self.end(store.name)
+        busy = {s.request_id for s in self._begun.values()}
+        for store in list(self._queued):
+            if len(self._begun) >= ACTIVE_STORES:
+                break
+            if store.request_id not in busy:
+                self._queued.remove(store)
+                self._begin(store)
+                busy.add(store.request_id)
+
+    def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
+        """A rank cannot do what it was told, if there is an error."""
+        if error is not None:
+            self._answered(StoreAnswer(name=command.name, reason=str(error)))
+
+    def on_news(self, rank: int, news: RankNews) -> None:
+        """Digests of stores, and leases that are over at a rank."""
+        for name, part in news.stored:
+            self._on_part(rank, name, part)
+        for lease_id in news.released:
+            store = self._stores.get(lease_id)
+            if store is not None:
+                store.released.add(rank)
+                if len(store.released) == self._side.tp:
+                    self.end(lease_id)
+        for lease_id in news.expired:
+            if lease_id in self._stores:
+                self._side.counts["stores_expired"] += 1
+                self.end(lease_id)
+
+    def end(self, name: str) -> None:
+        """A store's blocks are needed no longer."""
+        store = self._stores.pop(name, None)
+        if store is None:
+            return
+        self._side.leader.manager.release(name)
+        self._tidy(store.request_id)
+        self._on_free(store)
+
+    def end_all(self) -> None:
+        """There is no tier any more."""
+        self._queued.clear()
+        for name in list(self._stores):
+            self.end(name)
+        for known in (self._begun, self._asked, self._stored):
+            known.clear()
+
+    def clear(self) -> None:
+        """The engine is going down: its blocks go with it."""
+        self._queued.clear()
+        for known in (self._stores, self._begun, self._asked, self._stored):
+            known.clear()
+
+    def _whole(self, num_tokens: int) -> int:
+        """The most of so many tokens that can be stored so as to be found: a whole number of the tier's
+        blocks, at the end of a block of states, which is written no longer then."""
+        groups = self._side.leader.manager.groups
+        sizes = [g.spec.block_size for g in groups if not g.spec.has_token_rows]
+        unit = math.lcm(self._side.facts.unit_tokens, *sizes)
+        return num_tokens // unit * unit
+
+    def _put_aside(self, state: RequestState, num_tokens: int) -> None:
+        """Share the request's blocks with a store that begins when its turn comes."""
+        side, request_id = self._side, state.request_id
+        manager = side.leader.manager
+        pending = sum(s.num_blocks for s in self._stores.values())
+        if pending > side.settings.pending_share * manager.pool.num_blocks:
+            side.counts["stores_put_off"] += 1
+            return
+        for store in [s for s in self._queued if s.request_id == request_id]:
+            self._queued.remove(store)  # this one has all of its rows
+            self.end(store.name)
+        name = side.new_name("store", request_id)
+        tables = manager.share_lease(request_id, name, num_tokens)
+        self._asked[request_id] = num_tokens
+        if tables is None:
+            side.counts["stores_too_late"] += 1
+            return
+        store = Store(name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]))
+        self._stores[name] = store
+        self._queued.append(store)
+
+    def _begin(self, store: Store) -> None:
+        """Have all ranks digest it."""
+        side = self._side
+        unit = math.lcm(row_group_blocks(side.leader.manager.groups), side.facts.row_unit_tokens)
+        known = min(self.num_stored(store.request_id), store.num_tokens)
+        store.first_row = known // unit * unit
+        store.is_begun, store.began_ns = True, time.monotonic_ns()
+        self._begun[store.name] = store
+        what = store.num_tokens, store.tables, store.first_row
+        side.commands.append(MakeStore(store.name, store.name, *what))
+
+    def _on_part(self, rank: int, name: str, part: TicketPart) -> None:
+        """A rank has digested its share: with the last one the ticket goes to the tier."""
+        side, store = self._side, self._begun.get(name)
+        if store is None or side.tier is None:
+            return
+        store.parts[rank] = part
+        if len(store.parts) < side.tp:
+            return
+        parts = [store.parts[r] for r in range(side.tp)]
+        generations = parts[0].generations
+        assert all(p.generations == generations for p in parts), "ranks disagree on generations"
+        ticket = TransferTicket(
+            request_id=store.name,
+            lease_id=store.name,
+            engine=side.engine,
+            epoch=side.epoch,
+            num_tokens=store.num_tokens,
+            block_tables=store.tables,
+            generations=generations,
+            digests=np.stack([p.digests for p in parts]),
+            digest_ns=tuple(p.digest_ns for p in parts),
+            first_row=store.first_row,
+        )
+        ask = StoreAsk(
+            ticket=sealed(ticket),
+            token_ids=store.token_ids,
+            keep_as=store.keep_as,
+            deadline_s=side.settings.transfer_s,
+        )
+        side.tier.store(ask, self._answered)
+
+    def _answered(self, answer: StoreAnswer) -> None:
+        """What the tier made of a store."""
+        store = self._begun.pop(answer.name, None)
+        if store is None:
+            return
+        side = self._side
+        store.is_answered = True
+        if answer.ok:
+            side.counts["stores"] += 1
+            side.counts["stored_bytes"] += answer.num_bytes
+            if answer.num_bytes:
+                side.costs.observe_out(answer.num_bytes, time.monotonic_ns() - store.began_ns)
+            if store.request_id in self._asked or store.name in self._stores:
+                known = self.num_stored(store.request_id)
+                self._stored[store.request_id] = max(answer.num_tokens, known)
+        else:
+            side.counts["stores_failed"] += 1
+            self._stored.pop(store.request_id, None)
+            self._asked.pop(store.request_id, None)
+            self.end(store.name)
+        if store.keep_as is not None:
+            self._on_kept(store, answer)
+
+    def _tidy(self, request_id: str) -> None:
+        """Forget what is known of a request that computes no more and has nothing to be stored."""
+        has_open = any(s.request_id == request_id for s in self._stores.values())
+        if not has_open and request_id not in self._asked:
+            self._stored.pop(request_id, None)

@@ -1,0 +1,221 @@
+"""Rank 0's swaps: preempted requests whose KV goes to the host tier and comes back. Is a sched.Swapper.
+
+A preempted request's blocks go to a store that is kept by name: exactly its tokens. They come free when the
+tier has read them; the request comes back when the scheduler lets it and there are blocks again, by a read
+like any other. Whatever fails, it is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rayk.actors.receiving import Incoming
+from rayk.actors.storing import Store, Storing
+from rayk.actors.tier_side import TierSide, moving_ns
+from rayk.engine.leader import RequestEvent
+from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer
+from rayk.transfer.handshake import row_group_blocks
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import RaykError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rayk.actors.receiving import Receiving
+    from rayk.sched.batching import RequestState
+
+
+@dataclass(slots=True)
+class _Swapped:
+    """A preempted request whose KV is in the tier, or on its way there or back."""
+
+    state: RequestState
+    name: str
+    """Of its store."""
+    out_ns: int
+    has_left: bool = False
+    """Whether its blocks are free."""
+    ticket: TransferTicket | None = None
+    """What the tier offers of it."""
+    is_read: bool = False
+    """Whether ranks are reading that."""
+
+
+class Swapping:
+    """Requests of one engine that are away."""
+
+    def __init__(
+        self, side: TierSide, receiving: Receiving, decline: Callable[[TransferTicket | None], None]
+    ) -> None:
+        """`decline`: nobody reads what was offered."""
+        self._side = side
+        self._receiving = receiving
+        self._decline = decline
+        self.storing: Storing | None = None
+        """Set by whoever makes both."""
+        self._swapped: dict[str, _Swapped] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody is away."""
+        return bool(self._swapped)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is away."""
+        return request_id in self._swapped
+
+    def swap_out(self, state: RequestState) -> bool:
+        """See Swapper."""
+        side = self._side
+        if side.tier is None or side.settings.swap == "never":
+            return False
+        assert self.storing is not None
+        request_id, num_tokens = state.request_id, state.num_computed
+        known = min(self.storing.num_stored(request_id), num_tokens)
+        moved = side.bytes_of(num_tokens, known), side.bytes_of(num_tokens, 0)
+        choice = side.costs.swap(*moved, num_tokens, side.settings.swap)
+        side.counts["swaps_weighed"] += 1
+        if not choice.moves:
+            side.counts["swaps_declined"] += 1
+            return False
+        side.counts["swaps"] += 1
+        manager, name = side.leader.manager, side.new_name("swap", request_id)
+        tables = manager.block_tables(request_id)
+        manager.lease(request_id, name)
+        self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
+        self.storing.put(name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]))
+        return True
+
+    def forget(self, request_id: str) -> None:
+        """See Swapper."""
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None:
+            self._drop(swapped.name)
+            if not swapped.is_read:
+                self._decline(swapped.ticket)
+
+    def on_kept(self, store: Store, answer: StoreAnswer) -> None:
+        """What the tier made of a swapped request's store: ask for it at once, its blocks stay there."""
+        swapped = self._swapped.get(store.request_id)
+        if swapped is None or swapped.name != store.name:
+            self._drop(store.name)
+        elif not answer.ok or self._side.tier is None:
+            self._start_over(store.request_id)
+        else:
+            self._side.counts["swapped_out_bytes"] += answer.num_bytes
+            self._side.tier.load(LoadAsk(request_id=store.request_id, kept_as=store.name), self._offered)
+
+    def on_free(self, store: Store) -> None:
+        """A store's blocks are free."""
+        swapped = self._swapped.get(store.request_id)
+        if swapped is not None and swapped.name == store.name:
+            swapped.has_left = True
+            self._side.leader.scheduler.blocks_left(store.request_id)
+
+    def turn(self) -> None:
+        """Before each turn: have all ranks read what the scheduler lets come back, where there are blocks."""
+        scheduler, manager = self._side.leader.scheduler, self._side.leader.manager
+        for request_id, swapped in list(self._swapped.items()):
+            ticket = swapped.ticket
+            if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
+                continue
+            unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens[: ticket.num_tokens]
+            held = manager.find_held(request_id, tokens, ticket.num_tokens, unit)
+            updates = manager.reserve_live(request_id, ticket.num_tokens, held)
+            # Those that wait came later; it and those that run need a block per group to go on with.
+            needed = (scheduler.num_running + 1) * len(manager.groups)
+            if updates is not None and scheduler.num_running and manager.pool.num_free_blocks < needed:
+                manager.unreserve(request_id)
+                updates = None
+            if updates is None:
+                scheduler.make_room(request_id)
+                continue
+            swapped.is_read = True
+            self._receiving.begin(self._coming_back(swapped, ticket), tuple(i for _, i in updates), held)
+
+    def abort(self, request_id: str) -> bool:
+        """Nobody wants a request any more; False where it is not away."""
+        if request_id not in self._swapped:
+            return False
+        self._receiving.abort(request_id)
+        self._side.leader.scheduler.remove(request_id)  # which says `forget`
+        return True
+
+    def tier_lost(self) -> None:
+        """What is away is lost; of what is read just now the read fails, and says so."""
+        for request_id, swapped in list(self._swapped.items()):
+            if not swapped.is_read:
+                self._start_over(request_id)
+
+    def clear(self) -> None:
+        """The engine is going down."""
+        self._swapped.clear()
+
+    def _offered(self, answer: LoadAnswer) -> None:
+        """What was swapped out can be read."""
+        swapped = self._swapped.get(answer.request_id)
+        if swapped is not None and answer.ticket is not None and self._side.tier is not None:
+            swapped.ticket = answer.ticket
+            return
+        self._decline(answer.ticket)
+        self._start_over(answer.request_id)
+
+    def _coming_back(self, swapped: _Swapped, ticket: TransferTicket) -> Incoming:
+        state, now, settings = swapped.state, time.monotonic_ns(), self._side.settings
+
+        def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
+            self._arrived(state.request_id, num_valid, failure, info)
+
+        return Incoming(
+            state.request,
+            ticket,
+            tuple(state.output_token_ids),
+            settings.transfer_s,
+            settings.lease_s,
+            now,
+            recompute=True,
+            taken_ns=now,
+            arrived=arrived,
+        )
+
+    def _arrived(
+        self, request_id: str, num_valid: int, failure: RaykError | None, info: dict[str, Any]
+    ) -> None:
+        """The KV of so many of its tokens is in its blocks again."""
+        side, swapped = self._side, self._swapped.pop(request_id, None)
+        leader = side.leader
+        if swapped is None:
+            leader.manager.free(request_id)
+            return
+        rows = info.get("transfers", ())
+        num_bytes = sum(row.bytes for row in rows)
+        side.counts["swapped_in_bytes"] += num_bytes
+        if failure is not None:
+            side.counts["swaps_failed"] += 1
+        else:
+            side.costs.observe_in(num_bytes, moving_ns(info))
+        if not num_valid:
+            leader.scheduler.start_over(request_id)
+            return
+        leader.manager.remember(request_id, swapped.state.tokens, num_valid)
+        leader.scheduler.come_back(request_id, num_computed=num_valid)
+        told = {
+            "transfers": rows,
+            "num_kv_bytes_checked": info.get("num_kv_bytes_checked", 0),
+            "swap_ns": time.monotonic_ns() - swapped.out_ns,
+        }
+        leader.emit(RequestEvent(request_id=request_id, info=told))
+
+    def _start_over(self, request_id: str) -> None:
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None:
+            assert self.storing is not None
+            self._side.counts["swaps_failed"] += 1
+            self.storing.end(swapped.name)
+            self._side.leader.scheduler.start_over(request_id)
+
+    def _drop(self, name: str) -> None:
+        if self._side.tier is not None:
+            self._side.tier.drop(name)

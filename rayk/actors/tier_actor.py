@@ -1,0 +1,252 @@
+"""TierHost: the process that owns a node's host tier. A loop on a thread of its own turns it.
+
+A plain class whose async methods run in one Ray actor; `tiers` makes it remote. NIXL moves the pages; Ray
+carries what engines ask, and the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rayk.actors.tier_side import TierFacts, tier_facts
+from rayk.kv.groups import KVCacheGroup
+from rayk.models.families import load_config
+from rayk.models.kv_specs import engine_groups
+from rayk.offload.host import HostTier
+from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.handshake import CacheDescription, row_group_blocks
+from rayk.types.config import EngineConfig
+from rayk.types.errors import EngineDied, RaykError, UserError
+from rayk.types.offload import OffloadSettings
+
+T = TypeVar("T")
+HEARTBEAT_S = 0.02
+"""An idle tier looks at the network this often: engines that connect wait for it."""
+BUSY_S = 0.0005
+"""The same while something is on its way."""
+WIRE_POLL_S = 0.002
+
+
+def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCacheGroup, ...]:
+    """The KV groups of a tier behind engines like this one: those of an engine of the tier's block sizes."""
+    model = load_config(config.model)
+    like = replace(
+        config, tp=1, block_size=settings.block_size, kernel_block_size=None, kernel_block_sizes=()
+    )
+    groups = engine_groups(like, model)
+    rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=settings.block_size)
+    return engine_groups(replace(like, state_block_size=settings.state_block_size or rows), model)
+
+
+class TierHost:
+    """See the module. `open` it first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._tier: HostTier | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
+        self._died: RaykError | None = None
+        self._waiting: set[asyncio.Future[Any]] = set()
+
+    def __repr__(self) -> str:
+        return f"TierHost({self.name})"
+
+    async def until_over(self) -> None:
+        """Lasts as long as this process, or its tier. Raises what that died of."""
+        while self._thread is None or self._thread.is_alive():
+            await asyncio.sleep(HEARTBEAT_S)
+        if not self._is_over.is_set():
+            assert self._died is not None
+            raise self._died
+
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    async def open(
+        self, config: EngineConfig, settings: OffloadSettings, like: CacheDescription, epoch: int
+    ) -> TierFacts:
+        """Allocate the tier for engines like this one, and begin to turn it. Raises UserError for a tier that
+        cannot be, or a folder that cannot be used."""
+        # NIXL loads UCX.
+        from rayk.transfer.nixl_agent import NixlAgent
+
+        agent = NixlAgent(f"{self.name}-{os.getpid()}-{epoch}", error_handling="peer")
+        self._tier = open_tier(agent, config, settings, like, epoch)
+        self._is_over.clear()
+        self._thread = threading.Thread(target=self._run, name="rayk-tier", daemon=True)
+        self._thread.start()
+        return facts_of(self._tier)
+
+    async def describe(self) -> CacheDescription:
+        """What an engine connects to."""
+        assert self._tier is not None, "open first"
+        return self._tier.description
+
+    async def attach(self, engine: Sequence[CacheDescription], timeout_s: float) -> CacheDescription:
+        """Connect an engine, whose ranks are polled meanwhile. Raises HandshakeMismatch, TransferError."""
+        name = engine[0].engine
+        await self._on_loop(lambda tier: tier.attach(engine))
+        while not await self._on_loop(lambda tier: tier.wire(name, timeout_s)):
+            await asyncio.sleep(WIRE_POLL_S)
+        return await self.describe()
+
+    async def detach(self, engine: str) -> None:
+        """An engine is gone."""
+        await self._on_loop(lambda tier: tier.detach(engine))
+
+    async def store(self, ask: StoreAsk) -> StoreAnswer:
+        """See StoreAsk."""
+        found: StoreAnswer = await self._answer(lambda tier, done: tier.store(ask, done))
+        return found
+
+    async def load(self, ask: LoadAsk) -> LoadAnswer:
+        """See LoadAsk."""
+        found: LoadAnswer = await self._answer(lambda tier, done: tier.load(ask, done))
+        return found
+
+    async def drop(self, kept_as: str) -> None:
+        """Nobody will load what was kept by this name."""
+        await self._on_loop(lambda tier: tier.drop(kept_as))
+
+    async def clear(self) -> None:
+        """Forget every page that nobody holds."""
+        await self._on_loop(HostTier.clear)
+
+    async def status(self) -> dict[str, Any]:
+        """See HostTier.status."""
+        found: dict[str, Any] = await self._on_loop(HostTier.status)
+        return found
+
+    async def check_integrity(self) -> None:
+        """AssertionError where blocks leaked."""
+        await self._on_loop(HostTier.check_integrity)
+
+    async def close(self) -> None:
+        """End the loop; registrations and files are given back."""
+        self._is_over.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 10.0)
+
+    async def _on_loop(self, action: Callable[[HostTier], T]) -> T:
+        def act(tier: HostTier, done: Callable[[T], None]) -> None:
+            done(action(tier))
+
+        found: T = await self._answer(act)
+        return found
+
+    async def _answer(self, begin: Callable[[HostTier, Callable[[Any], None]], None]) -> Any:
+        """What the tier's thread answers. Raises what it raises, EngineDied once it has ended."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._waiting.add(future)
+
+        def settle(result: object, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def done(result: object, error: BaseException | None = None) -> None:
+            loop.call_soon_threadsafe(settle, result, error)
+
+        def act() -> None:
+            if self._died is not None or self._tier is None:
+                done(None, self._died or EngineDied(self.name, "it is not open"))
+                return
+            try:
+                begin(self._tier, done)
+            except RaykError as error:
+                done(None, error)
+
+        try:
+            if self._thread is None or not self._thread.is_alive():
+                raise self._died or EngineDied(self.name, "it has ended")
+            self._inbox.put(act)
+            return await future
+        finally:
+            self._waiting.discard(future)
+
+    def _run(self) -> None:
+        assert self._tier is not None
+        try:
+            while not self._is_over.is_set():
+                self._turn(self._tier)
+        except Exception as error:
+            logging.getLogger(__name__).exception("the host tier ends")
+            self._died = EngineDied(self.name, f"{type(error).__name__}: {error}")
+        finally:
+            self._died = self._died or EngineDied(self.name, "it was closed")
+            while not self._inbox.empty():
+                self._inbox.get_nowait()()
+            self._fail_waiting()
+            self._tier.close()
+
+    def _fail_waiting(self) -> None:
+        died = self._died
+        for future in tuple(self._waiting):
+
+            def fail(future: asyncio.Future[Any] = future) -> None:
+                if not future.done():
+                    assert died is not None
+                    future.set_exception(died)
+
+            future.get_loop().call_soon_threadsafe(fail)
+
+    def _turn(self, tier: HostTier) -> None:
+        try:
+            action = self._inbox.get(timeout=BUSY_S if tier.is_busy else HEARTBEAT_S)
+        except queue.Empty:
+            pass
+        else:
+            action()
+            until = time.monotonic() + BUSY_S
+            while not self._inbox.empty() and time.monotonic() < until:
+                self._inbox.get_nowait()()
+        tier.turn()
+
+
+def open_tier(
+    agent: TransferAgent,
+    config: EngineConfig,
+    settings: OffloadSettings,
+    like: CacheDescription,
+    epoch: int,
+) -> HostTier:
+    """A host tier, with its disk tier where there is to be one. Raises UserError."""
+    groups = tier_groups(config, settings)
+    pages = None
+    if settings.disk_folder is not None:
+        from rayk.offload.disk import DiskTier
+        from rayk.offload.pages import DiskPages, identity_of
+
+        folder = Path(settings.disk_folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            mend = "a folder that can be written to"
+            raise UserError(f"no folder for pages: {error}", where="offload.disk_folder", mend=mend) from None
+        identity = identity_of(groups, dict(like.fingerprint))
+        pages = DiskPages(DiskTier(folder, identity, settings.disk_bytes))
+    return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages)
+
+
+def facts_of(tier: HostTier) -> TierFacts:
+    """What engines must know of it."""
+    groups = tier.manager.groups
+    sizes = [g.spec.block_size for g in groups]
+    return tier_facts(tier.description.epoch, sizes, row_group_blocks(groups))

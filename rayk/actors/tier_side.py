@@ -1,0 +1,105 @@
+"""What the parts of an engine's offloading share: the tier as its leader reaches it, costs and counters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rayk.kv.specs import page_bytes, rows_per_block
+from rayk.offload.costs import CostModel
+from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+
+if TYPE_CHECKING:
+    from rayk.engine.leader import Leader
+    from rayk.types.offload import OffloadSettings
+
+
+class Tier(Protocol):
+    """A host tier as an engine's leader reaches it. Calls return at once; answers, and word of its end, come
+    on the loop's thread."""
+
+    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+        """See StoreAsk."""
+        ...
+
+    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+        """See LoadAsk."""
+        ...
+
+    def drop(self, kept_as: str) -> None:
+        """Nobody will load what was kept by this name."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierFacts:
+    """What an engine must know of the tier it is attached to. Picklable."""
+
+    epoch: int
+    unit_tokens: int
+    """Prefixes are found that are multiples of it."""
+    row_unit_tokens: int
+    """What it holds of a sequence is told apart from the rest at multiples of it."""
+
+
+@dataclass(eq=False)
+class TierSide:
+    """See the module. All on the loop's thread."""
+
+    engine: str
+    epoch: int
+    tp: int
+    settings: OffloadSettings
+    commands: list[object]
+    """What all ranks are to do at the next turn; appended to."""
+    costs: CostModel = field(default_factory=CostModel)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Since the engine was formed: events, tokens and bytes, by name."""
+    tier: Tier | None = None
+    _facts: TierFacts | None = None
+    _leader: Leader | None = None
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def leader(self) -> Leader:
+        """The engine's."""
+        assert self._leader is not None, "not attached to a leader"
+        return self._leader
+
+    @property
+    def facts(self) -> TierFacts:
+        """Of the tier that is attached, or was last."""
+        assert self._facts is not None, "no tier was ever attached"
+        return self._facts
+
+    def attach(self, leader: Leader | None = None, facts: TierFacts | None = None) -> None:
+        """Who this belongs to, and what the tier is."""
+        self._leader, self._facts = leader or self._leader, facts or self._facts
+
+    def new_name(self, kind: str, request_id: str) -> str:
+        """Of a store or a swap: no other has it, on any engine."""
+        return f"{self.engine}/{self.epoch}/{kind}{next(self._numbers)}/{request_id}"
+
+    def bytes_of(self, num_tokens: int, first_row: int) -> int:
+        """Canonical bytes of the live rows of a sequence from a row on: what moves, replicas aside."""
+        total = 0
+        for g in self.leader.manager.groups:
+            row_bytes = page_bytes(g.spec) * len(g.layers) // rows_per_block(g.spec)
+            live = g.spec.live_rows(num_tokens)
+            total += row_bytes * len(range(max(live.start, first_row), live.stop))
+        return total
+
+
+def tier_facts(epoch: int, block_sizes: Sequence[int], row_unit_tokens: int) -> TierFacts:
+    """Of a tier whose groups have these block sizes."""
+    return TierFacts(epoch=epoch, unit_tokens=math.lcm(*block_sizes), row_unit_tokens=row_unit_tokens)
+
+
+def moving_ns(info: dict[str, Any]) -> int:
+    """How long ranks took to read and to prove, whatever it was that they waited for before. `info`: of an
+    arrival (`receiving`)."""
+    return sum(info.get("stage_ns", {}).get(stage, 0) for stage in ("read", "fence", "verify"))

@@ -1,0 +1,211 @@
+"""The host tiers of a deployment: one actor per node and kind of pages, opened when an engine first needs it.
+
+Runs inside the actor that owns the workers: a coordinator's for the engines of a cell, a server's fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayk.actors.commands import Connect, Describe, EndReads, Wire
+from rayk.actors.engines import CONTROL_S, EngineHandle, translate
+from rayk.actors.tier_actor import TierHost
+from rayk.actors.tier_side import TierFacts
+from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded, RaykError, TransferError
+from rayk.types.offload import OffloadSettings
+
+OPEN_S = 60.0
+"""How long a tier may take to start and allocate its memory."""
+WIRE_S = 15.0
+WIRE_POLL_S = 0.01
+STATUS_S = 5.0
+
+Kind = tuple[str, str, str, str, str, bool]
+"""Node, model, dtype, KV format and its scales, hybrid KV: engines alike in these share a tier."""
+
+
+@dataclass(eq=False)
+class _Tier:
+    """One tier's actor."""
+
+    name: str
+    handle: Any
+    facts: TierFacts
+    pid: int
+    node_id: str
+    engines: dict[str, EngineHandle] = field(default_factory=dict)
+    watcher: asyncio.Task[None] | None = None
+    died: str = ""
+    """What of; empty while it lives."""
+
+
+class HostTiers:
+    """See the module. All on one event loop."""
+
+    def __init__(self, name: str, settings: OffloadSettings, *, reopens: bool = False) -> None:
+        """`name`: begins those of the actors. `reopens`: a tier that dies is opened anew, empty, for the
+        engines that it had."""
+        self._name = name
+        self.settings = settings
+        self._reopens = reopens
+        self._tiers: dict[Kind, _Tier] = {}
+        self._opening = asyncio.Lock()
+        self._numbers = itertools.count()
+        self.losses: list[str] = []
+        """What tiers died of, one each."""
+
+    async def attach(self, engine: EngineHandle, node_id: str) -> None:
+        """Connect an engine to its node's tier, in both directions. Raises what either refuses."""
+        if not engine.descriptions:
+            engine.descriptions = tuple(await engine.call(Describe(), CONTROL_S))
+        tier = await self._tier_for(engine, node_id)
+        theirs = await _reply(tier.handle.attach.remote(engine.descriptions, WIRE_S), WIRE_S + 5)
+        await engine.call(Connect((theirs,), engine.descriptions), CONTROL_S)
+        while not all(await engine.call(Wire(TIER, WIRE_S), CONTROL_S)):
+            await asyncio.sleep(WIRE_POLL_S)
+        attach = engine.leader.attach_tier.options(concurrency_group="control")
+        await engine.guard(attach.remote(tier.handle, tier.facts), "its host tier", CONTROL_S)
+        tier.engines[engine.name], engine.tier = engine, tier.handle
+
+    async def detach(self, engine: EngineHandle) -> None:
+        """An engine is gone, or about to be."""
+        for tier in self._tiers.values():
+            if tier.engines.get(engine.name) is engine:
+                del tier.engines[engine.name]
+                if not tier.died:
+                    await _quietly(tier.handle.detach.remote(engine.name), STATUS_S)
+
+    async def clear(self) -> None:
+        """Every tier forgets what nobody holds."""
+        await asyncio.gather(*(_quietly(t.handle.clear.remote(), STATUS_S) for t in self._live))
+
+    async def status(self) -> dict[str, dict[str, Any]]:
+        """What each tier says of itself, by name; of those that live to tell."""
+        tiers = self._live
+        found = await asyncio.gather(*(_quietly(t.handle.status.remote(), STATUS_S) for t in tiers))
+        return {t.name: {**s, "pid": t.pid} for t, s in zip(tiers, found, strict=True) if s is not None}
+
+    async def close(self) -> None:
+        """End every tier."""
+        for tier in self._tiers.values():
+            if tier.watcher is not None:
+                tier.watcher.cancel()
+        await asyncio.gather(*(_quietly(t.handle.close.remote(), STATUS_S + 10) for t in self._live))
+        for tier in self._tiers.values():
+            ray.kill(tier.handle)
+        self._tiers.clear()
+
+    @property
+    def _live(self) -> list[_Tier]:
+        return [t for t in self._tiers.values() if not t.died]
+
+    async def _tier_for(self, engine: EngineHandle, node_id: str) -> _Tier:
+        kind = _kind_of(engine.config, node_id)
+        async with self._opening:
+            tier = self._tiers.get(kind)
+            if tier is None or tier.died:
+                tier = self._tiers[kind] = await self._open(engine, node_id)
+                tier.watcher = asyncio.create_task(self._watch(tier))
+        return tier
+
+    async def _open(self, engine: EngineHandle, node_id: str) -> _Tier:
+        number = next(self._numbers)
+        name = f"{self._name}/{TIER}{number}"
+        handle: Any = (
+            ray.remote(TierHost)
+            .options(
+                name=name,
+                num_cpus=0,
+                max_concurrency=1000,
+                max_restarts=0,
+                enable_task_events=False,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            .remote(name)
+        )
+        opened = handle.open.remote(engine.config, self.settings, engine.descriptions[0], number)
+        facts = await _reply(opened, OPEN_S)
+        return _Tier(name, handle, facts, await _reply(handle.pid.remote(), STATUS_S), node_id)
+
+    async def _watch(self, tier: _Tier) -> None:
+        """Until it dies: then its engines, which may not be talking to it just now, are told."""
+        try:
+            await tier.handle.until_over.remote()
+        except RayError as error:
+            tier.died = str(translate(error, tier.name))
+        if not tier.died:
+            return
+        self.losses.append(tier.died)
+        engines = [e for e in tier.engines.values() if not e.died.done()]
+        lose = (
+            e.leader.lose_tier.options(concurrency_group="control").remote(tier.facts.epoch, tier.died)
+            for e in engines
+        )
+        ends = (e.call(EndReads(TIER, tier.facts.epoch), CONTROL_S) for e in engines)
+        await asyncio.gather(*lose, *ends, return_exceptions=True)
+        for engine in engines if self._reopens else ():
+            try:
+                await self.attach(engine, tier.node_id)
+            except RaykError as error:
+                # It goes on without: its next life tries again.
+                logging.getLogger(__name__).warning("%s has no host tier any more: %s", engine.name, error)
+
+
+async def relay(
+    prefill: EngineHandle,
+    decode: EngineHandle,
+    ticket: TransferTicket,
+    prompt: Sequence[int],
+    timeout_s: float,
+) -> TransferTicket:
+    """Have the engines' host tier take a prefilled request's KV in; the ticket by which the decode engine
+    reads it from there. Raises TransferError, DeadlineExceeded."""
+    name, handle = ticket.request_id, prefill.tier
+    if handle is None or decode.tier != handle:
+        where = f"{prefill.name} and {decode.name} share no host tier"
+        raise TransferError(name, where, producer=prefill.name, consumer=decode.name)
+    tokens = tuple(prompt[: ticket.num_tokens])
+    ask = StoreAsk(ticket=ticket, token_ids=tokens, keep_as=f"relay/{name}", deadline_s=timeout_s)
+    stored: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)
+    if not stored.ok:
+        raise TransferError(name, f"host tier: {stored.reason}", producer=prefill.name, consumer=TIER)
+    again = LoadAsk(request_id=name, kept_as=f"relay/{name}")
+    offered: LoadAnswer = await _reply(handle.load.remote(again), timeout_s + 5)
+    if offered.ticket is None:
+        raise TransferError(name, f"host tier: {offered.reason}", producer=TIER, consumer=decode.name)
+    return offered.ticket
+
+
+async def _reply(reply: Awaitable[Any], timeout_s: float) -> Any:
+    """Raises what the tier raises, or died of; DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await reply
+    except TimeoutError:
+        raise DeadlineExceeded("an answer of the host tier", timeout_s) from None
+    except RayError as error:
+        raise translate(error, TIER) from None
+
+
+async def _quietly(reply: Awaitable[Any], timeout_s: float) -> Any:
+    """None where there is no answer."""
+    try:
+        return await _reply(reply, timeout_s)
+    except RaykError:
+        return None
+
+
+def _kind_of(config: EngineConfig, node_id: str) -> Kind:
+    return node_id, config.model, config.dtype, config.kv_dtype, config.kv_scales, config.hybrid_kv

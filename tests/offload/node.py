@@ -1,0 +1,242 @@
+"""Engines and a host tier in this process, without Ray: what an actor does, a thread does.
+
+with Node.open(model, [dict(tp=2), dict(layout="LBNHC")], host_bytes=8 << 20) as node:
+    first = node.engines[0].complete([request])
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayk.actors.commands import Connect, Describe, Wire
+from rayk.actors.extension import TransferExtension
+from rayk.actors.handover import TransferHandover
+from rayk.actors.offloading import Offloading
+from rayk.actors.tier_actor import facts_of, open_tier
+from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.leader import RequestEvent
+from rayk.engine.rank import EngineRank
+from rayk.offload.host import HostTier
+from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.types.config import EngineConfig
+from rayk.types.offload import OffloadSettings
+from rayk.types.request import Request
+from tests.pd import NAN_POISON, MakeAgent, local_agents, wait_until
+
+
+class TierThread:
+    """Turns a tier; `ask` runs something on its thread."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self.tier = tier
+        self.error: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tier", daemon=True)
+        self._thread.start()
+
+    def ask(self, action: Callable[[HostTier], Any]) -> Any:
+        """The action's result. Raises what it raises."""
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def act() -> None:
+            try:
+                answer.put((action(self.tier), None))
+            except Exception as error:  # noqa: BLE001 - for whoever asked
+                answer.put((None, error))
+
+        self._inbox.put(act)
+        found, error = answer.get(timeout=60)
+        if error is not None:
+            raise error
+        return found
+
+    def post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+
+    def close(self) -> None:
+        """As an actor's death: nothing is answered any more."""
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._thread.join(30)
+            self.tier.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                with suppress(queue.Empty):
+                    self._inbox.get(timeout=0.0005)()
+                self.tier.turn()
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+@dataclass(eq=False)
+class ThreadTier:
+    """Implements actors.offloading.Tier over a TierThread."""
+
+    thread: TierThread
+    post: Callable[[Callable[[], None]], None]
+
+    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+        self.thread.post(lambda: self.thread.tier.store(ask, lambda a: self.post(lambda: done(a))))
+
+    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+        self.thread.post(lambda: self.thread.tier.load(ask, lambda a: self.post(lambda: done(a))))
+
+    def drop(self, kept_as: str) -> None:
+        self.thread.post(lambda: self.thread.tier.drop(kept_as))
+
+
+@dataclass(eq=False)
+class NodeEngine:
+    """One engine with its hand-over."""
+
+    engine: ThreadEngine
+    handover: TransferHandover
+
+    @property
+    def offloading(self) -> Offloading:
+        assert self.handover.offloading is not None
+        return self.handover.offloading
+
+    def call(self, command: object) -> Any:
+        """Run a command on every rank."""
+        return self.engine.leader.call(command).result(60)
+
+    def run(self, action: Callable[[], object]) -> Any:
+        """Run something on the loop's thread and wait for it."""
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.engine.leader.post(lambda: answer.put(action()))
+        return answer.get(timeout=60)
+
+    def start(self, request: Request) -> queue.SimpleQueue[RequestEvent]:
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self.handover.submit(request, events.put, hand_over=False)
+        return events
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Run requests together, to their ends. Raises the first error."""
+        streams = [self.start(r) for r in requests]
+        found = [self.engine.collect(s) for s in streams]
+        for completion in found:
+            if completion.error is not None:
+                raise completion.error
+        return found
+
+    def settle(self) -> None:
+        """Wait until every store is over, and nobody holds a block."""
+        leader = self.engine.leader
+
+        def is_idle() -> bool:
+            if self.engine.error is not None:
+                raise self.engine.error
+            pool = leader.manager.pool
+            return not self.offloading.is_busy and pool.num_free_blocks == pool.num_blocks - 1
+
+        wait_until(is_idle, 30.0, lambda: f"{self.engine.name}: {self.offloading.status()}")
+        self.run(leader.check_integrity)
+
+
+@dataclass(eq=False)
+class Node:
+    """Engines of one model that share a host tier."""
+
+    engines: list[NodeEngine]
+    thread: TierThread
+    settings: OffloadSettings
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls,
+        model: Path,
+        engines: Sequence[dict[str, Any]],
+        *,
+        make_agent: MakeAgent | None = None,
+        poison: int = NAN_POISON,
+        tier_agent: Callable[[Any], Any] = lambda agent: agent,
+        common: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Iterator[Node]:
+        """`engines`: settings of each; `settings`: the tier's; `tier_agent`: wraps its agent."""
+        make_agent = make_agent or local_agents()
+        offload = OffloadSettings(**{"host_bytes": 16 << 20, "load": "always", "swap": "always", **settings})
+        with ExitStack() as stack:
+            made = []
+            for i, own in enumerate(engines):
+                config = EngineConfig(model=str(model), **{"num_blocks": 64, **(common or {}), **own})
+                made.append(_make_engine(stack, f"e{i}", config, make_agent, offload, poison))
+            like = made[0].call(Describe())[0]
+            config = made[0].engine._config
+            tier = open_tier(tier_agent(make_agent("tier")), config, offload, like, 0)
+            thread = TierThread(tier)
+            stack.callback(thread.close)
+            node = cls(made, thread, offload)
+            for engine in made:
+                node.attach(engine)
+            yield node
+            if thread.error is not None:
+                raise thread.error
+
+    def attach(self, engine: NodeEngine) -> None:
+        """As the coordinator does it."""
+        descriptions = tuple(engine.call(Describe()))
+        self.thread.ask(lambda tier: tier.attach(descriptions))
+        engine.call(Connect((self.thread.tier.description,), descriptions))
+        name = engine.engine.name
+        wait_until(lambda: self.thread.ask(lambda tier: tier.wire(name, 10.0)))
+        wait_until(lambda: all(engine.call(Wire(TIER, 10.0))))
+        leader = engine.engine.leader
+        tier, facts = ThreadTier(self.thread, leader.post), facts_of(self.thread.tier)
+        engine.run(lambda: engine.offloading.attach(tier, facts))
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.thread.ask(HostTier.status)
+        return found
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way anywhere; blocks add up on all sides."""
+        for engine in self.engines:
+            engine.settle()
+        wait_until(lambda: not self.thread.ask(lambda tier: tier.is_busy), 30.0, lambda: str(self.status()))
+        self.thread.ask(HostTier.check_integrity)
+
+
+def _make_engine(
+    stack: ExitStack,
+    name: str,
+    config: EngineConfig,
+    make_agent: MakeAgent,
+    offload: OffloadSettings,
+    poison: int,
+) -> NodeEngine:
+    handover = TransferHandover(engine=name, epoch=1, tp=config.tp, offload=offload)
+
+    def extension(rank: EngineRank) -> TransferExtension:
+        agent = make_agent(f"{name}.{rank.comm.rank}")
+        made = TransferExtension(rank, agent, engine=name, epoch=1, lease_s=60.0)
+        stack.callback(made.close)
+        return made
+
+    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=poison)
+    return NodeEngine(stack.enter_context(engine), handover)
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Poll."""
+    wait_until(condition, timeout_s, lambda: what)
+
+
+def pause(seconds: float) -> None:
+    """Let things happen."""
+    time.sleep(seconds)
