@@ -132,5 +132,7 @@ def test_what_policies_are_told_reaches_the_server(checkpoint: Any) -> None:
     assert without.policy_settings == PolicySettings(block_tokens=16, index_blocks=0), "no caches to look up"
     with pytest.raises(SpecError, match="did you mean 'policy_settings.block_tokens'"):
         plan(checkpoint("qwen3"), overrides=("policy_settings.blok_tokens=16",))
-    with pytest.raises(SpecError, match=r"did you mean 'prefill.block_size' or 'decode.block_size'\?"):
+    with pytest.raises(
+        SpecError, match=r"did you mean 'prefill.block_size' or 'decode.block_size' or 'offload"
+    ):
         plan(checkpoint("qwen3"), overrides=("engine.block_size=16",))
