@@ -263,4 +263,5 @@ class Offloading:
     def status(self) -> dict[str, Any]:
         """Counters, and what the cost model believes."""
         counted = {name: int(n) for name, n in sorted(self.counts.items())}
-        return {**counted, "why_off": self.why_off, "costs": self.costs.describe()}
+        open_stores = len(self.storing.open_stores)
+        return {**counted, "num_open": open_stores, "why_off": self.why_off, "costs": self.costs.describe()}

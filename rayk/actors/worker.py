@@ -435,7 +435,9 @@ class Worker:
         # NIXL loads UCX: only workers that move KV pay for it.
         from rayk.transfer.nixl_agent import NixlAgent
 
-        handling = "peer" if spec.spans_nodes or spec.notices_deaths else "none"
+        # A host tier may die, and both ends of a link must look out for that, or neither.
+        is_watched = spec.spans_nodes or spec.notices_deaths or spec.offload is not None
+        handling = "peer" if is_watched else "none"
         name = f"{self.name}-{os.getpid()}-{spec.epoch}"
         agent = NixlAgent(name, error_handling=handling)
         settings: dict[str, Any] = {
