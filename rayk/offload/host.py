@@ -35,6 +35,7 @@ from rayk.transfer.handshake import CacheDescription, describe_cache, row_group_
 from rayk.transfer.plan import num_turns
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.seal import is_whole, sealed
+from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import KVMismatch, RaykError, UserError
 from rayk.types.offload import OffloadSettings
@@ -97,10 +98,12 @@ class HostTier:
         *,
         epoch: int = 0,
         pages: DiskPages | None = None,
+        staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`groups`: of the tier's own block sizes. `like`: any rank of an engine whose KV is to be kept: what
-        its model and scales are. `pages`: the disk tier behind it. Raises UserError."""
+        its model and scales are. `pages`: the disk tier behind it. `staging`: of what it reads. Raises
+        UserError."""
         self.settings = settings
         self._clock = clock
         geometry = tier_geometry(groups, settings)
@@ -118,7 +121,7 @@ class HostTier:
             kv_scales=like.kv_scales,
         )
         views = list(layer_views(self.caches))
-        self.rank = TransferRank(agent, self.caches, views, self.description, clock=clock)
+        self.rank = TransferRank(agent, self.caches, views, self.description, staging=staging, clock=clock)
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}
         """Engine -> links to it, of which each reads from other replicas."""
@@ -207,9 +210,12 @@ class HostTier:
             self._refuse(storing, str(error), can_release=False)
 
     def drop(self, kept_as: str) -> None:
-        """Nobody will load what was kept by this name."""
+        """Nobody will load what was kept by this name, or is about to be."""
         if self._kept.pop(kept_as, None) is not None:
             self.manager.free(kept_as)
+        for storing in self._storing.values():
+            if storing.ask.keep_as == kept_as:
+                storing.ask = replace(storing.ask, keep_as=None)
 
     def _has_all(self, name: str, tokens: Sequence[int], num_tokens: int) -> bool:
         found = self.manager.find_prefix(name, tokens, num_tokens)
