@@ -29,9 +29,19 @@ PREFILLED_S = 0.02
 class FleetLink:
     """A front's way to the fleet: found again when it was lost, told of what ends, asked for engines."""
 
-    def __init__(self, fleet: str, namespace: str, front: str, on_over: Callable[[], None]) -> None:
-        """`on_over`: called when the server ends, whatever is under way."""
+    def __init__(
+        self,
+        fleet: str,
+        namespace: str,
+        front: str,
+        on_over: Callable[[], None],
+        *,
+        needs_tiers: bool = False,
+    ) -> None:
+        """`on_over`: called when the server ends, whatever is under way. `needs_tiers`: requests go through
+        host tiers, which may be lost and opened anew."""
         self._on_over = on_over
+        self._needs_tiers = needs_tiers
         self._name = fleet
         self._namespace = namespace
         self._front = front
@@ -91,7 +101,7 @@ class FleetLink:
     async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
         """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
         async with self._asking:
-            if life != self._life or key not in self._engines:
+            if life != self._life or key not in self._engines or self._lacks_tier(key):
                 found, cards = await self.call("roster", until=time.monotonic())
                 if found != self._life:
                     self._life, self._engines = found, {}
@@ -110,9 +120,15 @@ class FleetLink:
                     )
                     for c in cards
                 }
+                for c in cards:
+                    self._engines[c.name, c.epoch].tier = c.tier
         if life != self._life or key not in self._engines:
             raise EngineDied(key[0], "it was lost before the request came to it")
         return self._engines[key]
+
+    def _lacks_tier(self, key: tuple[str, int]) -> bool:
+        """Whether its tier was found dead: it may have another one."""
+        return self._needs_tiers and self._engines[key].tier is None
 
     def prefilled(self, attempt: str) -> None:
         """Its first token is here. Nobody waits for this: told with the next news, or soon."""

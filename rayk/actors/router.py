@@ -64,7 +64,8 @@ class Router:
         """`fleet`: the name of its actor, in this namespace; it need not be there yet."""
         self.name = secrets.token_hex(4)
         self._settings = settings
-        self._link = FleetLink(fleet, namespace, self.name, self.end_all)
+        needs_tiers = settings.transfer.path == "host"
+        self._link = FleetLink(fleet, namespace, self.name, self.end_all, needs_tiers=needs_tiers)
         self._tasks: set[asyncio.Task[None]] = set()
         """Requests that are under way."""
         self._rules = FlightRules(

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
     from rayk.sched.batching import RequestState
 
-ACTIVE_STORES = 2
-"""Stores of one engine that the tier is at, or ranks digest."""
+ACTIVE_STORES = 4
+"""Stores of one engine that the tier is at, or ranks digest. A loop looks at each only between its steps, a
+few times in a store's life: one alone would wait most of the time."""
+SLACK_S = 5.0
+"""The tier keeps its deadline; one that says nothing for so much longer is not waited for."""
 
 
 @dataclass(slots=True)
@@ -95,9 +98,13 @@ class Storing:
 
     def computed(self, state: RequestState) -> None:
         """More tokens of a request have KV; its blocks are still all there."""
+        if self._side.tier is not None and self._side.settings.store:
+            self._offer(state)
+        if state.finish_reason is not None:
+            self.left(state.request_id)
+
+    def _offer(self, state: RequestState) -> None:
         side = self._side
-        if side.tier is None or not side.settings.store:
-            return
         num_tokens, is_over = state.num_computed, state.finish_reason is not None
         asked = self._asked.get(state.request_id, 0)
         is_new = num_tokens - asked >= side.settings.store_tokens
@@ -105,8 +112,6 @@ class Storing:
         whole = self._whole(num_tokens)
         if whole > asked and (is_over or is_new or is_prompt):
             self._put_aside(state, whole)
-        if is_over:
-            self.left(state.request_id)
 
     def left(self, request_id: str) -> None:
         """A request computes no more here."""
@@ -123,6 +128,9 @@ class Storing:
 
     def turn(self) -> None:
         """Before each turn: begin stores, or drop those in the way."""
+        late_ns = time.monotonic_ns() - int((self._side.settings.transfer_s + SLACK_S) * 1e9)
+        for store in [s for s in self._begun.values() if s.began_ns < late_ns]:
+            self._answered(StoreAnswer(name=store.name, reason="the host tier does not answer"))
         if self._side.leader.scheduler.is_short_of_blocks:
             while self._queued:
                 self._side.counts["stores_dropped"] += 1
@@ -254,10 +262,11 @@ class Storing:
 
     def _answered(self, answer: StoreAnswer) -> None:
         """What the tier made of a store."""
-        store = self._begun.pop(answer.name, None)
+        side, store = self._side, self._begun.pop(answer.name, None)
         if store is None:
+            if answer.ok and side.tier is not None:
+                side.tier.drop(answer.name)  # nobody waited; what is not kept by name is none of this
             return
-        side = self._side
         store.is_answered = True
         if answer.ok:
             side.counts["stores"] += 1

@@ -130,9 +130,18 @@ class TierHost:
         found: dict[str, Any] = await self._on_loop(HostTier.status)
         return found
 
-    async def check_integrity(self) -> None:
-        """AssertionError where blocks leaked."""
-        await self._on_loop(HostTier.check_integrity)
+    async def find_leak(self) -> str:
+        """What is wrong with its blocks; empty where they add up."""
+
+        def look(tier: HostTier) -> str:
+            try:
+                tier.check_integrity()
+            except AssertionError as error:
+                return str(error) or "its blocks do not add up"
+            return ""
+
+        found: str = await self._on_loop(look)
+        return found
 
     async def close(self) -> None:
         """End the loop; registrations and files are given back."""
@@ -174,7 +183,8 @@ class TierHost:
                 done(None, error)
 
         try:
-            if self._thread is None or not self._thread.is_alive():
+            # Once `_died` is set nobody looks at the inbox any more.
+            if self._thread is None or self._died is not None:
                 raise self._died or EngineDied(self.name, "it has ended")
             self._inbox.put(act)
             return await future

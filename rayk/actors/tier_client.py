@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from rayk.actors.engines import translate
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
-from rayk.types.errors import EngineDied, RaykError
+from rayk.types.errors import EngineDied
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -62,14 +62,14 @@ class RayTier:
                 found = failed(str(why))
                 if isinstance(error, RayActorError) or isinstance(why, EngineDied):
                     self._post(lambda: self._lost(str(why)))
-            except RaykError as error:
-                found = failed(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for an answer
+                found = failed(str(error) or type(error).__name__)
             self._post(lambda: done(found))
 
         def call() -> None:
             try:
                 future = getattr(self._handle, method).remote(ask).future()
-            except RayError as error:
+            except Exception as error:  # noqa: BLE001 - this thread goes on
                 why = str(translate(error, TIER))
                 self._post(lambda: self._lost(why))
                 self._post(lambda: done(failed(why)))

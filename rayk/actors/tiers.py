@@ -23,13 +23,15 @@ from rayk.actors.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, RaykError, TransferError
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.offload import OffloadSettings
 
 OPEN_S = 60.0
 """How long a tier may take to start and allocate its memory."""
 WIRE_S = 15.0
 WIRE_POLL_S = 0.01
+AGAIN_S = (0.0, 0.5, 2.0, 5.0)
+"""Before each try to connect an engine to the tier in a lost one's place, which may be lost as well."""
 STATUS_S = 5.0
 
 Kind = tuple[str, str, str, str, str, bool]
@@ -81,7 +83,7 @@ class HostTiers:
 
     async def detach(self, engine: EngineHandle) -> None:
         """An engine is gone, or about to be."""
-        for tier in self._tiers.values():
+        for tier in tuple(self._tiers.values()):
             if tier.engines.get(engine.name) is engine:
                 del tier.engines[engine.name]
                 if not tier.died:
@@ -90,6 +92,12 @@ class HostTiers:
     async def clear(self) -> None:
         """Every tier forgets what nobody holds."""
         await asyncio.gather(*(_quietly(t.handle.clear.remote(), STATUS_S) for t in self._live))
+
+    async def check_integrity(self) -> None:
+        """AssertionError where blocks of a tier leaked."""
+        for tier in self._live:
+            leaked = await _quietly(tier.handle.find_leak.remote(), STATUS_S)
+            assert not leaked, f"{tier.name}: {leaked}"
 
     async def status(self) -> dict[str, dict[str, Any]]:
         """What each tier says of itself, by name; of those that live to tell."""
@@ -149,6 +157,8 @@ class HostTiers:
             return
         self.losses.append(tier.died)
         engines = [e for e in tier.engines.values() if not e.died.done()]
+        for engine in engines:
+            engine.tier = None
         lose = (
             e.leader.lose_tier.options(concurrency_group="control").remote(tier.facts.epoch, tier.died)
             for e in engines
@@ -156,11 +166,22 @@ class HostTiers:
         ends = (e.call(EndReads(TIER, tier.facts.epoch), CONTROL_S) for e in engines)
         await asyncio.gather(*lose, *ends, return_exceptions=True)
         for engine in engines if self._reopens else ():
+            await self._attach_again(engine, tier.node_id)
+
+    async def _attach_again(self, engine: EngineHandle, node_id: str) -> None:
+        why: RaykError | None = None
+        for pause_s in AGAIN_S:
+            await asyncio.sleep(pause_s)
+            if engine.died.done():
+                return
             try:
-                await self.attach(engine, tier.node_id)
+                await self.attach(engine, node_id)
             except RaykError as error:
-                # It goes on without: its next life tries again.
-                logging.getLogger(__name__).warning("%s has no host tier any more: %s", engine.name, error)
+                why = error
+            else:
+                return
+        # It goes on without: its next life tries again.
+        logging.getLogger(__name__).warning("%s has no host tier any more: %s", engine.name, why)
 
 
 async def relay(
@@ -171,18 +192,27 @@ async def relay(
     timeout_s: float,
 ) -> TransferTicket:
     """Have the engines' host tier take a prefilled request's KV in; the ticket by which the decode engine
-    reads it from there. Raises TransferError, DeadlineExceeded."""
+    reads it from there. Raises TransferError, DeadlineExceeded. The handles forget a tier that is dead."""
     name, handle = ticket.request_id, prefill.tier
     if handle is None or decode.tier != handle:
         where = f"{prefill.name} and {decode.name} share no host tier"
         raise TransferError(name, where, producer=prefill.name, consumer=decode.name)
-    tokens = tuple(prompt[: ticket.num_tokens])
-    ask = StoreAsk(ticket=ticket, token_ids=tokens, keep_as=f"relay/{name}", deadline_s=timeout_s)
-    stored: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)
-    if not stored.ok:
+    tokens, kept_as = tuple(prompt[: ticket.num_tokens]), f"relay/{name}"
+    ask = StoreAsk(ticket=ticket, token_ids=tokens, keep_as=kept_as, deadline_s=timeout_s)
+    again = LoadAsk(request_id=name, kept_as=kept_as)
+    try:
+        stored: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)
+        offered: LoadAnswer | None = None
+        if stored.ok:
+            offered = await _reply(handle.load.remote(again), timeout_s + 5)
+    except EngineDied as error:
+        prefill.tier = decode.tier = None
+        raise TransferError(name, str(error), producer=TIER, consumer=decode.name) from None
+    except BaseException:
+        handle.drop.remote(kept_as)  # what nobody will ask for would stay
+        raise
+    if offered is None:
         raise TransferError(name, f"host tier: {stored.reason}", producer=prefill.name, consumer=TIER)
-    again = LoadAsk(request_id=name, kept_as=f"relay/{name}")
-    offered: LoadAnswer = await _reply(handle.load.remote(again), timeout_s + 5)
     if offered.ticket is None:
         raise TransferError(name, f"host tier: {offered.reason}", producer=TIER, consumer=decode.name)
     return offered.ticket

@@ -312,7 +312,9 @@ class Worker:
         offloading = self._handover.offloading
         assert offloading is not None, "an engine without offloading"
         self._close_tier()
-        tier = self._tier = RayTier(handle, self._leader.post, offloading.lost)
+        # Word of its end may come when another one is attached.
+        tier = RayTier(handle, self._leader.post, lambda why: offloading.lost(why, facts.epoch))
+        self._tier = tier
         self._leader.post(lambda: offloading.attach(tier, facts))
 
     def lose_tier(self, epoch: int, why: str) -> None:
