@@ -125,6 +125,8 @@ class HostTier:
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}
         """Engine -> links to it, of which each reads from other replicas."""
+        self._reads: Counter[str] = Counter()
+        """Engine -> stores that were read from it: the next one's turn."""
         self._epochs: dict[str, int] = {}
         self._storing: dict[str, _Storing] = {}
         self._loading: dict[str, _Loading] = {}
@@ -176,7 +178,7 @@ class HostTier:
         if self._epochs.get(engine) != ticket.epoch or name in self._storing:
             self._refuse(storing, f"{engine} is not connected", can_release=False)
             return
-        turn = next(self._numbers) % self._turns[engine]
+        turn = self._reads[engine] % self._turns[engine]
         ticket = replace(ticket, engine=_link_name(engine, turn), seal="")
         storing.ask = ask = replace(ask, ticket=ticket)
         tokens, num_tokens = ask.token_ids, ticket.num_tokens
@@ -204,6 +206,7 @@ class HostTier:
         deadline_ns = storing.began_ns + int(ask.deadline_s * 1e9)
         try:
             self.rank.start(ticket, tables, deadline_ns, held.num_tokens)
+            self._reads[engine] += 1
         except RaykError as error:
             del self._storing[name]
             self.manager.free(name)
@@ -219,9 +222,9 @@ class HostTier:
 
     def _has_all(self, name: str, tokens: Sequence[int], num_tokens: int) -> bool:
         found = self.manager.find_prefix(name, tokens, num_tokens)
-        if found.num_tokens < num_tokens:
+        if found.num_tokens < num_tokens or self.manager.adopt(name, found) is None:
             return False
-        self.manager.free(name)
+        self.manager.free(name)  # they were used just now: others go first
         return True
 
     def _let_go(self, ticket: TransferTicket) -> None:

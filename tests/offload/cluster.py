@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from rayk.kv.caches import FieldView, allocate
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
+from rayk.offload.disk import DiskTier
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.pages import DiskPages, identity_of
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.consumer import TransferOutcome
@@ -128,6 +131,8 @@ class BareNode:
     """Of each agent, by name."""
     delay_polls: int = 0
     clock: Callable[[], int] = time.monotonic_ns
+    folder: Path | None = None
+    """Of the disk tier; None: there is none."""
     network: LocalNetwork = field(default_factory=LocalNetwork)
     engines: dict[str, ByteEngine] = field(default_factory=dict)
     _tier: HostTier | None = None
@@ -169,7 +174,12 @@ class BareNode:
         groups = group_layers(self.make(size, 1 << 40))
         rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=size)
         groups = group_layers(self.make(size, self.settings.state_block_size or rows))
-        tier = HostTier(self.agent("tier"), groups, like.descriptions[0], self.settings, clock=self.clock)
+        pages = None
+        if self.folder is not None:
+            disk = DiskTier(self.folder, identity_of(groups, FINGERPRINT), self.settings.disk_bytes)
+            pages = DiskPages(disk)
+        told = like.descriptions[0]
+        tier = HostTier(self.agent("tier"), groups, told, self.settings, pages=pages, clock=self.clock)
         tier.caches.buffer[: tier.caches.geometry.pages_bytes].fill_(POISON)
         self._tier = tier
 
@@ -258,8 +268,7 @@ class BareNode:
         self.turn_until(lambda: len(outcomes) == engine.tp, engine, outcomes)
         for rank in engine.ranks:
             rank.release_now(ticket.request_id)
-        if settle:
-            self.turn_until(lambda: ticket.lease_id not in self.tier.manager.leases, engine)
+        self.turn_until(lambda: ticket.lease_id not in self.tier.manager.leases, engine)
         return Loaded(answer, tables, outcomes)
 
     def load(self, engine: ByteEngine, tokens: Sequence[int] = (), seed: int = 0, **how: Any) -> Loaded:
@@ -282,11 +291,10 @@ class BareNode:
         engine: ByteEngine,
         outcomes: dict[int, TransferOutcome] | None = None,
     ) -> None:
-        for _ in range(10_000):
-            if condition():
-                return
+        until = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < until, "it never came"
             self.turn(engine, outcomes)
-        raise AssertionError("it never came")
 
     # The tier's own pages.
 
@@ -309,7 +317,7 @@ class BareNode:
 def open_node(family: str | MakeSpecs, *, num_blocks: int = 64, **changes: Any) -> BareNode:
     """A tier of so many blocks; `changes`: of its settings, or of the node."""
     make = FAMILIES[family] if isinstance(family, str) else family
-    own = {name: changes.pop(name) for name in ("wrap", "delay_polls", "clock") if name in changes}
+    own = {name: changes.pop(name) for name in ("wrap", "delay_polls", "clock", "folder") if name in changes}
     settings = OffloadSettings(host_bytes=1, **changes)
     size = settings.block_size
     groups = group_layers(make(size, settings.state_block_size or size))
