@@ -93,11 +93,12 @@ class HostTiers:
         """Every tier forgets what nobody holds."""
         await asyncio.gather(*(_quietly(t.handle.clear.remote(), STATUS_S) for t in self._live))
 
-    async def check_integrity(self) -> None:
-        """AssertionError where blocks of a tier leaked."""
-        for tier in self._live:
-            leaked = await _quietly(tier.handle.find_leak.remote(), STATUS_S)
-            assert not leaked, f"{tier.name}: {leaked}"
+    async def leaks(self) -> list[RaykError]:
+        """Of tiers whose blocks do not add up."""
+        tiers = self._live
+        found = await asyncio.gather(*(_quietly(t.handle.find_leak.remote(), STATUS_S) for t in tiers))
+        pairs = zip(tiers, found, strict=True)
+        return [EngineDied(t.name, f"blocks leaked: {leak}") for t, leak in pairs if leak]
 
     async def status(self) -> dict[str, dict[str, Any]]:
         """What each tier says of itself, by name; of those that live to tell."""

@@ -1,0 +1,68 @@
+"""Engines that share a host tier under Ray: what one cell stored, the next ones load, whatever their kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayk import Experiment, load
+from tests.markers import nixl, ray
+
+pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+LENGTHS = [40, 170, 300]
+WHOLE = [32, 160, 288]
+"""Tokens of their prompts that a tier of 16 in a block has, the last token aside."""
+ROW_BYTES = 4 * 2 * 2 * 16 * 4
+"""Of a token: 4 layers, K and V of 2 heads of 16 elements."""
+
+
+@pytest.fixture(scope="module")
+def run(ray_address, checkpoint, tmp_path_factory):
+    out = tmp_path_factory.mktemp("offload") / "run"
+    Experiment(
+        {
+            "name": "offload",
+            "model": str(checkpoint("qwen3")),
+            "device": "cpu",
+            "prompts": {"random": {"count": 3, "input_tokens": LENGTHS, "seed": 0}},
+            "sampling": {"max_tokens": 8, "ignore_eos": True},
+            "engine": {"max_batch_tokens": 128},
+            "offload": {"host_gib": 0.05, "keep": "run", "load": "always"},
+            "matrix": [
+                {"mode": "aggregated", "prefill.tp": 2, "prefill.layout": "LBNHC"},
+                {"mode": "aggregated", "prefill.layout": "BLHNC", "prefill.block_size": 32},
+                {"transfer.path": "host", "prefill.block_size": 32, "decode.tp": 1},
+            ],
+            "checks": ["tokens", "kv_bytes"],
+        }
+    ).run(out, address=ray_address)
+    return load(out)
+
+
+def test_every_cell_passes_and_gives_every_block_back(run):
+    """A tier whose blocks do not add up is an error of its cell."""
+    assert run.cells["verdict"].tolist() == ["PASS"] * 3, run.cells["reason"].tolist()
+    assert run.cells["num_blocks_held"].tolist() == [0] * 3
+    assert (run.cells["num_blocks_leased"] == run.cells["num_blocks_freed"]).all()
+    assert run.requests["offload_failure"].isna().all()
+
+
+def test_what_two_ranks_stored_is_loaded_by_one_of_another_layout_and_block_size(run):
+    found = run.requests.pivot_table(index="cell_id", columns="prompt_index", values="num_host_tokens")
+    assert found.loc[run.cells["cell_id"]].to_numpy().tolist() == [[0, 0, 0], WHOLE, WHOLE]
+    stored = run.cells["host_stored_bytes"].tolist()
+    # All rows that were computed but for the last token's, in whole blocks; later cells' were there.
+    assert stored[0] >= sum(WHOLE) * ROW_BYTES
+    assert stored[1] < stored[0] // 4
+    loads = run.transfers[run.transfers["purpose"] == "load"]
+    assert loads.groupby("cell_id")["bytes"].sum().tolist() == [sum(WHOLE) * ROW_BYTES] * 2
+    assert run.cells["num_kv_bytes_checked"].tolist()[1] == sum(WHOLE) * ROW_BYTES
+
+
+def test_what_is_handed_over_through_the_tier_comes_from_there(run):
+    """Runs of the tier's pages, 16 tokens each: the prefill engine's have 32."""
+    handed = run.transfers[run.transfers["purpose"] == "handover"]
+    assert handed["cell_id"].unique().tolist() == [run.cells["cell_id"][2]]
+    assert sorted(handed["num_descriptors"]) == [-(-n // 16) for n in LENGTHS]
+    assert run.requests["kv_path"].tolist() == ["local"] * 6 + ["remote"] * 3
+    # Each prompt was looked up by the prefill engine, and lent to the decode engine.
+    assert run.cells["host_tier.hits"].tolist() == [0, 3, 6]
