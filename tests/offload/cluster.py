@@ -73,14 +73,14 @@ class _Shape(Shape):
 
 
 def random_values(make: MakeSpecs, num_tokens: int, seed: int = 0) -> Values:
-    """Bytes of all live rows, whatever they mean."""
-    rng = np.random.default_rng(seed)
+    """Bytes of all live rows, whatever they mean: a position's are the same in a longer sequence."""
     content = {}
     for (layer, part), spec in make(16, 16).items():
-        for f in spec.fields():
-            shape = (f.units, len(spec.live_rows(num_tokens)), f.row_bytes)
-            made = rng.integers(0, 256, shape, dtype=np.uint8)
-            content[layer, part, f.name] = torch.from_numpy(made)
+        live = spec.live_rows(num_tokens)
+        for index, f in enumerate(spec.fields()):
+            rng = np.random.default_rng([seed, layer, index, part == "state"])
+            made = rng.integers(0, 256, (num_tokens, f.units, f.row_bytes), dtype=np.uint8)[live.start :]
+            content[layer, part, f.name] = torch.from_numpy(made.transpose(1, 0, 2).copy())
     return Values(num_tokens, content)
 
 
