@@ -13,6 +13,7 @@ from tests.mutations_http import HTTP
 from tests.mutations_kv import KV
 from tests.mutations_metrics import METERS
 from tests.mutations_models import MODELS
+from tests.mutations_offload import OFFLOADED
 from tests.mutations_policies import POLICIES
 from tests.mutations_prefix import PREFIXES
 from tests.mutations_push import PUSHED
@@ -344,6 +345,7 @@ MUTATIONS = (
     + DASHBOARDS
     + METERS
     + ON_DISK
+    + OFFLOADED
     + COMPARED
     + STAGE_TIMES
 )
