@@ -13,7 +13,7 @@ TIMES = (
     Mutation(
         "a push's trace reserves after the prompt",
         "rayk/reports/timeline.py",
-        'order.insert(order.index("prefill_queue"), "reserve")',
+        'order.insert(order.index("lookup"), "reserve")',
         'order.insert(order.index("read"), "reserve")',
         f"{TIMELINE}::test_every_span_starts_and_lasts_as_the_table_says",
     ),

@@ -55,7 +55,9 @@ class CellOutcome:
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> what it stored, loaded and swapped; of those that lived to tell."""
     tiers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Host tier -> what it says of itself."""
+    """Host tier -> what it says of itself; of those that live to tell."""
+    tiers_before: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The same before the first request: tiers outlive cells, and count on."""
     tier_losses: list[str] = field(default_factory=list)
     """What host tiers died of."""
     num_kv_bytes_checked: int = 0

@@ -88,6 +88,8 @@ class Coordinator:
         try:
             async with asyncio.timeout(cell.deadlines.cell_s):
                 engines += await self._form(cell)
+                if self._tiers is not None:
+                    outcome.tiers_before = await self._tiers.status()
                 form_again = functools.partial(self._form_again, cell, outcome)
                 run = CellRun(cell, repeat, outcome, engines, capture, form_again, sink)
                 await run.run(prompts)

@@ -24,6 +24,9 @@ from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
 
+AT_TIER = (("prefill_queue", "asked_ns"), ("lookup", "found_ns"), ("load", "loaded_ns"))
+"""Stages of a request that a host tier was asked about, and when each ends."""
+
 FindEngine = Callable[[], Awaitable[EngineHandle]]
 """An engine once it takes requests, asked for when it is needed: it may be formed anew meanwhile. Raises what
 it died of."""
@@ -92,6 +95,8 @@ class Flight:
         """The stage that ends when the attempt's first message leaves; empty once it has."""
         self._computes = False
         """Whether the engine that has the request is to compute its prompt."""
+        self._phase = ""
+        """What the engine does with it since a step first took it: prefill or decode."""
         self._lender: EngineHandle | None = None
 
     async def attempt(self, way: Way) -> None:
@@ -166,7 +171,7 @@ class Flight:
         row = self.row
         # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
         index = len(arguments.get("output_token_ids", ()))
-        self._computes = arguments["mode"] != "decode"
+        self._computes, self._phase = arguments["mode"] != "decode", ""
         self._sent()
         async for events in engine.stream(self._rules.request_s, way.request, **arguments):
             for event in events:
@@ -201,6 +206,7 @@ class Flight:
         has_arrived = "stage_ns" in info
         if "submitted_ns" in info:
             stages.end("handover" if has_arrived else "dispatch", info["submitted_ns"] + offset_ns)
+        self._note_tier(info, offset_ns)
         if has_arrived:
             stages.end("notice", info["taken_ns"] + offset_ns)
         for stage, length_ns in info.get("stage_ns", {}).items():
@@ -208,15 +214,29 @@ class Flight:
         if has_arrived:
             self._computes = "failure" in info  # the decode engine goes on by itself
             stages.end("retry" if self._computes else "notice", at_ns)
-        if "first_step_ns" in info:
-            stages.end(
-                "prefill_queue" if self._computes else "decode_queue", info["first_step_ns"] + offset_ns
-            )
-            if self._computes:
-                stages.end("prefill", at_ns)
+        self._note_steps(event, offset_ns)
         if isinstance(event.payload, TransferTicket):
             stages.end("ticket", at_ns - max(event.payload.digest_ns, default=0))
             stages.end("digest", at_ns)
+
+    def _note_tier(self, info: dict[str, Any], offset_ns: int) -> None:
+        """What the engine waited for before it queued the request."""
+        for stage, end in AT_TIER:
+            if end in info:
+                self._stages.end(stage, info[end] + offset_ns)
+
+    def _note_steps(self, event: RequestEvent, offset_ns: int) -> None:
+        """Since when the engine computes, when it was away in between, and its first token."""
+        stages, info, at_ns = self._stages, event.info, event.time_ns + offset_ns
+        if "first_step_ns" in info:
+            self._phase = "prefill" if self._computes else "decode"
+            stages.end(f"{self._phase}_queue", info["first_step_ns"] + offset_ns)
+        if "swap_ns" in info:
+            stages.end(self._phase or "decode", at_ns - info["swap_ns"])
+            stages.end("swap", at_ns)
+        if event.token_ids and self._phase == "prefill":
+            stages.end("prefill", at_ns)
+            self._phase = "decode"
 
     def _take(self, engine: EngineHandle, event: RequestEvent, way: Way) -> None:
         row, info = self.row, event.info
@@ -248,8 +268,9 @@ class Flight:
     def _take_offload(self, info: dict[str, Any]) -> None:
         """What a host tier did for the request."""
         row = self.row
-        for name in ("num_host_tokens", "num_disk_tokens", "num_swaps"):
+        for name in ("num_host_tokens", "num_disk_tokens"):
             setattr(row, name, info.get(name, getattr(row, name)))
+        row.num_swaps += info.get("num_swaps", 0)  # of each engine that is done with it
         row.load_ns += info.get("load_ns", 0)
         row.swap_ns += info.get("swap_ns", 0)
         row.offload_failure = info.get("offload_failure", row.offload_failure)

@@ -89,7 +89,7 @@ class TransferHandover:
                 self.offloading is None
                 or known is not None
                 or reservation is not None
-                or not self.offloading.look_up(request, start, lambda n: begin(None, n))
+                or not self.offloading.look_up(request, start, functools.partial(begin, None))
             ):
                 start()
 

@@ -42,11 +42,23 @@ class _Looking:
     """A prompt that is being looked up."""
 
     request: Request
-    start: Callable[[], None]
-    begin_cached: Callable[[int], None]
-    asked_ns: int
+    start: Callable[..., None]
+    begin_cached: Callable[..., None]
     num_here: int
     """First tokens that the engine's own cache has."""
+    asked_ns: int
+    found_ns: int | None = None
+    """When the tier had said what it has, or was waited for no longer."""
+
+    def begin(self, num_cached: int = 0, *, is_loaded: bool = False) -> None:
+        """Queue the request: its first token tells what it waited for."""
+        now = time.monotonic_ns()
+        told = {"asked_ns": self.asked_ns, "found_ns": self.found_ns or now}
+        told |= {"loaded_ns": now} if is_loaded else {}
+        if num_cached:
+            self.begin_cached(num_cached, first_info=told)
+        else:
+            self.start(first_info=told)
 
 
 class Offloading:
@@ -104,16 +116,17 @@ class Offloading:
         side.commands.append(EndReads(TIER, side.facts.epoch))
         self.storing.end_all()
         for request_id in list(self._looking):
-            self._looking.pop(request_id).start()
+            self._looking.pop(request_id).begin()
         self.swapping.tier_lost()
 
     # Loads.
 
     def look_up(
-        self, request: Request, start: Callable[[], None], begin_cached: Callable[[int], None]
+        self, request: Request, start: Callable[..., None], begin_cached: Callable[..., None]
     ) -> bool:
         """Ask the tier for a request's prompt before it is queued; False where there is nothing to ask for.
-        `start`: queues it as it is; `begin_cached`: with the KV of so many tokens in its blocks."""
+        `start`: queues it as it is; `begin_cached`: with the KV of so many tokens in its blocks. Both take a
+        `first_info`: see Leader.start."""
         side, wanted = self.side, max_cached_tokens(request)
         if side.tier is None or side.settings.load == "never" or wanted < side.facts.unit_tokens:
             return False
@@ -124,7 +137,7 @@ class Offloading:
             return False
         held = manager.find_held(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
         gain = here - held + side.facts.unit_tokens
-        self._looking[name] = _Looking(request, start, begin_cached, time.monotonic_ns(), here)
+        self._looking[name] = _Looking(request, start, begin_cached, here, time.monotonic_ns())
         ask = LoadAsk(request_id=name, token_ids=tokens, max_tokens=wanted, held_tokens=held, min_tokens=gain)
         side.tier.load(ask, self._found)
         return True
@@ -138,15 +151,16 @@ class Offloading:
         if looking is None or self.side.tier is None:
             self._decline(ticket)
             return
+        looking.found_ns = time.monotonic_ns()
         if ticket is None:
-            looking.start()
+            looking.begin()
             return
         num_bytes = self.side.bytes_of(ticket.num_tokens, ticket.first_row)
         num_new = ticket.num_tokens - looking.num_here
         if not self.costs.load(num_bytes, num_new, self.side.settings.load).moves:
             self.counts["loads_declined"] += 1
             self._decline(ticket)
-            looking.start()
+            looking.begin()
             return
 
         def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
@@ -168,6 +182,8 @@ class Offloading:
         """A prompt's KV is in its blocks, or as much of it as is proven."""
         name, rows = looking.request.request_id, info.get("transfers", ())
         num_bytes = sum(row.bytes for row in rows)
+        for row in rows:
+            row.purpose = "load"
         if failure is None:
             self.storing.note_stored(name, answer.num_tokens)
             self.costs.observe_in(num_bytes, answer.took_ns + moving_ns(info))
@@ -183,10 +199,7 @@ class Offloading:
         }
         if failure is not None:
             told["offload_failure"] = str(failure)
-        if num_valid:
-            looking.begin_cached(num_valid)
-        else:
-            looking.start()
+        looking.begin(num_valid, is_loaded=True)
         self.side.leader.emit(RequestEvent(request_id=name, info=told))
 
     def _decline(self, ticket: TransferTicket | None) -> None:
@@ -229,7 +242,7 @@ class Offloading:
         late_ns = time.monotonic_ns() - int(ANSWER_S * 1e9)
         for request_id in [r for r, looking in self._looking.items() if looking.asked_ns < late_ns]:
             self.counts["lookups_late"] += 1
-            self._looking.pop(request_id).start()
+            self._looking.pop(request_id).begin()
 
     def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
         """A rank cannot do what it was told, if there is an error."""

@@ -17,8 +17,8 @@ BEAT_S = 0.05
 """How often an event loop passes on what was gathered: some requests at a time."""
 STAGES = {
     "rayk_request_queue_time_seconds": ("queue",),
-    "rayk_request_prefill_time_seconds": ("dispatch", "prefill_queue", "prefill"),
-    "rayk_request_decode_time_seconds": ("decode_queue", "decode"),
+    "rayk_request_prefill_time_seconds": ("dispatch", "lookup", "load", "prefill_queue", "prefill"),
+    "rayk_request_decode_time_seconds": ("decode_queue", "swap", "decode"),
 }
 """Metric -> the stages of a row that it is the sum of."""
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rayk.actors.receiving import Incoming
 from rayk.actors.storing import Store, Storing
 from rayk.actors.tier_side import TierSide, moving_ns
-from rayk.engine.leader import RequestEvent
+from rayk.engine.leader import RequestEvent, begin_times
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.ticket import TransferTicket
@@ -191,6 +191,8 @@ class Swapping:
             return
         rows = info.get("transfers", ())
         num_bytes = sum(row.bytes for row in rows)
+        for row in rows:
+            row.purpose = "swap"
         side.counts["swapped_in_bytes"] += num_bytes
         if failure is not None:
             side.counts["swaps_failed"] += 1
@@ -202,6 +204,7 @@ class Swapping:
         leader.manager.remember(request_id, swapped.state.tokens, num_valid)
         leader.scheduler.come_back(request_id, num_computed=num_valid)
         told = {
+            **begin_times(swapped.state),
             "transfers": rows,
             "num_kv_bytes_checked": info.get("num_kv_bytes_checked", 0),
             "swap_ns": time.monotonic_ns() - swapped.out_ns,

@@ -305,11 +305,12 @@ class Leader:
         num_computed: int | None = None,
         *,
         submitted_ns: int | None = None,
+        first_info: dict[str, Any] | None = None,
     ) -> None:
         """Queue an opened request; with the tokens chosen elsewhere so far, when its KV is in its blocks:
         all of the prompt's, or that of its first `num_computed` tokens. Without such tokens, these are a part
         of the prompt that a cache had. `submitted_ns`: when it came to this
-        engine, if its first token is to tell."""
+        engine, if its first token is to tell; `first_info`: what else that is to tell."""
         request = seeded(request)
         if output_token_ids is None and num_computed is not None:
             state = self.scheduler.add_cached(request, num_computed)
@@ -319,7 +320,7 @@ class Leader:
         else:
             state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
             self.manager.remember(request.request_id, state.tokens, state.num_computed)
-        state.submitted_ns = submitted_ns
+        state.submitted_ns, state.first_info = submitted_ns, first_info or {}
         if request.sampling.stop:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
             for token in state.output_token_ids:
@@ -341,7 +342,7 @@ class Leader:
 
     def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
         taken = self._handover is not None and self._handover.takes(state)
-        info = _begin_times(state)
+        info = begin_times(state)
         if state.finish_reason is not None or taken:
             info["num_preemptions"] = state.num_preemptions
             info["num_swaps"] = state.num_swaps
@@ -431,10 +432,13 @@ class Leader:
         return self._handover is not None and self._handover.needs_gather()
 
 
-def _begin_times(state: RequestState) -> dict[str, Any]:
-    """With the first token that is told here: when the request came, and when a step first took it."""
+def begin_times(state: RequestState) -> dict[str, Any]:
+    """With the first that is told of a request here, once: when it came, what it waited for, and when a step
+    first took it."""
     times = {"submitted_ns": state.submitted_ns, "first_step_ns": state.first_step_ns}
     told = {} if state.is_told else {name: ns for name, ns in times.items() if ns is not None}
+    if not state.is_told:
+        told |= state.first_info
     state.is_told = True
     return told
 

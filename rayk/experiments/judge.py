@@ -18,6 +18,7 @@ from rayk.experiments.compare import (
 )
 from rayk.experiments.dequantised import dequantised
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
+from rayk.experiments.offloaded import offloaded
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
@@ -91,16 +92,17 @@ class CellJudge:
         if "logprobs" in cell.checks and finished:
             self._check_logprobs(cell, outcomes, findings, counts)
         checked = sum(o.num_kv_bytes_checked for o in outcomes)
-        if "kv_bytes" in cell.checks and cell.decode is not None and checked:
+        if "kv_bytes" in cell.checks and checked:
             counts.checks_done.append("kv_bytes")
         mismatches = [e for o in outcomes for e in o.errors if isinstance(e, KVMismatch)]
         verdict, reason = findings.judge()
         idle: list[FaultSpec] = []
         if verdict in ("PASS", "NEAR_TIE"):
             idle, told = _of_faults(cell, outcomes)
-            remarks = (*told, reason, self._unseen(cell, prompts, counts, bool(checked)))
+            remarks = (*told, reason, self._unseen(cell, prompts, counts, _handed_over(outcomes)))
             reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
+        moves_kv = cell.decode is not None or cell.spec.offload.settings() is not None
         return CellRow(
             cell_id=cell.cell_id,
             axes=cell.axes,
@@ -123,14 +125,13 @@ class CellJudge:
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
             num_token_layers=_token_layers(outcomes, "prefill", cell.num_prefill_engines),
             decode_num_token_layers=_token_layers(outcomes, "decode", cell.num_decode_engines),
-            num_kv_bytes_checked=checked if cell.decode is not None else None,
-            num_kv_bytes_mismatched=(
-                sum(m.num_bytes_mismatched for m in mismatches) if cell.decode is not None else None
-            ),
+            num_kv_bytes_checked=checked if moves_kv else None,
+            num_kv_bytes_mismatched=sum(m.num_bytes_mismatched for m in mismatches) if moves_kv else None,
             num_kv_values_checked=counts.num_values,
             max_kv_value_error=counts.max_value_error,
             **_ledger(outcomes),
             measured=counts.measured,
+            offloaded=offloaded(outcomes),
             wall_ns=sum(o.wall_ns for o in outcomes),
         )
 
@@ -150,9 +151,9 @@ class CellJudge:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
         return self._bounds[key]
 
-    def _unseen(self, cell: Cell, prompts: Prompts, counts: _Counts, checked: bool) -> str:
-        """What a cell that passes did not look at. `checked`: whether it compared bytes."""
-        if cell.decode is not None and not checked:
+    def _unseen(self, cell: Cell, prompts: Prompts, counts: _Counts, handed_over: bool) -> str:
+        """What a cell that passes did not look at. `handed_over`: whether it compared bytes of hand-overs."""
+        if cell.decode is not None and not handed_over:
             return "no KV was handed over: every request ended with its first token"
         remarks = []
         if "logprobs" in counts.checks_done and cell.prefill.fast_prefill:
@@ -258,6 +259,13 @@ class CellJudge:
             counts.measured["max_kv_value_error_of_bound"] = max(share, compared.max_error_of_bound)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
+
+
+def _handed_over(outcomes: Sequence[CellOutcome]) -> bool:
+    """Whether bytes of hand-overs were compared, not only what a host tier moved."""
+    checked = sum(o.num_kv_bytes_checked for o in outcomes)
+    transfers = [t for o in outcomes for t in o.transfers]
+    return bool(checked) and (not transfers or any(t.purpose == "handover" for t in transfers))
 
 
 def _of_faults(cell: Cell, outcomes: Sequence[CellOutcome]) -> tuple[list[FaultSpec], tuple[str, str]]:

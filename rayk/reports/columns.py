@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rayk.reports.fields import BOOL, CELLS, FLOAT, INT, MEASURED_FIELDS, REQUESTS, TEXT, TRANSFERS, kinds
+from rayk.reports.fields import (
+    BOOL,
+    CELLS,
+    FLOAT,
+    INT,
+    MEASURED_FIELDS,
+    OFFLOAD_FIELDS,
+    REQUESTS,
+    TEXT,
+    TRANSFERS,
+    kinds,
+)
 from rayk.reports.fields import EFFECTIVE as EFFECTIVE_MEANINGS
 from rayk.reports.fields import STAGES as STAGE_MEANINGS
 from rayk.types.rows import CellRow, RequestRow, TransferRow, moving_ns
@@ -24,6 +35,8 @@ EFFECTIVE = tuple(f"{side}.{fact}" for side in ("prefill", "decode") for fact in
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 MEASURED = tuple(field.name for field in MEASURED_FIELDS)
 """Columns of errors and bounds of log probabilities and KV values."""
+OFFLOADED = tuple(field.name for field in OFFLOAD_FIELDS)
+"""Columns of what a cell's host tier did."""
 
 CELL_FIELDS = kinds(CELLS)
 """Columns of cells.parquet beside the axes, with their types."""
@@ -48,6 +61,8 @@ def request_record(row: RequestRow) -> dict[str, Any]:
         "itl_ms": gaps_ms,
         "e2e_ms": (times[-1] - row.arrival_ns) / NS_PER_MS if times else None,
         "exposed_ms": None if row.exposed_ns is None else row.exposed_ns / NS_PER_MS,
+        "load_ms": row.load_ns / NS_PER_MS if row.load_ns else None,
+        "swap_ms": row.swap_ns / NS_PER_MS if row.swap_ns else None,
     }
     for stage in dict.fromkeys((*STAGES, *row.stage_ns)):
         record[f"stage_{stage}_ns"] = row.stage_ns.get(stage)
@@ -81,8 +96,10 @@ def cell_record(
 ) -> dict[str, Any]:
     """One row of cells.parquet: what the cell found, and sums over its requests and transfers.
 
-    `transfer_gb_per_s` is all bytes over the sum of what each request's took, all its ranks together.
+    `transfer_gb_per_s` is all bytes over the sum of what each request's took, all its ranks together. Columns
+    of transfers are those of hand-overs: what the host tier moves has columns of its own.
     """
+    transfers = [t for t in transfers if t.purpose == "handover"]
     divergence = row.first_divergence
     moved_ns = _moved_ns(transfers)
     num_bytes = sum(t.bytes for t in transfers)
@@ -102,10 +119,14 @@ def cell_record(
         "decode.num_token_layers": row.decode_num_token_layers,
         **{name: row.effective.get(name) for name in EFFECTIVE},
         **{name: row.measured.get(name) for name in MEASURED},
+        **{name: row.offloaded.get(name) for name in OFFLOADED},
         "num_requests": len(requests),
         "transfer_bytes": num_bytes if transfers else None,
         "held_bytes": sum(t.held_bytes for t in transfers) if transfers else None,
-        "num_cached_tokens": sum(r.num_cached_tokens for r in requests),
+        **{
+            name: sum(getattr(r, name) for r in requests)
+            for name in ("num_cached_tokens", "num_host_tokens", "num_disk_tokens", "num_swaps")
+        },
         "num_descriptors": sum(t.num_descriptors for t in transfers) if transfers else None,
         "num_descriptors_merged": _sum(t.num_descriptors_merged for t in transfers),
         "num_staged": sum(t.staged for t in transfers) if transfers else None,
@@ -237,11 +258,14 @@ def _as_text(value: Any) -> str | None:
 
 # --- what may differ between two runs of one spec -------------------------------------------------
 
-_INCIDENTAL = re.compile(r"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$")
+_OF_TIER = r"^(host|disk|swapped)_|^(num_host_tokens|num_disk_tokens|num_swaps|num_swaps_declined|offload_)"
+"""What a host tier has when it is asked, and what is cheaper then, depends on times."""
+_INCIDENTAL = re.compile(rf"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$|{_OF_TIER}")
 
 
 def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
-    """The columns of a table (cells, requests, transfers) that hold times, rates made of them, or nodes."""
+    """The columns of a table (cells, requests, transfers) that hold times, what depends on them, or
+    nodes."""
     fields = FIELDS[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
     return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]

@@ -11,6 +11,7 @@ import pandas as pd
 
 from rayk.reports.columns import incidental_columns
 from rayk.reports.files import TABLES
+from rayk.reports.moves import of_handovers
 from rayk.reports.result import Result
 
 KEYS: dict[str, list[str]] = {
@@ -59,6 +60,8 @@ def differences_of(base: Result, other: Result) -> list[Difference]:
 def _keyed(table: pd.DataFrame, name: str, cells: set[str]) -> pd.DataFrame:
     """The rows of some cells under their keys; rows of one key are numbered in their order."""
     rows = table[table["cell_id"].isin(cells)]
+    if name == "transfers":
+        rows = rows[of_handovers(rows)]
     keys = KEYS[name]
     numbered = rows.assign(nth=rows.groupby(keys, dropna=False).cumcount())
     return numbered.set_index([*keys, "nth"]).sort_index()

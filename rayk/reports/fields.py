@@ -52,6 +52,8 @@ def kinds(fields: Iterable[Field]) -> dict[str, Any]:
 STAGES = {
     "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
     "dispatch": "the request's way to the engine that prefills; of a push, by the one that decodes",
+    "lookup": "at that engine, until its host tier has said what it holds of the prompt",
+    "load": "reading that from the host tier and proving it, waits for blocks and for a turn included",
     "prefill_queue": "at the engine that computes the prompt, until a step takes it",
     "prefill": "computing the prompt: from its first step to the first token, others' shares included",
     "ticket": "from the first token until the engine's turn ends and the ticket is written, less digests",
@@ -64,7 +66,8 @@ STAGES = {
     "notice": "until the decode engine looks between its turns: at the ticket, at the last rank's verdict",
     "retry": "of attempts that failed, from the last stage that ended until the next one was sent",
     "decode_queue": "KV proven, until a decode step takes the request",
-    "decode": "from that step to the last token",
+    "swap": "preempted, its KV on the way to the host tier, there, or on its way back",
+    "decode": "from that step to the last token, times away aside",
 }
 """Stage -> what it is. Each lasts from one moment that an engine or the coordinator noted to the next, so
 they add up to the request's E2E; one that comes again, in another attempt, adds to what it took before."""
@@ -109,6 +112,35 @@ MEASURED_FIELDS = (
 )
 """How far log probabilities and KV values were from the reference's, and might have been."""
 
+_TIER = "over all engines and repeats"
+_BELIEF = "what engines' cost models believe in the end (the median over engines and repeats)"
+OFFLOAD_FIELDS = (
+    Field("host_stored_bytes", INT, "bytes", f"KV that the host tier took from engines; {_TIER}"),
+    Field("host_loaded_bytes", INT, "bytes", f"KV of prompts that engines read from it; {_TIER}"),
+    Field("swapped_out_bytes", INT, "bytes", f"of host_stored_bytes, preempted requests'; {_TIER}"),
+    Field("swapped_in_bytes", INT, "bytes", f"what of these came back; {_TIER}"),
+    Field("num_swaps_declined", INT, "preemptions", "preemptions after which computing again was cheaper"),
+    Field("host_tier.num_blocks", INT, "blocks", "blocks of all host tiers"),
+    Field(
+        "host_tier.num_cached_blocks", INT, "blocks", "of these, found by their tokens when the cell ended"
+    ),
+    Field("host_tier.hits", INT, "questions", "prompts, and swapped requests, that it had something of"),
+    Field("host_tier.misses", INT, "questions", "prompts that it had nothing more of"),
+    Field("disk_tier.num_pages", INT, "pages", "on disk when the cell ended"),
+    Field("disk_tier.num_written", INT, "pages", "written in the cell"),
+    Field("disk_tier.num_read", INT, "pages", "read back in the cell, and right"),
+    Field("disk_tier.num_bad", INT, "pages", "found damaged in the cell: computed again, never served"),
+    Field("disk_tier.num_evicted", INT, "pages", "deleted in the cell to make room"),
+    Field(
+        "disk_tier.num_dropped", INT, "pages", "not written in the cell: the disk did not keep up, or was off"
+    ),
+    Field("offload_out_gb_per_s", FLOAT, "GB/s", f"rate of stores, all waits included: {_BELIEF}"),
+    Field("offload_in_gb_per_s", FLOAT, "GB/s", f"rate of loads: {_BELIEF}"),
+    Field("offload_prefill_token_ns", FLOAT, "ns", f"computing one more token of a prompt: {_BELIEF}"),
+    Field("offload_note", TEXT, "", "why the host tier or its disk was off or lost, and what failed there"),
+)
+"""What a cell's host tier did; null without one."""
+
 _KV_WASTE = "bytes that a request of 4096 tokens holds and does not need, before TP"
 _KV_GROUPS = (
     "of the same request by KV group: kind, num_layers, block_size, used_bytes (rows of live tokens), "
@@ -151,7 +183,12 @@ CELLS = (
     Field("num_fast_prefill_layers", INT, "layers", "layers that compute sampled tokens only"),
     Field("num_token_layers", INT, "tokens x layers", "tokens computed by engines that prefill, over layers"),
     Field("decode.num_token_layers", INT, "tokens x layers", "the same of decode engines"),
-    Field("num_kv_bytes_checked", INT, "bytes", "bytes of KV whose digests were compared"),
+    Field(
+        "num_kv_bytes_checked",
+        INT,
+        "bytes",
+        "KV whose digests were compared: handed over, loaded, swapped in",
+    ),
     Field("num_kv_bytes_mismatched", INT, "bytes", "bytes of KV found to differ"),
     Field("num_kv_values_checked", INT, "values", "elements of the prefill cache that were compared"),
     Field("max_kv_value_error", FLOAT, "absolute", "largest difference among them"),
@@ -160,10 +197,16 @@ CELLS = (
     Field("num_blocks_freed", INT, "blocks", "of these, given back"),
     Field("num_blocks_held", INT, "blocks", "of these, still held when the cell ended: leaks"),
     Field("num_recovered", INT, "requests", "requests that failure_policy saved"),
-    Field("transfer_bytes", INT, "bytes", "KV moved between engines, all requests and ranks"),
+    Field("transfer_bytes", INT, "bytes", "KV handed over between engines, all requests and ranks"),
     Field("held_bytes", INT, "bytes", "KV not moved: the consumers had it in their prefix caches"),
-    Field("num_cached_tokens", INT, "tokens", "prompt tokens found in prefix caches"),
-    Field("num_descriptors", INT, "descriptors", "asked of the transport, before neighbours are merged"),
+    Field(
+        "num_cached_tokens", INT, "tokens", "prompt tokens found in prefix caches, num_host_tokens included"
+    ),
+    Field("num_host_tokens", INT, "tokens", "prompt tokens whose KV came from the host tier"),
+    Field("num_disk_tokens", INT, "tokens", "up to the last block of a prompt that came from disk, added up"),
+    Field("num_swaps", INT, "preemptions", "preemptions after which KV was swapped out to the host tier"),
+    *OFFLOAD_FIELDS,
+    Field("num_descriptors", INT, "descriptors", "of hand-overs, before neighbours are merged"),
     Field("num_descriptors_merged", INT, "descriptors", "left when consecutive blocks go as one"),
     Field("num_staged", INT, "transfers", "transfers that went through a staging buffer"),
     Field(
@@ -171,7 +214,7 @@ CELLS = (
         FLOAT,
         "GB/s",
         "transfer_bytes over the sum of the requests' times, each from its first post to its last byte, all "
-        "ranks together; 10^9 bytes",
+        "ranks together; of hand-overs, not of the host tier's loads; 10^9 bytes",
     ),
     Field("digest_percent", FLOAT, "%", "time of digests over the time of the transfers beside them"),
     Field("exposed_ms_p50", FLOAT, "ms", "median of requests.exposed_ms"),
@@ -193,7 +236,22 @@ REQUESTS = (
     Field("output_token_ids", INTS, "token ids", "the answer, its stop token included"),
     Field("error", TEXT, "", "what the request died of"),
     Field("num_prompt_tokens", INT, "tokens", "length of the prompt"),
-    Field("num_cached_tokens", INT, "tokens", "prompt tokens found in a prefix cache"),
+    Field(
+        "num_cached_tokens", INT, "tokens", "prompt tokens found in a prefix cache, num_host_tokens included"
+    ),
+    Field("num_host_tokens", INT, "tokens", "prompt tokens whose KV came from the host tier"),
+    Field(
+        "num_disk_tokens",
+        INT,
+        "tokens",
+        "up to the end of the last block that had to come from disk for that",
+    ),
+    Field("load_ms", FLOAT, "ms", "from the question to the host tier until its KV was here; null without"),
+    Field(
+        "num_swaps", INT, "preemptions", "preemptions after which its KV was swapped out, not computed again"
+    ),
+    Field("swap_ms", FLOAT, "ms", "how long it was away for that and came back; null where it never was"),
+    Field("offload_failure", TEXT, "", "why what the host tier offered was not loaded, but computed"),
     Field("num_recomputed_tokens", INT, "tokens", "prompt tokens computed a second time"),
     Field("prefill_engine", TEXT, "", "engine that computed the prompt"),
     Field("decode_engine", TEXT, "", "engine that generated the answer"),
@@ -223,8 +281,9 @@ TRANSFERS = (
     Field("cell_id", TEXT, "", "cell that it belongs to"),
     Field("repeat", INT, "index", "which repeat"),
     Field("request_id", TEXT, "", "request whose KV moved"),
-    Field("producer_rank", INT, "index", "rank of the prefill engine"),
-    Field("consumer_rank", INT, "index", "rank of the decode engine"),
+    Field("purpose", TEXT, "", "handover, load or swap: from a prefill engine, or from the host tier"),
+    Field("producer_rank", INT, "index", "rank of the prefill engine; 0 of the host tier"),
+    Field("consumer_rank", INT, "index", "rank of the engine that got it"),
     Field("group", INT, "index", "KV cache group"),
     Field("bytes", INT, "bytes", "moved"),
     Field("held_bytes", INT, "bytes", "not moved: the consumer had them in its prefix cache"),

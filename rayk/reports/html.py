@@ -20,7 +20,15 @@ from rayk.reports.load_tables import is_load
 from rayk.reports.plots import MAX_BOXES, make_plots
 from rayk.reports.result import Result, load
 from rayk.reports.spreads import SPREADS, pareto_plot, spread_plots
-from rayk.reports.stages import LIMITS, PARTS, limit_rows, limit_shares, request_parts, waterfall_data
+from rayk.reports.stages import (
+    LIMITS,
+    PARTS,
+    limit_rows,
+    limit_shares,
+    request_parts,
+    told_limits,
+    waterfall_data,
+)
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.trust import doubt_text
@@ -76,7 +84,6 @@ def render(result: Result) -> str:
         moved_text=memory.moved_text(result),
         limits=_limit_table(result),
         memory=_memory_table(result),
-        limit_meanings=list(LIMITS.items()),
         waterfall_json=script_json(waterfall) if waterfall else "",
         plot_ids=ids,
         spreads=[(f"spread-{name}", title) for name, title in SPREADS if f"spread-{name}" in ids],
@@ -194,20 +201,17 @@ def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]
     }
 
 
-LIMIT_COLUMNS = (
-    ("cell", "cell_id", ""),
-    ("limit", "limit", ""),
-    *((f"{name} %", name, ".1f") for name in LIMITS),
-    ("evidence", "evidence", ""),
-)
-"""(title, column, format)."""
-
-
 def _limit_table(result: Result) -> dict[str, Any]:
-    rows = [
-        [table_cell(row, column, spec) for _, column, spec in LIMIT_COLUMNS] for row in limit_rows(result)
+    told = limit_rows(result)
+    limits = told_limits(told)
+    columns = [
+        *(("cell", "cell_id", ""), ("limit", "limit", "")),
+        *((f"{name} %", name, ".1f") for name in limits),
+        ("evidence", "evidence", ""),
     ]
-    return {"head": [(title, bool(spec)) for title, _, spec in LIMIT_COLUMNS], "rows": rows}
+    rows = [[table_cell(row, column, spec) for _, column, spec in columns] for row in told]
+    head = [(title, bool(spec)) for title, _, spec in columns]
+    return {"head": head, "rows": rows, "meanings": list(limits.items())}
 
 
 def _memory_table(result: Result) -> dict[str, Any] | None:

@@ -15,8 +15,15 @@ COLUMNS = (
 """Of `moves`, beside KEYS."""
 
 
+def of_handovers(transfers: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are parts of hand-overs, not of what a host tier moved."""
+    if "purpose" not in transfers:
+        return pd.Series(True, index=transfers.index)
+    return transfers["purpose"].fillna("handover") == "handover"
+
+
 def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
-    """A row per request whose KV was moved and proven; of several attempts the last that was.
+    """A row per request whose KV was handed over and proven; of several attempts the last that was.
 
     KEYS; is_push; bytes and descriptors posted, of all ranks; moving_ms, from the first post to the last
     byte, all ranks together (of a push, the longest that a pair of ranks had writes in flight); gb_per_s,
@@ -28,6 +35,7 @@ def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
     of ranks took alone, though a rank posts one read after the other, and descriptors are those asked for,
     before neighbouring blocks are merged.
     """
+    transfers = transfers[of_handovers(transfers)]
     rows = transfers[transfers["bytes"].fillna(0).gt(0) & transfers["transfer_ms"].fillna(0).gt(0)]
     times = {name: rows[name].astype("float64") for name in ("begin_ms", "end_ms", "num_descriptors_merged")}
     rows = rows.assign(

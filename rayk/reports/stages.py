@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from rayk.reports.fields import STAGES
-from rayk.reports.moves import KEYS
+from rayk.reports.moves import KEYS, of_handovers
 from rayk.reports.result import Result
 from rayk.reports.schema import MEASURED_STAGES
 
@@ -31,6 +31,8 @@ class Part:
 
 
 OTHER = "other"
+TIER = "host tier"
+"""A limit that only runs with a host tier have."""
 
 
 def _part(name: str, limit: str, colour: str, meaning: str = "") -> Part:
@@ -40,6 +42,8 @@ def _part(name: str, limit: str, colour: str, meaning: str = "") -> Part:
 PARTS = (
     _part("queue", "queue", "#9aa4ad"),
     _part("dispatch", "coordinator", "#d9c07a"),
+    _part("lookup", TIER, "#d98fb8"),
+    _part("load", TIER, "#c2578f"),
     _part("prefill_queue", "prefill", "#8fb5e8"),
     _part("prefill", "prefill", "#3b7dd8"),
     _part("ticket", "ticket", "#a9a15c"),
@@ -53,12 +57,14 @@ PARTS = (
     _part("notice", "decode step", "#b5dccb"),
     _part("retry", "retries", "#6b4a4a"),
     _part("decode_queue", "decode step", "#8ccdb2"),
+    _part("swap", TIER, "#8f3a68"),
     _part("decode", "decode step", "#2f9e77"),
     _part(OTHER, OTHER, "#c9cdd1", "of no stage"),
 )
 """In the order in which a pulled request passes them; they add up to its E2E."""
 LIMITS = {
     "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
+    TIER: "asking the host tier, reading from it, and being swapped out to it",
     "prefill": "waiting for room at a prefill engine, and computing the prompt",
     "ticket": "the prompt is computed, and its ticket not yet out: the prefill engine ends its turn and "
     "writes it in the next, on all ranks, beside that turn's step",
@@ -73,6 +79,11 @@ LIMITS = {
 """What can limit a run -> what it is, in words."""
 TOLD = {
     "queue": (("queue", "until sent to an engine"),),
+    TIER: (
+        ("lookup", "asking the host tier"),
+        ("load", "reading from it"),
+        ("swap", "swapped out to it"),
+    ),
     "prefill": (
         ("prefill_queue", "waiting for room at the engine"),
         ("prefill", "computing the prompt"),
@@ -122,6 +133,7 @@ def _stage(requests: pd.DataFrame, name: str) -> pd.Series[float]:
 def _post(transfers: pd.DataFrame) -> pd.DataFrame:
     """KEYS and post_ms of requests that were pulled: a rank posts one read after the other, ranks do so at
     the same time, and the slowest counts."""
+    transfers = transfers[of_handovers(transfers)]
     is_good = transfers["verdict"].fillna("OK") == "OK"
     pulled = transfers[(transfers["mode"] != "push") & transfers["post_ms"].notna() & is_good]
     by_rank = pulled.groupby([*KEYS, "consumer_rank"], sort=False)["post_ms"].sum()
@@ -130,7 +142,7 @@ def _post(transfers: pd.DataFrame) -> pd.DataFrame:
 
 def limit_shares(parts: pd.DataFrame) -> dict[str, float]:
     """LIMITS' name -> its share of the time of all these requests, 0 to 1; empty without requests. `other`
-    only where it is more than SLACK.
+    only where it is more than SLACK, the host tier's only where it has any.
 
     Requests that were measured before stages were have their E2E, and no share.
     """
@@ -141,7 +153,8 @@ def limit_shares(parts: pd.DataFrame) -> dict[str, float]:
     shares = {
         limit: math.fsum(sums[part.name] for part in PARTS if part.limit == limit) / total for limit in LIMITS
     }
-    return {limit: share for limit, share in shares.items() if limit != OTHER or share > SLACK}
+    least = {OTHER: SLACK, TIER: 0.0}
+    return {limit: share for limit, share in shares.items() if share > least.get(limit, -1.0)}
 
 
 def largest(shares: Mapping[str, float]) -> str:
@@ -162,6 +175,12 @@ def limit_rows(result: Result) -> list[dict[str, Any]]:
             percents = {name: 100 * shares.get(name, 0.0) for name in LIMITS}
             rows.append({"cell_id": cell_id, "limit": limit, **percents, "evidence": told})
     return rows
+
+
+def told_limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """LIMITS, those of a host tier only where a row has some of it."""
+    has_tier = any(row[TIER] for row in rows)
+    return {name: meaning for name, meaning in LIMITS.items() if name != TIER or has_tier}
 
 
 def evidence(limit: str, parts: pd.DataFrame, cell: Mapping[Any, Any]) -> str:
@@ -189,17 +208,18 @@ def waterfall_data(result: Result, max_requests: int = 20_000) -> dict[str, Any]
     parts = request_parts(result)
     if parts.empty:
         return None
+    shown_parts = [part for part in PARTS if part.limit != TIER or parts[part.name].any()]
     per_cell = max(1, max_requests // parts["cell_id"].nunique())
     pushed = _pushed(result)
     cells = []
     for cell_id, rows in parts.groupby("cell_id", sort=False):
         shown = rows.head(per_cell)
-        durations = shown[[part.name for part in PARTS]].round(3).to_numpy().tolist()
+        durations = shown[[part.name for part in shown_parts]].round(3).to_numpy().tolist()
         names = [_short_name(str(row.request_id), str(cell_id)) for row in shown.itertuples()]
         due = shown["due_ms"].round(3).tolist()
         requests = [[*of] for of in zip(names, due, durations, strict=True)]
         cells.append({"id": str(cell_id), "push": cell_id in pushed, "of": len(rows), "requests": requests})
-    told = [{"name": p.name, "colour": p.colour, "meaning": p.meaning} for p in PARTS]
+    told = [{"name": p.name, "colour": p.colour, "meaning": p.meaning} for p in shown_parts]
     return {"parts": told, "cells": cells}
 
 

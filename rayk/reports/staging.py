@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.moves import of_handovers
+
 COLUMNS = (
     ("cell", "cell_id", ""),
     ("staging", "transfer.staging", ""),
@@ -25,7 +27,7 @@ COLUMNS = (
 def staging_choices(cells: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
     """A row per cell that moved KV which could have gone either way; columns as in COLUMNS. Times are sums
     over its transfers."""
-    either = transfers.dropna(subset=["direct_cost_us", "staged_cost_us"])
+    either = transfers[of_handovers(transfers)].dropna(subset=["direct_cost_us", "staged_cost_us"])
     if either.empty:
         return pd.DataFrame(columns=[column for _, column, _ in COLUMNS])
     staged = either["staged"].fillna(False).astype(bool)

@@ -6,7 +6,7 @@ from rayk.reports.answers import Answer, answers
 from rayk.reports.md_table import markdown_table
 from rayk.reports.memory import moved_text
 from rayk.reports.result import Result
-from rayk.reports.stages import LIMITS, limit_rows
+from rayk.reports.stages import limit_rows, told_limits
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.verdicts import format_value
 
@@ -60,12 +60,13 @@ def limit_lines(result: Result) -> list[str]:
     rows = limit_rows(result)
     if not rows:
         return []
-    titles = ["cell", "limit", *(f"{name} %" for name in LIMITS), "evidence"]
+    limits = told_limits(rows)
+    titles = ["cell", "limit", *(f"{name} %" for name in limits), "evidence"]
     texts = [
         [
             row["cell_id"],
             row["limit"],
-            *(format_value(row[name], ".1f") for name in LIMITS),
+            *(format_value(row[name], ".1f") for name in limits),
             row["evidence"],
         ]
         for row in rows

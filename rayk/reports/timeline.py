@@ -18,17 +18,19 @@ import pandas as pd
 
 from rayk.reports.columns import NS_PER_MS, STAGES
 from rayk.reports.files import write_text
+from rayk.reports.moves import of_handovers
 from rayk.reports.result import Result
 
 GAP_NS = 1_000_000
 """Between the end of a repeat and the begin of the next."""
 COORDINATOR = "coordinator"
-AT_PREFILL = ("prefill_queue", "prefill", "ticket", "digest")
+AT_PREFILL = ("lookup", "load", "prefill_queue", "prefill", "ticket", "digest")
 """Stages at the engine that computes the prompt; those of neither side are the coordinator's."""
-AT_DECODE = ("reserve", "read", "fence", "verify", "notice", "decode_queue", "decode")
+AT_DECODE = ("reserve", "read", "fence", "verify", "notice", "decode_queue", "swap", "decode")
 CATEGORIES = {
     **dict.fromkeys(("queue", "dispatch"), "queue"),
     **dict.fromkeys(AT_PREFILL, "prefill"),
+    **dict.fromkeys(("lookup", "load"), "transfer"),
     **dict.fromkeys(("decode_queue", "decode"), "decode"),
 }
 """Of a stage; all others are the transfer's."""
@@ -51,7 +53,7 @@ def spans_of(request: dict[str, Any], *, is_push: bool = False) -> list[Span]:
     """
     order = [s for s in STAGES if not (is_push and s == "reserve")]
     if is_push:
-        order.insert(order.index("prefill_queue"), "reserve")
+        order.insert(order.index("lookup"), "reserve")
     spans: list[Span] = []
     end_ns = 0
     for stage in order:
@@ -197,7 +199,8 @@ class _Line:
 
 
 def _transfers(table: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """(cell, repeat, request) -> sums over its transfers, and the longest."""
+    """(cell, repeat, request) -> sums over the transfers of its hand-over, and the longest."""
+    table = table[of_handovers(table)]
     if table.empty:
         return {}
     found = table.groupby(["cell_id", "repeat", "request_id"]).agg(

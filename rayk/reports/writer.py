@@ -157,14 +157,17 @@ class ResultWriter:
 
 
 class _Counts:
-    """Rows and descriptors per cell, to see whether the tables hold all that a cell says it has."""
+    """Rows, and descriptors of hand-overs, per cell: to see whether the tables hold all that it says it
+    has."""
 
     def __init__(self, rows: Mapping[str, pa.Table]) -> None:
         self._requests: Counter[str] = Counter(rows["requests"]["cell_id"].to_pylist())
         self._descriptors: Counter[str] = Counter()
-        moved = rows["transfers"].select(["cell_id", "num_descriptors"]).to_pylist()
-        for row in moved:
-            self._descriptors[row["cell_id"]] += row["num_descriptors"]
+        moved = rows["transfers"]
+        names = [n for n in ("cell_id", "num_descriptors", "purpose") if n in moved.column_names]
+        for row in moved.select(names).to_pylist():
+            if row.get("purpose") in (None, "handover"):
+                self._descriptors[row["cell_id"]] += row["num_descriptors"]
 
     def has_all_of(self, cell: Mapping[str, Any]) -> bool:
         """Whether every row of the cell is there."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rayk.sched.swapping import AwayRequests, Swapper
 from rayk.types.allocator import BlockAllocator, BlockUpdates
@@ -62,6 +62,8 @@ class RequestState:
     """When it came to this engine; this and what follows is its leader's."""
     first_step_ns: int | None = None
     """When the step began that first took it."""
+    first_info: dict[str, Any] = field(default_factory=dict)
+    """What else its first token is to tell."""
     is_told: bool = False
     """Whether a token of it was told here."""
     tables_sent: bool = False

@@ -98,6 +98,9 @@ class TransferRow:
     """Left when consecutive blocks of dense runs go as one."""
     mode: str = "pull"
     """pull (the consumer reads) or push (the producer writes)."""
+    purpose: str = "handover"
+    """handover (from the engine that computed the prompt), load (from the host tier, not to compute it) or
+    swap (a preempted request's, back from the host tier)."""
     post_ns: int = 0
     transfer_ns: int = 0
     """From the first post to the last completion; of a push, while at least one write was in flight."""
@@ -211,6 +214,8 @@ class CellRow:
     """Of these, still held when the cell ended; 0 unless something leaked or an engine died."""
     measured: dict[str, float] = field(default_factory=dict)
     """Errors and bounds of logprobs and kv_values by column; see reports.columns.MEASURED."""
+    offloaded: dict[str, float | str] = field(default_factory=dict)
+    """What the host tier did, by column (see reports.columns.OFFLOADED); empty without one."""
     wall_ns: int = 0
 
     @property

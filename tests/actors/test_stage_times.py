@@ -162,7 +162,7 @@ def test_a_pulled_request_has_every_stage(monkeypatch: pytest.MonkeyPatch) -> No
     }
     assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
     assert row.exposed_ns == 1_247 - 1_142
-    assert set(row.stage_ns) | {"retry"} == set(STAGES)
+    assert set(row.stage_ns) | {"retry", "lookup", "load", "swap"} == set(STAGES)
 
 
 def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +171,63 @@ def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.Monkey
     events.append(event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH))
     fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
     assert row.stage_ns == {"queue": 5, "dispatch": 10, "prefill_queue": 30, "prefill": 100, "decode": 155}
+
+
+ASKED = {"asked_ns": 18, "found_ns": 25}
+"""Of the host tier, 3 after the request came; it answered 7 later."""
+
+
+@pytest.mark.parametrize("loaded_ns", [None, 31])
+def test_what_a_prompt_waits_for_the_host_tier_is_told(
+    loaded_ns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = row_of()
+    events = prefill_events(5)[:1]
+    events[0].info.update(ASKED if loaded_ns is None else {**ASKED, "loaded_ns": loaded_ns})
+    if loaded_ns is not None:
+        # What was loaded is told before the first token, and is no hand-over.
+        events.insert(0, event(31, info={"load_ns": 13, "num_host_tokens": 2, "num_disk_tokens": 1}))
+    events.append(event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH))
+    fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
+    expected = {
+        "queue": 5,
+        "dispatch": 10,
+        "lookup": 7,
+        "prefill_queue": 3 + 20,
+        "prefill": 100,
+        "decode": 155,
+    }
+    if loaded_ns is not None:
+        expected |= {"load": 6, "prefill_queue": 3 + 14}
+    assert row.stage_ns == expected
+    assert sum(row.stage_ns.values()) == row.token_times_ns[-1]
+    assert (row.num_host_tokens, row.load_ns) == ((0, 0) if loaded_ns is None else (2, 13))
+
+
+@pytest.mark.parametrize("in_prefill", [True, False])
+def test_a_swapped_request_is_away_neither_computing_nor_decoding(
+    in_prefill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = row_of()
+    first, last = prefill_events(5)[0], event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH)
+    if in_prefill:  # from 60 to 100; what the first token tells is told then
+        away = event(100, info={"swap_ns": 40, **first.info})
+        events = [away, event(145, token_ids=(4,)), last]
+    else:  # from 170 to 210
+        events = [first, event(210, info={"swap_ns": 40}), last]
+    last.info["num_swaps"] = 1
+    fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
+    prefill, decode = (60, 155) if in_prefill else (100, 115)
+    assert row.stage_ns == {
+        "queue": 5,
+        "dispatch": 10,
+        "prefill_queue": 30,
+        "prefill": prefill,
+        "swap": 40,
+        "decode": decode,
+    }
+    assert sum(row.stage_ns.values()) == row.token_times_ns[-1]
+    assert (row.num_swaps, row.swap_ns) == (1, 40)
 
 
 def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +372,8 @@ def test_the_metrics_are_sums_of_stages() -> None:
     at = list(STAGES).index
     for name, stages in (
         ("queue", ("queue",)),
-        ("prefill", ("dispatch", "prefill_queue", "prefill")),
-        ("decode", ("decode_queue", "decode")),
+        ("prefill", ("dispatch", "lookup", "load", "prefill_queue", "prefill")),
+        ("decode", ("decode_queue", "swap", "decode")),
     ):
         [seconds] = told.observed[f"rayk_request_{name}_time_seconds"]
         assert seconds == pytest.approx(sum(10 ** at(stage) for stage in stages) / 1e9)

@@ -22,6 +22,7 @@ from rayk.reports.stages import (
     limit_rows,
     limit_shares,
     request_parts,
+    told_limits,
     waterfall_data,
 )
 from rayk.reports.tp_cost import cost_table, unequal_cost
@@ -121,14 +122,14 @@ def test_parts_add_up_to_the_request(run: Result) -> None:
     parts = request_parts(run)
     names = [part.name for part in PARTS]
     assert parts[names].sum(axis=1).tolist() == pytest.approx(run.requests["e2e_ms"].tolist())
-    assert parts[names].iloc[0].tolist() == [1, 2, 5, 13, 1, 1, 2, 4, 1, 9, 1, 1, 1, 0, 3, 55, 0]
+    assert parts[names].iloc[0].tolist() == [*(1, 2, 0, 0, 5, 13, 1, 1, 2, 4, 1, 9, 1, 1, 1, 0, 3, 0, 55, 0)]
     # A rank posts 2 and 3 ms one after the other, the other rank 4 at the same time: 5 of the 20 ms.
     assert parts[["post", "wait"]].iloc[2].tolist() == [5, 15]
 
 
 def test_shares_name_the_limit(run: Result) -> None:
     shares = limit_shares(request_parts(run).head(1))
-    assert set(shares) == set(LIMITS) - {"other"}
+    assert set(shares) == set(LIMITS) - {"other", "host tier"}
     assert shares == pytest.approx(
         {
             "queue": 0.01,
@@ -167,6 +168,9 @@ def test_shares_name_the_limit(run: Result) -> None:
         ("verify", "checks", "900.0 ms verify"),
         ("retry", "retries", "900.0 ms in attempts that failed"),
         ("decode_queue", "decode step", "900.0 ms until a step took it"),
+        ("lookup", "host tier", "900.0 ms asking the host tier"),
+        ("load", "host tier", "900.0 ms reading from it"),
+        ("swap", "host tier", "900.0 ms swapped out to it"),
     ],
 )
 def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, told: str) -> None:
@@ -177,6 +181,10 @@ def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, tol
     [row] = limit_rows(load(tmp_path))
     assert row["limit"] == limit
     assert told in row["evidence"]
+    waterfall = waterfall_data(load(tmp_path))
+    assert waterfall is not None
+    has_tier = not {"lookup", "load", "swap"}.isdisjoint(part["name"] for part in waterfall["parts"])
+    assert has_tier == ("host tier" in told_limits([row])) == (limit == "host tier")
 
 
 def test_what_no_stage_holds_is_told(tmp_path: Path) -> None:
@@ -304,7 +312,7 @@ def test_the_waterfall_has_every_request(run: Result) -> None:
     match = re.search(r'id="waterfall-data">(.*?)</script>', page, re.DOTALL)
     assert match is not None
     told = json.loads(match.group(1))
-    assert [part["name"] for part in told["parts"]] == [part.name for part in PARTS]
+    assert [part["name"] for part in told["parts"]] == [p.name for p in PARTS if p.limit != "host tier"]
     assert [len(cell["requests"]) for cell in told["cells"]] == [2, 1]
     assert told["cells"][0]["requests"][1] == [
         "0/1",

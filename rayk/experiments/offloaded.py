@@ -1,0 +1,133 @@
+"""What a cell's host tier did, for the cell's row: sums over its engines, its tiers and its repeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayk.actors.cell_run import CellOutcome
+
+OF_ENGINES = {
+    "host_stored_bytes": "stored_bytes",
+    "host_loaded_bytes": "loaded_bytes",
+    "swapped_out_bytes": "swapped_out_bytes",
+    "swapped_in_bytes": "swapped_in_bytes",
+    "num_swaps_declined": "swaps_declined",
+}
+"""Column -> an engine's counter."""
+OF_TIERS = {"host_tier.hits": "hits", "host_tier.misses": "misses"}
+"""Column -> a tier's counter."""
+OF_DISKS = {
+    "disk_tier.num_written": "pages_written",
+    "disk_tier.num_read": "pages_read",
+    "disk_tier.num_evicted": "pages_evicted",
+    "disk_tier.num_dropped": "pages_dropped",
+}
+"""Column -> a disk tier's counter."""
+BAD = "bad_"
+"""What names of a disk tier's counters of damaged pages begin with."""
+BELIEFS = {
+    "offload_out_gb_per_s": "out_gb_per_s",
+    "offload_in_gb_per_s": "in_gb_per_s",
+    "offload_prefill_token_ns": "prefill_token_ns",
+}
+"""Column -> a cost model's estimate."""
+FAILED = {
+    "stores_failed": "stores failed",
+    "loads_failed": "loads failed and were computed",
+    "swaps_failed": "swaps failed and were computed",
+    "lookups_late": "questions were not answered in time",
+}
+"""An engine's counter -> what is said of it where it is not 0."""
+
+Told = Mapping[str, Any]
+
+
+def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
+    """Columns of reports.fields.OFFLOAD_FIELDS; empty where no engine and no tier told anything."""
+    engines = [told for o in outcomes for told in o.offload.values()]
+    tiers = [told for o in outcomes for told in o.tiers.values()]
+    losses = [loss for o in outcomes for loss in o.tier_losses]
+    if not (engines or tiers or losses):
+        return {}
+    found: dict[str, float | str] = {}
+    if engines:
+        found |= {column: sum(e.get(name, 0) for e in engines) for column, name in OF_ENGINES.items()}
+        found |= _beliefs(engines)
+    if tiers:
+        found |= _of_tiers(outcomes)
+    note = "; ".join(dict.fromkeys([*_of_losses(losses), *_of_engines(outcomes), *_of_disks(outcomes)]))
+    return found | ({"offload_note": note} if note else {})
+
+
+def _beliefs(engines: Sequence[Told]) -> dict[str, float]:
+    told = {
+        column: [e["costs"][name] for e in engines if name in e["costs"]] for column, name in BELIEFS.items()
+    }
+    return {column: median(values) for column, values in told.items() if values}
+
+
+def _of_tiers(outcomes: Sequence[CellOutcome]) -> dict[str, float]:
+    """What tiers hold in the end, and what they counted in these repeats."""
+    last = list(next(o.tiers for o in reversed(outcomes) if o.tiers).values())
+    found: dict[str, float] = {
+        "host_tier.num_blocks": sum(t["num_blocks"] for t in last),
+        "host_tier.num_cached_blocks": sum(t["num_cached_blocks"] for t in last),
+    }
+    found |= {column: _counted(outcomes, name) for column, name in OF_TIERS.items()}
+    disks = [t["disk"] for t in last if "disk" in t]
+    if disks:
+        found["disk_tier.num_pages"] = sum(d["num_pages"] for d in disks)
+        found["disk_tier.num_bad"] = sum(_bad_pages(outcomes).values())
+        found |= {column: _counted(outcomes, name, "disk") for column, name in OF_DISKS.items()}
+    return found
+
+
+def _counted(outcomes: Sequence[CellOutcome], name: str, part: str = "") -> int:
+    """What a tier, or its part, counted under a name within these repeats: it may have begun earlier."""
+    return sum(after.get(name, 0) - before.get(name, 0) for before, after in _spans(outcomes, part))
+
+
+def _bad_pages(outcomes: Sequence[CellOutcome]) -> Counter[str]:
+    """Damaged pages that were met, by reason."""
+    names = {name for _, after in _spans(outcomes, "disk") for name in after if name.startswith(BAD)}
+    return +Counter({name.removeprefix(BAD): _counted(outcomes, name, "disk") for name in sorted(names)})
+
+
+def _spans(outcomes: Sequence[CellOutcome], part: str) -> Iterable[tuple[Told, Told]]:
+    """What each tier said before and after each repeat."""
+    for outcome in outcomes:
+        for tier, after in outcome.tiers.items():
+            before = outcome.tiers_before.get(tier, {})
+            yield (before.get(part, {}), after.get(part, {})) if part else (before, after)
+
+
+def _of_losses(losses: Sequence[str]) -> Iterable[str]:
+    return (f"the host tier was lost: {loss}" for loss in losses)
+
+
+def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
+    for outcome in outcomes:
+        for engine, told in outcome.offload.items():
+            # Of a tier that was lost, its own words say more.
+            if told["why_off"] and not outcome.tier_losses:
+                yield f"{engine} had no host tier: {told['why_off']}"
+    for name, words in FAILED.items():
+        number = sum(told.get(name, 0) for o in outcomes for told in o.offload.values())
+        if number:
+            yield f"{number} {words}"
+
+
+def _of_disks(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
+    bad = _bad_pages(outcomes)
+    if bad:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in bad.items())
+        yield f"pages on disk were not served, but computed: {reasons}"
+    for outcome in outcomes:
+        for told in outcome.tiers.values():
+            state = told.get("disk", {}).get("state", "on")
+            if state != "on":
+                yield f"the disk tier was {state}"
