@@ -1,0 +1,374 @@
+"""What the host tier of KV pages saves: time to first token of prompts that were computed before.
+
+    python jobs/offload.py [--check] [--out DIR]      # some minutes on 2 cores
+    python jobs/offload.py --quick                    # tiny models and short prompts: does it run?
+
+For each model, engines and host tiers are Ray actors, and NIXL moves pages between them, as in a server.
+Every prompt, drawn anew in every repeat, is asked for in these ways, in turns:
+
+    cold            an engine without a tier computes it
+    storing         an engine computes it and stores it in its host tier meanwhile
+    device          the same engine once more: its own prefix cache has it
+    host            another engine, which never saw it, loads it from that tier: canonical pages, on both
+                    sides all layers of a block in one piece
+    host per layer  the same with per-layer pages in engines and tier (computed and stored by a third engine)
+    disk            after all prompts of the repeat the tier's process is killed; the new one finds its pages
+                    on disk (dropped from the system's cache before), and an engine that never saw the prompt
+                    loads it
+
+A prompt of n tokens has one more, which is computed in all ways: its logits are asked for. Before the first
+repeat all prompts are stored and loaded at once, uncounted, so that blocks lie as in a server that has run
+for a while. memcpy is torch's copy_ of as many bytes as a host hit moved, in the same run.
+
+Exit status 1 when tokens differ from those of `cold`, or KV came from elsewhere than it should; with --check
+also when, for prompts of 512 tokens or more, a host hit is not faster than computing the prompt, or than with
+per-layer pages (medians of the ratios within each repeat).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+
+from jobs.offload_engines import Answer, Deployment, drop_page_cache  # noqa: E402
+from jobs.offload_report import TABLES, failures, make_page, markdown, summary  # noqa: E402
+from rayk.actors.launch import connect, gpu_share, num_cluster_gpus  # noqa: E402
+from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.kv.geometry import plan_rank  # noqa: E402
+from rayk.kv.layout import KVCacheLayout  # noqa: E402
+from rayk.models.families import load_config  # noqa: E402
+from rayk.models.kv_specs import engine_groups  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
+from rayk.reports import collect_environment  # noqa: E402
+from rayk.reports.files import write_text  # noqa: E402
+from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
+from rayk.types.config import EngineConfig  # noqa: E402
+from rayk.types.errors import UserError  # noqa: E402
+from rayk.types.offload import OffloadSettings  # noqa: E402
+from rayk.types.rows import moving_ns  # noqa: E402
+
+CANONICAL, PER_LAYER = "BHLNC", "LBNHC"
+ENGINES: Mapping[str, tuple[str, str | None]] = {
+    "plain": (CANONICAL, None),
+    "writer": (CANONICAL, "canonical"),
+    "reader": (CANONICAL, "canonical"),
+    "late": (CANONICAL, "canonical"),
+    "layer_writer": (PER_LAYER, "per_layer"),
+    "layer_reader": (PER_LAYER, "per_layer"),
+}
+"""Engine -> layout of its pages, host tier."""
+COMPUTING = {"cold": "plain", "storing": "writer", "storing per layer": "layer_writer"}
+FOUND = {"device": "writer", "host": "reader", "host per layer": "layer_reader"}
+"""Kind of request -> engine that is asked."""
+MAX_TOKENS = 2
+MEMCPY_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model: real shapes of a few layers, random weights."""
+
+    family: str
+    config: Mapping[str, Any]
+    """Overrides of its config class."""
+    state_block_size: int | None = None
+
+
+POSITIONS = {"max_position_embeddings": 16384}
+MODELS: Mapping[str, Model] = {
+    # 8 layers with a window, 8 without. Every token goes to all experts: so many random routers would not
+    # choose clearly.
+    "gpt_oss": Model(
+        family="gpt_oss",
+        config=POSITIONS
+        | {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 16, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 128}
+        | {"num_local_experts": 4, "num_experts_per_tok": 4},
+    ),
+    # 20 layers with a window, 4 without.
+    "gemma3": Model(
+        family="gemma3",
+        config=POSITIONS
+        | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 64, "query_pre_attn_scalar": 64}
+        | {"sliding_window": 512, "sliding_window_pattern": 6},
+    ),
+    # 8 Mamba-2 layers, 4 of attention, 4 MLPs.
+    "nemotron_h": Model(
+        family="nemotron_h",
+        config=POSITIONS
+        | {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "head_dim": 64}
+        | {"num_key_value_heads": 4, "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 120}
+        | {"n_groups": 2, "chunk_size": 128}
+        | {"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"] * 4},
+        state_block_size=512,
+    ),
+}
+QUICK: Mapping[str, Model] = {
+    "gpt_oss": Model(family="gpt_oss", config={}),
+    "gemma3": Model(family="gemma3", config={}),
+    "nemotron_h": Model(family="nemotron_h", config={}, state_block_size=64),
+}
+
+
+@dataclass
+class Run:
+    """One model's measurements."""
+
+    model: str
+    options: argparse.Namespace
+    deployment: Deployment
+    folder: Path
+    """Of the canonical tier's pages on disk."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    copies: dict[int, float] = field(default_factory=dict)
+    """Bytes -> seconds of memcpy, the median of all repeats so far."""
+
+    async def warm_up(self, sizes: Sequence[int]) -> None:
+        """Every prompt at once, through all engines."""
+        prompts = [make_prompt(self.options.seed, self.model, -1, n) for n in sizes]
+        for names in (COMPUTING.values(), FOUND.values()):
+            for name in names:
+                await asyncio.gather(*(self.deployment.ask(name, p, MAX_TOKENS) for p in prompts))
+                await self.deployment.settle(name)
+
+    async def repeat(self, number: int, sizes: Sequence[int]) -> None:
+        """Every prompt in every way."""
+        prompts = {n: make_prompt(self.options.seed, self.model, number, n) for n in sizes}
+        for n, prompt in prompts.items():
+            for kinds in (COMPUTING, FOUND):
+                for kind, name in _rotated(kinds, number):
+                    await self._ask(number, n, kind, name, prompt)
+                for _, name in kinds.items():
+                    await self.deployment.settle(name)
+        await self.deployment.restart("canonical")
+        drop_page_cache(self.folder)
+        for n, prompt in prompts.items():
+            await self._ask(number, n, "disk", "late", prompt)
+            await self.deployment.settle("late")
+
+    async def _ask(self, number: int, n: int, kind: str, name: str, prompt: Sequence[int]) -> None:
+        answer = await self.deployment.ask(name, prompt, MAX_TOKENS)
+        row = {"model": self.model, "num_prompt_tokens": n, "kind": kind, "repeat": number}
+        row |= _measured(answer)
+        row["memcpy_ms"] = None
+        if row["bytes"]:
+            row["memcpy_ms"] = memcpy_ms(row["bytes"], self.options.device)
+        self.rows.append(row)
+
+
+def _rotated(kinds: Mapping[str, str], by: int) -> Iterator[tuple[str, str]]:
+    """All of them, another one first in each repeat."""
+    items = list(kinds.items())
+    yield from (items[(i + by) % len(items)] for i in range(len(items)))
+
+
+def _measured(answer: Answer) -> dict[str, Any]:
+    info, rows = answer.info, answer.transfers
+    moved = sum(row.bytes for row in rows)
+    moving = moving_ns(rows)
+    merged = [
+        row.num_descriptors if row.num_descriptors_merged is None else row.num_descriptors_merged
+        for row in rows
+    ]
+    return {
+        "ttft_ms": answer.ttft_ms,
+        "num_cached_tokens": info.get("num_cached_tokens", 0),
+        "num_host_tokens": info.get("num_host_tokens", 0),
+        "num_disk_tokens": info.get("num_disk_tokens", 0),
+        "bytes": moved,
+        "num_descriptors": sum(row.num_descriptors for row in rows),
+        "num_descriptors_merged": sum(merged),
+        "load_ms": info.get("load_ns", 0) / 1e6 or None,
+        "move_ms": moving / 1e6 if moved else None,
+        "digest_ms": max((row.digest_ns for row in rows), default=0) / 1e6 or None,
+        "gb_per_s": moved / moving if moving else None,
+        "offload_failure": str(info.get("offload_failure", "")),
+        "token_ids": list(answer.token_ids),
+    }
+
+
+def make_prompt(seed: int, model: str, repeat: int, num_tokens: int) -> tuple[int, ...]:
+    """Random tokens, no special ones (they are the vocabulary's first), and one more."""
+    draw = random.Random(f"{seed}/{model}/{repeat}/{num_tokens}")
+    return tuple(draw.randrange(8, 512) for _ in range(num_tokens + 1))
+
+
+def memcpy_ms(num_bytes: int, device: str) -> float:
+    """Milliseconds of torch's copy_ of so many bytes to the device, by one thread: the median."""
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    if device == "cuda":
+        source = source.pin_memory()
+    target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(MEMCPY_ROUNDS):
+        began = time.perf_counter()
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def engine_config(folder: Path, model: Model, longest: int, options: argparse.Namespace) -> EngineConfig:
+    """An engine whose pool holds the longest prompt twice: all of them together, where each is twice the one
+    before."""
+    config = EngineConfig(
+        model=str(folder),
+        tp=options.tp,
+        device=options.device,
+        dtype=options.dtype,
+        max_batch_tokens=options.chunk,
+        max_seqs=8,
+        prefix_caching=True,
+        state_block_size=model.state_block_size,
+    )
+    groups = engine_groups(config, load_config(folder))
+    blocks = sum(-(-(longest + 1 + MAX_TOKENS) // g.spec.block_size) + 1 for g in groups)
+    return replace(config, num_blocks=2 * blocks + 2)
+
+
+def tier_settings(config: EngineConfig, pages: Path | None) -> OffloadSettings:
+    """A tier as large as an engine's pool, at TP 1."""
+    groups = engine_groups(replace(config, tp=1), load_config(config.model))
+    layout = CANONICAL if pages is not None else PER_LAYER
+    block_bytes = plan_rank(groups, KVCacheLayout(layout), tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    return OffloadSettings(
+        host_bytes=config.num_blocks * block_bytes,
+        layout=layout,
+        load="always",
+        swap="never",
+        pending_share=1.0,
+        disk_folder=None if pages is None else str(pages),
+        disk_bytes=16 << 30,
+    )
+
+
+async def measure_model(
+    name: str, model: Model, options: argparse.Namespace, pages: Path, share: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All rows of a model, and what its engines run with."""
+    folder = options.checkpoints / f"offload-{'quick-' if options.quick else ''}{name}"
+    print(f"{name}: checkpoint {folder}", file=sys.stderr, flush=True)
+    write_checkpoint(model.family, folder, overrides=model.config)
+    config = engine_config(folder, model, max(options.prompts), options)
+    tiers = {"canonical": tier_settings(config, pages), "per_layer": tier_settings(config, None)}
+    engines = {
+        engine: (replace(config, layout=layout, prefix_caching=tier is not None), tier)
+        for engine, (layout, tier) in ENGINES.items()
+    }
+    deployment = Deployment(f"rayk/offload-{name}", engines)
+    run = Run(name, options, deployment, pages)
+    try:
+        await deployment.open(tiers, share)
+        await run.warm_up(options.prompts)
+        for number in range(options.repeats):
+            await run.repeat(number, options.prompts)
+            print(f"{name}: repeat {number + 1} of {options.repeats}", file=sys.stderr, flush=True)
+        return run.rows, deployment.facts
+    finally:
+        await deployment.close()
+
+
+def run_job(options: argparse.Namespace) -> int:
+    """Measure, write, print; the exit status."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: no CUDA device is visible", mend="--device cpu")
+    torch.set_num_threads(1)
+    environment = collect_environment(
+        command=sys.argv, seeds={"prompts": options.seed}, threads=1, load_at_start=os.getloadavg()[0]
+    )
+    now = datetime.datetime.now().astimezone()
+    out = options.out or Path("runs") / f"offload-{now:%Y%m%d-%H%M%S}"
+    claim_folder(out, TABLES)
+    rows: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {}
+    models = QUICK if options.quick else MODELS
+    with connect(options.address, about={"job": "offload"}):
+        share = (
+            gpu_share(len(ENGINES) * options.tp, "auto", num_cluster_gpus())
+            if options.device == "cuda"
+            else 0.0
+        )
+        for name in options.models:
+            with tempfile.TemporaryDirectory(prefix="pages-", dir=out) as pages:
+                measured = measure_model(name, models[name], options, Path(pages), share)
+                found, facts[name] = asyncio.run(measured)
+            rows += found
+    environment |= {"load_at_end": os.getloadavg()[0], "engines": facts}
+    tables = {"requests": rows, "summary": summary(rows)}
+    write_tables(tables, out)
+    write_text(out / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
+    described = {name: models[name].config for name in options.models}
+    write_page(make_page(tables, described, options, environment), out / "report.html")
+    text = markdown(tables["summary"], described, options, environment)
+    write_text(out / "report.md", text + "\n")
+    print(text)
+    wrong, missed = failures(tables, judged_from=None if not options.check else 512)
+    print("\n".join([*wrong, *missed, f"report: {out / 'report.html'}"]), file=sys.stderr)
+    return int(bool(wrong or missed))
+
+
+def _positive(text: str) -> int:
+    """Raises ValueError, which argparse reports."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+_positive.__name__ = "number above 0"  # argparse says it
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shown = "(default: %(default)s)"
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help=shown)
+    parser.add_argument(
+        "--prompts", type=_positive, nargs="+", metavar="N", help="tokens of each (default: 512 to 8192)"
+    )
+    parser.add_argument("--repeats", type=_positive, help="of every prompt in every way (default: 5)")
+    parser.add_argument("--chunk", type=_positive, default=1024, help=f"tokens of a prefill step {shown}")
+    parser.add_argument("--tp", type=_positive, default=1, help=f"of every engine {shown}")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the prompts {shown}")
+    dtypes = ["float32", "bfloat16", "float16"]
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help=shown)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help=shown)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models, prompts of 128 and 256, one repeat"
+    )
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("checkpoints"), help=f"written there {shown}"
+    )
+    parser.add_argument("--address", help="a running Ray cluster; else a local one is started")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: runs/offload-<time>)")
+    parser.add_argument("--check", action="store_true", help="a host hit that does not pay is exit status 1")
+    options = parser.parse_args(arguments)
+    options.prompts = sorted(
+        set(options.prompts or ((128, 256) if options.quick else (512, 1024, 2048, 4096, 8192)))
+    )
+    options.repeats = options.repeats or (1 if options.quick else 5)
+    return options
+
+
+if __name__ == "__main__":
+    chosen = parse_options()
+    sys.exit(run_guarded(lambda: run_job(chosen)))

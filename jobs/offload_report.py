@@ -1,0 +1,319 @@
+"""What jobs/offload.py shows of its tables: medians, ratios, what is wrong with them; Markdown and a page."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rayk.reports.md_table import markdown_table
+from rayk.reports.page import Column, Page, Plot, Section, text_rows
+
+TABLES = ("summary", "requests")
+KINDS = ("cold", "storing", "storing per layer", "device", "host", "host per layer", "disk")
+LOADED = ("host", "host per layer", "disk")
+COLOURS = {
+    "cold": "soft",
+    "device": "series3",
+    "host": "mark",
+    "host per layer": "mark2",
+    "disk": "series4",
+}
+"""Of the lines that are drawn."""
+PUBLISHED = (
+    "Published, for cross-layer blocks against per-layer pages on their GPUs: a CPU hit took 43 ms instead "
+    "of 109 ms, and 125 ms instead of 144 ms in another set-up. Those times are others', of other machines "
+    "and models, cited and not measured here; what can be compared is the form: the same hit, pages in one "
+    "piece against pages per layer."
+)
+
+COLUMNS = (
+    Column(title="model", key="model"),
+    Column(title="prompt tokens", key="num_prompt_tokens", spec=",d"),
+    Column(title="kind", key="kind"),
+    Column(title="TTFT, ms", key="ttft_ms", spec=",.1f"),
+    Column(title="least", key="ttft_min_ms", spec=",.1f"),
+    Column(title="most", key="ttft_max_ms", spec=",.1f"),
+    Column(title="of cold", key="of_cold", spec=".3f"),
+    Column(title="of per layer", key="of_per_layer", spec=".2f"),
+    Column(title="MiB moved", key="mib", spec=",.2f"),
+    Column(title="copies", key="num_descriptors", spec=",d"),
+    Column(title="after merging", key="num_descriptors_merged", spec=",d"),
+    Column(title="load, ms", key="load_ms", spec=",.1f"),
+    Column(title="of it moving", key="move_ms", spec=",.1f"),
+    Column(title="digests", key="digest_ms", spec=",.1f"),
+    Column(title="GB/s", key="gb_per_s", spec=".2f"),
+    Column(title="memcpy GB/s", key="memcpy_gb_per_s", spec=".2f"),
+    Column(title="of memcpy", key="of_memcpy", spec=".2f"),
+)
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def summary(rows: Rows) -> list[dict[str, Any]]:
+    """A row per model, prompt and kind: medians over repeats; ratios are medians of the ratios within each
+    repeat."""
+    found = []
+    keys = dict.fromkeys((r["model"], r["num_prompt_tokens"]) for r in rows)
+    for model, n in keys:
+        by_kind = {
+            kind: {
+                r["repeat"]: r
+                for r in rows
+                if (r["model"], r["num_prompt_tokens"], r["kind"]) == (model, n, kind)
+            }
+            for kind in KINDS
+        }
+        found += [_summary_row(model, n, kind, by_kind) for kind in KINDS if by_kind[kind]]
+    return found
+
+
+def _summary_row(
+    model: str, n: int, kind: str, by_kind: Mapping[str, Mapping[int, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    repeats = by_kind[kind]
+    times = [r["ttft_ms"] for r in repeats.values()]
+    row: dict[str, Any] = {"model": model, "num_prompt_tokens": n, "kind": kind, "num_repeats": len(times)}
+    row |= {"ttft_ms": statistics.median(times), "ttft_min_ms": min(times), "ttft_max_ms": max(times)}
+
+    def ratio(to: str) -> float | None:
+        pairs = [(r["ttft_ms"], by_kind[to][i]["ttft_ms"]) for i, r in repeats.items() if i in by_kind[to]]
+        return statistics.median(a / b for a, b in pairs) if pairs and to != kind else None
+
+    def median(pick: Callable[[Mapping[str, Any]], float | None]) -> float | None:
+        values = [v for r in repeats.values() if (v := pick(r)) is not None]
+        return statistics.median(values) if values else None
+
+    row["of_cold"] = ratio("cold")
+    row["of_per_layer"] = ratio("host per layer") if kind == "host" else None
+    for key in ("bytes", "num_descriptors", "num_descriptors_merged"):
+        value = median(lambda r, key=key: r[key] or None)  # type: ignore[misc]
+        row[key] = None if value is None else int(value)
+    row["mib"] = None if row["bytes"] is None else row["bytes"] / 2**20
+    for key in ("load_ms", "move_ms", "digest_ms", "gb_per_s"):
+        row[key] = median(lambda r, key=key: r[key])  # type: ignore[misc]
+    row["memcpy_gb_per_s"] = median(lambda r: _memcpy_rate(r))
+    row["of_memcpy"] = median(lambda r: r["gb_per_s"] / _memcpy_rate(r) if r["memcpy_ms"] else None)
+    return row
+
+
+def _memcpy_rate(row: Mapping[str, Any]) -> float | None:
+    """GB/s."""
+    return row["bytes"] / row["memcpy_ms"] / 1e6 if row["memcpy_ms"] else None
+
+
+def failures(tables: Mapping[str, Rows], *, judged_from: int | None) -> tuple[list[str], list[str]]:
+    """(what is wrong, what does not pay), in words. `judged_from`: prompts of so many tokens or more are to
+    be faster from the host tier; None: no time is judged."""
+    wrong = []
+    cold = {_key(r): r["token_ids"] for r in tables["requests"] if r["kind"] == "cold"}
+    for row in tables["requests"]:
+        where = f"{row['model']}, {row['num_prompt_tokens']} tokens, {row['kind']}, repeat {row['repeat']}"
+        wanted = cold.get(_key(row))
+        if wanted is not None and list(row["token_ids"]) != list(wanted):
+            wrong.append(f"{where}: tokens {list(row['token_ids'])}, not {list(wanted)}")
+        if row["offload_failure"]:
+            wrong.append(f"{where}: {row['offload_failure']}")
+        wrong += [f"{where}: {what}" for what in _from_elsewhere(row)]
+    if judged_from is None:
+        return wrong, []
+    missed = [text for row in tables["summary"] for text in _does_not_pay(row, judged_from)]
+    if not any(r["kind"] == "host" and r["num_prompt_tokens"] >= judged_from for r in tables["summary"]):
+        missed.append(f"no prompt of {judged_from} tokens or more: nothing is judged")
+    return wrong, missed
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["num_prompt_tokens"], row["repeat"]
+
+
+def _from_elsewhere(row: Mapping[str, Any]) -> list[str]:
+    """Where a prompt's KV came from something else than its kind says."""
+    n, kind = row["num_prompt_tokens"], row["kind"]
+    wanted = {
+        "num_host_tokens": n if kind in LOADED else 0,
+        "num_disk_tokens": n if kind == "disk" else 0,
+    }
+    found = [
+        f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}, not {number}"
+        for key, number in wanted.items()
+        if row[key] != number
+    ]
+    if kind == "device" and row["num_cached_tokens"] != n:
+        found.append(f"{row['num_cached_tokens']} tokens in its own cache, not {n}")
+    return found
+
+
+def _does_not_pay(row: Mapping[str, Any], judged_from: int) -> list[str]:
+    """Where a host hit is not faster than it should be."""
+    if row["kind"] != "host" or row["num_prompt_tokens"] < judged_from:
+        return []
+    where = f"{row['model']}, {row['num_prompt_tokens']} tokens: a host hit takes"
+    than = {"of_cold": "computing the prompt", "of_per_layer": "one with per-layer pages"}
+    return [
+        f"{where} {row[key]:.2f} of {what}"
+        for key, what in than.items()
+        if row[key] is None or not row[key] < 1
+    ]
+
+
+def _about(options: argparse.Namespace) -> str:
+    times = f"{options.repeats} repeat{'s' if options.repeats > 1 else ''}"
+    return (
+        f"TP {options.tp}, {options.dtype} on {options.device}, prefill steps of {options.chunk:,} tokens; "
+        f"one request at a time, the ways in turns. Medians of {times}, with the least and the most; ratios "
+        "are medians of the ratios within each repeat. `of cold`: TTFT over that of computing the prompt; "
+        "`of per layer`: over that of a host hit with per-layer pages. Copies: descriptors asked of the "
+        "transport, and what is left where neighbours go as one. `load`: from the question to the tier until "
+        "all rows are in the engine's blocks, proven; of it the move, and digests on both sides."
+    )
+
+
+def shapes(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line per model: what of its config is not the tiny checkpoint's."""
+    return [
+        f"{name}: " + (", ".join(f"{k} {_short(v)}" for k, v in config.items()) or "the tiny checkpoint")
+        for name, config in models.items()
+    ]
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        counts = {kind: value.count(kind) for kind in value}
+        return " + ".join(f"{number} {kind}" for kind, number in counts.items())
+    return str(value)
+
+
+def command(options: argparse.Namespace, environment: Mapping[str, Any]) -> str:
+    """How to run it again."""
+    arguments = [str(a) for a in environment["command"][1:]]
+    if options.out is not None:
+        where = [i for i, a in enumerate(arguments) if a == "--out" or a.startswith("--out=")]
+        for i in reversed(where):
+            del arguments[i : i + (2 if arguments[i] == "--out" else 1)]
+    return shlex.join(["python", "jobs/offload.py", *arguments])
+
+
+def machine(environment: Mapping[str, Any]) -> list[str]:
+    """What measured, in short lines."""
+    devices, packages = environment["devices"], environment["packages"]
+    cpu = f"{devices['cpu']}, {devices['num_cores']} cores, one thread per process"
+    return [
+        f"{', '.join([cpu, *devices['gpus']])}; {environment['platform']}, Python {environment['python']}",
+        f"torch {packages['torch']}, ray {packages['ray']}, nixl {packages['nixl-cu13']}",
+        *([f"commit {environment['git_commit']}"] if environment["git_commit"] else []),
+        f"{str(environment['started'])[:10]}; load {environment['load_at_start']:.1f} when it began, "
+        f"{environment['load_at_end']:.1f} when it ended: trust ratios, not single figures",
+    ]
+
+
+def markdown(
+    rows: Rows,
+    models: Mapping[str, Mapping[str, Any]],
+    options: argparse.Namespace,
+    environment: Mapping[str, Any],
+) -> str:
+    """The summary, as GitHub Markdown."""
+    lines = ["# Host tier", "", f"    {command(options, environment)}", "", _about(options), ""]
+    lines += [*(f"- {line}" for line in shapes(models)), ""]
+    lines += [*markdown_table([c.title for c in COLUMNS], text_rows(COLUMNS, rows)), "", PUBLISHED, ""]
+    return "\n".join([*lines, "Environment:", "", *(f"- {line}" for line in machine(environment))])
+
+
+def make_page(
+    tables: Mapping[str, Rows],
+    models: Mapping[str, Mapping[str, Any]],
+    options: argparse.Namespace,
+    environment: Mapping[str, Any],
+) -> Page:
+    """The report."""
+    rows = tables["summary"]
+    hosts = [r for r in rows if r["kind"] == "host"]
+    longest = max(r["num_prompt_tokens"] for r in hosts)
+    best = [r for r in hosts if r["num_prompt_tokens"] == longest]
+    wrong, missed = failures(tables, judged_from=512 if longest >= 512 else None)
+    chips = [
+        ("unmet" if wrong else "met", "tokens differ or came from elsewhere" if wrong else "tokens equal")
+    ]
+    if longest >= 512:
+        chips.append(("unmet", "a host hit does not pay") if missed else ("met", "host hits pay"))
+    most = max(r["of_cold"] for r in best)
+    return Page(
+        eyebrow=f"rayk · offload · {str(environment['started']).replace('T', ' ')[:16]}",
+        title=f"Host tier: {longest:,} tokens computed before cost {most:.0%} of computing them, or less",
+        chips=chips,
+        stats=[
+            (f"{r['of_cold']:.3f} · {r['of_per_layer']:.2f}", f"{r['model']}: of cold, of per-layer pages")
+            for r in best
+        ],
+        sections=[
+            Section(title="Time to first token", note=_about(options), plots=plots(tables)),
+            Section(title="By model, prompt and kind", columns=COLUMNS, rows=rows),
+            Section(title="Published", note=PUBLISHED),
+            Section(title="Models", text="\n".join(shapes(models))),
+            Section(title="Reproduce", text=command(options, environment)),
+        ],
+        environment=environment,
+        footer="Tables: summary and requests (parquet, csv) beside this file.",
+    )
+
+
+def plots(tables: Mapping[str, Rows]) -> list[Plot]:
+    """One per model: a line per kind through the medians, small marks for repeats."""
+    found = []
+    for model in dict.fromkeys(r["model"] for r in tables["summary"]):
+        data: list[dict[str, Any]] = []
+        for kind, colour in COLOURS.items():
+            rows = [r for r in tables["summary"] if (r["model"], r["kind"]) == (model, kind)]
+            points = [r for r in tables["requests"] if (r["model"], r["kind"]) == (model, kind)]
+            if rows:
+                data += [_line(rows, kind, colour), _marks(points, colour)]
+        sizes = sorted({r["num_prompt_tokens"] for r in tables["summary"] if r["model"] == model})
+        found.append(
+            Plot(id=f"ttft-{model}", title=f"{model}: TTFT by prompt", data=data, layout=_layout(sizes))
+        )
+    return found
+
+
+def _line(rows: Rows, kind: str, colour: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": [r["num_prompt_tokens"] for r in rows],
+        "y": [r["ttft_ms"] for r in rows],
+        "name": kind,
+        "line": {"color": colour, "width": 2},
+        "marker": {"color": colour, "size": 7},
+        "hovertemplate": "%{x:,} tokens: %{y:,.1f} ms<extra>" + kind + "</extra>",
+    }
+
+
+def _marks(rows: Rows, colour: str) -> dict[str, Any]:
+    """Every repeat, faint."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [r["num_prompt_tokens"] for r in rows],
+        "y": [r["ttft_ms"] for r in rows],
+        "marker": {"color": colour, "size": 4, "opacity": 0.45},
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
+
+
+def _layout(sizes: Sequence[int]) -> dict[str, Any]:
+    return {
+        "height": 360,
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": {"type": "log", "tickvals": list(sizes), "ticktext": [f"{n:,}" for n in sizes]},
+        "yaxis": {
+            "title": {"text": "ms (logarithmic)"},
+            "exponentformat": "none",
+            "separatethousands": True,
+            "type": "log",
+            "dtick": 1,
+        },
+    }
