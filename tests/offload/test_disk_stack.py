@@ -1,0 +1,122 @@
+"""The disk tier under engines: damaged pages, a full disk and a read-only one cost time, never an answer."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.offload.disk import finish
+from tests.offload.faults import Case
+from tests.offload.node import Node
+from tests.offload.test_disk_faults import small_disk
+
+NUM_FLIPS = 1000
+FLIPS_AT_ONCE = 40
+LENGTHS = (120, 140, 300, 90, 200, 160, 170, 250)
+ENGINES: list[dict[str, Any]] = [{"tp": 2, "num_blocks": 100}, {"layout": "LBNHC", "block_size": 32}]
+
+
+@pytest.fixture(scope="module")
+def case(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Case:
+    path = checkpoint("qwen3")
+    return Case.make(path, reference(path), LENGTHS, 4)
+
+
+def forget_host(node: Node) -> None:
+    """What comes next comes from disk."""
+    node.thread.ask(lambda tier: tier.manager.forget_all())
+
+
+def page_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.page"))
+
+
+def written(node: Node) -> None:
+    """Until nothing is being written."""
+    node.settle()
+    node.thread.ask(lambda tier: finish(tier.pages._disk))
+
+
+def flip(file: Path, draw: random.Random) -> None:
+    """One bit, anywhere: in the header or in the page."""
+    data = bytearray(file.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+
+
+def test_a_thousand_flipped_bits_cost_no_answer(case: Case, tmp_path: Path) -> None:
+    """All pages come from disk; damaged ones are met, told and computed again, the others are used."""
+    draw = random.Random(11)
+    with Node.open(case.path, ENGINES, disk_folder=str(tmp_path)) as node:
+        num_loaded = 0
+        for turn in range(NUM_FLIPS // FLIPS_AT_ONCE):
+            order = draw.sample(range(len(LENGTHS)), 4)
+            for engine in node.engines:
+                case.complete(engine, f"a{turn}-", *order)
+            written(node)
+            forget_host(node)
+            for file in draw.sample(page_files(tmp_path), FLIPS_AT_ONCE):
+                flip(file, draw)
+            done = case.complete(node.engines[turn % 2], f"b{turn}-", *order)
+            num_loaded += sum(d.info.get("num_disk_tokens", 0) for d in done)
+            node.settle()
+        disk = node.status()["disk"]
+        assert disk["state"] == "on"
+        assert sum(n for name, n in disk.items() if name.startswith("bad_")) > NUM_FLIPS / 2
+        assert num_loaded > 1000
+        assert disk["pages_read"] > disk["bad_flipped"]
+        told = [engine.offloading.counts for engine in node.engines]
+        assert sum(t["lost_pages"] for t in told) > NUM_FLIPS / 2
+        assert all(t["loads_failed"] == 0 for t in told), "what is lent is right"
+
+
+def test_a_disk_that_is_full_in_the_middle_costs_no_answer(case: Case, tmp_path: Path) -> None:
+    with small_disk(tmp_path, 400 << 10), Node.open(case.path, ENGINES, disk_folder=str(tmp_path)) as node:
+        first, second = node.engines
+        case.complete(first, "a", *range(len(LENGTHS)))
+        written(node)
+        assert node.status()["disk"]["state"] == "off: No space left on device"
+        assert page_files(tmp_path)
+        forget_host(node)
+        done = case.complete(second, "b", *range(len(LENGTHS)))
+        node.settle()
+        # What was written before is still read; the rest was computed, and host memory goes on.
+        assert sum(d.info.get("num_disk_tokens", 0) for d in done) > 0
+        assert sum(d.info["num_cached_tokens"] for d in done) < sum(LENGTHS) - 16 * len(LENGTHS)
+        done = case.complete(first, "c", *range(len(LENGTHS)))
+        assert all(d.info.get("num_host_tokens", 0) > 0 for d in done)
+        node.settle()
+
+
+def test_a_disk_that_becomes_read_only_in_the_middle_costs_no_answer(case: Case, tmp_path: Path) -> None:
+    with small_disk(tmp_path, 8 << 20), Node.open(case.path, ENGINES, disk_folder=str(tmp_path)) as node:
+        first, second = node.engines
+        case.complete(first, "a", 0, 1)
+        written(node)
+        subprocess.run(["mount", "--bind", str(tmp_path), str(tmp_path)], check=True)
+        try:
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(tmp_path)], check=True)
+            case.complete(first, "b", 2, 3)
+            written(node)
+            assert node.status()["disk"]["state"] == "off: Read-only file system"
+            forget_host(node)
+            done = case.complete(second, "c", 0, 1, 2, 3)
+            assert [bool(d.info.get("num_disk_tokens")) for d in done] == [True, True, False, False]
+            node.settle()
+        finally:
+            subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_what_is_on_disk_is_found_again_by_a_tier_that_is_formed_anew(case: Case, tmp_path: Path) -> None:
+    for index, own in enumerate(({"tp": 2}, {"layout": "LBNHC", "block_size": 32})):
+        with Node.open(case.path, [own], disk_folder=str(tmp_path)) as node:
+            (engine,) = node.engines
+            done = case.complete(engine, "a", 0, 2)
+            found = [d.info.get("num_disk_tokens", 0) for d in done]
+            assert found == ([112, 288] if index else [0, 0])
+            written(node)
