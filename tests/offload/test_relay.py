@@ -1,0 +1,185 @@
+"""Hand-overs through the host tier: the prefill engine's blocks come free before the decode engine begins."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayk.actors.tiers import relay
+from rayk.engine.build import Completion
+from rayk.engine.leader import RequestEvent
+from rayk.offload.host import HostTier
+from rayk.offload.messages import LoadAsk, StoreAsk
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import DeadlineExceeded, EngineDied, TransferError
+from tests.offload.faults import Case
+from tests.offload.node import Node, NodeEngine, until
+
+LENGTHS = (300, 40)
+
+
+@pytest.fixture(scope="module")
+def case(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Case:
+    path = checkpoint("qwen3")
+    return Case.make(path, reference(path), LENGTHS)
+
+
+@dataclass
+class Method:
+    """What Ray makes of an actor's method."""
+
+    call: Callable[..., Any]
+
+    def remote(self, *args: Any) -> Any:
+        return asyncio.ensure_future(self.call(*args))
+
+
+@dataclass(eq=False)
+class Actor:
+    """A node's tier as its actor would be; `fails` says at which method it ends, or is silent."""
+
+    node: Node
+    fails: dict[str, Exception] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    sides: list[Any] = field(default_factory=list)
+    """Of the last hand-over."""
+
+    @property
+    def store(self) -> Method:
+        return Method(lambda ask: self._ask("store", lambda tier, done: tier.store(ask, done)))
+
+    @property
+    def load(self) -> Method:
+        return Method(lambda ask: self._ask("load", lambda tier, done: tier.load(ask, done)))
+
+    @property
+    def drop(self) -> Method:
+        async def drop(kept_as: str) -> None:
+            self.dropped.append(kept_as)
+            self.node.thread.ask(lambda tier: tier.drop(kept_as))
+
+        return Method(drop)
+
+    async def _ask(self, name: str, begin: Callable[[HostTier, Callable[[Any], None]], None]) -> Any:
+        if name in self.fails:
+            raise self.fails[name]
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def done(answer: Any) -> None:
+            loop.call_soon_threadsafe(future.set_result, answer)
+
+        self.node.thread.ask(lambda tier: begin(tier, done))
+        return await future
+
+
+def prefill(engine: NodeEngine, case: Case, name: str, index: int) -> Completion:
+    events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+    engine.handover.submit(case.request(name, index), events.put, hand_over=True)
+    return engine.engine.collect(events)
+
+
+def decode(
+    engine: NodeEngine, case: Case, index: int, ticket: TransferTicket, first: list[int]
+) -> Completion:
+    events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+    request = case.request(ticket.request_id, index)
+    engine.handover.submit_decode(request, ticket, tuple(first), 20.0, events.put)
+    return engine.engine.collect(events)
+
+
+def through(actor: Actor, case: Case, ticket: Any, index: int) -> TransferTicket:
+    actor.sides = sides = [SimpleNamespace(name=f"e{i}", tier=actor) for i in range(2)]
+
+    async def run() -> TransferTicket:
+        return await relay(sides[0], sides[1], ticket, case.prompts[index], 20.0)
+
+    return asyncio.run(run())
+
+
+def has_all_blocks(engine: NodeEngine) -> bool:
+    pool = engine.engine.leader.manager.pool
+    return pool.num_free_blocks == pool.num_blocks - 1
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=lambda t: f"{t[0]}to{t[1]}")
+def test_the_prefill_engines_blocks_are_free_before_the_decode_engine_begins(
+    case: Case, tp: tuple[int, int]
+) -> None:
+    engines: list[dict[str, Any]] = [{"tp": tp[0]}, {"tp": tp[1], "layout": "LBNHC", "block_size": 32}]
+    with Node.open(case.path, engines, store=False) as node:
+        first, second = node.engines
+        actor = Actor(node)
+        prefilled = prefill(first, case, "r", 0)
+        assert not has_all_blocks(first)
+        ticket = through(actor, case, prefilled.payload, 0)
+        assert ticket.engine == "host"
+        assert ticket.num_tokens == LENGTHS[0]
+        until(lambda: has_all_blocks(first), "nobody reads the prefill engine's blocks")
+        done = decode(second, case, 0, ticket, prefilled.token_ids)
+        assert done.error is None
+        assert prefilled.token_ids + done.token_ids == case.expected[0]
+        node.settle()
+        assert actor.dropped == []
+        assert node.status()["num_kept"] == node.status()["num_lent"] == 0
+
+
+def test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing(case: Case) -> None:
+    with Node.open(case.path, [{}, {}], store=False) as node:
+        first, _ = node.engines
+        for number, (method, error) in enumerate(
+            [("store", EngineDied("host", "killed")), ("load", EngineDied("host", "killed"))]
+        ):
+            actor = Actor(node, {method: error})
+            prefilled = prefill(first, case, f"r{number}", 1)
+            with pytest.raises(TransferError, match="killed"):
+                through(actor, case, prefilled.payload, 1)
+            assert [side.tier for side in actor.sides] == [None, None]
+            first.handover.settle(f"r{number}")
+        # One that lives and says nothing in time is told that nobody asks for it.
+        prefilled = prefill(first, case, "late", 1)
+        actor = Actor(node, {"load": DeadlineExceeded("an answer", 0.1)})
+        with pytest.raises(DeadlineExceeded):
+            through(actor, case, prefilled.payload, 1)
+        assert actor.dropped == ["relay/late"]
+        first.handover.settle("late")
+        node.thread.ask(lambda tier: tier.drop("relay/r1"))
+        node.settle()
+        assert node.status()["num_kept"] == 0
+
+
+def test_what_nobody_wants_any_more_is_not_kept_when_it_comes(case: Case) -> None:
+    with Node.open(case.path, [{}], store=False) as node:
+        (engine,) = node.engines
+        prefilled = prefill(engine, case, "r", 0)
+        ask = StoreAsk(ticket=prefilled.payload, token_ids=tuple(case.prompts[0]), keep_as="relay/r")
+        answers: list[Any] = []
+
+        def begin(tier: HostTier) -> None:
+            tier.store(ask, answers.append)
+            assert not answers, "it is on its way"
+            tier.drop("relay/r")
+
+        node.thread.ask(begin)
+        until(lambda: bool(answers), "it is stored")
+        assert answers[0].ok
+        node.settle()
+        assert node.status()["num_kept"] == 0
+        assert node.status()["num_used_blocks"] == 0
+        found: list[Any] = []
+        node.thread.ask(lambda tier: tier.load(LoadAsk(request_id="x", kept_as="relay/r"), found.append))
+        assert found[0].ticket is None
+
+
+def test_engines_of_two_tiers_are_told_apart(case: Case) -> None:
+    sides: list[Any] = [SimpleNamespace(name=f"e{i}", tier=object()) for i in range(2)]
+    ticket: Any = SimpleNamespace(request_id="r")
+    with pytest.raises(TransferError, match="e0 and e1 share no host tier"):
+        asyncio.run(relay(sides[0], sides[1], ticket, case.prompts[0], 1.0))
