@@ -23,6 +23,7 @@ from rayk.sched.batching import max_cached_tokens
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import RaykError
+from rayk.types.offload import ENDED
 
 if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
@@ -268,7 +269,7 @@ class Offloading:
 
     def clear(self) -> None:
         """The engine is going down."""
-        self.side.tier, self.why_off = None, "the engine ended"
+        self.side.tier, self.why_off = None, self.why_off or ENDED
         self._looking.clear()
         self.storing.clear()
         self.swapping.clear()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rayk.types.offload import ENDED
+
 if TYPE_CHECKING:
     from rayk.actors.cell_run import CellOutcome
 
@@ -113,7 +115,7 @@ def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
     for outcome in outcomes:
         for engine, told in outcome.offload.items():
             # Of a tier that was lost, its own words say more.
-            if told["why_off"] and not outcome.tier_losses:
+            if told["why_off"] not in ("", ENDED) and not outcome.tier_losses:
                 yield f"{engine} had no host tier: {told['why_off']}"
     for name, words in FAILED.items():
         number = sum(told.get(name, 0) for o in outcomes for told in o.offload.values())

@@ -7,6 +7,8 @@ from typing import Literal
 
 Weighing = Literal["auto", "always", "never"]
 """auto: as the cost model says."""
+ENDED = "the engine ended"
+"""Why an engine that had a host tier until its end has none any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 from rayk.actors.cell_run import CellOutcome
 from rayk.experiments.offloaded import offloaded
 from rayk.reports.columns import OFFLOADED, cell_record
+from rayk.types.offload import ENDED
 from rayk.types.rows import TransferRow
 from tests.reports.synthetic import cell_row
 
@@ -64,7 +65,10 @@ def test_counters_are_those_of_the_cell_over_all_engines_and_repeats() -> None:
     ("outcome", "note"),
     [
         ({"tier_losses": ["it was killed"]}, "the host tier was lost: it was killed"),
-        ({"offload": {"prefill0": engine(why_off="no room")}}, "prefill0 had no host tier: no room"),
+        (
+            {"offload": {"prefill0": engine(why_off="no room"), "decode0": engine(why_off=ENDED)}},
+            "prefill0 had no host tier: no room",
+        ),
         ({"offload": {"prefill0": engine(loads_failed=2)}}, "2 loads failed and were computed"),
         (
             {"tiers": {"t": tier(disk={"state": "off: no room", "num_pages": 0})}},
