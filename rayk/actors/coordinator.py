@@ -116,6 +116,7 @@ class Coordinator:
         for engine in self._in_use:
             await self._tiers.detach(engine)
         outcome.tiers = await self._tiers.status()
+        outcome.errors += await self._tiers.leaks()
         outcome.tier_losses = list(self._tiers.losses)
         self._tiers.losses.clear()
 

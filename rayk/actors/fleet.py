@@ -199,6 +199,10 @@ class Fleet:
             found[member.name] = (status["num_free_blocks"], status["num_blocks"])
         return found
 
+    async def tiers(self) -> dict[str, dict[str, Any]]:
+        """What each host tier says of itself, its process id too."""
+        return {} if self._tiers is None else await self._tiers.status()
+
     async def pids(self) -> dict[str, list[int]]:
         """Process ids of each engine's ranks, rank 0 first, of engines that live."""
         found: dict[str, list[int]] = {}

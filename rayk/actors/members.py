@@ -142,5 +142,5 @@ class Member:
             num_prompt_tokens=load.num_prompt_tokens,
             num_output_tokens=load.num_output_tokens,
             forward_s=said["model_ns"] / 1e9 if "model_ns" in said else None,
-            **{name: said.get(name) for name in own},
+            **{name: said.get(name) for name in (*own, "offload")},
         )

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 2.0
 """A tier that takes longer to say what it has is not waited for: the prompt is computed."""
+MAX_UNANSWERED = 4
+"""So many that were not waited for, and the tier is asked for nothing more until it says a word."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,8 @@ class _Looking:
     asked_ns: int
     found_ns: int | None = None
     """When the tier had said what it has, or was waited for no longer."""
+    is_over: bool = False
+    """Not waited for any more. Its id is taken until the answer is here: that is no other request's."""
 
     def begin(self, num_cached: int = 0, *, is_loaded: bool = False) -> None:
         """Queue the request: its first token tells what it waited for."""
@@ -101,6 +105,7 @@ class Offloading:
 
     def attach(self, tier: Tier, facts: TierFacts) -> None:
         """From now on the tier is there."""
+        self.lost("another one takes its place")
         self.side.attach(facts=facts)
         self.side.tier, self.why_off = tier, ""
         self.side.leader.scheduler.on_computed = self.computed
@@ -116,8 +121,10 @@ class Offloading:
         self.counts["tier_losses"] += 1
         side.commands.append(EndReads(TIER, side.facts.epoch))
         self.storing.end_all()
-        for request_id in list(self._looking):
-            self._looking.pop(request_id).begin()
+        looking, self._looking = self._looking, {}
+        for one in looking.values():
+            if not one.is_over:
+                one.begin()
         self.swapping.tier_lost()
 
     # Loads.
@@ -131,6 +138,8 @@ class Offloading:
         side, wanted = self.side, max_cached_tokens(request)
         if side.tier is None or side.settings.load == "never" or wanted < side.facts.unit_tokens:
             return False
+        if len(self._looking) - self.num_looking >= MAX_UNANSWERED:
+            return False
         manager, tokens = side.leader.manager, request.prompt_token_ids
         name = request.request_id
         here = manager.find_prefix(name, tokens, wanted).num_tokens
@@ -138,18 +147,22 @@ class Offloading:
             return False
         held = manager.find_held(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
         gain = here - held + side.facts.unit_tokens
-        self._looking[name] = _Looking(request, start, begin_cached, here, time.monotonic_ns())
+        looking = _Looking(request, start, begin_cached, here, time.monotonic_ns())
+        self._looking[name] = looking
         ask = LoadAsk(request_id=name, token_ids=tokens, max_tokens=wanted, held_tokens=held, min_tokens=gain)
-        side.tier.load(ask, self._found)
+        side.tier.load(ask, lambda answer: self._found(looking, answer))
         return True
 
-    def _found(self, answer: LoadAnswer) -> None:
+    def _found(self, looking: _Looking, answer: LoadAnswer) -> None:
         """What the tier has of a prompt."""
-        looking = self._looking.pop(answer.request_id, None)
-        ticket = answer.ticket
+        name, ticket = looking.request.request_id, answer.ticket
         self.counts["lookups"] += 1
         self.counts["lost_pages"] += len(answer.lost)
-        if looking is None or self.side.tier is None:
+        # A lost tier's answers may come when another request has the id.
+        is_awaited = self._looking.get(name) is looking
+        if is_awaited:
+            del self._looking[name]
+        if not is_awaited or looking.is_over:
             self._decline(ticket)
             return
         looking.found_ns = time.monotonic_ns()
@@ -186,7 +199,8 @@ class Offloading:
         for row in rows:
             row.purpose = "load"
         if failure is None:
-            self.storing.note_stored(name, answer.num_tokens)
+            if self.is_on:
+                self.storing.note_stored(name, answer.num_tokens)
             self.costs.observe_in(num_bytes, answer.took_ns + moving_ns(info))
         self.counts["loads" if failure is None else "loads_failed"] += 1
         self.counts["loaded_bytes"] += num_bytes
@@ -205,8 +219,9 @@ class Offloading:
 
     def _decline(self, ticket: TransferTicket | None) -> None:
         """Nobody reads what was offered."""
-        if ticket is not None and self.side.tier is not None:
-            self.side.commands += (HoldTicket(ticket), LetGo(ticket.request_id))
+        side = self.side
+        if ticket is not None and side.tier is not None and ticket.epoch == side.facts.epoch:
+            side.commands += (HoldTicket(ticket), LetGo(ticket.request_id))
 
     # The hand-over's.
 
@@ -218,7 +233,7 @@ class Offloading:
     @property
     def num_looking(self) -> int:
         """Requests whose prompts are being looked up."""
-        return len(self._looking)
+        return sum(not looking.is_over for looking in self._looking.values())
 
     def holds(self, request_id: str) -> bool:
         """Whether a request is looked up, or swapped out."""
@@ -227,7 +242,9 @@ class Offloading:
     def abort(self, request_id: str) -> bool:
         """Stop looking a request up, or bringing it back; False where it is neither."""
         self.storing.left(request_id)
-        if self._looking.pop(request_id, None) is not None:
+        looking = self._looking.get(request_id)
+        if looking is not None and not looking.is_over:
+            looking.is_over = True
             self.side.leader.manager.free(request_id)  # its keys
             return True
         return self.swapping.abort(request_id)
@@ -241,9 +258,11 @@ class Offloading:
         self.storing.turn()
         self.swapping.turn()
         late_ns = time.monotonic_ns() - int(ANSWER_S * 1e9)
-        for request_id in [r for r, looking in self._looking.items() if looking.asked_ns < late_ns]:
-            self.counts["lookups_late"] += 1
-            self._looking.pop(request_id).begin()
+        for looking in self._looking.values():
+            if looking.asked_ns < late_ns and not looking.is_over:
+                self.counts["lookups_late"] += 1
+                looking.is_over = True
+                looking.begin()
 
     def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
         """A rank cannot do what it was told, if there is an error."""

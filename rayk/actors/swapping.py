@@ -41,6 +41,8 @@ class _Swapped:
     """What the tier offers of it."""
     is_read: bool = False
     """Whether ranks are reading that."""
+    asked_ns: int | None = None
+    """When the tier was asked for it."""
 
 
 class Swapping:
@@ -56,6 +58,9 @@ class Swapping:
         self.storing: Storing | None = None
         """Set by whoever makes both."""
         self._swapped: dict[str, _Swapped] = {}
+        self._asked: dict[str, _Swapped] = {}
+        """What the tier was asked for and has not answered: also of those that nobody waits for any more,
+        whose ids are taken until it does."""
 
     @property
     def is_busy(self) -> bool:
@@ -63,8 +68,8 @@ class Swapping:
         return bool(self._swapped)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is away."""
-        return request_id in self._swapped
+        """Whether a request is away, or an answer about it is."""
+        return request_id in self._swapped or request_id in self._asked
 
     def swap_out(self, state: RequestState) -> bool:
         """See Swapper."""
@@ -105,7 +110,9 @@ class Swapping:
             self._start_over(store.request_id)
         else:
             self._side.counts["swapped_out_bytes"] += answer.num_bytes
-            self._side.tier.load(LoadAsk(request_id=store.request_id, kept_as=store.name), self._offered)
+            swapped.asked_ns, self._asked[store.request_id] = time.monotonic_ns(), swapped
+            ask = LoadAsk(request_id=store.request_id, kept_as=store.name)
+            self._side.tier.load(ask, lambda offer: self._offered(swapped, offer))
 
     def on_free(self, store: Store) -> None:
         """A store's blocks are free."""
@@ -117,8 +124,12 @@ class Swapping:
     def turn(self) -> None:
         """Before each turn: have all ranks read what the scheduler lets come back, where there are blocks."""
         scheduler, manager = self._side.leader.scheduler, self._side.leader.manager
+        late_ns = time.monotonic_ns() - int(self._side.settings.transfer_s * 1e9)
         for request_id, swapped in list(self._swapped.items()):
             ticket = swapped.ticket
+            if ticket is None and swapped.asked_ns is not None and swapped.asked_ns < late_ns:
+                self._start_over(request_id)
+                continue
             if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
                 continue
             unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens[: ticket.num_tokens]
@@ -145,6 +156,7 @@ class Swapping:
 
     def tier_lost(self) -> None:
         """What is away is lost; of what is read just now the read fails, and says so."""
+        self._asked.clear()
         for request_id, swapped in list(self._swapped.items()):
             if not swapped.is_read:
                 self._start_over(request_id)
@@ -152,15 +164,20 @@ class Swapping:
     def clear(self) -> None:
         """The engine is going down."""
         self._swapped.clear()
+        self._asked.clear()
 
-    def _offered(self, answer: LoadAnswer) -> None:
+    def _offered(self, swapped: _Swapped, answer: LoadAnswer) -> None:
         """What was swapped out can be read."""
-        swapped = self._swapped.get(answer.request_id)
-        if swapped is not None and answer.ticket is not None and self._side.tier is not None:
+        request_id = swapped.state.request_id
+        if self._asked.get(request_id) is swapped:
+            del self._asked[request_id]
+        is_away = self._swapped.get(request_id) is swapped
+        if is_away and answer.ticket is not None:
             swapped.ticket = answer.ticket
             return
         self._decline(answer.ticket)
-        self._start_over(answer.request_id)
+        if is_away:
+            self._start_over(request_id)
 
     def _coming_back(self, swapped: _Swapped, ticket: TransferTicket) -> Incoming:
         state, now, settings = swapped.state, time.monotonic_ns(), self._side.settings

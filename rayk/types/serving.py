@@ -98,6 +98,8 @@ class EngineState:
     num_free_blocks: int | None = None
     num_blocks: int | None = None
     """The null block included, which is never free."""
+    offload: dict[str, object] | None = None
+    """What it stored in its host tier, loaded and swapped, by counter; None where it has none."""
 
 
 class EngineControl(Protocol):
