@@ -148,13 +148,16 @@ class CanonicalViews(tuple[LayerView, ...]):
         """The words of a request that has these row groups in each of `kinds`. The last are kept: digests are
         compared just after they are made, and most requests have as many row groups as another."""
         key = tuple(row_groups)
-        if key not in self._located:
-            if len(self._located) >= _NUM_LOCATED:
-                self._located.clear()
+        words = self._located.get(key)
+        if words is None:
             first = np.array([r.start for r in row_groups], dtype=np.int64)
             count = np.array([len(r) for r in row_groups], dtype=np.int64)
-            self._located[key] = self.lanes.locate(first[self.kind_of], count[self.kind_of])
-        return self._located[key]
+            words = self.lanes.locate(first[self.kind_of], count[self.kind_of])
+            # What is stored is digested by another thread: nothing found here may be looked for again.
+            if len(self._located) >= _NUM_LOCATED:
+                self._located.clear()
+            self._located[key] = words
+        return words
 
     @cached_property
     def _located(self) -> dict[tuple[range, ...], Words]:
