@@ -103,7 +103,7 @@ class DiskPages:
         since: Since,
     ) -> None:
         known = self.since(group, key)
-        if known is not None and (not known or known == since):
+        if self._disk.state != "on" or (known is not None and (not known or known == since)):
             return
         name = PageName(group, key, since)
 
