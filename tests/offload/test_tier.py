@@ -322,16 +322,14 @@ def test_what_is_offered_and_never_read_comes_free_when_its_lease_ends() -> None
 
 @pytest.mark.parametrize(("family", "num_replicas"), [("deepseek", 4), ("gpt_oss", 2), ("full", 1)])
 def test_replicas_are_read_in_turns(family: str, num_replicas: int) -> None:
-    """Each rank of TP 4 as often, whatever else is asked in between, and whatever fails."""
+    """Each rank of TP 4 as often, though a prompt is looked up before each store."""
     node = open_node(family, num_blocks=200)
     engine = node.add(Kind(tp=4))
     shares: Counter[int] = Counter()
     for sequence in range(8):
-        assert node.ask(engine, tokens_of(100 + sequence, N)).ticket is None, "as before each prompt"
+        assert node.ask(engine, tokens_of(100 + sequence, N)).ticket is None
         answer = store(node, engine, sequence)
         shares.update({row.producer_rank: row.bytes for row in answer.transfers})
-        if sequence % 3 == 0:
-            assert store(node, engine, sequence).num_bytes == 0
         ranks = {row.producer_rank for row in answer.transfers}
         assert len(ranks) == 4 // num_replicas or family == "full"
     assert set(shares) == set(range(4))
