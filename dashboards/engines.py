@@ -265,6 +265,105 @@ MEMORY = Dashboard(
 )
 
 
+def _moved(way: str, name: str) -> Query:
+    return rate(name, "engine").named(f"{{{{model}}}}/{{{{engine}}}} {way}")
+
+
+OFFLOAD = Dashboard(
+    uid="rayk-offload",
+    title="rayk / KV in host memory and on disk",
+    help="What engines keep in their host tier, and what that saves. Empty without offload.host_gib.",
+    panels=(
+        Panel(
+            title="Has its tier",
+            help="0: the engine goes on without, and computes all it has not cached itself.",
+            queries=(value("rayk_offload_tier_up", "engine", how="max").named("{{model}}/{{engine}}"),),
+        ),
+        Panel(
+            title="Tiers lost",
+            help="Times that an engine lost its tier, since each engine started.",
+            queries=(total("rayk_offload_tier_losses_total", "engine").named("{{model}}/{{engine}}"),),
+        ),
+        Panel(
+            title="Moves that failed",
+            help="Since each engine started: what was to be loaded or to come back was computed.",
+            queries=(
+                total("rayk_offload_failures_total", "engine", "move").named("{{model}}/{{engine}} {{move}}"),
+            ),
+        ),
+        Panel(
+            title="Moved",
+            help="KV to and from the host tier; stored includes what is swapped out.",
+            queries=(
+                _moved("stored", "rayk_offload_stored_bytes_total"),
+                _moved("loaded", "rayk_offload_loaded_bytes_total"),
+                _moved("swapped out", "rayk_offload_swapped_out_bytes_total"),
+                _moved("swapped in", "rayk_offload_swapped_in_bytes_total"),
+            ),
+            unit="Bps",
+            width=12,
+        ),
+        Panel(
+            title="Prompt tokens not computed",
+            help="Their KV came from the host tier.",
+            queries=(rate("rayk_offload_loaded_tokens_total", "engine").named("{{model}}/{{engine}}"),),
+            width=12,
+        ),
+        Panel(
+            title="Prompts asked about",
+            help="Per second, and of how many something was loaded.",
+            queries=(
+                _moved("asked", "rayk_offload_lookups_total"),
+                _moved("loaded", "rayk_offload_loads_total"),
+            ),
+            unit="ops",
+            width=12,
+        ),
+        Panel(
+            title="Swapped out",
+            help="Preempted requests whose KV was moved, not computed again, since each engine started.",
+            queries=(total("rayk_offload_swaps_total", "engine").named("{{model}}/{{engine}}"),),
+            width=12,
+        ),
+        Panel(
+            title="Blocks of the tier",
+            help="Cached ones are found by their tokens and go first, the oldest before others.",
+            queries=(value("rayk_offload_tier_blocks", "model", "state").named("{{model}} {{state}}"),),
+            is_stacked=True,
+        ),
+        Panel(
+            title="Found there",
+            help="Share of the questions to the tier that it had something for, swapped requests included.",
+            queries=(
+                Query(
+                    f"{rate('rayk_offload_tier_hits_total', 'model').expr} / "
+                    f"({rate('rayk_offload_tier_hits_total', 'model').expr} + "
+                    f"{rate('rayk_offload_tier_misses_total', 'model').expr})",
+                    frozenset({"rayk_offload_tier_hits_total", "rayk_offload_tier_misses_total"}),
+                    "{{model}}",
+                ),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            title="On disk",
+            help="What page files take; up to offload.disk_gib.",
+            queries=(value("rayk_offload_disk_bytes", "model").named("{{model}}"),),
+            unit="bytes",
+        ),
+        Panel(
+            title="Pages on disk",
+            help="Since the tier was opened. Bad ones were damaged or gone, and never served; dropped ones: "
+            "the disk does not keep up, or is off.",
+            queries=(
+                total("rayk_offload_disk_pages_total", "model", "outcome").named("{{model}} {{outcome}}"),
+            ),
+            width=12,
+        ),
+    ),
+)
+
+
 _MODEL_SECONDS = rate("rayk_model_seconds_total", "engine", "rank")
 _IN_COLLECTIVES = rate("rayk_collective_seconds_total", "engine", "rank")
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dashboards.engines import MEMORY, RANKS, TRANSFERS
+from dashboards.engines import MEMORY, OFFLOAD, RANKS, TRANSFERS
 from dashboards.overview import EXPERIMENT, OVERVIEW
+from rayk.metrics import METRICS
 
-DASHBOARDS = (OVERVIEW, TRANSFERS, MEMORY, RANKS, EXPERIMENT)
+DASHBOARDS = (OVERVIEW, TRANSFERS, MEMORY, OFFLOAD, RANKS, EXPERIMENT)
 
 NOT_SHOWN: dict[str, str] = {}
 """Metrics that no panel shows, and why."""
 
 ABSENT_ON_CPU = frozenset({"rayk_model_flops_utilization", "rayk_model_bandwidth_utilization"})
 """Metrics that a run without a GPU does not have."""
+ABSENT_WITHOUT_TIER = frozenset(name for name in METRICS if name.startswith("rayk_offload_"))
+"""Metrics that a run without offload.host_gib does not have."""
 
 
 def shown_metrics() -> frozenset[str]:

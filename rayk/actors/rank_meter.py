@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.tier_meter import report_offload
 from rayk.actors.transfer_meter import report_requests
 from rayk.engine.costs import StepCosts
 from rayk.engine.metering import StepMeter
@@ -45,6 +46,9 @@ def make_meter(
     device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
     if handover is not None:
         sink.on_flush(lambda: report_requests(sink, handover))
+        offloading = handover.offloading
+        if offloading is not None:
+            sink.on_flush(lambda: report_offload(sink, offloading))
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
     costs, dtype = StepCosts(rank), rank.config.dtype
     return StepMeter(sink, leader=leader, costs=costs, comm=comm, device=device, dtype=dtype)

@@ -17,8 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.tier_meter import NAME, report_tier
 from rayk.actors.tier_side import TierFacts, tier_facts
 from rayk.kv.groups import KVCacheGroup
+from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
 from rayk.offload.host import HostTier
@@ -54,6 +57,7 @@ class TierHost:
     def __init__(self, name: str) -> None:
         self.name = name
         self._tier: HostTier | None = None
+        self._metrics = BufferedSink(NullSink())
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -84,7 +88,9 @@ class TierHost:
         from rayk.transfer.nixl_agent import NixlAgent
 
         agent = NixlAgent(f"{self.name}-{os.getpid()}-{epoch}", error_handling="peer")
-        self._tier = open_tier(agent, config, settings, like, epoch)
+        tier = self._tier = open_tier(agent, config, settings, like, epoch)
+        self._metrics = make_sink(model=model_label(config.model), engine=NAME)
+        self._metrics.on_flush(lambda: report_tier(self._metrics, tier.status()))
         self._is_over.clear()
         self._thread = threading.Thread(target=self._run, name="rayk-tier", daemon=True)
         self._thread.start()
@@ -196,6 +202,7 @@ class TierHost:
         try:
             while not self._is_over.is_set():
                 self._turn(self._tier)
+                self._metrics.tick()
         except Exception as error:
             logging.getLogger(__name__).exception("the host tier ends")
             self._died = EngineDied(self.name, f"{type(error).__name__}: {error}")

@@ -36,6 +36,8 @@ RANK_LABELS = ("model", "engine", "role", "rank")
 """What every value of an engine's rank is labelled with; its sink knows them."""
 ENGINE_LABELS = ("model", "engine", "role")
 """What is told of a whole engine by whoever looks after it."""
+TIER_LABELS = ("model", "engine")
+"""What a host tier's process tells; `engine` is its name."""
 DEPLOYMENT_LABELS = ("model",)
 """Of values that belong to requests, wherever they ran."""
 
@@ -45,6 +47,8 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     "mode": frozenset({"pull", "push"}),
     "state": frozenset({"free", "cached", "used", "leased"}),
     "finish_reason": frozenset({"stop", "length", "abort", "error", "handed_over", "refused"}),
+    "move": frozenset({"store", "load", "swap"}),
+    "outcome": frozenset({"written", "read", "evicted", "dropped", "bad"}),
     "reason": frozenset({"TRANSFER_ERROR", "KV_MISMATCH", "TIMEOUT", "UNSUPPORTED", "ENGINE_ERROR"}),
     "verdict": frozenset(
         {
@@ -236,6 +240,55 @@ _TRANSFERS = (
     _counter("rayk_faults_total", "faults", "Planted faults that struck here", "kind", "point"),
 )
 
+# Of engines with a host tier: told by rank 0, but for what the tier itself tells.
+_OFFLOAD = (
+    _gauge(
+        "rayk_offload_tier_up",
+        "tiers",
+        "1 while an engine has a host tier, 0 while it goes on without",
+    ),
+    _by_leader("rayk_offload_tier_losses_total", "tiers", "Times that an engine's host tier was lost"),
+    _by_leader(
+        "rayk_offload_stored_bytes_total", "bytes", "KV that the host tier took, swapped out included"
+    ),
+    _by_leader("rayk_offload_loaded_bytes_total", "bytes", "KV of prompts that came from the host tier"),
+    _by_leader(
+        "rayk_offload_loaded_tokens_total", "tokens", "Prompt tokens that need not be computed for it"
+    ),
+    _by_leader("rayk_offload_swapped_out_bytes_total", "bytes", "KV of preempted requests that left"),
+    _by_leader("rayk_offload_swapped_in_bytes_total", "bytes", "KV of preempted requests that came back"),
+    _by_leader("rayk_offload_lookups_total", "requests", "Prompts that the host tier was asked about"),
+    _by_leader("rayk_offload_loads_total", "requests", "Of these, those of which it had something that came"),
+    _by_leader("rayk_offload_swaps_total", "requests", "Preempted requests that were swapped out"),
+    _by_leader(
+        "rayk_offload_failures_total",
+        "requests",
+        "Moves to or from the host tier that failed: what was to be loaded or to come back is computed",
+        "move",
+    ),
+    _of(
+        _GAUGE,
+        "rayk_offload_tier_blocks",
+        "blocks",
+        "Blocks of a host tier by state: free, cached (found by their tokens, the oldest go first), used (on "
+        "their way in or out, or swapped out)",
+        *TIER_LABELS,
+        "state",
+    ),
+    _of(_COUNTER, "rayk_offload_tier_hits_total", "requests", "Lookups with something there", *TIER_LABELS),
+    _of(_COUNTER, "rayk_offload_tier_misses_total", "requests", "Lookups with nothing more", *TIER_LABELS),
+    _of(_GAUGE, "rayk_offload_disk_bytes", "bytes", "What page files take on disk", *TIER_LABELS),
+    _of(
+        _COUNTER,
+        "rayk_offload_disk_pages_total",
+        "pages",
+        "Pages on disk by what came of them; dropped: the disk does not keep up, or is off; bad: damaged or "
+        "gone when they were asked for, and computed",
+        *TIER_LABELS,
+        "outcome",
+    ),
+)
+
 _REQUESTS = (
     _of(
         _COUNTER,
@@ -314,7 +367,8 @@ _FRONT = (
 )
 
 METRICS: dict[str, Metric] = {
-    metric.name: metric for metric in (*_ENGINE, *_TRANSFERS, *_REQUESTS, *_RUN, *_ENGINES, *_FRONT)
+    metric.name: metric
+    for metric in (*_ENGINE, *_TRANSFERS, *_OFFLOAD, *_REQUESTS, *_RUN, *_ENGINES, *_FRONT)
 }
 """Every metric by name."""
 

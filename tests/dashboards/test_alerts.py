@@ -46,6 +46,7 @@ def test_what_is_to_be_watched_is_watched() -> None:
         "RaykKVMismatch",
         "RaykLeasesExpiring",
         "RaykEngineLost",
+        "RaykHostTierLost",
         "RaykEngineStalled",
         "RaykTargetDown",
         "RaykKVPoolFull",
