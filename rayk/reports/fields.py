@@ -117,7 +117,12 @@ _BELIEF = "what engines' cost models believe in the end (the median over engines
 OFFLOAD_FIELDS = (
     Field("host_stored_bytes", INT, "bytes", f"KV that the host tier took from engines; {_TIER}"),
     Field("host_loaded_bytes", INT, "bytes", f"KV of prompts that engines read from it; {_TIER}"),
-    Field("swapped_out_bytes", INT, "bytes", f"of host_stored_bytes, preempted requests'; {_TIER}"),
+    Field(
+        "swapped_out_bytes",
+        INT,
+        "bytes",
+        f"preempted requests' part, without what was there; {_TIER}",
+    ),
     Field("swapped_in_bytes", INT, "bytes", f"what of these came back; {_TIER}"),
     Field("num_swaps_declined", INT, "preemptions", "preemptions after which computing again was cheaper"),
     Field("host_tier.num_blocks", INT, "blocks", "blocks of all host tiers"),

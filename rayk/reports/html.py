@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import jinja2
 import pandas as pd
 import yaml
 
-from rayk.reports import memory
+from rayk.reports import host_tier, memory
 from rayk.reports.answers import answers
 from rayk.reports.files import write_text
 from rayk.reports.grids import verdict_grids
@@ -58,7 +58,9 @@ def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
 def render(result: Result) -> str:
     """The report as text."""
     spec = yaml.safe_load(result.spec_yaml) or {}
+    in_tier = host_tier.tier_rows(result)
     plots = [*make_plots(result), *spread_plots(result), *pareto_plot(result.cells)]
+    plots += host_tier.tier_plot(in_tier)
     ids = [plot["id"] for plot in plots]
     waterfall = waterfall_data(result)
     environment = result.environment
@@ -84,6 +86,8 @@ def render(result: Result) -> str:
         moved_text=memory.moved_text(result),
         limits=_limit_table(result),
         memory=_memory_table(result),
+        tier=_table(host_tier.COLUMNS, in_tier),
+        tier_note=host_tier.NOTE,
         waterfall_json=script_json(waterfall) if waterfall else "",
         plot_ids=ids,
         spreads=[(f"spread-{name}", title) for name, title in SPREADS if f"spread-{name}" in ids],
@@ -191,7 +195,13 @@ def _staging_table(result: Result) -> dict[str, Any] | None:
 def table_cell(record: dict[Any, Any], column: str, spec: str) -> dict[str, Any]:
     """One cell of an HTML table: its text, sort key, class and chip."""
     value = record[column]
-    names = {"cell_id": "name mono", "reason": "reason", "evidence": "reason", "limit": "short"}
+    names = {
+        "cell_id": "name mono",
+        "reason": "reason",
+        "offload_note": "reason",
+        "evidence": "reason",
+        "limit": "short",
+    }
     text = format_value(value, spec)
     return {
         "text": text,
@@ -222,6 +232,15 @@ def _memory_table(result: Result) -> dict[str, Any] | None:
     ]
     head = [(title, bool(spec)) for title, _, spec in memory.COLUMNS]
     return {"head": head, "rows": rows, "note": memory.memory_note(result)} if rows else None
+
+
+def _table(
+    columns: Sequence[tuple[str, str, str]], records: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Without columns that hold nothing; None without rows."""
+    shown = [c for c in columns if any(format_value(record[c[1]], c[2]) for record in records)]
+    rows = [[table_cell(record, column, spec) for _, column, spec in shown] for record in records]
+    return {"head": [(title, bool(spec)) for title, _, spec in shown], "rows": rows} if rows else None
 
 
 def _share_bar(result: Result) -> list[dict[str, Any]]:

@@ -1,0 +1,138 @@
+"""What a run's host tier did: where prompts' KV came from, what was stored, loaded and swapped; failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from rayk.reports.moves import KEYS
+from rayk.reports.result import Result
+from rayk.reports.spreads import LEGEND
+
+COLUMNS = (
+    ("cell", "cell_id", ""),
+    ("prompt tokens", "num_prompt_tokens", ",d"),
+    ("from device %", "device", ".1f"),
+    ("from host %", "host", ".1f"),
+    ("from disk %", "disk", ".1f"),
+    ("stored MiB", "host_stored_bytes", "MiB"),
+    ("store GB/s, believed", "offload_out_gb_per_s", ".3g"),
+    ("loaded MiB", "host_loaded_bytes", "MiB"),
+    ("load GB/s", "load_gb_per_s", ".3g"),
+    ("load GB/s, believed", "offload_in_gb_per_s", ".3g"),
+    ("computing, believed µs/token", "prefill_token_us", ",.1f"),
+    ("swapped out", "num_swaps", ",d"),
+    ("computed again", "num_swaps_declined", ",d"),
+    ("swapped MiB", "swapped_out_bytes", "MiB"),
+    ("note", "offload_note", ""),
+)
+"""(title, column, format)."""
+NOTE = (
+    "Of the prompts' tokens, those whose KV the engine's own prefix cache had, those that came from host "
+    "memory or from disk, and those that were computed. Of a prompt that needed disk, all up to the last "
+    "block from there counts as disk. A load's GB/s are bytes over the time from the first post to the last "
+    "byte, all ranks together (10⁹ bytes per second). Believed is what the engines' cost models made of all "
+    "waits by the end of the cell: by that they choose between moving KV and computing it again. Swapped out "
+    "are preempted requests whose KV was moved; computed again are those for which computing was cheaper."
+)
+SOURCES = (
+    ("device", "on the device", "series1"),
+    ("host", "host memory", "series2"),
+    ("disk", "disk", "series3"),
+    ("computed", "computed", "soft"),
+)
+"""(source, name, colour) in the order of the bars."""
+
+
+def tier_rows(result: Result) -> list[dict[str, Any]]:
+    """A row per cell that had a host tier, or was to have one: COLUMNS, and `computed`; shares of prompt
+    tokens are in percent. Empty for runs without one."""
+    cells = result.cells
+    has_tier = cells["host_stored_bytes"].notna() | cells["offload_note"].notna()
+    if not has_tier.any():
+        return []
+    tokens, rates = _tokens(result.requests), _load_rates(result.transfers)
+    return [
+        {
+            **{str(name): value for name, value in cell.items()},
+            **_shares(tokens.loc[cell["cell_id"]] if cell["cell_id"] in tokens.index else None),
+            "load_gb_per_s": rates.get(cell["cell_id"]),
+            "prefill_token_us": _scaled(cell["offload_prefill_token_ns"], 1e-3),
+            "offload_note": cell["offload_note"] or "",
+        }
+        for cell in cells[has_tier].to_dict(orient="records")
+    ]
+
+
+def _tokens(requests: pd.DataFrame) -> pd.DataFrame:
+    """By cell, prompt tokens and where their KV came from."""
+    names = ["num_prompt_tokens", "num_cached_tokens", "num_host_tokens", "num_disk_tokens"]
+    found = requests[["cell_id", *names]].fillna(0)
+    host, cached = found["num_host_tokens"], found["num_cached_tokens"]
+    device = (cached - host).clip(lower=0)
+    # What lay on the device before the last block from disk did not come from there.
+    disk = (found["num_disk_tokens"] - device).clip(lower=0).where(host > 0, 0).clip(upper=host)
+    told = found.assign(
+        device=device, host=host - disk, disk=disk, computed=found["num_prompt_tokens"] - device - host
+    )
+    columns = ["num_prompt_tokens", *(source for source, _, _ in SOURCES)]
+    return told.groupby("cell_id", sort=False)[columns].sum()
+
+
+def _shares(tokens: pd.Series[Any] | None) -> dict[str, Any]:
+    if tokens is None or not tokens["num_prompt_tokens"]:
+        return {"num_prompt_tokens": None, **{source: None for source, _, _ in SOURCES}}
+    total = float(tokens["num_prompt_tokens"])
+    return {
+        "num_prompt_tokens": int(total),
+        **{source: 100 * float(tokens[source]) / total for source, _, _ in SOURCES},
+    }
+
+
+def _load_rates(transfers: pd.DataFrame) -> dict[str, float]:
+    """Cell -> 10^9 bytes per second of its loads, where there were any."""
+    loads = transfers[(transfers["purpose"] == "load") & transfers["begin_ms"].notna()]
+    if loads.empty:
+        return {}
+    spans = loads.groupby([*KEYS, "retries"]).agg(
+        bytes=("bytes", "sum"), begin=("begin_ms", "min"), end=("end_ms", "max")
+    )
+    sums = spans.assign(ms=spans["end"] - spans["begin"]).groupby("cell_id")[["bytes", "ms"]].sum()
+    sums = sums[sums["ms"] > 0]
+    return {str(cell): float(rate) for cell, rate in (sums["bytes"] / sums["ms"] / 1e6).items()}
+
+
+def _scaled(value: Any, factor: float) -> float | None:
+    return None if value is None or pd.isna(value) else float(value) * factor
+
+
+def tier_plot(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figure `host-tier` as a list of one: a bar per cell of where its prompts' KV came from."""
+    rows = [row for row in rows if row["num_prompt_tokens"]]
+    if not rows:
+        return []
+    cells = [row["cell_id"] for row in rows]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "x": [row[source] for row in rows],
+            "y": cells,
+            "marker": {"color": colour},
+            "text": cells,
+            "textposition": "none",
+            "hovertemplate": f"%{{text}}: %{{x:.1f}}% {name}<extra></extra>",
+        }
+        for source, name, colour in SOURCES
+    ]
+    layout = {
+        "height": 110 + 30 * len(rows),
+        "barmode": "stack",
+        "showlegend": True,
+        "legend": {**LEGEND, "traceorder": "normal"},
+        "xaxis": {"range": [0, 100], "title": {"text": "% of prompt tokens"}},
+        "yaxis": {"autorange": "reversed", "type": "category", "ticks": ""},
+    }
+    return [{"id": "host-tier", "data": data, "layout": layout}]
