@@ -113,6 +113,7 @@ class Got:
     logprobs: list[Any] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     num_deltas: int = 0
+    num_cached_tokens: int | None = None
     error: Exception | None = None
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -142,6 +143,7 @@ async def follow(
             got.logprobs += delta.logprobs or ()
             got.num_prompt_logprobs += len(delta.prompt_logprobs or ())
             got.finish_reason = delta.finish_reason
+            got.num_cached_tokens = delta.num_cached_tokens
             if len(got.token_ids) >= begins_at:
                 got.has_begun.set()
     except Exception as error:  # noqa: BLE001 - the test looks at it
