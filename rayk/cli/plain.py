@@ -12,7 +12,7 @@ GAP = "  "
 
 
 def plain_lines(table: Table) -> list[str]:
-    """Title, heads and rows; columns stand below each other."""
+    """Title, heads, rows and caption; columns stand below each other."""
     heads = [str(column.header) for column in table.columns]
     rows = [list(row) for row in zip_longest(*(map(_one_line, c.cells) for c in table.columns), fillvalue="")]
     justify = ["rjust" if column.justify == "right" else "ljust" for column in table.columns]
@@ -21,7 +21,7 @@ def plain_lines(table: Table) -> list[str]:
     for row in (heads, *rows):
         texts = (getattr(text, how)(width) for text, how, width in zip(row, justify, widths, strict=True))
         lines.append(GAP.join(texts).rstrip())
-    return lines
+    return [*lines, str(table.caption)] if table.caption else lines
 
 
 def _one_line(cell: object) -> str:

@@ -124,6 +124,7 @@ class Screen:
         rows = [engine_row(e, (self.rates or {}).get(e["name"], (None, None))) for e in self.engines]
         shown = _shown_columns(rows, width)
         table = Table(title=Text(self._headline()), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+        table.caption, table.caption_justify = tier_line(self.engines), "left"
         for i in shown:
             title, justify = TITLES[i]
             table.add_column(title, justify=justify, no_wrap=title != "trouble")  # type: ignore[arg-type]
@@ -180,6 +181,28 @@ def engine_row(engine: Engine, rates: tuple[float | None, float | None]) -> list
         *(blocks, used, computed, output, f"{engine['num_requests']:,}", f"{engine['num_restarts']:,}"),
         str(engine["trouble"]),
     ]
+
+
+def tier_line(engines: Sequence[Engine]) -> str | None:
+    """What all engines did with their host tier, in this life of each; None where none has one."""
+    told = [offload for e in engines if (offload := e.get("offload")) is not None]
+    if not told:
+        return None
+
+    def total(name: str) -> int:
+        return sum(offload.get(name, 0) for offload in told)
+
+    off = sum(bool(offload.get("why_off")) for offload in told)
+    stored, loaded = (total(name) / 2**20 for name in ("stored_bytes", "loaded_bytes"))
+    parts = [
+        f"stored {stored:,.1f} MiB",
+        f"loaded {loaded:,.1f} MiB for {total('loads'):,} of {total('lookups'):,} prompts",
+        f"{total('swaps'):,} swapped out",
+    ]
+    failed = total("stores_failed") + total("loads_failed") + total("swaps_failed")
+    parts += [f"{failed:,} moves failed"] if failed else []
+    parts += [f"{off} of {len(told)} engines without"] if off else []
+    return f"host tier: {', '.join(parts)}"
 
 
 def _ask_server(url: str, api_key: str | None) -> Ask:
