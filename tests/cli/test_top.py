@@ -60,7 +60,7 @@ def running(engines: ScriptedEngines, **settings: Any) -> Iterator[str]:
 @pytest.fixture
 def engines() -> WorkingEngines:
     found = WorkingEngines(prefill0="prefill", decode0="decode")
-    busy = {"num_running": 5, "num_waiting": 1234, "num_free_blocks": 25, "num_blocks": 101}
+    busy: dict[str, Any] = {"num_running": 5, "num_waiting": 1234, "num_free_blocks": 25, "num_blocks": 101}
     found.states["prefill0"] = replace(found.states["prefill0"], num_requests=1239, num_restarts=2, **busy)
     found.states["decode0"] = replace(found.states["decode0"], state="lost", trouble="rank 1 of decode0 died")
     return found
