@@ -99,6 +99,18 @@ class Offloading:
         self.side.attach(leader=leader)
 
     @property
+    def why_few(self) -> str:
+        """Why hardly any prompt is stored, if so."""
+        leader = self.side.leader
+        states = [g.spec.block_size for g in leader.manager.groups if not g.spec.has_token_rows]
+        if not states or max(states) < leader.scheduler.max_positions:
+            return ""
+        return (
+            "recurrent states are updated in place, so that prompts are not stored but swapped only; "
+            "engine: {prefix_caching: true, state_block_size: 64} keeps states of prefixes"
+        )
+
+    @property
     def is_on(self) -> bool:
         """Whether there is a tier."""
         return self.side.tier is not None
@@ -297,4 +309,5 @@ class Offloading:
         """Counters, and what the cost model believes."""
         counted = {name: int(n) for name, n in sorted(self.counts.items())}
         open_stores = len(self.storing.open_stores)
-        return {**counted, "num_open": open_stores, "why_off": self.why_off, "costs": self.costs.describe()}
+        told = {"num_open": open_stores, "why_off": self.why_off, "why_few": self.why_few}
+        return {**counted, **told, "costs": self.costs.describe()}

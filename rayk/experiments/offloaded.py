@@ -117,6 +117,8 @@ def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
             # Of a tier that was lost, its own words say more.
             if told["why_off"] not in ("", ENDED) and not outcome.tier_losses:
                 yield f"{engine} had no host tier: {told['why_off']}"
+            if told.get("why_few"):
+                yield told["why_few"]
     for name, words in FAILED.items():
         number = sum(told.get(name, 0) for o in outcomes for told in o.offload.values())
         if number:

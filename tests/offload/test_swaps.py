@@ -200,3 +200,12 @@ def test_random_crowds_end_right(answers: Callable[[str], Answers]) -> None:
             node.settle()
         assert sum(e.offloading.counts["swaps"] for e in node.engines) > 0
         assert sum(e.offloading.counts["loads"] for e in node.engines) > 0
+
+
+def test_engines_say_why_they_store_hardly_anything(answers: Callable[[str], Answers]) -> None:
+    """States that are updated in place, and those that are kept at the ends of blocks."""
+    model = answers("nemotron_h")
+    with Node.open(model.path, [{}, STATES], load="never") as node:
+        plain, cached = (engine.run(engine.offloading.status)["why_few"] for engine in node.engines)
+        assert "state_block_size" in plain
+        assert cached == ""
