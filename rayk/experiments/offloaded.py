@@ -31,12 +31,9 @@ OF_DISKS = {
 """Column -> a disk tier's counter."""
 BAD = "bad_"
 """What names of a disk tier's counters of damaged pages begin with."""
-BELIEFS = {
-    "offload_out_gb_per_s": "out_gb_per_s",
-    "offload_in_gb_per_s": "in_gb_per_s",
-    "offload_prefill_token_ns": "prefill_token_ns",
-}
-"""Column -> a cost model's estimate."""
+MIB = 2**20
+PROMPT = 512
+"""Tokens."""
 FAILED = {
     "stores_failed": "stores failed",
     "loads_failed": "loads failed and were computed",
@@ -66,10 +63,23 @@ def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
 
 
 def _beliefs(engines: Sequence[Told]) -> dict[str, float]:
-    told = {
-        column: [e["costs"][name] for e in engines if name in e["costs"]] for column, name in BELIEFS.items()
-    }
-    return {column: median(values) for column, values in told.items() if values}
+    """What engines' cost models expect of a MiB each way and of a prompt, ms: the median over engines."""
+    told = [_expected(e["costs"]) for e in engines]
+    names = dict.fromkeys(name for t in told for name in t)
+    return {name: median(t[name] for t in told if name in t) for name in names}
+
+
+def _expected(costs: Told) -> dict[str, float]:
+    """See costs.CostModel.describe: a rate is absent where bytes cost nothing, steps until they are known."""
+    found = {}
+    for way in ("out", "in"):
+        byte_ns = 1 / costs[f"{way}_gb_per_s"] if f"{way}_gb_per_s" in costs else 0.0
+        found[f"offload_{way}_1mib_ms"] = (costs[f"{way}_latency_ns"] + MIB * byte_ns) / 1e6
+    if "prefill_step_ns" in costs:
+        pairs = PROMPT * (PROMPT + 1) / 2
+        ns = costs["prefill_step_ns"] + PROMPT * costs["prefill_token_ns"] + pairs * costs["prefill_pair_ns"]
+        found["offload_compute_512_ms"] = ns / 1e6
+    return found
 
 
 def _of_tiers(outcomes: Sequence[CellOutcome]) -> dict[str, float]:

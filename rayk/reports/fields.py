@@ -113,7 +113,7 @@ MEASURED_FIELDS = (
 """How far log probabilities and KV values were from the reference's, and might have been."""
 
 _TIER = "over all engines and repeats"
-_BELIEF = "what engines' cost models believe in the end (the median over engines and repeats)"
+_BELIEF = "what cost models believe in the end (median over engines)"
 OFFLOAD_FIELDS = (
     Field("host_stored_bytes", INT, "bytes", f"KV that the host tier took from engines; {_TIER}"),
     Field("host_loaded_bytes", INT, "bytes", f"KV of prompts that engines read from it; {_TIER}"),
@@ -139,9 +139,11 @@ OFFLOAD_FIELDS = (
     Field(
         "disk_tier.num_dropped", INT, "pages", "not written in the cell: the disk did not keep up, or was off"
     ),
-    Field("offload_out_gb_per_s", FLOAT, "GB/s", f"rate of stores, all waits included: {_BELIEF}"),
-    Field("offload_in_gb_per_s", FLOAT, "GB/s", f"rate of loads: {_BELIEF}"),
-    Field("offload_prefill_token_ns", FLOAT, "ns", f"computing one more token of a prompt: {_BELIEF}"),
+    Field("offload_out_1mib_ms", FLOAT, "ms", f"storing 1 MiB, all waits included: {_BELIEF}"),
+    Field("offload_in_1mib_ms", FLOAT, "ms", f"loading 1 MiB: {_BELIEF}"),
+    Field(
+        "offload_compute_512_ms", FLOAT, "ms", f"computing a prompt's first 512 tokens in one step: {_BELIEF}"
+    ),
     Field("offload_note", TEXT, "", "why the host tier or its disk was off or lost, and what failed there"),
 )
 """What a cell's host tier did; null without one."""

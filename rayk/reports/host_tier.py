@@ -17,11 +17,11 @@ COLUMNS = (
     ("from host %", "host", ".1f"),
     ("from disk %", "disk", ".1f"),
     ("stored MiB", "host_stored_bytes", "MiB"),
-    ("store GB/s, believed", "offload_out_gb_per_s", ".3g"),
     ("loaded MiB", "host_loaded_bytes", "MiB"),
     ("load GB/s", "load_gb_per_s", ".3g"),
-    ("load GB/s, believed", "offload_in_gb_per_s", ".3g"),
-    ("computing, believed µs/token", "prefill_token_us", ",.1f"),
+    ("1 MiB out, believed ms", "offload_out_1mib_ms", ",.2f"),
+    ("1 MiB in, believed ms", "offload_in_1mib_ms", ",.2f"),
+    ("512 tokens, believed ms", "offload_compute_512_ms", ",.1f"),
     ("swapped out", "num_swaps", ",d"),
     ("computed again", "num_swaps_declined", ",d"),
     ("swapped MiB", "swapped_out_bytes", "MiB"),
@@ -32,8 +32,9 @@ NOTE = (
     "Of the prompts' tokens, those whose KV the engine's own prefix cache had, those that came from host "
     "memory or from disk, and those that were computed. Of a prompt that needed disk, all up to the last "
     "block from there counts as disk. A load's GB/s are bytes over the time from the first post to the last "
-    "byte, all ranks together (10⁹ bytes per second). Believed is what the engines' cost models made of all "
-    "waits by the end of the cell: by that they choose between moving KV and computing it again. Swapped out "
+    "byte, all ranks together (10⁹ bytes per second). Believed is what the engines' cost models expect, "
+    "all waits included, by the end of the cell: of moving 1 MiB, and of computing the first 512 tokens of a "
+    "prompt. By that they choose between the two. Swapped out "
     "are preempted requests whose KV was moved; computed again are those for which computing was cheaper."
 )
 SOURCES = (
@@ -58,7 +59,6 @@ def tier_rows(result: Result) -> list[dict[str, Any]]:
             **{str(name): value for name, value in cell.items()},
             **_shares(tokens.loc[cell["cell_id"]] if cell["cell_id"] in tokens.index else None),
             "load_gb_per_s": rates.get(cell["cell_id"]),
-            "prefill_token_us": _scaled(cell["offload_prefill_token_ns"], 1e-3),
             "offload_note": cell["offload_note"] or "",
         }
         for cell in cells[has_tier].to_dict(orient="records")
@@ -101,10 +101,6 @@ def _load_rates(transfers: pd.DataFrame) -> dict[str, float]:
     sums = spans.assign(ms=spans["end"] - spans["begin"]).groupby("cell_id")[["bytes", "ms"]].sum()
     sums = sums[sums["ms"] > 0]
     return {str(cell): float(rate) for cell, rate in (sums["bytes"] / sums["ms"] / 1e6).items()}
-
-
-def _scaled(value: Any, factor: float) -> float | None:
-    return None if value is None or pd.isna(value) else float(value) * factor
 
 
 def tier_plot(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,12 +8,13 @@ import pytest
 
 from rayk.actors.cell_run import CellOutcome
 from rayk.experiments.offloaded import offloaded
+from rayk.offload.costs import CostModel
 from rayk.reports.columns import OFFLOADED, cell_record
 from rayk.types.offload import ENDED
 from rayk.types.rows import TransferRow
 from tests.reports.synthetic import cell_row
 
-COSTS = {"out_gb_per_s": 1.0, "in_gb_per_s": 2.0}
+COSTS = {"out_gb_per_s": 1.0, "in_gb_per_s": 2.0, "out_latency_ns": 2e6, "in_latency_ns": 1e6}
 
 
 def engine(**told: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def test_counters_are_those_of_the_cell_over_all_engines_and_repeats() -> None:
         CellOutcome(
             offload={
                 "prefill0": engine(stored_bytes=10, loaded_bytes=3, swaps_declined=1),
-                "decode0": engine(swapped_out_bytes=7, costs={**COSTS, "out_gb_per_s": 3.0}),
+                "decode0": engine(swapped_out_bytes=7, costs={**COSTS, "out_gb_per_s": 0.01}),
             },
             # The tier served another cell before.
             tiers_before={"t": tier(hits=5, misses=1, disk={"state": "on", "num_pages": 1, "pages_read": 2})},
@@ -56,9 +57,24 @@ def test_counters_are_those_of_the_cell_over_all_engines_and_repeats() -> None:
         4,
         0,
     )
-    assert found["offload_out_gb_per_s"] == 1.0
+    # The median of three engines: 2 ms, and 2^20 bytes at 1 and at 2 GB/s.
+    assert found["offload_out_1mib_ms"] == pytest.approx(2 + 1.048576)
+    assert found["offload_in_1mib_ms"] == pytest.approx(1 + 0.524288)
+    assert "offload_compute_512_ms" not in found, "nothing is known of it"
     assert "offload_note" not in found
     assert set(found) <= set(OFFLOADED)
+
+
+def test_what_is_believed_is_what_the_cost_model_would_weigh() -> None:
+    model = CostModel()
+    for tokens in (64, 128, 256, 512):
+        model.observe_prefill(tokens, 3e6 + 2e4 * tokens)
+        model.observe_out(tokens << 12, 1e6 + (tokens << 12) / 0.5)
+    found = offloaded([CellOutcome(offload={"prefill0": engine(costs=model.describe())})])
+    recompute_ns, choice = model.recompute_ns(512), model.swap(1 << 20, 0, 512)
+    assert recompute_ns is not None
+    assert found["offload_compute_512_ms"] == pytest.approx(recompute_ns / 1e6)
+    assert found["offload_out_1mib_ms"] == pytest.approx(choice.move_ns / 1e6)
 
 
 @pytest.mark.parametrize(

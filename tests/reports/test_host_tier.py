@@ -20,7 +20,7 @@ SIDES = ("BHLNC", "BHLNC")
 
 
 def tier_cell(tp: int, **offloaded: Any) -> CellRow:
-    told = {"host_stored_bytes": 4 << 20, "num_swaps_declined": 3, "offload_out_gb_per_s": 1.5, **offloaded}
+    told = {"host_stored_bytes": 4 << 20, "num_swaps_declined": 3, "offload_out_1mib_ms": 1.5, **offloaded}
     return cell_row(tp, None, SIDES, offloaded=told)
 
 
