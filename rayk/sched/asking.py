@@ -27,7 +27,8 @@ class Asker:
 
     def __init__(self, policy: str, settings: PolicySettings, secret: bytes) -> None:
         """`policy`: its name; of one that heeds no prefixes, none are digested."""
-        needs_keys = heeds(policy, "block_tokens", hands_over=True) and settings.index_blocks
+        remembers = settings.index_blocks or settings.host_blocks
+        needs_keys = heeds(policy, "block_tokens", hands_over=True) and remembers
         self._block_tokens = settings.block_tokens if needs_keys else None
         self._secret = secret
 

@@ -65,5 +65,5 @@ class LoadBook:
     def _count_prompt(self, asked: Asked, placed: Placed, sign: int) -> None:
         computer = placed.prefill or placed.decode
         if computer in self._loads:
-            num_new = asked.num_prompt_tokens - placed.num_cached_tokens
+            num_new = asked.num_prompt_tokens - placed.num_cached_tokens - placed.num_host_tokens
             self._loads[computer].num_prompt_tokens += sign * num_new

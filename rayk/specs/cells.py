@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rayk.kv.formats import engine_format
 from rayk.kv.geometry import layout_veto
 from rayk.kv.layout import resolve_layout
+from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.models.tensor_parallel import why_tp_unsupported
@@ -90,6 +91,8 @@ class Cell:
     gpus_per_worker: float | Literal["auto"]
     """`auto` until the cluster is known."""
     spec: ExperimentSpec
+    host_tokens: int = 0
+    """Whose KV a host tier has room for that prompts are loaded from; 0: there is none."""
 
     @property
     def engines(self) -> tuple[EngineConfig, ...]:
@@ -113,9 +116,13 @@ class Cell:
 
     @property
     def policy_settings(self) -> PolicySettings:
-        """For `get_policy`. Engines without a prefix cache are not looked up in an index."""
+        """For `get_policy`. Engines without a prefix cache are not looked up in an index, nor is a host tier
+        that is not there."""
         settings = self.spec.policy_settings.settings()
-        return settings if any(e.prefix_caching for e in self.engines) else replace(settings, index_blocks=0)
+        if not any(e.prefix_caching for e in self.engines):
+            settings = replace(settings, index_blocks=0)
+        in_tier = self.host_tokens // settings.block_tokens
+        return replace(settings, host_blocks=min(settings.host_blocks or in_tier, in_tier))
 
     def session_of(self, index: int) -> str | None:
         """That a prompt's request belongs to."""
@@ -265,7 +272,17 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
         failure_policy=spec.failure_policy,
         gpus_per_worker=spec.gpus_per_worker,
         spec=spec,
+        host_tokens=_host_tokens(spec, prefill, config),
     )
+
+
+def _host_tokens(spec: ExperimentSpec, engine: EngineConfig, config: DecoderConfig) -> int:
+    settings = spec.offload.settings()
+    if settings is None or settings.load == "never" or _why_unsupported(config, engine, None) is not None:
+        return 0
+    groups = engine_groups(engine, config)
+    token_bytes = sum(page_bytes(g.spec) * len(g.layers) / g.spec.block_size for g in groups)
+    return int(settings.host_bytes / token_bytes)
 
 
 def _sampling(spec: SamplingSpec, checks: tuple[str, ...], *, fast_prefill: bool) -> SamplingParams:

@@ -269,6 +269,8 @@ class PolicySpec(StrictModel):
     move_cost: Cost = 0.1
     block_tokens: PositiveInt = 64
     index_blocks: Count = 65536
+    host_cost: Cost = 0.1
+    host_blocks: Count = 0
     local_prompt_tokens: Count = 64
     local_backlog_tokens: Count = 512
 

@@ -30,7 +30,13 @@ from rayk.types.errors import UserError
 ASKED = Asked(request_id="r", num_prompt_tokens=1)
 SECRET = b"of these tests"
 SETTINGS = PolicySettings(
-    output_cost=1.7, move_cost=0.3, block_tokens=4, local_prompt_tokens=20, local_backlog_tokens=25
+    output_cost=1.7,
+    move_cost=0.3,
+    block_tokens=4,
+    host_cost=0.4,
+    host_blocks=4096,
+    local_prompt_tokens=20,
+    local_backlog_tokens=25,
 )
 TP = {"p0": 1, "p1": 2, "p2": 4, "d0": 2, "d1": 1, "d2": 2}
 
@@ -135,20 +141,32 @@ class World:
 
     def held(self, asked: Asked, engine: str) -> int:
         """Tokens of whole blocks that the prompt shares with one that the engine was given; never all."""
+        return self.shared(asked, [prompt for prompt, names in self.given if engine in names])
+
+    def in_tier(self, asked: Asked, engine: str) -> int:
+        """Behind those, with one that anybody was ever given."""
+        return max(0, self.shared(asked, [prompt for prompt, _ in self.given]) - self.held(asked, engine))
+
+    def new(self, asked: Asked, engine: str) -> float:
+        """What the prompt costs an engine."""
+        spared = self.held(asked, engine) + (1 - self.settings.host_cost) * self.in_tier(asked, engine)
+        return asked.num_prompt_tokens - spared
+
+    def shared(self, asked: Asked, prompts: Sequence[tuple[int, ...]]) -> int:
+        """Tokens of whole blocks that the prompt shares with one of these; never all."""
         best, own = 0, self.prompts[asked.request_id]
-        for prompt, names in self.given:
-            if engine in names:
-                pairs = enumerate(zip(prompt, own, strict=False))
-                ends = min(len(prompt), len(own))
-                shared = next((i for i, (a, b) in pairs if a != b), ends)
-                best = max(best, shared // self.settings.block_tokens * self.settings.block_tokens)
+        for prompt in prompts:
+            pairs = enumerate(zip(prompt, own, strict=False))
+            ends = min(len(prompt), len(own))
+            shared = next((i for i, (a, b) in pairs if a != b), ends)
+            best = max(best, shared // self.settings.block_tokens * self.settings.block_tokens)
         return min(best, len(own) - 1)
 
     def prompt_ahead(self, engine: str) -> int:
         """Tokens to be computed there."""
         placed = [self.running[i] for i in self.ahead]
         return sum(
-            asked.num_prompt_tokens - place.num_cached_tokens
+            asked.num_prompt_tokens - place.num_cached_tokens - place.num_host_tokens
             for asked, place in placed
             if (place.prefill or place.decode) == engine
         )
@@ -185,22 +203,25 @@ def test_least_loaded_takes_who_has_least_to_do(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_prefix_aware_weighs_what_is_held_against_what_is_to_do(seed: int) -> None:
     world = World(seed, "prefix_aware")
-    num_held = []
+    num_held, num_in_tier = [], []
 
     def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
         num, settings = asked.num_prompt_tokens, world.settings
         held = {e: world.held(asked, e) for e in TP}
         output = settings.output_cost * asked.max_tokens
-        own = num + (0 if decode else output)
-        assert_least(placed.prefill, {e: world.work(e, own - held[e]) for e in prefill})
+        more = 0 if decode else output
+        assert_least(placed.prefill, {e: world.work(e, world.new(asked, e) + more) for e in prefill})
         assert placed.num_cached_tokens == held[str(placed.prefill)]
+        assert placed.num_host_tokens == world.in_tier(asked, str(placed.prefill))
+        num_in_tier.append(placed.num_host_tokens)
         if decode:
-            more = {e: output + settings.move_cost * (num - held[e]) for e in decode}
-            assert_least(placed.decode, {e: world.work(e, more[e]) for e in decode})
+            moved = {e: output + settings.move_cost * (num - held[e]) for e in decode}
+            assert_least(placed.decode, {e: world.work(e, moved[e]) for e in decode})
         num_held.append(placed.num_cached_tokens)
 
     world.play(250, check)
     assert sum(map(bool, num_held)) > 50, "the world has prefixes to share"
+    assert sum(map(bool, num_in_tier)) > 20, "and such that another engine was given"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -213,14 +234,14 @@ def test_conditional_computes_little_prompts_where_they_are_decoded(seed: int) -
             assert placed.prefill in prefill
             return
         assert placed.decode in decode
-        num_new = asked.num_prompt_tokens - world.held(asked, placed.decode)
+        num_new = world.new(asked, placed.decode)
         is_short, is_idle = num_new <= 20, num_new + world.prompt_ahead(placed.decode) <= 25
         assert (placed.prefill is None) == (is_short and is_idle)
         computer = placed.prefill or placed.decode
         assert placed.num_cached_tokens == world.held(asked, computer)
         local[is_short, is_idle] += 1
 
-    world.play(400, check)
+    world.play(700, check)
     assert all(local[short, idle] > 5 for short, idle in ((True, True), (True, False), (False, False)))
 
 
@@ -235,6 +256,42 @@ def test_a_prompt_that_is_cached_at_the_decode_engine_is_computed_there() -> Non
     policy.lost("d0")
     after = policy.place(ask("c", prompt), *sides)
     assert (after.prefill, after.num_cached_tokens) == ("p0", 39), "the prefill engine has it still"
+
+
+@pytest.mark.parametrize("host_cost", [0.0, 0.2, 0.24, 0.26, 0.5, 1.0, 3.0])
+def test_what_the_host_tier_has_is_worth_a_shorter_queue_by_its_cost(host_cost: float) -> None:
+    """One engine holds 64 of 80 tokens and has 16 more to compute; an idle one can load the 64."""
+    settings = PolicySettings(block_tokens=16, host_cost=host_cost, host_blocks=100)
+    policy, engines = get_policy("prefix_aware", settings), loads("p", 2)
+    prompt = tuple(range(80))
+    first = policy.place(ask("a", prompt[:64], settings), engines[1:], [])
+    assert first.num_host_tokens == 0, "nobody has it yet"
+    engines[1].num_prompt_tokens = 16
+    idle, holds = 80 - (1 - min(host_cost, 1)) * 64, 80 - 64 + 16
+    placed = policy.place(ask("b", prompt, settings), engines, [])
+    assert placed.prefill == ("p0" if idle < holds else "p1")
+    assert (placed.prefill == "p0") == (host_cost < 0.25)
+    assert (placed.num_cached_tokens, placed.num_host_tokens) == ((0, 64) if idle < holds else (64, 0))
+
+
+def test_the_tier_has_what_lost_engines_computed_and_no_more_than_it_has_room_for() -> None:
+    settings = PolicySettings(block_tokens=4, index_blocks=0, host_cost=0.1, host_blocks=16)
+    policy, engines = get_policy("prefix_aware", settings), loads("p", 1)
+    prompt = tuple(range(12))
+    policy.place(ask("a", prompt, settings), engines, [])
+    policy.lost("p0")
+    assert policy.place(ask("b", (*prompt, 7), settings), engines, []).num_host_tokens == 12
+    for i in range(10):
+        policy.place(ask(str(i), (50 + i,) * 8, settings), engines, [])
+    assert policy.place(ask("c", (*prompt, 7), settings), engines, []).num_host_tokens == 0
+
+
+def test_without_a_tier_nothing_is_looked_up_in_one() -> None:
+    settings = PolicySettings(block_tokens=4)
+    policy = get_policy("prefix_aware", settings)
+    policy.place(ask("a", tuple(range(12)), settings), loads("p", 1), [])
+    placed = policy.place(ask("b", tuple(range(13)), settings), [EngineLoad(name="p9")], [])
+    assert placed == Placed(prefill="p9", decode=None)
 
 
 def test_short_prompts_do_not_pile_up_where_others_decode() -> None:
@@ -354,6 +411,8 @@ OTHER = PolicySettings(
     move_cost=9.0,
     block_tokens=16,
     index_blocks=4,
+    host_cost=1.5,
+    host_blocks=0,
     local_prompt_tokens=9,
     local_backlog_tokens=100,
 )

@@ -142,6 +142,19 @@ def test_without_prefix_caches_policies_remember_none() -> None:
     assert with_them.policy_settings == PolicySettings()
 
 
+def test_a_host_tier_is_weighed_as_far_as_it_has_room() -> None:
+    """Keys and values of 2 heads of 16 numbers in 2 layers: a GiB holds so many tokens."""
+    (none,), (tier,) = cells(), cells(offload={"host_gib": 1})
+    assert (none.host_tokens, none.policy_settings.host_blocks) == (0, 0)
+    row_bytes = 2 * 2 * 16 * 4 * 2
+    assert tier.host_tokens == 2**30 // row_bytes
+    assert tier.policy_settings == PolicySettings(index_blocks=0, host_blocks=tier.host_tokens // 64)
+    (less,) = cells(offload={"host_gib": 1}, policy_settings={"host_blocks": 7})
+    assert less.policy_settings.host_blocks == 7
+    (never,) = cells(offload={"host_gib": 1, "load": "never"})
+    assert never.policy_settings.host_blocks == 0
+
+
 def test_sessions_are_numbered_and_heeded_by_affinity_alone() -> None:
     prompts = {"random": {"count": 5}}
     matrix = {"policy": ["round_robin", "session_affinity"], "prompts.num_sessions": [None, 2]}

@@ -53,6 +53,8 @@ class Placed:
     """None: there are no decode engines; the prefill engine does it all."""
     num_cached_tokens: int = 0
     """Of the prompt, that the engine which computes it is expected to hold already."""
+    num_host_tokens: int = 0
+    """Of those behind them, that it is expected to load from a host tier."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,12 @@ class PolicySettings:
     index_blocks: int = 65536
     """So many of these are remembered; the least recently asked for are forgotten. 0: engines have no prefix
     caches."""
+    host_cost: float = 0.1
+    """What a prompt token costs whose KV is loaded from a host tier, in prompt tokens computed; from 1 on
+    none is worth it."""
+    host_blocks: int = 0
+    """So many of the prefixes given to engines are taken to be in the host tier that all share, the others to
+    be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
     local_prompt_tokens: int = 64
     """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
     local_backlog_tokens: int = 512
@@ -94,9 +102,9 @@ class Policy(Protocol):
 HEEDED: Mapping[str, tuple[str, ...]] = {
     "round_robin": (),
     "least_loaded": ("output_cost",),
-    "prefix_aware": ("output_cost", "move_cost", "block_tokens", "index_blocks"),
+    "prefix_aware": ("output_cost", "move_cost", "block_tokens", "index_blocks", "host_cost", "host_blocks"),
     "conditional": (
-        *("output_cost", "move_cost", "block_tokens", "index_blocks"),
+        *("output_cost", "move_cost", "block_tokens", "index_blocks", "host_cost", "host_blocks"),
         *("local_prompt_tokens", "local_backlog_tokens"),
     ),
     "session_affinity": ("output_cost",),

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
-from rayk.sched.policies.prefix_aware import PrefixAware
+from rayk.sched.policies.prefix_aware import Held, PrefixAware
 
 
 class Conditional:
     """The decode engine that PrefixAware would choose computes the prompt itself where that is little work.
 
     That is: at most `local_prompt_tokens` of it are not held there, and with these at most
-    `local_backlog_tokens` are to be computed there: the next tokens of its other requests wait for them.
+    `local_backlog_tokens` are to be computed there: the next tokens of its other requests wait for them. A
+    token that the host tier has counts host_cost.
     Every other prompt goes where PrefixAware says.
     """
 
@@ -26,21 +27,13 @@ class Conditional:
             return self._aware.place(asked, prefill, decode)
         held = self._aware.look_up(asked)
         consumer = self._aware.consumer(asked, decode, held)
-        if self._is_little(asked, consumer, held):
-            producer, engines = None, [consumer]
-        else:
-            producer = self._aware.producer(asked, prefill, held, is_alone=False)
-            engines = [producer, consumer]
-        self._aware.index.put(asked.prefix_keys, [e.name for e in engines])
-        return Placed(
-            prefill=None if producer is None else producer.name,
-            decode=consumer.name,
-            num_cached_tokens=held.get(engines[0].name, 0),
-        )
+        is_little = self._is_little(asked, consumer, held)
+        producer = None if is_little else self._aware.producer(asked, prefill, held, is_alone=False)
+        return self._aware.placed(asked, producer, consumer, held)
 
-    def _is_little(self, asked: Asked, consumer: EngineLoad, held: dict[str, int]) -> bool:
+    def _is_little(self, asked: Asked, consumer: EngineLoad, held: Held) -> bool:
         """Whether a decode engine computes the prompt."""
-        num_new = asked.num_prompt_tokens - held.get(consumer.name, 0)
+        num_new = asked.num_prompt_tokens - self._aware.spared(held, consumer.name)
         is_short = num_new <= self._settings.local_prompt_tokens
         return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 

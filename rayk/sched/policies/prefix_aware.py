@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
 from rayk.sched.prefix_index import PrefixIndex
 from rayk.sched.work import Chooser, work
+
+TIER = "host"
+"""The tier in an index of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Prompt tokens that somebody has. The last one is always computed, for its logits."""
+
+    here: Mapping[str, int]
+    """In engines' own caches, by name."""
+    tier: int
+    """In the host tier."""
+
+    def num_host_tokens(self, engine: str) -> int:
+        """That an engine loads."""
+        return max(0, self.tier - self.here.get(engine, 0))
 
 
 class PrefixAware:
@@ -18,10 +36,15 @@ class PrefixAware:
     where work = prompt tokens to compute + output_cost * output tokens to generate. So a cached prefix is
     worth a queue that is longer by as many tokens as it spares, and no longer one. An engine is taken to hold
     what it was given from that moment on: requests that share a prefix and come together stay together.
+
+    Of the tokens that a prefill engine does not hold, those that the host tier has (all that any engine was
+    given lately, as far as there is room for it) count host_cost each.
     """
 
     def __init__(self, settings: PolicySettings) -> None:
         self.index = PrefixIndex(settings.block_tokens, settings.index_blocks)
+        self._tier = PrefixIndex(settings.block_tokens, settings.host_blocks)
+        """What the host tier holds."""
         self._settings = settings
         self._chooser = Chooser()
 
@@ -30,33 +53,48 @@ class PrefixAware:
         held = self.look_up(asked)
         producer = self.producer(asked, prefill, held, is_alone=not decode)
         consumer = self.consumer(asked, decode, held) if decode else None
+        return self.placed(asked, producer, consumer, held)
+
+    def placed(
+        self, asked: Asked, producer: EngineLoad | None, consumer: EngineLoad | None, held: Held
+    ) -> Placed:
+        """The decision, which counts from now on."""
         names = [e.name for e in (producer, consumer) if e is not None]
         self.index.put(asked.prefix_keys, names)
+        self._tier.put(asked.prefix_keys, [TIER])
         return Placed(
-            prefill=producer.name,
+            prefill=None if producer is None else producer.name,
             decode=None if consumer is None else consumer.name,
-            num_cached_tokens=held.get(producer.name, 0),
+            num_cached_tokens=held.here.get(names[0], 0),
+            num_host_tokens=held.num_host_tokens(names[0]),
         )
 
-    def look_up(self, asked: Asked) -> dict[str, int]:
-        """Engine -> prompt tokens that it need not compute. The last one it always does, for its logits."""
-        held = self.index.num_held_tokens(asked.prefix_keys)
-        most = asked.num_prompt_tokens - 1
-        return {name: min(num, most) for name, num in held.items()}
+    def look_up(self, asked: Asked) -> Held:
+        """What need not be computed of a prompt, and where."""
+        most, keys = asked.num_prompt_tokens - 1, asked.prefix_keys
+        here = {name: min(num, most) for name, num in self.index.num_held_tokens(keys).items()}
+        is_worth = self._settings.host_cost < 1
+        tier = min(self._tier.num_held_tokens(keys).get(TIER, 0), most) if is_worth else 0
+        return Held(here, tier)
+
+    def spared(self, held: Held, engine: str) -> float:
+        """Prompt tokens computed, that an engine is spared."""
+        return held.here.get(engine, 0) + (1 - self._settings.host_cost) * held.num_host_tokens(engine)
 
     def producer(
-        self, asked: Asked, prefill: Sequence[EngineLoad], held: dict[str, int], *, is_alone: bool
+        self, asked: Asked, prefill: Sequence[EngineLoad], held: Held, *, is_alone: bool
     ) -> EngineLoad:
         """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
         own = asked.num_prompt_tokens + (price * asked.max_tokens if is_alone else 0.0)
-        return self._chooser.least(prefill, work(prefill, price, own, held))
+        spared = {e.name: self.spared(held, e.name) for e in prefill} if held.tier else held.here
+        return self._chooser.least(prefill, work(prefill, price, own, spared))
 
-    def consumer(self, asked: Asked, decode: Sequence[EngineLoad], held: dict[str, int]) -> EngineLoad:
+    def consumer(self, asked: Asked, decode: Sequence[EngineLoad], held: Held) -> EngineLoad:
         """Who decodes."""
         price, move = self._settings.output_cost, self._settings.move_cost
         own = price * asked.max_tokens + move * asked.num_prompt_tokens
-        spared = {name: move * num for name, num in held.items()}
+        spared = {name: move * num for name, num in held.here.items()}
         return self._chooser.least(decode, work(decode, price, own, spared))
 
     def ended(self, asked: Asked, placed: Placed) -> None:
