@@ -24,6 +24,7 @@ from tests.mutations_simulator import SIMULATED
 from tests.mutations_stages import STAGE_TIMES
 from tests.mutations_staging import STAGED_READS
 from tests.mutations_swapping import SWAPPING
+from tests.mutations_tiers import TIERS
 from tests.mutations_timeline import TIMES
 from tests.mutations_transfer import STATES
 from tests.mutations_views import VIEWS
@@ -346,6 +347,7 @@ MUTATIONS = (
     + METERS
     + ON_DISK
     + OFFLOADED
+    + TIERS
     + COMPARED
     + STAGE_TIMES
 )

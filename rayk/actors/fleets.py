@@ -26,7 +26,9 @@ def joined(address: str) -> Iterator[None]:
 def fleet_names() -> list[str]:
     """Of every server of the cluster that was joined."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(f["name"] for f in named if f["namespace"] == NAMESPACE and f["name"].startswith(FLEETS))
+    names = [f["name"] for f in named if f["namespace"] == NAMESPACE]
+    # Their host tiers' names go on behind theirs.
+    return sorted(n for n in names if n.startswith(FLEETS) and "/" not in n.removeprefix(FLEETS))
 
 
 def find_fleet(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rayk.actors import launch
+from rayk.actors.fleets import fleet_names
 from rayk.specs.experiment import OffloadSpec, TransferSpec
 from tests.actors.served import Got, Served, complete, settings_for
 from tests.markers import nixl, ray
@@ -95,6 +96,7 @@ def test_engines_that_swap_all_the_time_answer_as_the_reference_does(swapping, p
     check(asyncio.run(ask_all(swapping, prompts, 32)), expected)
     assert min(counted(swapping, "swaps").values()) >= 1
     assert sum(counted(swapping, "swapped_in_bytes").values()) > 0
+    assert fleet_names() == [swapping.name], "host tiers have names of their own"
 
 
 def test_a_prefix_that_one_engine_computed_is_found_by_the_other(swapping, prompts, expected) -> None:

@@ -1,0 +1,123 @@
+"""Bugs to plant where engines use a host tier, and where it may be lost; see mutations.py."""
+
+from __future__ import annotations
+
+from tests.mutation import Mutation
+
+OFFLOADING = "rayk/actors/offloading.py"
+STORING = "rayk/actors/storing.py"
+SWAPPING = "rayk/actors/swapping.py"
+FAULTS = "tests/offload/test_faults.py"
+DISK = "tests/offload/test_disk_stack.py"
+RELAY = "tests/offload/test_relay.py"
+
+TIERS = (
+    Mutation(
+        "an answer about a request that is gone is the next one's of its id",
+        OFFLOADING,
+        "        looking = self._looking.get(request_id)\n"
+        "        if looking is not None and not looking.is_over:\n"
+        "            looking.is_over = True\n",
+        "        looking = self._looking.pop(request_id, None)\n        if looking is not None:\n",
+        f"{FAULTS}::test_an_answer_that_comes_late_is_nobody_elses",
+    ),
+    Mutation(
+        "a lost tier's answer is that of the next one",
+        OFFLOADING,
+        "is_awaited = self._looking.get(name) is looking",
+        "is_awaited = name in self._looking",
+        f"{FAULTS}::test_answers_of_a_lost_tier_are_nobodys_though_its_ids_are_free",
+    ),
+    Mutation(
+        "word of a lost tier's end ends the next one",
+        OFFLOADING,
+        "if side.tier is None or epoch not in (None, side.facts.epoch):",
+        "if side.tier is None:",
+        f"{FAULTS}::test_word_of_a_lost_tiers_end_does_not_end_the_next_one",
+    ),
+    Mutation(
+        "a tier that is silent is asked for ever",
+        OFFLOADING,
+        "if len(self._looking) - self.num_looking >= MAX_UNANSWERED:",
+        "if False:",
+        f"{FAULTS}::test_a_tier_that_is_silent_is_not_waited_for_and_soon_not_asked",
+    ),
+    Mutation(
+        "a lost tier's stores keep their blocks",
+        OFFLOADING,
+        "        self.storing.end_all()\n",
+        "",
+        f"{FAULTS}::test_a_tier_that_is_killed_in_the_middle_of_stores",
+    ),
+    Mutation(
+        "what a lost tier had of swapped requests is waited for",
+        OFFLOADING,
+        "        self.swapping.tier_lost()\n",
+        "",
+        f"{FAULTS}::test_a_tier_that_is_killed_in_the_middle_of_swaps[away]",
+    ),
+    Mutation(
+        "a store that is not answered holds its blocks",
+        STORING,
+        "for store in [s for s in self._begun.values() if s.began_ns < late_ns]:",
+        "for store in []:",
+        f"{FAULTS}::test_requests_that_a_silent_tier_has_are_computed_again[store]",
+    ),
+    Mutation(
+        "what came too late to be wanted is kept",
+        STORING,
+        "                side.tier.drop(answer.name)  #",
+        "                pass  #",
+        f"{FAULTS}::test_requests_that_a_silent_tier_has_are_computed_again[store]",
+    ),
+    Mutation(
+        "a swapped request waits for an answer for ever",
+        SWAPPING,
+        "swapped.asked_ns is not None and swapped.asked_ns < late_ns",
+        "False",
+        f"{FAULTS}::test_requests_that_a_silent_tier_has_are_computed_again[load]",
+    ),
+    Mutation(
+        "what is known of a finished request stays where nothing is stored",
+        STORING,
+        "        if state.finish_reason is not None:\n            self.left(state.request_id)\n",
+        "        if state.finish_reason is not None and self._side.settings.store:\n"
+        "            self.left(state.request_id)\n",
+        f"{FAULTS}::test_what_is_known_of_requests_goes_with_them",
+    ),
+    Mutation(
+        "a load that failed is taken for whole",
+        OFFLOADING,
+        "        looking.begin(num_valid, is_loaded=True)\n",
+        "        looking.begin(answer.num_tokens, is_loaded=True)\n",
+        f"{FAULTS}::test_a_flipped_bit_in_a_load_is_found_and_computed_again",
+    ),
+    Mutation(
+        "damaged pages are lent",
+        "rayk/offload/host.py",
+        "            if bad:\n",
+        "            if False:\n",
+        f"{DISK}::test_a_thousand_flipped_bits_cost_no_answer",
+    ),
+    Mutation(
+        "what nobody will load is kept when it comes",
+        "rayk/offload/host.py",
+        "storing.ask = replace(storing.ask, keep_as=None)",
+        "pass",
+        f"{RELAY}::test_what_nobody_wants_any_more_is_not_kept_when_it_comes",
+    ),
+    Mutation(
+        "a hand-over that was given up stays in the tier",
+        "rayk/actors/tiers.py",
+        "        handle.drop.remote(kept_as)  #",
+        "        pass  #",
+        f"{RELAY}::test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing",
+    ),
+    Mutation(
+        "a dead tier is handed on to",
+        "rayk/actors/tiers.py",
+        "        prefill.tier = decode.tier = None\n",
+        "",
+        f"{RELAY}::test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing",
+    ),
+)
