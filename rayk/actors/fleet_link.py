@@ -22,6 +22,8 @@ from rayk.types.errors import EngineDied, RaykError  # noqa: E402
 
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""
+TIER_S = 30.0
+"""How long requests that go through a host tier wait for another one in a lost one's place."""
 PREFILLED_S = 0.02
 """How long the end of a prefill may wait for other news: policies weigh what prompts are still to compute."""
 
@@ -100,6 +102,14 @@ class FleetLink:
 
     async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
         """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
+        until = time.monotonic() + TIER_S
+        while True:
+            engine = await self._known(life, key)
+            if not self._needs_tiers or engine.tier is not None or time.monotonic() >= until:
+                return engine
+            await asyncio.sleep(FLEET_POLL_S)  # another tier is on its way
+
+    async def _known(self, life: str, key: tuple[str, int]) -> EngineHandle:
         async with self._asking:
             if life != self._life or key not in self._engines or self._lacks_tier(key):
                 found, cards = await self.call("roster", until=time.monotonic())

@@ -79,6 +79,8 @@ class HostTiers:
             await asyncio.sleep(WIRE_POLL_S)
         attach = engine.leader.attach_tier.options(concurrency_group="control")
         await engine.guard(attach.remote(tier.handle, tier.facts), "its host tier", CONTROL_S)
+        if tier.died:  # too early for its engines to be told
+            raise EngineDied(tier.name, tier.died)
         tier.engines[engine.name], engine.tier = engine, tier.handle
 
     async def detach(self, engine: EngineHandle) -> None:

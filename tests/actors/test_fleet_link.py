@@ -13,6 +13,7 @@ from rayk.actors import fleet_link as link_module
 from rayk.actors.fleet_link import FleetLink
 from rayk.actors.lines import Line, LineAddress, LineLost, LineService
 from rayk.actors.router import Router
+from rayk.actors.serving import EngineCard
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded
@@ -139,5 +140,55 @@ def test_news_go_on_after_a_fleet_that_answers_with_an_error(monkeypatch: pytest
         carrying.cancel()
         await asyncio.gather(carrying, return_exceptions=True)
         assert told == [("a",), ("b",)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["direct", "host"])
+def test_a_host_tier_that_was_found_dead_is_asked_for_until_another_is_there(
+    path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests go through one; the engine stays the one that was known."""
+    monkeypatch.setattr(link_module, "FLEET_POLL_S", 0.001)
+    config = EngineConfig(model="m")
+    told = iter(["old", None, None, "new", "newest"])
+    asked = []
+
+    async def call(method: str, *, until: float) -> Any:
+        del until
+        asked.append(method)
+        address = LineAddress("127.0.0.1", 1, b"")
+        facts = {"name": "p", "role": "prefill", "epoch": 1, "config": config, "workers": ()}
+        return "life", (EngineCard(**facts, line=address, tier=next(told)),)
+
+    async def run() -> None:
+        link = FleetLink("fleet", "ns", "front", lambda: None, needs_tiers=path == "host")
+        monkeypatch.setattr(link, "call", call)
+        engine = await link.engine("life", ("p", 1))
+        assert engine.tier == "old"
+        assert (await link.engine("life", ("p", 1))).tier == "old"
+        assert len(asked) == 1
+        engine.tier = None
+        again = await link.engine("life", ("p", 1))
+        assert again is engine
+        assert (again.tier, len(asked)) == (("new", 4) if path == "host" else (None, 1))
+
+    asyncio.run(run())
+
+
+def test_a_host_tier_that_never_comes_is_not_waited_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "FLEET_POLL_S", 0.001)
+    monkeypatch.setattr(link_module, "TIER_S", 0.05)
+
+    async def call(method: str, *, until: float) -> Any:
+        del method, until
+        facts = {"name": "p", "role": "prefill", "epoch": 1, "config": EngineConfig(model="m"), "workers": ()}
+        return "life", (EngineCard(**facts, line=LineAddress("127.0.0.1", 1, b"")),)
+
+    async def run() -> None:
+        link = FleetLink("fleet", "ns", "front", lambda: None, needs_tiers=True)
+        monkeypatch.setattr(link, "call", call)
+        async with asyncio.timeout(LIMIT_S):
+            assert (await link.engine("life", ("p", 1))).tier is None
 
     asyncio.run(run())
