@@ -12,7 +12,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill serve-bench serve-stress serve-chaos sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -21,8 +21,10 @@ help:
 	@echo "make quantised   fp8 and nvfp4 KV, also converted on receive: jobs/quantised.yaml"
 	@echo "make chaos       40 planted faults on real engines, each with the verdict it must end in"
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
+	@echo "make offload-bench  prompts from the host tier and from disk against computing them; fails where it does not pay"
 	@echo "make serve-stress  1,000 requests of 64 streaming clients, every answer compared with transformers'"
 	@echo "make serve-chaos   the same for 5 minutes per family while ranks of the server are killed"
+	@echo "make serve-swap    the same of engines that swap all the time, also while their host tier is killed"
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
@@ -80,11 +82,17 @@ serve-bench: $(STAMP)
 fast-prefill: $(STAMP)
 	$(BIN)/python jobs/fast_prefill.py --check $(ARGS)
 
+offload-bench: $(STAMP)
+	$(BIN)/python jobs/offload.py --check $(ARGS)
+
 serve-stress: $(STAMP)
 	$(BIN)/python jobs/serve_stress.py $(ARGS)
 
 serve-chaos: $(STAMP)
 	$(BIN)/python jobs/serve_stress.py --kill --minutes 5 $(ARGS)
+
+serve-swap: $(STAMP)
+	$(BIN)/python jobs/serve_swap.py $(ARGS)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)

@@ -9,16 +9,17 @@ Every prompt, drawn anew in every repeat, is asked for in these ways, in turns:
     cold            an engine without a tier computes it
     storing         an engine computes it and stores it in its host tier meanwhile
     device          the same engine once more: its own prefix cache has it
-    host            another engine, which never saw it, loads it from that tier: canonical pages, on both
-                    sides all layers of a block in one piece
+    host            another engine, which keeps no prefixes itself, loads it from that tier: canonical pages,
+                    on both sides all layers of a block in one piece
     host per layer  the same with per-layer pages in engines and tier (computed and stored by a third engine)
-    disk            after all prompts of the repeat the tier's process is killed; the new one finds its pages
-                    on disk (dropped from the system's cache before), and an engine that never saw the prompt
-                    loads it
+    disk            after all prompts of the repeat the tiers' processes are killed; the new ones find their
+                    pages on disk (dropped from the system's cache before), and that engine loads them
 
-A prompt of n tokens has one more, which is computed in all ways: its logits are asked for. Before the first
-repeat all prompts are stored and loaded at once, uncounted, so that blocks lie as in a server that has run
-for a while. memcpy is torch's copy_ of as many bytes as a host hit moved, in the same run.
+`device per layer` and `disk per layer` are the same with per-layer pages.
+
+A prompt of n tokens has one more, which is computed in all ways: its logits are asked for. Before that, many
+short prompts fill the tiers and are asked for in another order, so that the blocks of a prompt lie apart, as
+in a tier that many have used. memcpy is torch's copy_ of as many bytes as a host hit moved, in the same run.
 
 Exit status 1 when tokens differ from those of `cold`, or KV came from elsewhere than it should; with --check
 also when, for prompts of 512 tokens or more, a host hit is not faster than computing the prompt, or than with
@@ -31,6 +32,7 @@ import argparse
 import asyncio
 import datetime
 import json
+import math
 import os
 import random
 import statistics
@@ -64,17 +66,27 @@ from rayk.types.offload import OffloadSettings  # noqa: E402
 from rayk.types.rows import moving_ns  # noqa: E402
 
 CANONICAL, PER_LAYER = "BHLNC", "LBNHC"
+TIERS = {"canonical": CANONICAL, "per_layer": PER_LAYER}
 ENGINES: Mapping[str, tuple[str, str | None]] = {
     "plain": (CANONICAL, None),
     "writer": (CANONICAL, "canonical"),
     "reader": (CANONICAL, "canonical"),
-    "late": (CANONICAL, "canonical"),
     "layer_writer": (PER_LAYER, "per_layer"),
     "layer_reader": (PER_LAYER, "per_layer"),
 }
 """Engine -> layout of its pages, host tier."""
+WRITERS, READERS = ("writer", "layer_writer"), ("reader", "layer_reader")
+AT_ONCE = 16
+"""Short prompts that are asked for together."""
+# Only writers have a prefix cache of their own: the others have to be given every prompt anew.
 COMPUTING = {"cold": "plain", "storing": "writer", "storing per layer": "layer_writer"}
-FOUND = {"device": "writer", "host": "reader", "host per layer": "layer_reader"}
+FOUND = {
+    "device": "writer",
+    "device per layer": "layer_writer",
+    "host": "reader",
+    "host per layer": "layer_reader",
+}
+ON_DISK = {"disk": "reader", "disk per layer": "layer_reader"}
 """Kind of request -> engine that is asked."""
 MAX_TOKENS = 2
 MEMCPY_ROUNDS = 5
@@ -135,17 +147,21 @@ class Run:
     options: argparse.Namespace
     deployment: Deployment
     folder: Path
-    """Of the canonical tier's pages on disk."""
+    """Of the tiers' pages on disk."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     copies: dict[int, float] = field(default_factory=dict)
     """Bytes -> seconds of memcpy, the median of all repeats so far."""
 
-    async def warm_up(self, sizes: Sequence[int]) -> None:
-        """Every prompt at once, through all engines."""
-        prompts = [make_prompt(self.options.seed, self.model, -1, n) for n in sizes]
-        for names in (COMPUTING.values(), FOUND.values()):
+    async def warm_up(self, unit: int, num_prompts: int) -> None:
+        """Fill the tiers with short prompts of other people, and ask for them in another order: what goes
+        first, and so the blocks that others get, is then spread over the whole tier."""
+        prompts = [make_prompt(self.options.seed, self.model, -1 - i, unit) for i in range(num_prompts)]
+        mixed = random.Random(self.options.seed).sample(prompts, len(prompts))
+        for names, asked in ((WRITERS, prompts), (READERS, mixed)):
             for name in names:
-                await asyncio.gather(*(self.deployment.ask(name, p, MAX_TOKENS) for p in prompts))
+                for start in range(0, len(asked), AT_ONCE):
+                    batch = asked[start : start + AT_ONCE]
+                    await asyncio.gather(*(self.deployment.ask(name, p, 1) for p in batch))
                 await self.deployment.settle(name)
 
     async def repeat(self, number: int, sizes: Sequence[int]) -> None:
@@ -153,19 +169,22 @@ class Run:
         prompts = {n: make_prompt(self.options.seed, self.model, number, n) for n in sizes}
         for n, prompt in prompts.items():
             for kinds in (COMPUTING, FOUND):
-                for kind, name in _rotated(kinds, number):
-                    await self._ask(number, n, kind, name, prompt)
-                for _, name in kinds.items():
+                for turn in range(self.options.hits if kinds is FOUND else 1):
+                    for kind, name in _rotated(kinds, number + turn):
+                        await self._ask(number, turn, n, kind, name, prompt)
+                for name in kinds.values():
                     await self.deployment.settle(name)
-        await self.deployment.restart("canonical")
+        for tier in TIERS:
+            await self.deployment.restart(tier)
         drop_page_cache(self.folder)
         for n, prompt in prompts.items():
-            await self._ask(number, n, "disk", "late", prompt)
-            await self.deployment.settle("late")
+            for kind, name in _rotated(ON_DISK, number):
+                await self._ask(number, 0, n, kind, name, prompt)
+                await self.deployment.settle(name)
 
-    async def _ask(self, number: int, n: int, kind: str, name: str, prompt: Sequence[int]) -> None:
+    async def _ask(self, number: int, turn: int, n: int, kind: str, name: str, prompt: Sequence[int]) -> None:
         answer = await self.deployment.ask(name, prompt, MAX_TOKENS)
-        row = {"model": self.model, "num_prompt_tokens": n, "kind": kind, "repeat": number}
+        row = {"model": self.model, "num_prompt_tokens": n, "kind": kind, "repeat": number, "turn": turn}
         row |= _measured(answer)
         row["memcpy_ms"] = None
         if row["bytes"]:
@@ -180,7 +199,8 @@ def _rotated(kinds: Mapping[str, str], by: int) -> Iterator[tuple[str, str]]:
 
 
 def _measured(answer: Answer) -> dict[str, Any]:
-    info, rows = answer.info, answer.transfers
+    info = answer.info
+    rows = [row for row in answer.transfers if row.purpose == "load"]
     moved = sum(row.bytes for row in rows)
     moving = moving_ns(rows)
     merged = [
@@ -196,6 +216,7 @@ def _measured(answer: Answer) -> dict[str, Any]:
         "num_descriptors": sum(row.num_descriptors for row in rows),
         "num_descriptors_merged": sum(merged),
         "load_ms": info.get("load_ns", 0) / 1e6 or None,
+        "look_up_ms": (info["found_ns"] - info["asked_ns"]) / 1e6 if "loaded_ns" in info else None,
         "move_ms": moving / 1e6 if moved else None,
         "digest_ms": max((row.digest_ns for row in rows), default=0) / 1e6 or None,
         "gb_per_s": moved / moving if moving else None,
@@ -227,27 +248,34 @@ def memcpy_ms(num_bytes: int, device: str) -> float:
 
 
 def engine_config(folder: Path, model: Model, longest: int, options: argparse.Namespace) -> EngineConfig:
-    """An engine whose pool holds the longest prompt twice: all of them together, where each is twice the one
-    before."""
+    """An engine whose pool, and whose tier, hold the longest prompt and a little more."""
     config = EngineConfig(
         model=str(folder),
         tp=options.tp,
         device=options.device,
         dtype=options.dtype,
         max_batch_tokens=options.chunk,
-        max_seqs=8,
+        max_seqs=AT_ONCE,
         prefix_caching=True,
         state_block_size=model.state_block_size,
     )
     groups = engine_groups(config, load_config(folder))
     blocks = sum(-(-(longest + 1 + MAX_TOKENS) // g.spec.block_size) + 1 for g in groups)
-    return replace(config, num_blocks=2 * blocks + 2)
+    unit, _ = _short_prompts(config)
+    at_once = sum(AT_ONCE * (-(-(unit + 2) // g.spec.block_size) + 1) for g in groups)
+    return replace(config, num_blocks=max(blocks + blocks // 8, at_once) + 2)
 
 
-def tier_settings(config: EngineConfig, pages: Path | None) -> OffloadSettings:
-    """A tier as large as an engine's pool, at TP 1."""
+def _short_prompts(config: EngineConfig) -> tuple[int, int]:
+    """Tokens of the shortest prompt that a tier keeps, and how many of these fill it."""
     groups = engine_groups(replace(config, tp=1), load_config(config.model))
-    layout = CANONICAL if pages is not None else PER_LAYER
+    unit = math.lcm(*(g.spec.block_size for g in groups))
+    return unit, -(-config.num_blocks // sum(unit // g.spec.block_size for g in groups))
+
+
+def tier_settings(config: EngineConfig, layout: str, pages: Path) -> OffloadSettings:
+    """A tier with as many blocks as an engine's pool, at TP 1."""
+    groups = engine_groups(replace(config, tp=1), load_config(config.model))
     block_bytes = plan_rank(groups, KVCacheLayout(layout), tp_size=1, tp_rank=0, num_blocks=2).block_bytes
     return OffloadSettings(
         host_bytes=config.num_blocks * block_bytes,
@@ -255,7 +283,7 @@ def tier_settings(config: EngineConfig, pages: Path | None) -> OffloadSettings:
         load="always",
         swap="never",
         pending_share=1.0,
-        disk_folder=None if pages is None else str(pages),
+        disk_folder=str(pages),
         disk_bytes=16 << 30,
     )
 
@@ -268,16 +296,18 @@ async def measure_model(
     print(f"{name}: checkpoint {folder}", file=sys.stderr, flush=True)
     write_checkpoint(model.family, folder, overrides=model.config)
     config = engine_config(folder, model, max(options.prompts), options)
-    tiers = {"canonical": tier_settings(config, pages), "per_layer": tier_settings(config, None)}
+    tiers = {tier: tier_settings(config, layout, pages / tier) for tier, layout in TIERS.items()}
     engines = {
-        engine: (replace(config, layout=layout, prefix_caching=tier is not None), tier)
+        engine: (replace(config, layout=layout, prefix_caching=engine in WRITERS), tier)
         for engine, (layout, tier) in ENGINES.items()
     }
     deployment = Deployment(f"rayk/offload-{name}", engines)
     run = Run(name, options, deployment, pages)
     try:
         await deployment.open(tiers, share)
-        await run.warm_up(options.prompts)
+        began = time.monotonic()
+        await run.warm_up(*_short_prompts(config))
+        print(f"{name}: tiers are full, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         for number in range(options.repeats):
             await run.repeat(number, options.prompts)
             print(f"{name}: repeat {number + 1} of {options.repeats}", file=sys.stderr, flush=True)
@@ -312,6 +342,7 @@ def run_job(options: argparse.Namespace) -> int:
                 found, facts[name] = asyncio.run(measured)
             rows += found
     environment |= {"load_at_end": os.getloadavg()[0], "engines": facts}
+    write_tables({"requests": rows}, out)
     tables = {"requests": rows, "summary": summary(rows)}
     write_tables(tables, out)
     write_text(out / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
@@ -346,6 +377,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--prompts", type=_positive, nargs="+", metavar="N", help="tokens of each (default: 512 to 8192)"
     )
     parser.add_argument("--repeats", type=_positive, help="of every prompt in every way (default: 5)")
+    parser.add_argument(
+        "--hits", type=_positive, default=8, help=f"of every prompt on device and host per repeat {shown}"
+    )
     parser.add_argument("--chunk", type=_positive, default=1024, help=f"tokens of a prefill step {shown}")
     parser.add_argument("--tp", type=_positive, default=1, help=f"of every engine {shown}")
     parser.add_argument("--seed", type=int, default=0, help=f"of the prompts {shown}")

@@ -12,8 +12,9 @@ from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 
 TABLES = ("summary", "requests")
-KINDS = ("cold", "storing", "storing per layer", "device", "host", "host per layer", "disk")
-LOADED = ("host", "host per layer", "disk")
+_WAYS = ("storing", "device", "host", "disk")
+KINDS = ("cold", *(kind for way in _WAYS for kind in (way, f"{way} per layer")))
+LOADED = ("host", "host per layer", "disk", "disk per layer")
 COLOURS = {
     "cold": "soft",
     "device": "series3",
@@ -42,7 +43,8 @@ COLUMNS = (
     Column(title="copies", key="num_descriptors", spec=",d"),
     Column(title="after merging", key="num_descriptors_merged", spec=",d"),
     Column(title="load, ms", key="load_ms", spec=",.1f"),
-    Column(title="of it moving", key="move_ms", spec=",.1f"),
+    Column(title="of it the tier's answer", key="look_up_ms", spec=",.1f"),
+    Column(title="moving", key="move_ms", spec=",.1f"),
     Column(title="digests", key="digest_ms", spec=",.1f"),
     Column(title="GB/s", key="gb_per_s", spec=".2f"),
     Column(title="memcpy GB/s", key="memcpy_gb_per_s", spec=".2f"),
@@ -60,7 +62,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
     for model, n in keys:
         by_kind = {
             kind: {
-                r["repeat"]: r
+                (r["repeat"], r["turn"]): r
                 for r in rows
                 if (r["model"], r["num_prompt_tokens"], r["kind"]) == (model, n, kind)
             }
@@ -71,7 +73,7 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
 
 
 def _summary_row(
-    model: str, n: int, kind: str, by_kind: Mapping[str, Mapping[int, Mapping[str, Any]]]
+    model: str, n: int, kind: str, by_kind: Mapping[str, Mapping[tuple[int, int], Mapping[str, Any]]]
 ) -> dict[str, Any]:
     repeats = by_kind[kind]
     times = [r["ttft_ms"] for r in repeats.values()]
@@ -79,7 +81,10 @@ def _summary_row(
     row |= {"ttft_ms": statistics.median(times), "ttft_min_ms": min(times), "ttft_max_ms": max(times)}
 
     def ratio(to: str) -> float | None:
-        pairs = [(r["ttft_ms"], by_kind[to][i]["ttft_ms"]) for i, r in repeats.items() if i in by_kind[to]]
+        # Prompts are computed once in a repeat, and found in several turns.
+        there = by_kind.get(to, {})
+        other = {at: there.get(at) or there.get((at[0], 0)) for at in repeats}
+        pairs = [(r["ttft_ms"], o["ttft_ms"]) for at, r in repeats.items() if (o := other[at]) is not None]
         return statistics.median(a / b for a, b in pairs) if pairs and to != kind else None
 
     def median(pick: Callable[[Mapping[str, Any]], float | None]) -> float | None:
@@ -87,15 +92,15 @@ def _summary_row(
         return statistics.median(values) if values else None
 
     row["of_cold"] = ratio("cold")
-    row["of_per_layer"] = ratio("host per layer") if kind == "host" else None
+    row["of_per_layer"] = ratio(f"{kind} per layer")
     for key in ("bytes", "num_descriptors", "num_descriptors_merged"):
         value = median(lambda r, key=key: r[key] or None)  # type: ignore[misc]
         row[key] = None if value is None else int(value)
     row["mib"] = None if row["bytes"] is None else row["bytes"] / 2**20
-    for key in ("load_ms", "move_ms", "digest_ms", "gb_per_s"):
+    for key in ("load_ms", "look_up_ms", "move_ms", "digest_ms", "gb_per_s"):
         row[key] = median(lambda r, key=key: r[key])  # type: ignore[misc]
     row["memcpy_gb_per_s"] = median(lambda r: _memcpy_rate(r))
-    row["of_memcpy"] = median(lambda r: r["gb_per_s"] / _memcpy_rate(r) if r["memcpy_ms"] else None)
+    row["of_memcpy"] = median(lambda r: r["gb_per_s"] / _memcpy_rate(r) if r["gb_per_s"] else None)
     return row
 
 
@@ -134,14 +139,14 @@ def _from_elsewhere(row: Mapping[str, Any]) -> list[str]:
     n, kind = row["num_prompt_tokens"], row["kind"]
     wanted = {
         "num_host_tokens": n if kind in LOADED else 0,
-        "num_disk_tokens": n if kind == "disk" else 0,
+        "num_disk_tokens": n if kind.startswith("disk") else 0,
     }
     found = [
         f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}, not {number}"
         for key, number in wanted.items()
         if row[key] != number
     ]
-    if kind == "device" and row["num_cached_tokens"] != n:
+    if kind.startswith("device") and row["num_cached_tokens"] != n:
         found.append(f"{row['num_cached_tokens']} tokens in its own cache, not {n}")
     return found
 
@@ -165,9 +170,10 @@ def _about(options: argparse.Namespace) -> str:
         f"TP {options.tp}, {options.dtype} on {options.device}, prefill steps of {options.chunk:,} tokens; "
         f"one request at a time, the ways in turns. Medians of {times}, with the least and the most; ratios "
         "are medians of the ratios within each repeat. `of cold`: TTFT over that of computing the prompt; "
-        "`of per layer`: over that of a host hit with per-layer pages. Copies: descriptors asked of the "
+        "`of per layer`: over that of the same with per-layer pages. Copies: descriptors asked of the "
         "transport, and what is left where neighbours go as one. `load`: from the question to the tier until "
-        "all rows are in the engine's blocks, proven; of it the move, and digests on both sides."
+        "all rows are in the engine's blocks, proven; of it until the tier's answer, the move, and digests "
+        "on both sides (the tier's are made before its answer)."
     )
 
 

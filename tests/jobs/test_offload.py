@@ -1,0 +1,156 @@
+"""jobs/offload.py: a small run whose KV comes from where it should, and what its check refuses."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.markers import ray
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("jobs.offload", "jobs.offload_engines", "jobs.offload_report")
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[ModuleType]:
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT))
+    yield importlib.import_module("jobs.offload")
+    sys.path[:] = path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def _row(kind: str, ttft_ms: float, *, n: int = 512, repeat: int = 0, turn: int = 0) -> dict[str, Any]:
+    is_loaded = kind in ("host", "host per layer", "disk")
+    return {
+        "model": "m",
+        "num_prompt_tokens": n,
+        "kind": kind,
+        "repeat": repeat,
+        "turn": turn,
+        "ttft_ms": ttft_ms,
+        "num_cached_tokens": n if kind == "device" else 0,
+        "num_host_tokens": n if is_loaded else 0,
+        "num_disk_tokens": n if kind == "disk" else 0,
+        "bytes": 4_000_000 if is_loaded else 0,
+        "num_descriptors": 8 if is_loaded else 0,
+        "num_descriptors_merged": 4 if is_loaded else 0,
+        "load_ms": 5.0 if is_loaded else None,
+        "look_up_ms": 2.0 if is_loaded else None,
+        "move_ms": 2.0 if is_loaded else None,
+        "digest_ms": 1.0 if is_loaded else None,
+        "gb_per_s": 2.0 if is_loaded else None,
+        "memcpy_ms": 1.0 if is_loaded else None,
+        "offload_failure": "",
+        "token_ids": [5, 6],
+    }
+
+
+def _failures(job: ModuleType, rows: list[dict[str, Any]], judged_from: int | None) -> Any:
+    return job.failures({"requests": rows, "summary": job.summary(rows)}, judged_from=judged_from)
+
+
+GOOD = [("cold", 100.0), ("device", 10.0), ("host", 20.0), ("host per layer", 25.0), ("disk", 50.0)]
+
+
+def test_ratios_are_medians_of_those_within_a_repeat(job: ModuleType) -> None:
+    """The second repeat ran on a machine half as fast: no ratio changes."""
+    rows = [_row(kind, ms * (1 + repeat), repeat=repeat) for repeat in (0, 1) for kind, ms in GOOD]
+    rows += [_row("host", 22.0, turn=1), _row("host per layer", 44.0, turn=1)]
+    host = next(r for r in job.summary(rows) if r["kind"] == "host")
+    assert host["ttft_ms"] == 22.0
+    assert (host["ttft_min_ms"], host["ttft_max_ms"], host["num_repeats"]) == (20.0, 40.0, 3)
+    assert host["of_cold"] == pytest.approx(0.2)  # of 0.2, 0.2 and 0.22
+    assert host["of_per_layer"] == pytest.approx(0.8)  # of 0.8, 0.8 and 0.5
+    assert host["memcpy_gb_per_s"] == pytest.approx(4.0)
+    assert host["of_memcpy"] == pytest.approx(0.5)
+    cold = next(r for r in job.summary(rows) if r["kind"] == "cold")
+    assert cold["of_cold"] is None
+    assert cold["bytes"] is None
+
+
+def test_what_is_right_and_pays_has_no_failures(job: ModuleType) -> None:
+    rows = [_row(kind, ms) for kind, ms in GOOD]
+    assert _failures(job, rows, 512) == ([], [])
+    assert _failures(job, rows, None) == ([], [])
+    _, missed = _failures(job, rows, 1024)
+    assert missed == ["no prompt of 1024 tokens or more: nothing is judged"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ms", "missed"),
+    [
+        ("host", 100.0, ["1.00 of computing the prompt", "4.00 of one with per-layer pages"]),
+        ("host", 25.0, ["1.00 of one with per-layer pages"]),
+        ("host per layer", 19.0, ["1.05 of one with per-layer pages"]),
+        ("cold", 19.9, ["1.01 of computing the prompt"]),
+    ],
+)
+def test_a_host_hit_that_does_not_pay_is_missed(
+    job: ModuleType, kind: str, ms: float, missed: list[str]
+) -> None:
+    rows = [_row(k, ms if k == kind else other) for k, other in GOOD]
+    wrong, found = _failures(job, rows, 512)
+    assert wrong == []
+    assert found == [f"m, 512 tokens: a host hit takes {text}" for text in missed]
+    assert _failures(job, rows, None) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("host", {"token_ids": [5, 7]}, "tokens [5, 7], not [5, 6]"),
+        ("host", {"num_host_tokens": 496}, "496 host tokens, not 512"),
+        ("host", {"num_disk_tokens": 512}, "512 disk tokens, not 0"),
+        ("disk", {"num_disk_tokens": 0}, "0 disk tokens, not 512"),
+        ("cold", {"num_host_tokens": 512}, "512 host tokens, not 0"),
+        ("device", {"num_cached_tokens": 0}, "0 tokens in its own cache, not 512"),
+        ("host per layer", {"offload_failure": "deadline passed"}, "deadline passed"),
+    ],
+)
+def test_kv_from_elsewhere_and_other_tokens_are_wrong(
+    job: ModuleType, kind: str, change: dict[str, Any], told: str
+) -> None:
+    rows = [_row(k, ms) | (change if k == kind else {}) for k, ms in GOOD]
+    assert _failures(job, rows, None)[0] == [f"m, 512 tokens, {kind}, repeat 0: {told}"]
+
+
+@ray
+def test_a_small_run(
+    job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real engines and tiers. What a machine takes is not judged here."""
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / "out"
+    arguments = ["--quick", "--models", "gpt_oss", "--prompts", "128", "--hits", "2", "--out", str(out)]
+    options = job.parse_options(arguments)
+    assert options.repeats == 1
+    assert job.run_job(options) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    rows = pd.read_parquet(out / "requests.parquet")
+    counts = rows["kind"].value_counts().to_dict()
+    once = dict.fromkeys(("cold", "storing", "storing per layer", "disk", "disk per layer"), 1)
+    twice = ("device", "device per layer", "host", "host per layer")
+    assert counts == once | dict.fromkeys(twice, 2)
+    loaded = rows.set_index("kind")
+    # 8 blocks of the 2 full layers, and 3 of the 2 with a window of 45 tokens; keys and values of 2 heads of
+    # 16 elements of 4 bytes.
+    rows_moved = 2 * 128 + 2 * 45
+    assert set(loaded.loc["host", "num_descriptors"]) == {8 + 3}
+    assert set(loaded.loc["host per layer", "num_descriptors"]) == {2 * (8 + 3)}
+    for kind in ("host", "host per layer", "disk"):
+        moved = np.atleast_1d(loaded.loc[kind, "bytes"])
+        assert np.all(moved >= rows_moved * 2 * 2 * 16 * 4), kind
+        assert np.all(np.atleast_1d(loaded.loc[kind, "load_ms"]) < np.atleast_1d(loaded.loc[kind, "ttft_ms"]))
+    assert (out / "report.md").read_text() == shown
+    assert "ttft-gpt_oss" in (out / "report.html").read_text()
+    assert not list(out.glob("pages-*")), "pages on disk are left behind"
