@@ -230,16 +230,19 @@ class OffloadSpec(StrictModel):
     """Of the disk tier; None: there is none."""
     disk_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     keep: Literal["cell", "run"] = "cell"
-    """Whether the pages of one cell are forgotten before the next begins. Those on disk stay."""
+    """Whether the pages of one cell in host memory are forgotten before the next begins. Those on disk
+    stay."""
 
-    def settings(self) -> OffloadSettings | None:
-        """For tiers and engines; None where there is no host tier."""
+    def settings(self, *, transfer_s: float = 30.0, request_s: float = 90.0) -> OffloadSettings | None:
+        """For tiers and engines; None where there is no host tier. Deadlines of one store or load, and of a
+        request, for which what was offered or swapped out is kept."""
         if not self.host_gib:
             return None
         own = self.model_dump(exclude={"host_gib", "disk_gib", "keep"})
         sizes = {"host_bytes": int(self.host_gib * 2**30), "disk_bytes": int(self.disk_gib * 2**30)}
         folder = None if self.disk_folder is None else str(Path(self.disk_folder).resolve())
-        return OffloadSettings(**(own | sizes | {"disk_folder": folder}))
+        limits = {"transfer_s": transfer_s, "lease_s": request_s + transfer_s}
+        return OffloadSettings(**(own | sizes | limits | {"disk_folder": folder}))
 
 
 class ArrivalSpec(StrictModel):
