@@ -1,0 +1,278 @@
+"""A server whose engines swap all the time, under many streaming clients: each answer compared with
+transformers' tokens; also while its host tier is killed.
+
+    python jobs/serve_swap.py [--clients 64] [--requests 400] [--kills 2] [--out DIR]
+
+Aggregated engines, one of each TP size, share a host tier (`rayk serve`, on a local Ray cluster of this job).
+Their pools hold the blocks of few requests and their batches have rows for many, so requests are preempted
+and swapped out and in without end. First the load runs in peace, then once more while the tier's process is
+killed again and again. No token may be wrong, no request lost, requests must have been swapped, every kill
+must have been seen by every engine, and in the end every block must be free.
+
+Exit status 1 when any of this does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from serve_bench import stop, wait_ready  # noqa: E402
+from serve_stress import CHECKPOINTS, GRACE_S, Run, look_at_the_end, only_fleet, prepare  # noqa: E402
+from stress_chaos import until_told, until_true  # noqa: E402
+from stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
+
+from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.reports import collect_environment  # noqa: E402
+from rayk.reports.files import write_text  # noqa: E402
+from rayk.reports.md_table import markdown_table  # noqa: E402
+from rayk.reports.page import Column, claim_folder, text_rows, write_tables  # noqa: E402
+from rayk.types.errors import DeadlineExceeded  # noqa: E402
+
+TABLES = ("swaps", "requests")
+REOPEN_S = 120.0
+"""How long another tier may take to be there, with every engine."""
+COUNTERS = ("swaps", "swaps_failed", "swapped_out_bytes", "swapped_in_bytes", "loads", "tier_losses")
+SWAPS = (
+    Column(title="load", key="load"),
+    Column(title="kills of the tier", key="num_kills", spec=",d"),
+    Column(title="requests", key="num_requests", spec=",d"),
+    Column(title="right", key="num_right", spec=",d"),
+    Column(title="near ties", key="num_near_tie", spec=",d"),
+    Column(title="error", key="num_failed", spec=",d"),
+    Column(title="wrong", key="num_wrong", spec=",d"),
+    Column(title="hung", key="num_hung", spec=",d"),
+    Column(title="swapped out", key="swaps", spec=",d"),
+    Column(title="computed again", key="swaps_failed", spec=",d"),
+    Column(title="MB out", key="out_mb", spec=",.1f"),
+    Column(title="MB in", key="in_mb", spec=",.1f"),
+    Column(title="prompts loaded", key="loads", spec=",d"),
+    Column(title="tokens/s", key="tokens_per_s", spec=",.0f"),
+    Column(title="TTFT p50, s", key="ttft_s_p50", spec=".2f"),
+    Column(title="E2E p99, s", key="e2e_s_p99", spec=".2f"),
+    Column(title="blocks held at the end", key="num_blocks_held", spec=",d"),
+)
+
+
+@asynccontextmanager
+async def serving(options: argparse.Namespace, address: str) -> AsyncIterator[str]:
+    """A server's URL; it ends with the block."""
+    log = options.out / "server.log"
+    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(CHECKPOINTS / options.family)]
+    command += ["--port", "0", "--address", address, "--http", "uvicorn", "--device", options.device]
+    command += ["--mode", "aggregated", "--prefill-tp", options.tp, "--dtype", "float32"]
+    command += ["--request-timeout", str(options.request_s)]
+    for text in (
+        f"engine.num_blocks={options.num_blocks}",
+        f"engine.max_seqs={options.max_seqs}",
+        f"offload.host_gib={options.host_gib}",
+        *("offload.swap=always", "offload.load=always"),
+        *options.overrides,
+    ):
+        command.append(f"--set={text}")
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            yield await asyncio.to_thread(wait_ready, process, options.start_s, log)
+        finally:
+            await asyncio.to_thread(stop, process)
+
+
+async def counters(fleet: Any) -> dict[str, Counter[str]]:
+    """What each engine counted of its offloading."""
+    engines = await until_told(lambda: fleet.engines.remote(), "how engines are")
+    return {e.name: Counter({n: int((e.offload or {}).get(n, 0)) for n in COUNTERS}) for e in engines}
+
+
+async def kill_tier(fleet: Any, num_before: int) -> None:
+    """And wait until every engine has seen that, and has another. Raises DeadlineExceeded."""
+
+    async def pids() -> set[int]:
+        told = await until_told(lambda: fleet.tiers.remote(), "the host tier")
+        return {tier["pid"] for tier in told.values()}
+
+    old = await pids()
+    for pid in old:
+        os.kill(pid, signal.SIGKILL)
+
+    async def is_replaced() -> bool:
+        now, seen = await pids(), await counters(fleet)
+        return bool(now) and not now & old and all(c["tier_losses"] > num_before for c in seen.values())
+
+    if not await until_true(is_replaced, REOPEN_S):
+        seen = {name: dict(counts) for name, counts in (await counters(fleet)).items()}
+        raise DeadlineExceeded("another host tier", REOPEN_S, {"before": old, "now": await pids()} | seen)
+
+
+async def go(
+    load: str, clients: Clients, cases: Any, fleet: Any, num_kills: int, options: argparse.Namespace
+) -> tuple[Run, dict[str, Any]]:
+    """One load, to its end, and what engines counted meanwhile."""
+    run = Run(family=options.family, began_ns=time.monotonic_ns())
+    before, first = await counters(fleet), len(clients.met)
+    running = asyncio.create_task(
+        clients.run(options.clients, itertools.islice(cases, options.requests)), name=load
+    )
+    done = 0
+    try:
+        for number in range(num_kills):
+            wanted = first + options.requests * (number + 1) // (num_kills + 1)
+            while len(clients.met) < wanted and not running.done():
+                await asyncio.sleep(0.05)
+            await kill_tier(fleet, number + min(c["tier_losses"] for c in before.values()))
+            done += 1
+    finally:
+        await running
+    run.ended_ns, run.met = time.monotonic_ns(), clients.met[first:]
+    after = await counters(fleet)
+    await look_at_the_end(fleet, run)
+    told = {n: sum(after[e][n] - before[e][n] for e in after) for n in COUNTERS}
+    return run, {"load": load, "num_kills": done, **told}
+
+
+async def serve_and_ask(
+    prompts: Sequence[Sequence[int]], options: argparse.Namespace, address: str
+) -> list[tuple[Run, dict[str, Any]]]:
+    """Both loads on one server."""
+    async with serving(options, address) as url:
+        fleet = await only_fleet()
+        clients = Clients(url, options.family, prompts, options.request_s + GRACE_S)
+        cases = draw_cases(len(prompts), options.max_tokens, 0.0, options.seed)
+        found = [await go("in peace", clients, cases, fleet, 0, options)]
+        if options.kills:
+            found.append(await go("tier killed", clients, cases, fleet, options.kills, options))
+    return found
+
+
+def row_of(run: Run, told: Mapping[str, Any], verdicts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """One load."""
+    counts = Counter(verdict for verdict, _ in verdicts)
+    answered = [m.observed for m, (v, _) in zip(run.met, verdicts, strict=True) if v in ("right", "near_tie")]
+    seconds = (run.ended_ns - run.began_ns) / 1e9
+    return {
+        **told,
+        "num_requests": len(verdicts),
+        **{f"num_{v}": counts[v] for v in ("right", "near_tie", "failed", "wrong", "hung")},
+        "out_mb": told["swapped_out_bytes"] / 1e6,
+        "in_mb": told["swapped_in_bytes"] / 1e6,
+        "tokens_per_s": sum(len(m.observed.output_token_ids) for m in run.met) / seconds,
+        "ttft_s_p50": percentile([(o.chunk_ns[0] - o.sent_ns) / 1e9 for o in answered], 50),
+        "e2e_s_p99": percentile([(o.ended_ns - o.sent_ns) / 1e9 for o in answered], 99),
+        "num_blocks_held": sum(total - 1 - free for free, total in run.blocks.values()),
+        "num_engines": len(run.blocks),
+    }
+
+
+def failures(rows: Sequence[Mapping[str, Any]], num_requests: int, num_kills: int) -> list[str]:
+    """What must not be."""
+    found = []
+    for row in rows:
+        name = row["load"]
+        for what in ("failed", "wrong", "hung"):
+            if row[f"num_{what}"]:
+                found.append(f"{name}: {row[f'num_{what}']} requests {what}")
+        if row["num_requests"] != num_requests:
+            found.append(f"{name}: {row['num_requests']} of {num_requests} requests ended")
+        if not row["swaps"] or not row["swapped_in_bytes"]:
+            found.append(f"{name}: nobody was swapped out and in")
+        if row["num_blocks_held"] or not row["num_engines"]:
+            found.append(f"{name}: {row['num_blocks_held']} blocks are held at the end")
+        wanted = num_kills if name == "tier killed" else 0
+        if row["num_kills"] != wanted or row["tier_losses"] != wanted * row["num_engines"]:
+            found.append(f"{name}: engines lost their tier {row['tier_losses']} times in {wanted} kills")
+    return found
+
+
+def run_job(options: argparse.Namespace) -> int:
+    """Run, write, print; the exit status."""
+    from rayk.actors import launch
+
+    now = datetime.datetime.now().astimezone()
+    options.out = options.out or Path("runs") / f"serve-swap-{now:%Y%m%d-%H%M%S}"
+    claim_folder(options.out, TABLES)
+    environment = collect_environment(command=sys.argv, seeds={"prompts and load": options.seed})
+    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
+    prompts, expected, references = prepare(options.family, options)
+    with launch.connect(options.address) as address:
+        found = asyncio.run(serve_and_ask(prompts, options, address))
+    tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
+    for run, told in found:
+        cases = [(m, m.case.prompt_index) for m in run.met]
+        verdicts = [judge(m, prompts[i], expected[i], references) for m, i in cases]
+        tables["swaps"].append(row_of(run, told, verdicts))
+        tables["requests"] += [
+            {"load": told["load"], "prompt_index": i, "verdict": verdict, "why": why}
+            for (_, i), (verdict, why) in zip(cases, verdicts, strict=True)
+        ]
+    write_tables(tables, options.out)
+    table = markdown_table([c.title for c in SWAPS], text_rows(SWAPS, tables["swaps"]))
+    text = "\n".join([about(options), "", *table])
+    write_text(options.out / "report.md", text + "\n")
+    print(text)
+    wrong = failures(tables["swaps"], options.requests, options.kills)
+    print("\n".join([*wrong, f"tables: {options.out}"]), file=sys.stderr)
+    return int(bool(wrong))
+
+
+def about(options: argparse.Namespace) -> str:
+    """The load, in words."""
+    return (
+        f"{options.clients} streaming clients in a closed load; {options.prompts} prompts of 4 to "
+        f"{options.longest} tokens, answers of {options.max_tokens // 2} to {options.max_tokens}; aggregated "
+        f"engines of TP {options.tp} with {options.num_blocks} blocks of 16 tokens and {options.max_seqs} "
+        f"rows each; one host tier of {options.host_gib:g} GiB; float32; seed {options.seed}."
+    )
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def option(name: str, text: str, **more: Any) -> None:
+        parser.add_argument(name, help=f"{text} (default: %(default)s)", **more)
+
+    option("--family", "of the model", default="qwen3")
+    option("--clients", "at once", type=int, default=64)
+    option("--requests", "of each load", type=int, default=400)
+    option("--kills", "of the host tier in the second load; 0: there is none", type=int, default=2)
+    option("--prompts", "distinct ones, at least 2", type=int, default=40)
+    option("--longest", "tokens of the longest prompt", type=int, default=160)
+    option("--max-tokens", "of the longest answer, at least 8", type=int, default=64)
+    option("--tp", "of the engines, one of each size", default="1,2")
+    option("--num-blocks", "of each engine", type=int, default=24)
+    option("--max-seqs", "rows of each engine", type=int, default=16)
+    option("--host-gib", "of the host tier", type=float, default=0.1)
+    option("--request-s", "what a request may last", type=float, default=180.0)
+    option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
+    option("--device", "of the engines", default="cpu", choices=["auto", "cpu", "cuda"])
+    option("--seed", "of prompts and load", type=int, default=0)
+    option("--start-s", "seconds the server may take to start", type=float, default=300.0)
+    option("--address", "Ray cluster with no server; its workers must be this machine's, else a local one")
+    option("--out", "folder of the results; else runs/serve-swap-<time>", type=Path)
+    options = parser.parse_args(arguments)
+    if options.prompts < 2 or options.max_tokens < 8 or options.longest < 4:
+        parser.error("--prompts is at least 2, --max-tokens 8 and --longest 4")
+    return options
+
+
+if __name__ == "__main__":
+    chosen = parse_options()
+    sys.exit(run_guarded(lambda: run_job(chosen)))
