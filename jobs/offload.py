@@ -170,7 +170,7 @@ class Run:
         for n, prompt in prompts.items():
             for kinds in (COMPUTING, FOUND):
                 for turn in range(self.options.hits if kinds is FOUND else 1):
-                    for kind, name in _rotated(kinds, number + turn):
+                    for kind, name in _in_turn(kinds, number + turn):
                         await self._ask(number, turn, n, kind, name, prompt)
                 for name in kinds.values():
                     await self.deployment.settle(name)
@@ -178,7 +178,7 @@ class Run:
             await self.deployment.restart(tier)
         drop_page_cache(self.folder)
         for n, prompt in prompts.items():
-            for kind, name in _rotated(ON_DISK, number):
+            for kind, name in _in_turn(ON_DISK, number):
                 await self._ask(number, 0, n, kind, name, prompt)
                 await self.deployment.settle(name)
 
@@ -192,10 +192,11 @@ class Run:
         self.rows.append(row)
 
 
-def _rotated(kinds: Mapping[str, str], by: int) -> Iterator[tuple[str, str]]:
-    """All of them, another one first in each repeat."""
+def _in_turn(kinds: Mapping[str, str], turn: int) -> Iterator[tuple[str, str]]:
+    """All of them, in every other turn from the last to the first: what one leaves behind, such as a
+    processor that is awake, is not always the same one's gain."""
     items = list(kinds.items())
-    yield from (items[(i + by) % len(items)] for i in range(len(items)))
+    yield from reversed(items) if turn % 2 else items
 
 
 def _measured(answer: Answer) -> dict[str, Any]:
