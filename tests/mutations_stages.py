@@ -13,6 +13,34 @@ PAIRS = "tests/reports/test_tp_pairs.py"
 
 STAGE_TIMES = (
     Mutation(
+        "time at the host tier passes for time in the queue",
+        "rayk/actors/flight.py",
+        '("lookup", "found_ns")',
+        '("prefill_queue", "found_ns")',
+        f"{TIMES}::test_what_a_prompt_waits_for_the_host_tier_is_told",
+    ),
+    Mutation(
+        "a request that is swapped out decodes meanwhile",
+        "rayk/actors/flight.py",
+        'at_ns - info["swap_ns"])',
+        "at_ns)",
+        f"{TIMES}::test_a_swapped_request_is_away_neither_computing_nor_decoding",
+    ),
+    Mutation(
+        "what the host tier moves counts as handed over",
+        "rayk/reports/columns.py",
+        't.purpose == "handover"]',
+        "t.purpose]",
+        "tests/experiments/test_offloaded.py::test_what_the_tier_moves_is_no_hand_over",
+    ),
+    Mutation(
+        "a cell's row has what a host tier counted in cells before",
+        "rayk/experiments/offloaded.py",
+        "after.get(name, 0) - before.get(name, 0)",
+        "after.get(name, 0)",
+        "tests/experiments/test_offloaded.py::test_counters_are_those_of_the_cell_over_all_engines_and_repeats",
+    ),
+    Mutation(
         "a stage that comes again forgets the first",
         "rayk/actors/stage_clock.py",
         "self._row.stage_ns.get(stage, 0) + length_ns",
