@@ -113,7 +113,11 @@ async def kill_tier(fleet: Any, num_before: int) -> None:
 
     async def is_replaced() -> bool:
         now, seen = await pids(), await counters(fleet)
-        return bool(now) and not now & old and all(c["tier_losses"] > num_before for c in seen.values())
+        engines = await until_told(lambda: fleet.engines.remote(), "how engines are")
+        # One that has no tier yet would not see the next kill.
+        have_one = all((e.offload or {}).get("why_off") == "" for e in engines)
+        has_seen = all(c["tier_losses"] > num_before for c in seen.values())
+        return bool(now) and not now & old and have_one and has_seen
 
     if not await until_true(is_replaced, REOPEN_S):
         seen = {name: dict(counts) for name, counts in (await counters(fleet)).items()}
