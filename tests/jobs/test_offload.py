@@ -151,6 +151,7 @@ def test_a_small_run(
         moved = np.atleast_1d(loaded.loc[kind, "bytes"])
         assert np.all(moved >= rows_moved * 2 * 2 * 16 * 4), kind
         assert np.all(np.atleast_1d(loaded.loc[kind, "load_ms"]) < np.atleast_1d(loaded.loc[kind, "ttft_ms"]))
-    assert (out / "report.md").read_text() == shown
+    # Ray says before it that processes ended: the tiers, which are killed.
+    assert shown.endswith((out / "report.md").read_text())
     assert "ttft-gpt_oss" in (out / "report.html").read_text()
     assert not list(out.glob("pages-*")), "pages on disk are left behind"
