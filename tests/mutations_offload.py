@@ -141,7 +141,7 @@ OFFLOADED = (
     Mutation(
         "a page of a window's last rows is named as a whole one",
         PAGES,
-        "since if any(since) else ()",
+        "rows if any(rows) else ()",
         "()",
         f"{ROWS}::test_rows_that_were_never_stored_are_not_served",
     ),

@@ -92,6 +92,10 @@ class PrefixCache:
         """Blocks that can be found."""
         return tuple(self._names)
 
+    def find(self, group: int, key: bytes) -> int | None:
+        """The block of this name; None where there is none."""
+        return self._blocks[group].get(key)
+
     def since_of(self, block: int) -> Since:
         """From where on a block that can be found holds rows, by lane; 0 where all."""
         return self._since[block]

@@ -165,10 +165,10 @@ class DiskTier:
         """Pages that are there, the least recently used first."""
         return tuple(self._held)
 
-    def clear(self) -> None:
-        """Remove every page that nobody reads."""
-        for name in [name for name, held in self._held.items() if not held.num_readers]:
-            self._remove(name)
+    @property
+    def queue_bytes(self) -> int:
+        """Of pages that may be put now."""
+        return max(0, self._max_queued - self._queued)
 
     def status(self) -> dict[str, Any]:
         """Counters and sizes, for people."""

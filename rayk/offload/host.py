@@ -76,12 +76,13 @@ def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> 
     """Where everything lies in a tier of `host_bytes`. Raises UserError where not even two blocks fit."""
     layout = KVCacheLayout(settings.layout)
     block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
-    num_blocks = settings.host_bytes // block_bytes
-    if num_blocks < 2:
+    num_blocks, least = settings.host_bytes // block_bytes, 1 + len(groups)
+    if num_blocks < least:
         raise UserError(
-            f"a host tier of {settings.host_bytes:,} bytes has no room for two blocks of {block_bytes:,}",
+            f"a host tier of {settings.host_bytes:,} bytes has no room for {least} blocks, one of each group "
+            f"and the null block, of {block_bytes:,} bytes each",
             where="offload.host_gib",
-            mend=f"at least {2 * block_bytes / 2**30:.6f}",
+            mend=f"at least {least * block_bytes / 2**30:.6f}",
         )
     return plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=num_blocks)
 
@@ -196,7 +197,7 @@ class HostTier:
         updates = self.manager.reserve_live(name, num_tokens, held)
         if updates is None:
             self.manager.free(name)
-            self._refuse(storing, "no room: everything here is being read or kept")
+            self._refuse(storing, "no room: what is not being read, kept or part of it is too little")
             return
         tables = tuple(ids for _, ids in updates)
         here = {block for blocks in held.blocks for block in blocks}
@@ -281,8 +282,7 @@ class HostTier:
         ask, name = storing.ask, storing.ask.ticket.request_id
         self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens)
         if self.pages is not None:
-            num_tokens = ask.ticket.num_tokens
-            self.pages.write(self.caches, self.manager, name, ask.token_ids, num_tokens, storing.held_tokens)
+            self.pages.write(self.caches, self.manager, name, ask.token_ids, ask.ticket.num_tokens)
         if ask.keep_as is None:
             self.manager.free(name)
             return
@@ -426,11 +426,9 @@ class HostTier:
         self.manager.release(lease_id)
 
     def clear(self) -> None:
-        """Forget every page that nobody holds, in host memory and on disk: the next search finds none."""
+        """Forget every page in host memory that nobody holds; those on disk stay."""
         assert self.manager.prefixes is not None
         self.manager.forget_all()
-        if self.pages is not None:
-            self.pages.clear()
 
     def status(self) -> dict[str, object]:
         """What it holds, and what came of what it was asked."""

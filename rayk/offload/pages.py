@@ -7,8 +7,8 @@ then says from which on, by lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ from rayk.offload.page_file import PageIdentity, PageName
 Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, bytes, int]
 """(group, key, block)."""
+MIN_KNOWN = 1024
+"""Evicted pages are forgotten when they are more than those that are there, and than so many."""
 
 
 def identity_of(groups: Sequence[KVCacheGroup], fingerprint: dict[str, str]) -> PageIdentity:
@@ -78,40 +80,48 @@ class DiskPages:
         name: str,
         token_ids: Sequence[int],
         num_tokens: int,
-        held_tokens: int,
     ) -> None:
-        """Queue the named blocks of a sequence behind its first `held_tokens`, as far as the queue takes them
-        and they are not there."""
+        """Queue the named blocks of a sequence that are not there, from its beginning on as far as the queue
+        takes them: what it has no room for now is asked for again by the sequence's next store."""
+        if self._disk.state != "on":
+            return
+        missing = sorted(self._missing(caches, manager, name, token_ids, num_tokens), key=lambda m: m[0])
+        room, chosen = self._disk.queue_bytes, []
+        for _, geometry, page, block in missing:
+            room -= self._disk.identity.page_bytes[page.group]
+            if room < 0:
+                break
+            chosen.append((geometry, page, block))
+        # The last is written first and goes first: what comes early in a sequence is worth more.
+        for geometry, page, block in reversed(chosen):
+            self._disk.put(page, gather(caches, geometry, block), partial(self._written, page))
+
+    def _missing(
+        self,
+        caches: CanonicalKVCaches,
+        manager: KVCacheManager,
+        name: str,
+        token_ids: Sequence[int],
+        num_tokens: int,
+    ) -> Iterator[tuple[int, GroupGeometry, PageName, int]]:
+        """(tokens up to its end, geometry, page, block) of named blocks whose rows are not on disk."""
         assert manager.prefixes is not None
         keys = manager.prefix_keys(name, token_ids, num_tokens)
         for g, table in zip(caches.geometry.groups, manager.block_tables(name), strict=True):
-            size, index = g.block_size, g.group.index
-            for i in range(held_tokens // size, num_tokens // size):
-                block = table[i]
-                if block == NULL_BLOCK or block not in manager.prefixes:
+            for end, own in zip(range(g.block_size, num_tokens + 1, g.block_size), table, strict=False):
+                # Another block of the same name may have been there before.
+                block = manager.prefixes.find(g.group.index, keys[end])
+                if own == NULL_BLOCK or block is None:
                     continue
-                since = manager.prefixes.since_of(block)
-                self._put(caches, g, index, keys[(i + 1) * size], block, since if any(since) else ())
+                rows = manager.prefixes.since_of(block)
+                since = rows if any(rows) else ()
+                known = self.since(g.group.index, keys[end])
+                if known is None or (known and known != since):
+                    yield end, g, PageName(g.group.index, keys[end], since), block
 
-    def _put(
-        self,
-        caches: CanonicalKVCaches,
-        geometry: GroupGeometry,
-        group: int,
-        key: bytes,
-        block: int,
-        since: Since,
-    ) -> None:
-        known = self.since(group, key)
-        if self._disk.state != "on" or (known is not None and (not known or known == since)):
-            return
-        name = PageName(group, key, since)
-
-        def written(is_there: bool) -> None:
-            if is_there:
-                self._note(name)
-
-        self._disk.put(name, gather(caches, geometry, block), written)
+    def _written(self, page: PageName, is_there: bool) -> None:
+        if is_there:
+            self._note(page)
 
     def read(
         self,
@@ -137,16 +147,14 @@ class DiskPages:
                 sum(sizes) - sum(p.nbytes for p, n in zip(pages, names, strict=True) if n in gone),
             )
 
-        self._disk.get(names, pages, arrived)
+        # Used last means kept longest: the first of a sequence.
+        self._disk.get(names[::-1], pages[::-1], arrived)
 
     def turn(self) -> None:
         """What reads and writes came to."""
         self._disk.turn()
-
-    def clear(self) -> None:
-        """Forget every page."""
-        self._disk.clear()
-        self._known.clear()
+        if len(self._known) > 2 * len(self._disk) + MIN_KNOWN:
+            self._known = {at: rows for at, rows in self._known.items() if PageName(*at, rows) in self._disk}
 
     def status(self) -> dict[str, object]:
         """See DiskTier.status."""

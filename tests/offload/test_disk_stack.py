@@ -69,7 +69,7 @@ def test_a_thousand_flipped_bits_cost_no_answer(case: Case, tmp_path: Path) -> N
         assert disk["state"] == "on"
         assert sum(n for name, n in disk.items() if name.startswith("bad_")) > NUM_FLIPS / 2
         assert num_loaded > 1000
-        assert disk["pages_read"] > disk["bad_flipped"]
+        assert disk["pages_read"] > NUM_FLIPS / 4, "others were served"
         told = [engine.offloading.counts for engine in node.engines]
         assert sum(t["lost_pages"] for t in told) > NUM_FLIPS / 2
         assert all(t["loads_failed"] == 0 for t in told), "what is lent is right"

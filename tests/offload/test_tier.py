@@ -102,7 +102,7 @@ def test_no_room_where_all_is_read_or_kept() -> None:
     offered = node.ask(engine, tokens_of(1, N))
     refused = store(node, other, 2)
     assert not refused.ok
-    assert refused.reason == "no room: everything here is being read or kept"
+    assert refused.reason == "no room: what is not being read, kept or part of it is too little"
     assert (refused.num_tokens, refused.num_bytes) == (0, 0)
     assert node.tier.status()["num_used_blocks"] == 2 * N // 16
     node.take(engine, offered)
@@ -113,7 +113,7 @@ def test_no_room_where_all_is_read_or_kept() -> None:
 
 
 def test_a_tier_without_room_for_two_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match="has no room for two blocks") as error:
+    with pytest.raises(UserError, match="has no room for 2 blocks") as error:
         open_node("full", num_blocks=1).add(Kind())
     assert error.value.where == "offload.host_gib"
 
