@@ -91,7 +91,8 @@ class Fleet:
         """Producer and its epoch, consumer and its epoch."""
         self._lenders: set[tuple[str, int]] = set()
         """Engines and their epochs whose memory others read."""
-        offload = settings.offload.settings()
+        limits = {"transfer_s": settings.transfer_s, "request_s": settings.request_s}
+        offload = settings.offload.settings(**limits)
         self._tiers = None if offload is None else HostTiers(name, offload, reopens=True)
         self._wiring = asyncio.Lock()
         told = (self.place, self.tell, self.leave, self.roster, self.health, self.engines, self.set_role)
@@ -342,7 +343,7 @@ class Fleet:
             push=push_settings(transfer),
             spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
             notices_deaths=True,
-            offload=settings.offload.settings(),
+            offload=None if self._tiers is None else self._tiers.settings,
         )
 
     async def _join(self, member: Member) -> None:

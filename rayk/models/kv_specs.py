@@ -25,6 +25,7 @@ from rayk.kv.specs import (
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, LayerConfig
     from rayk.types.config import EngineConfig
+    from rayk.types.offload import OffloadSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,18 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
     """The KV groups that the engine forms, their blocks grown."""
     return group_layers(engine_specs(engine, config), engine_specs(replace(engine, hybrid_kv=True), config))
+
+
+def tier_groups(
+    engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings
+) -> tuple[KVCacheGroup, ...]:
+    """The KV groups of a host tier behind engines like this one: those of an engine of the tier's block
+    sizes, whose states are as far apart as its blocks of attention are long."""
+    own = {"tp": 1, "block_size": settings.block_size}
+    like = replace(engine, **own, kernel_block_size=None, kernel_block_sizes=())  # type: ignore[arg-type]
+    groups = engine_groups(like, config)
+    rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=settings.block_size)
+    return engine_groups(replace(like, state_block_size=settings.state_block_size or rows), config)
 
 
 def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rayk.kv.geometry import layout_veto, plan_rank
+from rayk.kv.layout import KVCacheLayout
 from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import tier_groups
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import check_fits_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
@@ -51,6 +54,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         return  # unsupported: there is no cache that the rest could be held against
     check_kernel_blocks(cell, config, loaded)
     check_layer_backends(cell, config, loaded)
+    _check_tier(cell, config, loaded)
     for fault in cell.faults:
         check_fault(fault, cell, loaded)
 
@@ -120,6 +124,37 @@ def _check_path(cell: Cell, loaded: LoadedSpec) -> None:
             problem="transfer.path: host with transfer.mode: push: a host tier reads what it keeps",
             where=loaded.where("transfer.path"),
             mend="transfer: {mode: pull}, or path: direct",
+        )
+
+
+def _check_tier(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
+    """Refuse a host tier that cannot hold a block of every group, or not in its layout; and a way through it
+    between engines whose pages mean different things."""
+    settings = cell.spec.offload.settings()
+    if settings is None:
+        return
+    layout = KVCacheLayout(settings.layout)
+    for engine in cell.engines:
+        groups = tier_groups(engine, config, settings)
+        veto = layout_veto(groups, layout)
+        if veto is not None:
+            where, mend = loaded.where("offload.layout"), "offload: {layout: BHLNC}"
+            raise SpecError(problem=f"the host tier: {veto}", where=where, mend=mend)
+        block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+        least = (1 + len(groups)) * block_bytes
+        if settings.host_bytes < least:
+            raise SpecError(
+                problem=f"a host tier of {settings.host_bytes:,} bytes cannot hold a block of each of "
+                f"{len(groups)} KV groups and the null block, of {block_bytes:,} bytes each",
+                where=loaded.where("offload.host_gib"),
+                mend=f"offload: {{host_gib: {least / 2**30:.6f}}} or more",
+            )
+    kinds = {(e.dtype, e.kv_dtype, e.kv_scales, e.hybrid_kv) for e in cell.engines}
+    if cell.decode is not None and cell.spec.transfer.path == "host" and len(kinds) > 1:
+        raise SpecError(
+            problem="transfer.path: host, and KV formats or groups of the engines differ: no tier is both's",
+            where=loaded.where("transfer.path"),
+            mend="transfer: {path: direct}, or one kv_dtype, kv_scales and hybrid_kv for both sides",
         )
 
 

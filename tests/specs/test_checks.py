@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rayk.actors.coordinator import _offload_of
 from rayk.kv.groups import group_layers
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import ExpertsConfig, RopeConfig
@@ -335,3 +336,26 @@ def test_staging_of_what_is_pushed_is_refused_unless_other_cells_pull() -> None:
     plan(transfer={"mode": "pull", "staging": "always"})
     plan(transfer={"staging": "always"}, matrix={"transfer.mode": ["pull", "push"]})
     plan(transfer={"mode": "push", "staging": "always"}, mode="aggregated")
+
+
+def test_a_host_tier_must_hold_a_block_of_each_group() -> None:
+    """Too small a tier, a layout that its groups cannot share, and a way through it that joins nobody."""
+    with pytest.raises(SpecError, match=r"cannot hold a block of each of 1 KV groups.*\n.*host_gib: 0\.0000"):
+        plan(offload={"host_gib": 1e-6})
+    assert plan(offload={"host_gib": 0.001})
+    with pytest.raises(SpecError, match="transfer.path: host without a host tier"):
+        plan(transfer={"path": "host"})
+    tier = {"offload": {"host_gib": 0.1}, "transfer": {"path": "host"}}
+    assert plan(**tier)
+    with pytest.raises(SpecError, match="no tier is both's"):
+        plan(**tier, decode={"kv_dtype": "fp8_e4m3"}, checks=["kv_bytes"])
+    with pytest.raises(SpecError, match="a host tier reads what it keeps"):
+        plan(offload={"host_gib": 0.1}, transfer={"path": "host", "mode": "push"})
+
+
+def test_deadlines_reach_the_host_tier() -> None:
+    """A store or load lasts no longer than a transfer, and what is offered as long as a request may."""
+    ((cell, _),) = plan(offload={"host_gib": 1}, deadlines={"transfer_s": 7, "request_s": 40})
+    found = _offload_of(cell)
+    assert found is not None
+    assert (found.transfer_s, found.lease_s) == (7, 47)
