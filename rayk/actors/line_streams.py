@@ -43,7 +43,8 @@ class LineStreams:
                 if not first and not batch[-1].is_last:
                     await asyncio.sleep(self.flush_s)
                     batch += events.take()
-                first, is_over = False, batch[-1].is_last
+                first = first and not any(event.token_ids for event in batch)
+                is_over = batch[-1].is_last
                 yield Last(batch) if is_over else batch
         finally:
             if not is_over:

@@ -215,8 +215,8 @@ class Worker:
             raise DeadlineExceeded(f"{type(command).__name__} on {self.name}", timeout_s) from None
 
     def generate(self, request: Request, **arguments: Any) -> Iterator[list[RequestEvent]]:
-        """Run a request (see `_submit`) and yield its events as they come, the first at once and later ones
-        gathered."""
+        """Run a request (see `_submit`) and yield its events as they come: those up to its first token at
+        once, later ones gathered."""
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         engine = self._spec.engine if self._spec is not None else self.name
         phases = phases_of(request.request_id, engine, arguments["mode"])
@@ -230,7 +230,8 @@ class Worker:
                 while not events.empty():
                     batch.append(events.get())
                 phases.see(batch)
-                first, is_over = False, batch[-1].is_last
+                first = first and not any(event.token_ids for event in batch)
+                is_over = batch[-1].is_last
                 yield batch
         finally:
             phases.end()
