@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from rayk.types.offload import OffloadSettings
     from rayk.types.request import Request
 
+LOAD_S, PATIENCE = 2.0, 20.0
+"""A load may take so long, or so many times as long as expected; then the prompt is computed."""
 ANSWER_S = 2.0
 """A tier that takes longer to say what it has is not waited for: the prompt is computed."""
 MAX_UNANSWERED = 4
@@ -183,7 +185,8 @@ class Offloading:
             return
         num_bytes = self.side.bytes_of(ticket.num_tokens, ticket.first_row)
         num_new = ticket.num_tokens - looking.num_here
-        if not self.costs.load(num_bytes, num_new, self.side.settings.load).moves:
+        choice = self.costs.load(num_bytes, num_new, self.side.settings.load)
+        if not choice.moves:
             self.counts["loads_declined"] += 1
             self._decline(ticket)
             looking.begin()
@@ -193,7 +196,9 @@ class Offloading:
             self._loaded(looking, answer, num_valid, failure, info)
 
         now, settings = time.monotonic_ns(), self.side.settings
-        limits = settings.transfer_s, settings.lease_s / 2
+        # Computing it is always a way out: a read that stands still is not waited for long.
+        patience_s = min(settings.transfer_s, max(LOAD_S, PATIENCE * choice.move_ns / 1e9))
+        limits = patience_s, settings.lease_s / 2
         more: dict[str, Any] = {"recompute": True, "taken_ns": now, "arrived": arrived}
         self._receiving.queue(Incoming(looking.request, ticket, (), *limits, now, **more))
 
