@@ -32,6 +32,7 @@ from rayk.transfer.fault_table import RANK_KINDS
 from rayk.transfer.staging import StagingSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.offload import OffloadSettings
 
 END_S = 20.0
 """Deadline for all of them together."""
@@ -149,18 +150,19 @@ class Coordinator:
 
     async def _attach_all(self, cell: Cell) -> None:
         """Give the cell's engines their nodes' host tiers, if it has any."""
-        settings = cell.spec.offload.settings()
+        settings = _offload_of(cell)
         if self._tiers is not None and self._tiers.settings != settings:
             await self._tiers.close()
             self._tiers = None
         if settings is None:
             return
         if self._tiers is None:
-            self._tiers = HostTiers(self.name, settings)
+            self._tiers = HostTiers(f"{self.name}/{self._epoch}", settings)
         elif cell.spec.offload.keep == "cell":
             await self._tiers.clear()
         for engine in self._in_use:
             await self._tiers.attach(engine, self._nodes[engine.name].node_id)
+        await self._tiers.end_idle()
 
     async def _form_again(
         self, cell: Cell, outcome: CellOutcome, lost: EngineHandle, *, was_serving: bool
@@ -206,7 +208,7 @@ class Coordinator:
                 spans_nodes=spans_nodes,
                 notices_deaths=_may_lose_engines(cell),
                 faults=_planted(cell, engine, rank),
-                offload=cell.spec.offload.settings(),
+                offload=_offload_of(cell),
             )
 
         assert self._losses is not None
@@ -246,6 +248,12 @@ class Coordinator:
         if leaked:
             raise EngineDied(engine.name, f"blocks leaked: {', '.join(leaked)} never ended")
         return await dissolve(engine) and not status["leases"]
+
+
+def _offload_of(cell: Cell) -> OffloadSettings | None:
+    """How its engines use host tiers, within its deadlines."""
+    limits = cell.deadlines
+    return cell.spec.offload.settings(transfer_s=limits.transfer_s, request_s=limits.request_s)
 
 
 def _staging_of(cell: Cell, engine: EngineHandle) -> StagingSettings:

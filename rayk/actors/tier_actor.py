@@ -23,7 +23,7 @@ from rayk.actors.tier_side import TierFacts, tier_facts
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config
-from rayk.models.kv_specs import engine_groups
+from rayk.models.kv_specs import tier_groups as groups_of_tier
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.agent import TransferAgent
@@ -33,6 +33,7 @@ from rayk.types.errors import EngineDied, RaykError, UserError
 from rayk.types.offload import OffloadSettings
 
 T = TypeVar("T")
+LOG = logging.getLogger(__name__)
 HEARTBEAT_S = 0.02
 """An idle tier looks at the network this often: engines that connect wait for it."""
 BUSY_S = 0.0005
@@ -41,14 +42,8 @@ WIRE_POLL_S = 0.002
 
 
 def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCacheGroup, ...]:
-    """The KV groups of a tier behind engines like this one: those of an engine of the tier's block sizes."""
-    model = load_config(config.model)
-    like = replace(
-        config, tp=1, block_size=settings.block_size, kernel_block_size=None, kernel_block_sizes=()
-    )
-    groups = engine_groups(like, model)
-    rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=settings.block_size)
-    return engine_groups(replace(like, state_block_size=settings.state_block_size or rows), model)
+    """The KV groups of a tier behind engines like this one."""
+    return groups_of_tier(config, load_config(config.model), settings)
 
 
 class TierHost:
@@ -80,15 +75,28 @@ class TierHost:
         return os.getpid()
 
     async def open(
-        self, config: EngineConfig, settings: OffloadSettings, like: CacheDescription, epoch: int
+        self,
+        config: EngineConfig,
+        settings: OffloadSettings,
+        like: CacheDescription,
+        epoch: int,
+        *,
+        may_lack_disk: bool = False,
     ) -> TierFacts:
         """Allocate the tier for engines like this one, and begin to turn it. Raises UserError for a tier that
-        cannot be, or a folder that cannot be used."""
+        cannot be, or a folder that cannot be used; `may_lack_disk`: then it is opened without a disk tier."""
         # NIXL loads UCX.
         from rayk.transfer.nixl_agent import NixlAgent
 
         agent = NixlAgent(f"{self.name}-{os.getpid()}-{epoch}", error_handling="peer")
-        tier = self._tier = open_tier(agent, config, settings, like, epoch)
+        try:
+            tier = open_tier(agent, config, settings, like, epoch)
+        except UserError as error:
+            if not may_lack_disk or settings.disk_folder is None:
+                raise
+            LOG.warning("the host tier goes on without its disk tier: %s", error)
+            tier = open_tier(agent, config, replace(settings, disk_folder=None), like, epoch)
+        self._tier = tier
         self._metrics = make_sink(model=model_label(config.model), engine=NAME)
         self._metrics.on_flush(lambda: report_tier(self._metrics, tier.status()))
         self._is_over.clear()
@@ -204,7 +212,7 @@ class TierHost:
                 self._turn(self._tier)
                 self._metrics.tick()
         except Exception as error:
-            logging.getLogger(__name__).exception("the host tier ends")
+            LOG.exception("the host tier ends")
             self._died = EngineDied(self.name, f"{type(error).__name__}: {error}")
         finally:
             self._died = self._died or EngineDied(self.name, "it was closed")
@@ -259,7 +267,16 @@ def open_tier(
             raise UserError(f"no folder for pages: {error}", where="offload.disk_folder", mend=mend) from None
         identity = identity_of(groups, dict(like.fingerprint))
         pages = DiskPages(DiskTier(folder, identity, settings.disk_bytes))
-    return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages)
+    try:
+        return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages)
+    except OSError as error:
+        if pages is not None:
+            pages.close()
+        raise UserError(
+            f"no memory for a host tier of {settings.host_bytes:,} bytes: {error}",
+            where="offload.host_gib",
+            mend="less than the node has free",
+        ) from None
 
 
 def facts_of(tier: HostTier) -> TierFacts:

@@ -18,14 +18,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
-from rayk.actors.tier_actor import TierHost
+from rayk.actors.tier_actor import TierHost, tier_groups
 from rayk.actors.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.pages import identity_of
 from rayk.transfer.ticket import TransferTicket
-from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.offload import OffloadSettings
 
+NO_BLINDFOLD = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""By this variable Ray hides no GPU from a process."""
 OPEN_S = 60.0
 """How long a tier may take to start and allocate its memory."""
 WIRE_S = 15.0
@@ -34,8 +36,8 @@ AGAIN_S = (0.0, 0.5, 2.0, 5.0)
 """Before each try to connect an engine to the tier in a lost one's place, which may be lost as well."""
 STATUS_S = 5.0
 
-Kind = tuple[str, str, str, str, str, bool]
-"""Node, model, dtype, KV format and its scales, hybrid KV: engines alike in these share a tier."""
+Kind = tuple[str, ...]
+"""Node, and all that says what a page means: engines alike in these share a tier."""
 
 
 @dataclass(eq=False)
@@ -110,20 +112,22 @@ class HostTiers:
 
     async def close(self) -> None:
         """End every tier."""
-        for tier in self._tiers.values():
-            if tier.watcher is not None:
-                tier.watcher.cancel()
-        await asyncio.gather(*(_quietly(t.handle.close.remote(), STATUS_S + 10) for t in self._live))
-        for tier in self._tiers.values():
-            ray.kill(tier.handle)
+        await asyncio.gather(*(self._end(tier) for tier in self._tiers.values()))
         self._tiers.clear()
+
+    async def _end(self, tier: _Tier) -> None:
+        if tier.watcher is not None:
+            tier.watcher.cancel()
+        if not tier.died:
+            await _quietly(tier.handle.close.remote(), STATUS_S + 10)
+        ray.kill(tier.handle)
 
     @property
     def _live(self) -> list[_Tier]:
         return [t for t in self._tiers.values() if not t.died]
 
     async def _tier_for(self, engine: EngineHandle, node_id: str) -> _Tier:
-        kind = _kind_of(engine.config, node_id)
+        kind = self._kind_of(engine, node_id)
         async with self._opening:
             tier = self._tiers.get(kind)
             if tier is None or tier.died:
@@ -142,13 +146,33 @@ class HostTiers:
                 max_concurrency=1000,
                 max_restarts=0,
                 enable_task_events=False,
+                # It asks for no GPU, and locks memory for those that its engines have.
+                runtime_env={"env_vars": {NO_BLINDFOLD: "1"}} if engine.config.device == "cuda" else {},
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             .remote(name)
         )
-        opened = handle.open.remote(engine.config, self.settings, engine.descriptions[0], number)
-        facts = await _reply(opened, OPEN_S)
-        return _Tier(name, handle, facts, await _reply(handle.pid.remote(), STATUS_S), node_id)
+        how = engine.config, self.settings, engine.descriptions[0], number
+        try:
+            facts = await _reply(handle.open.remote(*how, may_lack_disk=bool(self.losses)), OPEN_S)
+            pid = await _reply(handle.pid.remote(), STATUS_S)
+        except BaseException:
+            ray.kill(handle)
+            raise
+        return _Tier(name, handle, facts, pid, node_id)
+
+    def _kind_of(self, engine: EngineHandle, node_id: str) -> Kind:
+        """What its pages mean is what the disk tier asks of pages, too."""
+        like = engine.descriptions[0]
+        identity = identity_of(tier_groups(engine.config, self.settings), dict(like.fingerprint))
+        return node_id, identity.text, engine.config.dtype, repr(sorted(like.kv_scales.items()))
+
+    async def end_idle(self) -> None:
+        """End tiers that no engine is attached to: their memory goes to those of other kinds."""
+        for kind, tier in list(self._tiers.items()):
+            if not tier.engines and not tier.died:
+                del self._tiers[kind]
+                await self._end(tier)
 
     async def _watch(self, tier: _Tier) -> None:
         """Until it dies: then its engines, which may not be talking to it just now, are told."""
@@ -238,7 +262,3 @@ async def _quietly(reply: Awaitable[Any], timeout_s: float) -> Any:
         return await _reply(reply, timeout_s)
     except RaykError:
         return None
-
-
-def _kind_of(config: EngineConfig, node_id: str) -> Kind:
-    return node_id, config.model, config.dtype, config.kv_dtype, config.kv_scales, config.hybrid_kv
