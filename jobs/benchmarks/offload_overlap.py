@@ -9,8 +9,7 @@ steps. Steps that lie within a store are compared with the steps between stores,
     fall     of decode throughput: 1 - (mean step between stores) / (mean step within them)
     rate     bytes stored over the time in which stores were open, from digests to releases
 
-A store is seen by asking the engine every 50 ms: its begin and end are known so well. Asking costs the engine
-a little, within stores and between.
+Engines tell when their last stores began and ended.
 
 --check: a fall below 10 % at 0.5 GB/s or more.
 """
@@ -52,7 +51,9 @@ MAX_FALL_PERCENT, MIN_GB_PER_S = 10.0, 0.5
 NUM_REQUESTS, PROMPT_TOKENS = 4, 4096
 LAYERS, KV_HEADS, HEAD_SIZE = 8, 8, 128
 """Of the model: 64 KiB of KV per token in float32."""
-POLL_S = 0.05
+POLL_S = 0.25
+LARGE_BYTES = 64 << 20
+"""Of what is stored of one request at once: the blocks that it fills meanwhile are stored, too."""
 REST_S = 4.0
 """Between two stores."""
 LIMIT_S = 600.0
@@ -64,25 +65,50 @@ class Measured:
 
     token_times: list[list[float]] = field(default_factory=list)
     """Of each request, on this clock."""
-    open: list[tuple[float, float]] = field(default_factory=list)
-    """When stores were open: (begin, end), in order."""
-    rounds: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes stored each time, and seconds in which stores were open for that."""
+    stores: set[tuple[float, float, int]] = field(default_factory=set)
+    """Begin, end and bytes of every store that moved anything."""
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    """Between which times everything was stored once."""
+
+    def open(self, least_bytes: int) -> list[tuple[float, float]]:
+        """When stores of so many bytes were open: (begin, end), in order, without overlaps."""
+        merged: list[tuple[float, float]] = []
+        for start, stop, num_bytes in sorted(self.stores):
+            if num_bytes < least_bytes:
+                continue
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+            else:
+                merged.append((start, stop))
+        return merged
+
+    def rates(self) -> list[tuple[float, float]]:
+        """(GiB, GB/s) of each round."""
+        found = []
+        for start, stop in self.rounds:
+            own = [(a, b, n) for a, b, n in self.stores if start <= a and b <= stop and n >= LARGE_BYTES]
+            num_bytes = sum(n for _, _, n in own)
+            seconds = sum(b - a for a, b in self.open(LARGE_BYTES) if start <= a and b <= stop)
+            found.append((num_bytes / 2**30, num_bytes / seconds / 1e9))
+        return found
 
     def steps(self) -> tuple[list[float], list[float]]:
-        """Seconds of the steps that lie within stores, and of those that lie between."""
+        """Seconds of the steps that lie within the large stores, and of those in which nothing was stored."""
         begin = max(times[0] for times in self.token_times) + 1.0
         end = min(times[-1] for times in self.token_times)
-        within, between = [], []
+        within, between, large, any_size = [], [], self.open(LARGE_BYTES), self.open(1)
         for a, b in pairwise(self.token_times[0]):
             if a < begin or b > end:
                 continue
-            shared = sum(max(0.0, min(b, stop) - max(a, start)) for start, stop in self.open)
-            if shared > 0.5 * (b - a):
+            if _shared(a, b, large) > 0.5 * (b - a):
                 within.append(b - a)
-            elif shared == 0.0:
+            elif not _shared(a, b, any_size):
                 between.append(b - a)
         return within, between
+
+
+def _shared(a: float, b: float, stores: Sequence[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(b, stop) - max(a, start)) for start, stop in stores)
 
 
 def model_config() -> dict[str, Any]:
@@ -176,40 +202,41 @@ async def _watch(
 ) -> None:
     """Have all be stored `rounds` times, with rests between."""
     while len(measured.token_times) < NUM_REQUESTS or not all(measured.token_times):
-        await _poll(engine, streams)
-    await _settle(engine, streams)
+        await _poll(engine, streams, measured)
+    await _settle(engine, streams, measured)
+    goal = 0.98 * NUM_REQUESTS * PROMPT_TOKENS * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
     for _ in range(rounds):
         await asyncio.sleep(REST_S)
-        await _clear(engine, tiers, streams)
-        status = await _poll(engine, streams, measured)
-        before, num_open = status.get("stored_bytes", 0), len(measured.open)
-        goal = 0.98 * NUM_REQUESTS * PROMPT_TOKENS * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
-        while status.get("stored_bytes", 0) - before < goal or status["num_open"]:
-            status = await _poll(engine, streams, measured)
-        seconds = sum(stop - start for start, stop in measured.open[num_open:])
-        measured.rounds.append((status["stored_bytes"] - before, seconds))
+        start = time.monotonic()
+        await _clear(engine, tiers, streams, measured)
+        stored = 0
+        while stored < goal:
+            await _poll(engine, streams, measured)
+            stored = sum(n for a, _, n in measured.stores if a > start)
+        measured.rounds.append((start, time.monotonic()))
     await asyncio.sleep(REST_S)
 
 
-async def _clear(engine: EngineHandle, tiers: HostTiers, streams: Sequence[asyncio.Task[None]]) -> None:
+async def _clear(
+    engine: EngineHandle, tiers: HostTiers, streams: Sequence[asyncio.Task[None]], measured: Measured
+) -> None:
     """Until a store finds that what it builds on is gone: one that is under way keeps all that it knows."""
-    failed = (await _poll(engine, streams)).get("stores_failed", 0)
-    while (await _poll(engine, streams)).get("stores_failed", 0) == failed:
+    failed = (await _poll(engine, streams, measured)).get("stores_failed", 0)
+    while (await _poll(engine, streams, measured)).get("stores_failed", 0) == failed:
         await tiers.clear()
         await asyncio.sleep(1.0)
 
 
-async def _settle(engine: EngineHandle, streams: Sequence[asyncio.Task[None]]) -> None:
+async def _settle(engine: EngineHandle, streams: Sequence[asyncio.Task[None]], measured: Measured) -> None:
     quiet = 0
     while quiet < 5:
-        quiet = 0 if (await _poll(engine, streams))["num_open"] else quiet + 1
+        quiet = 0 if (await _poll(engine, streams, measured))["num_open"] else quiet + 1
 
 
 async def _poll(
-    engine: EngineHandle, streams: Sequence[asyncio.Task[None]], measured: Measured | None = None
+    engine: EngineHandle, streams: Sequence[asyncio.Task[None]], measured: Measured
 ) -> dict[str, Any]:
-    """What the engine says of its stores. `measured`: told whether any is open."""
-    asked = time.monotonic()
+    """What the engine says of its stores."""
     await asyncio.sleep(POLL_S)
     for task in streams:
         if task.done():
@@ -217,22 +244,17 @@ async def _poll(
             raise SystemExit("requests ended before the measurement: raise max_tokens")
     status = await engine.leader.status.options(concurrency_group="control").remote()
     found: dict[str, Any] = status["offload"]
-    if measured is not None and found["num_open"]:
-        last = measured.open[-1] if measured.open else (0.0, 0.0)
-        if asked - last[1] < POLL_S:
-            measured.open[-1] = last[0], time.monotonic()
-        else:
-            measured.open.append((asked, time.monotonic()))
+    measured.stores |= {(a / 1e9, b / 1e9, n) for a, b, n in found["recent_stores"]}
     return found
 
 
 def table(measured: Measured, tp: int) -> tuple[str, float, float]:
     """(Markdown, fall in percent, GB/s)."""
     within, between = measured.steps()
-    rates = [num_bytes / seconds / 1e9 for num_bytes, seconds in measured.rounds]
+    sizes, rates = zip(*measured.rates(), strict=True)
     fall = 100 * (1 - statistics.mean(between) / statistics.mean(within))
     rate = statistics.median(rates)
-    each, spread = measured.rounds[0][0] / 2**30, f"{min(rates):.2f}, {rate:.2f}, {max(rates):.2f}"
+    each, spread = statistics.median(sizes), f"{min(rates):.2f}, {rate:.2f}, {max(rates):.2f}"
     names = "TP | stored each time | GB/s: least, median, most | steps within | ms | between | ms | fall"
     cells = [f"{tp} | {each:.2f} GiB, {len(rates)} times | {spread}"]
     cells += [f"{len(steps)} | {1e3 * statistics.mean(steps):.1f}" for steps in (within, between)]

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 ACTIVE_STORES = 4
 """Stores of one engine that the tier is at, or ranks digest. A loop looks at each only between its steps, a
 few times in a store's life: one alone would wait most of the time."""
+ACTIVE_BYTES = 32 << 20
+"""Of theirs; a larger one goes alone: two would take both cores of a small machine from the steps."""
+RECENT_STORES = 64
+"""So many are told with their times."""
 SLACK_S = 5.0
 """The tier keeps its deadline; one that says nothing for so much longer is not waited for."""
 
@@ -53,6 +57,8 @@ class Store:
     released: set[int] = field(default_factory=set)
     is_begun: bool = False
     is_answered: bool = False
+    num_bytes: int = 0
+    """That the tier took over."""
 
     @property
     def num_blocks(self) -> int:
@@ -82,6 +88,8 @@ class Storing:
         """Request -> tokens that a store was begun of."""
         self._stored: dict[str, int] = {}
         """Request -> tokens that the tier is known to have had."""
+        self.recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STORES)
+        """The last ones that moved anything: when they began and ended by the monotonic clock, and bytes."""
 
     @property
     def open_stores(self) -> tuple[str, ...]:
@@ -139,12 +147,23 @@ class Storing:
                 self.end(store.name)
         busy = {s.request_id for s in self._begun.values()}
         for store in list(self._queued):
-            if len(self._begun) >= ACTIVE_STORES:
+            if store.request_id in busy:
+                continue
+            if not self._has_room_for(store):
                 break
-            if store.request_id not in busy:
-                self._queued.remove(store)
-                self._begin(store)
-                busy.add(store.request_id)
+            self._queued.remove(store)
+            self._begin(store)
+            busy.add(store.request_id)
+
+    def _has_room_for(self, store: Store) -> bool:
+        """Whether it may begin beside those that have begun."""
+        known = [self._new_bytes(s) for s in self._begun.values()]
+        small = sum(known) + self._new_bytes(store) <= ACTIVE_BYTES
+        return not known or (small and len(known) < ACTIVE_STORES)
+
+    def _new_bytes(self, store: Store) -> int:
+        """That the tier is not known to have."""
+        return self._side.bytes_of(store.num_tokens, self.num_stored(store.request_id))
 
     def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
         """A rank cannot do what it was told, if there is an error."""
@@ -171,9 +190,15 @@ class Storing:
         store = self._stores.pop(name, None)
         if store is None:
             return
+        self._record(store)
         self._side.leader.manager.release(name)
         self._tidy(store.request_id)
         self._on_free(store)
+
+    def _record(self, store: Store) -> None:
+        """A store is over when it was answered and its blocks are held no longer, whichever is later."""
+        if store.num_bytes and store.name not in self._stores:
+            self.recent.append((store.began_ns, time.monotonic_ns(), store.num_bytes))
 
     def end_all(self) -> None:
         """There is no tier any more."""
@@ -271,6 +296,8 @@ class Storing:
         if answer.ok:
             side.counts["stores"] += 1
             side.counts["stored_bytes"] += answer.num_bytes
+            store.num_bytes = answer.num_bytes
+            self._record(store)
             if answer.num_bytes:
                 side.costs.observe_out(answer.num_bytes, time.monotonic_ns() - store.began_ns)
             if store.request_id in self._asked or store.name in self._stores:

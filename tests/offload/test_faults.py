@@ -353,3 +353,27 @@ def test_what_is_known_of_requests_goes_with_them(growing: Case) -> None:
             assert left == {}
             assert not small.engine.leader.manager._keys
             assert node.status()["num_kept"] == node.status()["num_lent"] == 0
+
+
+# What is stored together.
+
+
+@pytest.mark.parametrize("active_bytes", [storing.ACTIVE_BYTES, 1])
+def test_small_stores_go_together_and_large_ones_one_after_the_other(
+    qwen3: Case, active_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storing, "ACTIVE_BYTES", active_bytes)
+    together = storing.ACTIVE_STORES if active_bytes > 1 else 1
+    with open_node(qwen3, [{}]) as node:
+        (engine,) = node.engines
+        held = HeldTier.before(engine, "store")
+        qwen3.complete(engine, "a", *range(8))
+        until(lambda: len(held.answers) == together, "as many are stored as may be")
+        begun = engine.run(lambda: len(engine.offloading.storing._begun))
+        assert begun == together
+        assert told(engine)["recent_stores"] == []
+        engine.run(held.go)
+        node.settle()
+        recent, counts = told(engine)["recent_stores"], told(engine)
+        assert len(recent) == counts["stores"] >= 8
+        assert sum(num_bytes for _, _, num_bytes in recent) == counts["stored_bytes"]
