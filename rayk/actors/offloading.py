@@ -231,6 +231,8 @@ class Offloading:
         }
         if failure is not None:
             told["offload_failure"] = str(failure)
+            assert answer.ticket is not None, "something was read"
+            self.side.failed(answer.ticket, failure)
         looking.begin(num_valid, is_loaded=True)
         self.side.leader.emit(RequestEvent(request_id=name, info=told))
 

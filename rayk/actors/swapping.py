@@ -183,6 +183,8 @@ class Swapping:
         state, now, settings = swapped.state, time.monotonic_ns(), self._side.settings
 
         def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
+            if failure is not None:
+                self._side.failed(ticket, failure)
             self._arrived(state.request_id, num_valid, failure, info)
 
         return Incoming(

@@ -28,6 +28,7 @@ from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription, row_group_blocks
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, RaykError, UserError
 from rayk.types.offload import OffloadSettings
@@ -134,6 +135,10 @@ class TierHost:
     async def drop(self, kept_as: str) -> None:
         """Nobody will load what was kept by this name."""
         await self._on_loop(lambda tier: tier.drop(kept_as))
+
+    async def doubt(self, ticket: TransferTicket) -> None:
+        """See HostTier.doubt."""
+        await self._on_loop(lambda tier: tier.doubt(ticket))
 
     async def clear(self) -> None:
         """Forget every page that nobody holds."""

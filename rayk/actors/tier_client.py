@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from rayk.actors.engines import translate
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import EngineDied
 
 Post = Callable[[Callable[[], None]], None]
@@ -46,6 +47,10 @@ class RayTier:
     def drop(self, kept_as: str) -> None:
         """See Tier."""
         self._call("drop", kept_as, lambda _: None, lambda _: None)
+
+    def doubt(self, ticket: TransferTicket) -> None:
+        """See Tier."""
+        self._call("doubt", ticket, lambda _: None, lambda _: None)
 
     def close(self) -> None:
         """No more calls."""

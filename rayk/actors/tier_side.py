@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.costs import CostModel
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.types.errors import KVMismatch
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
+    from rayk.transfer.ticket import TransferTicket
+    from rayk.types.errors import RaykError
     from rayk.types.offload import OffloadSettings
 
 
@@ -32,6 +35,10 @@ class Tier(Protocol):
 
     def drop(self, kept_as: str) -> None:
         """Nobody will load what was kept by this name."""
+        ...
+
+    def doubt(self, ticket: TransferTicket) -> None:
+        """What was read is not what the tier's ticket says."""
         ...
 
 
@@ -79,6 +86,11 @@ class TierSide:
     def attach(self, leader: Leader | None = None, facts: TierFacts | None = None) -> None:
         """Who this belongs to, and what the tier is."""
         self._leader, self._facts = leader or self._leader, facts or self._facts
+
+    def failed(self, ticket: TransferTicket, failure: RaykError) -> None:
+        """Nothing, or not all, was loaded by a ticket of the tier."""
+        if self.tier is not None and isinstance(failure, KVMismatch) and ticket.epoch == self.facts.epoch:
+            self.tier.doubt(ticket)
 
     def new_name(self, kind: str, request_id: str) -> str:
         """Of a store or a swap: no other has it, on any engine."""

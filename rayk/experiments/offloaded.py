@@ -58,7 +58,8 @@ def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
         found |= _beliefs(engines)
     if tiers:
         found |= _of_tiers(outcomes)
-    note = "; ".join(dict.fromkeys([*_of_losses(losses), *_of_engines(outcomes), *_of_disks(outcomes)]))
+    of_all = (*_of_engines(outcomes), *_of_memory(outcomes), *_of_disks(outcomes))
+    note = "; ".join(dict.fromkeys([*_of_losses(losses), *of_all]))
     return found | ({"offload_note": note} if note else {})
 
 
@@ -133,6 +134,12 @@ def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
         number = sum(told.get(name, 0) for o in outcomes for told in o.offload.values())
         if number:
             yield f"{number} {words}"
+
+
+def _of_memory(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
+    number = _counted(outcomes, "changed_pages")
+    if number:
+        yield f"{number} pages in host memory were changed after they had been stored"
 
 
 def _of_disks(outcomes: Sequence[CellOutcome]) -> Iterable[str]:

@@ -7,7 +7,7 @@ Several tables may then hold a block; nobody writes into it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
@@ -410,12 +410,14 @@ class KVCacheManager:
         for t in tables:
             self.pool.free(t.blocks)
 
-    def forget_all(self) -> None:
-        """Nothing is found any more of what was computed so far, whoever holds it."""
-        if self.prefixes is not None:
-            for block in self.prefixes.named:
-                self.pool.forget(block)
-            self.prefixes.forget(self.prefixes.named)
+    def forget(self, blocks: Collection[int] | None = None) -> int:
+        """These blocks, or all, are not found any more, whoever holds them. How many were to be found."""
+        assert self.prefixes is not None, "blocks are found by prefixes"
+        gone = [block for block in self.prefixes.named if blocks is None or block in blocks]
+        for block in gone:
+            self.pool.forget(block)
+        self.prefixes.forget(gone)
+        return len(gone)
 
     @property
     def leases(self) -> tuple[str, ...]:

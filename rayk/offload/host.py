@@ -26,6 +26,7 @@ from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
 from rayk.kv.manager import FoundPrefix, KVCacheManager
+from rayk.offload.block_digests import BlockDigests
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.offload.pages import DiskPages
 from rayk.transfer.agent import TransferAgent
@@ -37,6 +38,7 @@ from rayk.transfer.rank import TransferRank
 from rayk.transfer.seal import is_whole, sealed
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.verify import sorted_views
 from rayk.types.errors import KVMismatch, RaykError, UserError
 from rayk.types.offload import OffloadSettings
 
@@ -121,8 +123,10 @@ class HostTier:
             fingerprint=like.fingerprint,
             kv_scales=like.kv_scales,
         )
-        views = list(layer_views(self.caches))
-        self.rank = TransferRank(agent, self.caches, views, self.description, staging=staging, clock=clock)
+        views = sorted_views(list(layer_views(self.caches)))
+        self._digests = BlockDigests(views, geometry.num_blocks, self.description.rows_per_group)
+        what = agent, self.caches, views, self.description
+        self.rank = TransferRank(*what, staging=staging, clock=clock, prove=self._digests.prove)
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}
         """Engine -> links to it, of which each reads from other replicas."""
@@ -201,7 +205,7 @@ class HostTier:
             return
         tables = tuple(ids for _, ids in updates)
         here = {block for blocks in held.blocks for block in blocks}
-        self.rank.bump_generations([b for table in tables for b in table if b and b not in here])
+        self._hand_out([b for table in tables for b in table if b and b not in here])
         storing.held_tokens = held.num_tokens
         self._storing[name] = storing
         deadline_ns = storing.began_ns + int(ask.deadline_s * 1e9)
@@ -227,6 +231,11 @@ class HostTier:
             return False
         self.manager.free(name)  # they were used just now: others go first
         return True
+
+    def _hand_out(self, block_ids: Sequence[int]) -> None:
+        """These are about to hold something else."""
+        self.rank.bump_generations(block_ids)
+        self._digests.forget(block_ids)
 
     def _let_go(self, ticket: TransferTicket) -> None:
         """Release the engine's lease without reading."""
@@ -327,7 +336,7 @@ class HostTier:
         assert self.pages is not None
         tables = self.manager.block_tables(name)
         places = [(group, key, tables[group][index]) for group, index, key in found.missing]
-        self.rank.bump_generations([block for _, _, block in places])
+        self._hand_out([block for _, _, block in places])
         self._loading[name] = loading
 
         def fetched(bad: Sequence[str], num_bytes: int) -> None:
@@ -357,7 +366,7 @@ class HostTier:
         now = self._clock()
         self.rank.lease(lease_id, now + int(self.settings.lease_s * 1e9))
         self._lent.add(lease_id)
-        digests = self.rank.digests(num_tokens, tables, first_row)
+        digests = self._digests.recall(tables, num_tokens, first_row)
         ticket = TransferTicket(
             request_id=loading.ask.request_id,
             lease_id=lease_id,
@@ -397,6 +406,17 @@ class HostTier:
     def _name_of(self, ask: LoadAsk) -> str:
         return f"load/{next(self._numbers)}/{ask.request_id}"
 
+    def doubt(self, ticket: TransferTicket) -> None:
+        """An engine did not read what a ticket of this tier says: pages that are not what was stored any more
+        are found no more."""
+        if ticket.epoch != self.description.epoch:
+            return
+        changed = self._digests.find_changed(ticket.block_tables, ticket.num_tokens, ticket.first_row)
+        num_gone = self.manager.forget(changed)
+        if num_gone:
+            self.counts["changed_pages"] += num_gone
+            LOG.warning("%d pages in host memory were changed after they had been stored", num_gone)
+
     # Time.
 
     @property
@@ -428,7 +448,7 @@ class HostTier:
     def clear(self) -> None:
         """Forget every page in host memory that nobody holds; those on disk stay."""
         assert self.manager.prefixes is not None
-        self.manager.forget_all()
+        self.manager.forget()
 
     def status(self) -> dict[str, object]:
         """What it holds, and what came of what it was asked."""

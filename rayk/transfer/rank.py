@@ -33,14 +33,7 @@ from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.try_read import Wirings
 from rayk.transfer.valid_prefix import LayerProof
-from rayk.transfer.verify import (
-    Digests,
-    LayerView,
-    Rows,
-    compute_digests,
-    fetch_rows,
-    sorted_views,
-)
+from rayk.transfer.verify import Digests, LayerView, Prove, Rows, compute_digests, fetch_rows, sorted_views
 from rayk.transfer.waiting import WaitingTicket
 from rayk.transfer.wire import wire_cache_for
 from rayk.transfer.wire_geometry import can_convert
@@ -48,7 +41,8 @@ from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 
 
 class TransferRank:
-    """See the module. `layer_views` hold the tensors the layers were bound to."""
+    """See the module. `layer_views` hold the tensors the layers were bound to. `prove`: digests what has
+    arrived, in place of `compute_digests`."""
 
     def __init__(
         self,
@@ -59,8 +53,10 @@ class TransferRank:
         *,
         staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        prove: Prove | None = None,
     ) -> None:
         self.description = description
+        self._prove = prove
         self._agent = agent
         self._caches = caches
         self._views = sorted_views(layer_views)
@@ -260,6 +256,7 @@ class TransferRank:
             buffer=wire.caches.buffer if wire is not None else self._caches.buffer,
             views=wire.views if wire is not None else self._views,
             converting=converting,
+            prove=self._prove if wire is None else None,
             rows_per_group=self.description.rows_per_group,
             name=self.description.agent_name,
             deadline_ns=deadline_ns,

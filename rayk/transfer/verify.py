@@ -7,7 +7,7 @@ shards, layouts or block sizes hold the same words for the same KV at the same p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +26,8 @@ from rayk.types.errors import KVMismatch
 
 Digests = npt.NDArray[np.int64]
 """[words] of one rank: view by view, field by field, [global unit, live row group]."""
+Prove = Callable[[Sequence[Sequence[int]], int, int], Digests]
+"""Digests of what is in memory now: (block tables, tokens, first row), as `compute_digests` gives them."""
 Rows = dict[tuple[str, int], npt.NDArray[np.uint8]]
 """(field, global unit) -> uint8 [rows, row_bytes], rows in order of token position."""
 _NUM_LOCATED = 4

@@ -13,6 +13,7 @@ from rayk.engine.build import Completion
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.request import Request
 from tests.offload.node import Node, NodeEngine, TierThread
 from tests.pd import make_request
@@ -101,6 +102,9 @@ class HeldTier:
 
     def drop(self, kept_as: str) -> None:
         self.tier.drop(kept_as)
+
+    def doubt(self, ticket: TransferTicket) -> None:
+        self.tier.doubt(ticket)
 
     def go(self) -> None:
         """All that waits, and what comes from now on. On the loop's thread."""

@@ -25,6 +25,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
 from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
@@ -94,6 +95,9 @@ class ThreadTier:
 
     def drop(self, kept_as: str) -> None:
         self.thread.post(lambda: self.thread.tier.drop(kept_as))
+
+    def doubt(self, ticket: TransferTicket) -> None:
+        self.thread.post(lambda: self.thread.tier.doubt(ticket))
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ def case(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Case
 
 def forget_host(node: Node) -> None:
     """What comes next comes from disk."""
-    node.thread.ask(lambda tier: tier.manager.forget_all())
+    node.thread.ask(lambda tier: tier.manager.forget())
 
 
 def page_files(folder: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rayk.actors import offloading, storing
+from rayk.offload.host import HostTier
 from rayk.transfer.agent import Transfer, TransferState
 from rayk.transfer.faults import FlipBit, StallReads
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -353,6 +354,27 @@ def test_what_is_known_of_requests_goes_with_them(growing: Case) -> None:
             assert left == {}
             assert not small.engine.leader.manager._keys
             assert node.status()["num_kept"] == node.status()["num_lent"] == 0
+
+
+def test_pages_that_change_in_host_memory_are_computed_again_and_stored_anew(qwen3: Case) -> None:
+    with open_node(qwen3, [{"tp": 2}, {}]) as node:
+        first, second = node.engines
+        qwen3.complete(first, "a", 0)
+        node.settle()
+
+        def flip(tier: HostTier) -> None:
+            block = min(tier.manager.prefixes.named)  # type: ignore[union-attr]
+            tier.caches.buffer[block * tier.caches.geometry.block_bytes + 5] ^= 2
+
+        node.thread.ask(flip)
+        (done,) = qwen3.complete(second, "b", 0)
+        assert "offload_failure" in done.info
+        assert done.info["num_host_tokens"] < HELD
+        node.settle()
+        assert node.status()["changed_pages"] == 1
+        (done,) = qwen3.complete(second, "c", 0)
+        assert "offload_failure" not in done.info
+        node.settle()
 
 
 # What is stored together.

@@ -1,0 +1,132 @@
+"""Digests that a host tier keeps by block are those of what was stored, and tell who changed it since."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rayk.offload import block_digests
+from rayk.offload.block_digests import BlockDigests
+from rayk.transfer.connectors import layer_views
+from rayk.transfer.verify import CanonicalViews, compute_digests, sorted_views
+from rayk.types.errors import KVMismatch
+from tests.offload.cluster import Kind, open_node, random_values, tokens_of
+from tests.offload.families import FAMILIES
+from tests.offload.test_tier import BY_LAYER, N, hit, store
+
+PER_GROUP = 256
+MOST_TOKENS = 700
+Tables = list[list[int]]
+
+
+def open_views(family: str, block_size: int = 16) -> tuple[CanonicalViews, int]:
+    """Of a tier whose pages hold random bytes, and how many blocks it has."""
+    node = open_node(family, num_blocks=400, block_size=block_size)
+    node.add(Kind())
+    caches = node.tier.caches
+    torch.manual_seed(1)
+    caches.buffer.copy_(torch.randint(-128, 128, caches.buffer.shape, dtype=torch.int8))
+    return sorted_views(list(layer_views(caches))), caches.geometry.num_blocks
+
+
+def draw_tables(views: CanonicalViews, num_blocks: int, rng: random.Random) -> Tables:
+    """Of a sequence of the most tokens; no block twice."""
+    sizes = {v.group.index: v.group.spec.block_size for v in views}
+    ids = rng.sample(range(1, num_blocks), sum(-(-MOST_TOKENS // size) for size in sizes.values()))
+    return [[ids.pop() for _ in range(-(-MOST_TOKENS // sizes[g]))] for g in range(len(sizes))]
+
+
+def flip(views: CanonicalViews, tables: Sequence[Sequence[int]], row: int, rng: random.Random) -> int:
+    """Change a byte of a live row; the block it lies in."""
+    view = rng.choice([v for v in views if row in v.live_rows(row + 1)])
+    ids, slots, positions = view.places(tables[view.group.index], row + 1)
+    at = int((positions == row).nonzero()[0, 0])
+    field = rng.choice(view.fields)
+    content = field.view[int(ids[at]), rng.randrange(len(field.units)), int(slots[at])].view(torch.uint8)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    return tables[view.group.index][row // view.group.spec.block_size]
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_they_are_those_of_the_rows_however_much_is_known(family: str, block_size: int) -> None:
+    views, num_blocks = open_views(family, block_size)
+    kept, rng = BlockDigests(views, num_blocks, PER_GROUP), random.Random(family)
+    sequences = [draw_tables(views, num_blocks, rng)]
+    for _ in range(60):
+        tables, num_tokens = rng.choice(sequences), rng.randint(1, MOST_TOKENS)
+        first_row = rng.choice([r for r in (0, 256, 512) if r < num_tokens])
+        match rng.randrange(6):
+            case 0:
+                found = kept.prove(tables, num_tokens, first_row)
+            case 1:
+                changed = flip(views, tables, num_tokens - 1, rng)
+                kept.forget([changed])
+                continue
+            case 2:
+                # Blocks that another sequence goes on from in its own way.
+                sequences.append([[*t[: len(t) // 2], *t[len(t) // 2 :]] for t in tables])
+                continue
+            case _:
+                found = kept.recall(tables, num_tokens, first_row)
+        expected = compute_digests(views, tables, num_tokens, PER_GROUP, first_row)
+        assert np.array_equal(found, expected), (num_tokens, first_row)
+
+
+@pytest.mark.parametrize("family", ["full", "gpt_oss", "llama4", "jamba", "qwen3_next", "fp8_token_head"])
+def test_they_stay_what_they_were_and_name_the_blocks_that_did_not(family: str) -> None:
+    views, num_blocks = open_views(family)
+    rng = random.Random(family)
+    for _ in range(12):
+        kept, tables = BlockDigests(views, num_blocks, PER_GROUP), draw_tables(views, num_blocks, rng)
+        num_tokens = rng.randint(300, MOST_TOKENS)
+        proven = kept.prove(tables, num_tokens)
+        assert kept.find_changed(tables, num_tokens) == []
+        changed = {flip(views, tables, num_tokens - 1, rng) for _ in range(3)}
+        assert not np.array_equal(compute_digests(views, tables, num_tokens, PER_GROUP), proven)
+        assert set(kept.find_changed(tables, num_tokens)) == changed
+        assert np.array_equal(kept.recall(tables, num_tokens), proven)
+
+
+@pytest.mark.parametrize("family", ["full", "gpt_oss", "qwen3_next"])
+def test_what_is_lent_is_not_read_before(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = open_node(family, num_blocks=100)
+    engine = node.add(BY_LAYER)
+    engine.poison()
+    assert store(node, engine, 0).ok
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("pages are read")
+
+    monkeypatch.setattr(block_digests, "digest_views", fail)
+    assert hit(node, engine, 0) == N
+    node.expect_idle()
+
+
+@pytest.mark.parametrize("kind", [Kind(), BY_LAYER], ids=str)
+def test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten(kind: Kind) -> None:
+    node = open_node("full", num_blocks=100)
+    engine = node.add(kind)
+    engine.poison()
+    assert store(node, engine, 0).ok
+    answer = node.ask(engine, tokens_of(0, N))
+    assert answer.ticket is not None
+    page = node.tier.caches.geometry.block_bytes
+    node.tier.caches.buffer[answer.ticket.block_tables[0][3] * page + 7] ^= 4
+    loaded = node.take(engine, answer)
+    assert any(isinstance(error, KVMismatch) for error in loaded.errors)
+    node.tier.doubt(answer.ticket)
+    assert node.tier.status()["changed_pages"] == 1
+    assert hit(node, engine, 0) == 3 * 16
+    assert store(node, engine, 0).num_bytes > 0
+    assert hit(node, engine, 0) == N
+    # What an engine reads wrong does no harm to the tier's pages; nor does one that is late.
+    node.tier.doubt(answer.ticket)
+    assert node.tier.status()["changed_pages"] == 1
+    assert hit(node, engine, 0) == N
+    engine.check(random_values(node.make, N, 0), node.load(engine, tokens_of(0, N)).tables)
+    node.expect_idle()
