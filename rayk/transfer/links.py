@@ -32,6 +32,10 @@ class Links:
         """None when there is no link of this name."""
         return self._links.get(name)
 
+    def values(self) -> list[ProducerLink]:
+        """All of them."""
+        return list(self._links.values())
+
     def of(self, engine: str, epoch: int) -> list[ProducerLink]:
         """All to this life of an engine."""
         return [link for link in self._links.values() if (link.engine, link.epoch) == (engine, epoch)]
