@@ -6,12 +6,49 @@ from tests.mutation import Mutation
 
 HOST = "rayk/offload/host.py"
 PAGES = "rayk/offload/pages.py"
+WORDS = "rayk/offload/block_digests.py"
+BY_BLOCK = "tests/offload/test_block_digests.py"
 PAIRS = "tests/offload/test_pairs.py"
 TIER = "tests/offload/test_tier.py"
 ROWS = "tests/offload/test_tier_rows.py"
 WALK = "tests/offload/test_walk.py"
 
 OFFLOADED = (
+    Mutation(
+        "what is lent is digested as it is now",
+        HOST,
+        "self._digests.recall(tables",
+        "self._digests.prove(tables",
+        f"{BY_BLOCK}::test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten",
+    ),
+    Mutation(
+        "digests outlive what was in a block",
+        HOST,
+        "        self._digests.forget(block_ids)\n",
+        "",
+        f"{BY_BLOCK}::test_pages_from_disk_are_not_taken_for_what_was_in_their_blocks",
+    ),
+    Mutation(
+        "pages that changed are found again",
+        HOST,
+        "num_gone = self.manager.forget(changed)",
+        "num_gone = len(changed)",
+        f"{BY_BLOCK}::test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten",
+    ),
+    Mutation(
+        "words count whatever rows of a block they are of",
+        WORDS,
+        "(kept.rows[span.ids] == span.rows).all(axis=1)",
+        "(kept.rows[span.ids] > 0).any(axis=1)",
+        f"{BY_BLOCK}::test_they_are_those_of_the_rows_however_much_is_known",
+    ),
+    Mutation(
+        "words of a block's parts are one",
+        WORDS,
+        "within = np.arange(cells.start, cells.stop) - block * (size // cell)",
+        "within = 0 * block",
+        f"{BY_BLOCK}::test_they_are_those_of_the_rows_however_much_is_known",
+    ),
     Mutation(
         "stores are read from the first replicas only",
         HOST,
@@ -29,8 +66,8 @@ OFFLOADED = (
     Mutation(
         "blocks that a store fills keep their generations",
         HOST,
-        "self.rank.bump_generations([b for table in tables for b in table if b and b not in here])",
-        "self.rank.bump_generations([])",
+        "self._hand_out([b for table in tables for b in table if b and b not in here])",
+        "self._hand_out([])",
         f"{ROWS}::test_a_load_that_comes_after_its_lease_is_told_that_the_blocks_were_reused",
     ),
     Mutation(

@@ -13,6 +13,20 @@ RELAY = "tests/offload/test_relay.py"
 
 TIERS = (
     Mutation(
+        "large stores go together",
+        STORING,
+        "return not known or (small and len(known) < ACTIVE_STORES)",
+        "return len(known) < ACTIVE_STORES",
+        f"{FAULTS}::test_small_stores_go_together_and_large_ones_one_after_the_other",
+    ),
+    Mutation(
+        "the tier is not told of pages that were read wrong",
+        "rayk/actors/tier_side.py",
+        "            self.tier.doubt(ticket)\n",
+        "            pass\n",
+        f"{FAULTS}::test_pages_that_change_in_host_memory_are_computed_again_and_stored_anew",
+    ),
+    Mutation(
         "an answer about a request that is gone is the next one's of its id",
         OFFLOADING,
         "        looking = self._looking.get(request_id)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from rayk.transfer.verify import CanonicalViews, compute_digests, sorted_views
 from rayk.types.errors import KVMismatch
 from tests.offload.cluster import Kind, open_node, random_values, tokens_of
 from tests.offload.families import FAMILIES
+from tests.offload.test_pages import finish_writes
 from tests.offload.test_tier import BY_LAYER, N, hit, store
 
 PER_GROUP = 256
@@ -130,3 +132,17 @@ def test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten(kind
     assert hit(node, engine, 0) == N
     engine.check(random_values(node.make, N, 0), node.load(engine, tokens_of(0, N)).tables)
     node.expect_idle()
+
+
+def test_pages_from_disk_are_not_taken_for_what_was_in_their_blocks(tmp_path: Path) -> None:
+    """Room for one sequence: each that is asked for comes into the blocks of the other."""
+    node = open_node("full", num_blocks=N // 16 + 1, folder=tmp_path)
+    engine = node.add(Kind())
+    engine.poison()
+    for sequence in (0, 1):
+        assert store(node, engine, sequence).ok
+        finish_writes(node, (sequence + 1) * N // 16)
+    assert [hit(node, engine, sequence) for sequence in (0, 1, 0, 0)] == [N] * 4
+    assert node.tier.status()["disk_hits"] == 3
+    node.expect_idle()
+    node.tier.close()
