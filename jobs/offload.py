@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import math
 import os
@@ -39,7 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ ON_DISK = {"disk": "reader", "disk per layer": "layer_reader"}
 """Kind of request -> engine that is asked."""
 MAX_TOKENS = 2
 MEMCPY_ROUNDS = 5
+PAUSE_S = 0.02
+"""Before every request: what the one before left to be done, such as the end of its lease, is done then."""
+Order = tuple[tuple[str, str], ...]
+"""(kind, engine) of the requests of a turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,6 @@ class Run:
     folder: Path
     """Of the tiers' pages on disk."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    copies: dict[int, float] = field(default_factory=dict)
-    """Bytes -> seconds of memcpy, the median of all repeats so far."""
 
     async def warm_up(self, unit: int, num_prompts: int) -> None:
         """Fill the tiers with short prompts of other people, and ask for them in another order: what goes
@@ -169,8 +172,9 @@ class Run:
         prompts = {n: make_prompt(self.options.seed, self.model, number, n) for n in sizes}
         for n, prompt in prompts.items():
             for kinds in (COMPUTING, FOUND):
-                for turn in range(self.options.hits if kinds is FOUND else 1):
-                    for kind, name in _in_turn(kinds, number + turn):
+                num_turns = self.options.hits if kinds is FOUND else 1
+                for turn, order in enumerate(self._orders(kinds, number, num_turns)):
+                    for kind, name in order:
                         await self._ask(number, turn, n, kind, name, prompt)
                 for name in kinds.values():
                     await self.deployment.settle(name)
@@ -178,25 +182,33 @@ class Run:
             await self.deployment.restart(tier)
         drop_page_cache(self.folder)
         for n, prompt in prompts.items():
-            for kind, name in _in_turn(ON_DISK, number):
+            (order,) = self._orders(ON_DISK, number, 1)
+            for kind, name in order:
                 await self._ask(number, 0, n, kind, name, prompt)
                 await self.deployment.settle(name)
+        self._copy(number)
+
+    def _orders(self, kinds: Mapping[str, str], number: int, num_turns: int) -> list[Order]:
+        """Of each turn, in which order a prompt is asked for. Every order comes as often as any other, as far
+        as that goes: what one leaves behind, such as warm caches, is nobody's gain."""
+        orders = list(itertools.permutations(kinds.items()))
+        random.Random(f"{self.options.seed}/{self.model}/{number}/{len(orders)}").shuffle(orders)
+        return [orders[turn % len(orders)] for turn in range(num_turns)]
+
+    def _copy(self, number: int) -> None:
+        """Time memcpy of as many bytes as loads of this repeat moved."""
+        rows = [row for row in self.rows if row["repeat"] == number and row["bytes"]]
+        took = {n: memcpy_ms(n, self.options.device) for n in {row["bytes"] for row in rows}}
+        for row in rows:
+            row["memcpy_ms"] = took[row["bytes"]]
 
     async def _ask(self, number: int, turn: int, n: int, kind: str, name: str, prompt: Sequence[int]) -> None:
+        await asyncio.sleep(PAUSE_S)
         answer = await self.deployment.ask(name, prompt, MAX_TOKENS)
         row = {"model": self.model, "num_prompt_tokens": n, "kind": kind, "repeat": number, "turn": turn}
         row |= _measured(answer)
         row["memcpy_ms"] = None
-        if row["bytes"]:
-            row["memcpy_ms"] = memcpy_ms(row["bytes"], self.options.device)
         self.rows.append(row)
-
-
-def _in_turn(kinds: Mapping[str, str], turn: int) -> Iterator[tuple[str, str]]:
-    """All of them, in every other turn from the last to the first: what one leaves behind, such as a
-    processor that is awake, is not always the same one's gain."""
-    items = list(kinds.items())
-    yield from reversed(items) if turn % 2 else items
 
 
 def _measured(answer: Answer) -> dict[str, Any]:
@@ -379,7 +391,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=_positive, help="of every prompt in every way (default: 5)")
     parser.add_argument(
-        "--hits", type=_positive, default=8, help=f"of every prompt on device and host per repeat {shown}"
+        "--hits", type=_positive, default=24, help=f"of every prompt on device and host per repeat {shown}"
     )
     parser.add_argument("--chunk", type=_positive, default=1024, help=f"tokens of a prefill step {shown}")
     parser.add_argument("--tp", type=_positive, default=1, help=f"of every engine {shown}")
