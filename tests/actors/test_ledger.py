@@ -98,8 +98,8 @@ def test_the_books_must_balance(qwen3: Model) -> None:
         (lease,) = manager.leases
 
         def lose() -> None:
-            for blocks in manager._leases.pop(lease):
-                manager.pool.free(blocks)
+            for table in manager._leases.pop(lease):
+                manager.pool.free(table.blocks)
 
         pair.p.run(lose)
         with pytest.raises(AssertionError, match="the ledger holds 19 blocks, not 0"):

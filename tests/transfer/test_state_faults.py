@@ -186,8 +186,8 @@ def test_b_and_c_gathered_from_ranks_that_hold_them_whole(monkeypatch):
     know_ranks(monkeypatch)
     plan = plan_module.plan_transfer
 
-    def from_both(producers: Any, consumer: Any) -> TransferPlan:
-        good = plan(producers, consumer)
+    def from_both(producers: Any, consumer: Any, turn: int = 0) -> TransferPlan:
+        good = plan(producers, consumer, turn)
         b_and_c = {"conv_b": (0,), "conv_c": (0,)}
         return replace(good, reads=tuple(replace(r, units={**r.units, **b_and_c}) for r in good.reads))
 
