@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dashboards import check, tools
-from dashboards.table import ABSENT_ON_CPU, ABSENT_WITHOUT_TIER
+from dashboards.table import ABSENT_ON_CPU
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.dashboards.watching import complete, fired, post, run_spec, serving, targets_of, until, watched
@@ -83,7 +83,8 @@ def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pyte
     model = folder / MODEL
     shutil.copytree(checkpoint("qwen3"), model)
     sizes = ["--num-prefill", "2", "--num-decode", "1", "--set", "engine.prefix_caching=true"]
-    with serving(model, ray_address, *sizes) as front, watched(ray_address, front) as prometheus:
+    tier = ["--set", "offload.host_gib=0.05", "--set", f"offload.disk_folder={folder / 'pages'}"]
+    with serving(model, ray_address, *sizes, *tier) as front, watched(ray_address, front) as prometheus:
         for n in range(8):
             assert complete(front, [*range(3, 35), 40 + n])[0] == 200
             time.sleep(0.8)
@@ -129,8 +130,7 @@ def test_no_query_is_an_error(seen: Seen) -> None:
 
 
 def test_every_panel_has_data(seen: Seen) -> None:
-    may_lack = ABSENT_ON_CPU | ABSENT_WITHOUT_TIER
-    empty = [a.where for a in seen.answers if not a.num_series and not a.query.metrics & may_lack]
+    empty = [a.where for a in seen.answers if not a.num_series and not a.query.metrics & ABSENT_ON_CPU]
     assert empty == []
 
 
