@@ -46,6 +46,7 @@ def test_pages_cross_hosts_and_a_killed_producer_is_noticed() -> None:
         assert producer("released") == [["lease-small"]] * 2
         ticket = producer("ticket", 30_000, "large")
         seconds, outcome = consumer("read_until_some_landed", ticket, producer("pid"), 100.0)
+        assert outcome.error is not None, TOO_LATE
         assert isinstance(outcome.error, TransferError)
         assert "producer rank" in outcome.error.reason
         assert "failed" in outcome.error.reason
@@ -60,6 +61,7 @@ def test_a_cut_cable_ends_transfers_at_their_deadline() -> None:
         consumer("connect", producer("describe"))
         ticket = producer("ticket", 30_000, "large")
         seconds, outcome = consumer("read_until_some_landed", ticket, None, 4.0)
+        assert outcome.error is not None, TOO_LATE
         assert isinstance(outcome.error, TransferError)
         assert "deadline passed while reading" in outcome.error.reason
         assert seconds < 80
