@@ -115,10 +115,12 @@ def test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten(kind
     engine = node.add(kind)
     engine.poison()
     assert store(node, engine, 0).ok
+    first = node.load(engine, tokens_of(0, N)).answer
+    assert first.ticket is not None
+    page = node.tier.caches.geometry.block_bytes
+    node.tier.caches.buffer[first.ticket.block_tables[0][3] * page + 7] ^= 4
     answer = node.ask(engine, tokens_of(0, N))
     assert answer.ticket is not None
-    page = node.tier.caches.geometry.block_bytes
-    node.tier.caches.buffer[answer.ticket.block_tables[0][3] * page + 7] ^= 4
     loaded = node.take(engine, answer)
     assert any(isinstance(error, KVMismatch) for error in loaded.errors)
     node.tier.doubt(answer.ticket)
