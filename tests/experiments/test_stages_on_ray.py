@@ -43,12 +43,12 @@ def delayed(number: int) -> list[list[dict[str, object]]]:
 LIMITED = {
     "prefill": {"prompts.random.input_tokens": [[900]], "sampling.max_tokens": 2},
     "decode step": {"prompts.random.input_tokens": [[5]], "sampling.max_tokens": 100},
-    # 8 blocks and the null block: one request of 112 + 16 tokens at a time.
+    # 19 blocks and the null block: one request of 240 + 64 tokens at a time.
     "decode KV": {
-        "prompts.random.input_tokens": [[112]],
+        "prompts.random.input_tokens": [[240]],
         "prompts.random.count": 8,
-        "sampling.max_tokens": 16,
-        "decode.num_blocks": 9,
+        "sampling.max_tokens": 64,
+        "decode.num_blocks": 20,
     },
     "link": {"prompts.random.input_tokens": [[37]], "sampling.max_tokens": 2, "faults": delayed(4)},
     "retries": {
