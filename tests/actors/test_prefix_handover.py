@@ -98,14 +98,14 @@ def test_what_is_converted_on_its_way_is_held_too(
         pair.check_all_free()
 
 
-def twice(pair: Pair, model: Model, agents: list[Any], token: int) -> Any:
+def twice(pair: Pair, model: Model, agents: list[Any], token: int, layer: int = 1) -> Any:
     """The longest prompt is completed, and prefilled again; a byte of D's copy will be changed."""
     (first,) = pair.complete([make_request("first", model.prompts[2], NUM_TOKENS)])
     assert first.token_ids == model.expected[2]
     prefilled = pair.prefill(make_request("r", model.prompts[2], NUM_TOKENS))
     name = pair.d.extensions[0].transfer.description.agent_name
     agent = next(a for a in agents if a.name == name)
-    agent.waits_for_all, agent.tamper = True, damage(pair, 0, 1, token, "r")
+    agent.waits_for_all, agent.tamper = True, damage(pair, 0, layer, token, "r")
     return prefilled
 
 
@@ -143,15 +143,26 @@ def test_a_failed_transfer_goes_on_from_what_was_held(
         pair.check_all_free()
 
 
-def test_where_windows_are_missing_the_cache_is_asked_again(models: Callable[[str], Model]) -> None:
-    """Of layers with windows only the last rows arrive: a prompt whose transfer failed is computed, but for
-    what the decode engine computed before."""
-    model = models("gemma3")
+@pytest.mark.parametrize(
+    ("name", "overrides", "layer"), [("gemma3", {}, 1), ("llama4", {"attention_chunk_size": 40}, 2)]
+)
+def test_where_windows_are_missing_the_cache_is_asked_again(
+    checkpoint: Callable[..., Path],
+    reference: Callable[..., Any],
+    name: str,
+    overrides: dict[str, Any],
+    layer: int,
+) -> None:
+    """Of layers with windows or chunks only the last rows arrive: a prompt whose transfer failed is computed,
+    but for what the decode engine computed before. At 240 tokens a chunk of 40 ends, and none of its rows is
+    wanted: what would be computed from there on lies in blocks that are held."""
+    path = checkpoint(name, overrides=overrides) if overrides else checkpoint(name)
+    model = Model(path, reference(path))
     make_agent, agents = tampering_agents()
     with Pair.open(model.path, make_agent=make_agent, prefix_caching=True, num_blocks=200) as pair:
         (own,) = pair.d.engine.generate([make_request("own", model.prompts[2], NUM_TOKENS)])
         assert own.token_ids == model.expected[2]
-        prefilled = twice(pair, model, agents, 299)
+        prefilled = twice(pair, model, agents, 299, layer)
         request = make_request("r", model.prompts[2], NUM_TOKENS)
         done = pair.d.engine.collect(start_decode(pair, request, prefilled))
         assert prefilled.token_ids + done.token_ids == model.expected[2]
