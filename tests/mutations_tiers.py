@@ -18,6 +18,7 @@ TIERS = (
         "return not known or (small and len(known) < ACTIVE_STORES)",
         "return len(known) < ACTIVE_STORES",
         f"{FAULTS}::test_small_stores_go_together_and_large_ones_one_after_the_other",
+        needs_fixtures=True,
     ),
     Mutation(
         "the tier is not told of pages that were read wrong",
@@ -25,6 +26,7 @@ TIERS = (
         "            self.tier.doubt(ticket)\n",
         "            pass\n",
         f"{FAULTS}::test_pages_that_change_in_host_memory_are_computed_again_and_stored_anew",
+        needs_fixtures=True,
     ),
     Mutation(
         "an answer about a request that is gone is the next one's of its id",
@@ -34,6 +36,7 @@ TIERS = (
         "            looking.is_over = True\n",
         "        looking = self._looking.pop(request_id, None)\n        if looking is not None:\n",
         f"{FAULTS}::test_an_answer_that_comes_late_is_nobody_elses",
+        needs_fixtures=True,
     ),
     Mutation(
         "a lost tier's answer is that of the next one",
@@ -41,6 +44,7 @@ TIERS = (
         "is_awaited = self._looking.get(name) is looking",
         "is_awaited = name in self._looking",
         f"{FAULTS}::test_answers_of_a_lost_tier_are_nobodys_though_its_ids_are_free",
+        needs_fixtures=True,
     ),
     Mutation(
         "word of a lost tier's end ends the next one",
@@ -48,6 +52,7 @@ TIERS = (
         "if side.tier is None or epoch not in (None, side.facts.epoch):",
         "if side.tier is None:",
         f"{FAULTS}::test_word_of_a_lost_tiers_end_does_not_end_the_next_one",
+        needs_fixtures=True,
     ),
     Mutation(
         "a tier that is silent is asked for ever",
@@ -55,6 +60,7 @@ TIERS = (
         "if len(self._looking) - self.num_looking >= MAX_UNANSWERED:",
         "if False:",
         f"{FAULTS}::test_a_tier_that_is_silent_is_not_waited_for_and_soon_not_asked",
+        needs_fixtures=True,
     ),
     Mutation(
         "a lost tier's stores keep their blocks",
@@ -62,6 +68,7 @@ TIERS = (
         "        self.storing.end_all()\n",
         "",
         f"{FAULTS}::test_a_tier_that_is_killed_in_the_middle_of_stores",
+        needs_fixtures=True,
     ),
     Mutation(
         "what a lost tier had of swapped requests is waited for",
@@ -69,6 +76,7 @@ TIERS = (
         "        self.swapping.tier_lost()\n",
         "",
         f"{FAULTS}::test_a_tier_that_is_killed_in_the_middle_of_swaps[away]",
+        needs_fixtures=True,
     ),
     Mutation(
         "a store that is not answered holds its blocks",
@@ -76,6 +84,7 @@ TIERS = (
         "for store in [s for s in self._begun.values() if s.began_ns < late_ns]:",
         "for store in []:",
         f"{FAULTS}::test_requests_that_a_silent_tier_has_are_computed_again[store]",
+        needs_fixtures=True,
     ),
     Mutation(
         "what came too late to be wanted is kept",
@@ -83,6 +92,7 @@ TIERS = (
         "                side.tier.drop(answer.name)  #",
         "                pass  #",
         f"{FAULTS}::test_requests_that_a_silent_tier_has_are_computed_again[store]",
+        needs_fixtures=True,
     ),
     Mutation(
         "a swapped request waits for an answer for ever",
@@ -90,6 +100,7 @@ TIERS = (
         "swapped.asked_ns is not None and swapped.asked_ns < late_ns",
         "False",
         f"{FAULTS}::test_requests_that_a_silent_tier_has_are_computed_again[load]",
+        needs_fixtures=True,
     ),
     Mutation(
         "what is known of a finished request stays where nothing is stored",
@@ -98,6 +109,7 @@ TIERS = (
         "        if state.finish_reason is not None and self._side.settings.store:\n"
         "            self.left(state.request_id)\n",
         f"{FAULTS}::test_what_is_known_of_requests_goes_with_them",
+        needs_fixtures=True,
     ),
     Mutation(
         "a load that failed is taken for whole",
@@ -105,6 +117,7 @@ TIERS = (
         "        looking.begin(num_valid, is_loaded=True)\n",
         "        looking.begin(answer.num_tokens, is_loaded=True)\n",
         f"{FAULTS}::test_a_flipped_bit_in_a_load_is_found_and_computed_again",
+        needs_fixtures=True,
     ),
     Mutation(
         "damaged pages are lent",
@@ -112,6 +125,7 @@ TIERS = (
         "            if bad:\n",
         "            if False:\n",
         f"{DISK}::test_a_thousand_flipped_bits_cost_no_answer",
+        needs_fixtures=True,
     ),
     Mutation(
         "what nobody will load is kept when it comes",
@@ -119,6 +133,7 @@ TIERS = (
         "storing.ask = replace(storing.ask, keep_as=None)",
         "pass",
         f"{RELAY}::test_what_nobody_wants_any_more_is_not_kept_when_it_comes",
+        needs_fixtures=True,
     ),
     Mutation(
         "a hand-over that was given up stays in the tier",
@@ -126,6 +141,7 @@ TIERS = (
         "        handle.drop.remote(kept_as)  #",
         "        pass  #",
         f"{RELAY}::test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing",
+        needs_fixtures=True,
     ),
     Mutation(
         "a dead tier is handed on to",
@@ -133,5 +149,6 @@ TIERS = (
         "        prefill.tier = decode.tier = None\n",
         "",
         f"{RELAY}::test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing",
+        needs_fixtures=True,
     ),
 )
