@@ -54,7 +54,8 @@ def test_a_flipped_bit_in_a_load_is_found_and_computed_again(
         first, second = node.engines
         qwen3.complete(first, "a", 0)
         node.settle()
-        agents.made[f"e1.{tp[1] - 1}"].plant(FlipBit(descriptor=descriptor, byte=5, bit=6))
+        # A float's exponent: the answer would be another one.
+        agents.made[f"e1.{tp[1] - 1}"].plant(FlipBit(descriptor=descriptor, byte=7, bit=6))
         (done,) = qwen3.complete(second, "b", 0)
         assert "offload_failure" in done.info
         assert done.info["num_host_tokens"] < HELD
