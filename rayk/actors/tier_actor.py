@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.stack_watch import StackWatch
 from rayk.actors.tier_meter import NAME, report_tier
 from rayk.actors.tier_side import TierFacts, tier_facts
 from rayk.kv.groups import KVCacheGroup
@@ -212,14 +213,17 @@ class TierHost:
 
     def _run(self) -> None:
         assert self._tier is not None
+        watch = StackWatch()
         try:
             while not self._is_over.is_set():
+                watch.tick()
                 self._turn(self._tier)
                 self._metrics.tick()
         except Exception as error:
             LOG.exception("the host tier ends")
             self._died = EngineDied(self.name, f"{type(error).__name__}: {error}")
         finally:
+            watch.end()
             self._died = self._died or EngineDied(self.name, "it was closed")
             while not self._inbox.empty():
                 self._inbox.get_nowait()()
