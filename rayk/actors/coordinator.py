@@ -160,9 +160,7 @@ class Coordinator:
             self._tiers = HostTiers(f"{self.name}/{self._epoch}", settings)
         elif cell.spec.offload.keep == "cell":
             await self._tiers.clear()
-        for engine in self._in_use:
-            await self._tiers.attach(engine, self._nodes[engine.name].node_id)
-        await self._tiers.end_idle()
+        await self._tiers.attach_all([(e, self._nodes[e.name].node_id) for e in self._in_use])
 
     async def _form_again(
         self, cell: Cell, outcome: CellOutcome, lost: EngineHandle, *, was_serving: bool

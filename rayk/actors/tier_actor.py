@@ -27,11 +27,13 @@ from rayk.models.families import load_config
 from rayk.models.kv_specs import tier_groups as groups_of_tier
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.page_file import PageIdentity
+from rayk.offload.pages import DiskPages, identity_of
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription, row_group_blocks
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
-from rayk.types.errors import EngineDied, RaykError, UserError
+from rayk.types.errors import EngineDied, HandshakeMismatch, RaykError, UserError
 from rayk.types.offload import OffloadSettings
 
 T = TypeVar("T")
@@ -48,12 +50,19 @@ def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCach
     return groups_of_tier(config, load_config(config.model), settings)
 
 
+def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
+    """What pages mean in a tier behind engines like this one; `like` describes any of its ranks. Engines may
+    share a tier, and pages on disk, where it is the same."""
+    return identity_of(tier_groups(config, settings), like, config.dtype)
+
+
 class TierHost:
     """See the module. `open` it first."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._tier: HostTier | None = None
+        self._identity: PageIdentity | None = None
         self._metrics = BufferedSink(NullSink())
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -98,7 +107,7 @@ class TierHost:
                 raise
             LOG.warning("the host tier goes on without its disk tier: %s", error)
             tier = open_tier(agent, config, replace(settings, disk_folder=None), like, epoch)
-        self._tier = tier
+        self._tier, self._identity = tier, tier_identity(config, settings, like)
         self._metrics = make_sink(model=model_label(config.model), engine=NAME)
         self._metrics.on_flush(lambda: report_tier(self._metrics, tier.status()))
         self._is_over.clear()
@@ -111,8 +120,13 @@ class TierHost:
         assert self._tier is not None, "open first"
         return self._tier.description
 
-    async def attach(self, engine: Sequence[CacheDescription], timeout_s: float) -> CacheDescription:
-        """Connect an engine, whose ranks are polled meanwhile. Raises HandshakeMismatch, TransferError."""
+    async def attach(
+        self, engine: Sequence[CacheDescription], identity: PageIdentity, timeout_s: float
+    ) -> CacheDescription:
+        """Connect an engine, whose ranks are polled meanwhile. `identity`: what its KV means, see
+        tier_identity. Raises HandshakeMismatch, TransferError."""
+        if self._identity is not None and identity != self._identity:
+            raise HandshakeMismatch(_differing(self._identity, identity))
         name = engine[0].engine
         await self._on_loop(lambda tier: tier.attach(engine))
         while not await self._on_loop(lambda tier: tier.wire(name, timeout_s)):
@@ -254,6 +268,13 @@ class TierHost:
         tier.turn()
 
 
+def _differing(ours: PageIdentity, theirs: PageIdentity) -> tuple[tuple[str, str, str], ...]:
+    """(fact, ours, theirs) of what is not the same."""
+    names = dict.fromkeys([*ours.facts, *theirs.facts])
+    pairs = ((name, ours.facts.get(name, "absent"), theirs.facts.get(name, "absent")) for name in names)
+    return tuple((name, a, b) for name, a, b in pairs if a != b)
+
+
 def open_tier(
     agent: TransferAgent,
     config: EngineConfig,
@@ -266,7 +287,6 @@ def open_tier(
     pages = None
     if settings.disk_folder is not None:
         from rayk.offload.disk import DiskTier
-        from rayk.offload.pages import DiskPages, identity_of
 
         folder = Path(settings.disk_folder)
         try:
@@ -274,7 +294,7 @@ def open_tier(
         except OSError as error:
             mend = "a folder that can be written to"
             raise UserError(f"no folder for pages: {error}", where="offload.disk_folder", mend=mend) from None
-        identity = identity_of(groups, dict(like.fingerprint))
+        identity = tier_identity(config, settings, like)
         pages = DiskPages(DiskTier(folder, identity, settings.disk_bytes))
     try:
         return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages)

@@ -18,10 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
-from rayk.actors.tier_actor import TierHost, tier_groups
+from rayk.actors.tier_actor import TierHost, tier_identity
 from rayk.actors.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
-from rayk.offload.pages import identity_of
+from rayk.offload.page_file import PageIdentity
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.offload import OffloadSettings
@@ -36,8 +36,8 @@ AGAIN_S = (0.0, 0.5, 2.0, 5.0)
 """Before each try to connect an engine to the tier in a lost one's place, which may be lost as well."""
 STATUS_S = 5.0
 
-Kind = tuple[str, ...]
-"""Node, and all that says what a page means: engines alike in these share a tier."""
+Kind = tuple[str, str]
+"""Node, and what a page means (the text of tier_identity): engines alike in these share a tier."""
 
 
 @dataclass(eq=False)
@@ -70,12 +70,25 @@ class HostTiers:
         self.losses: list[str] = []
         """What tiers died of, one each."""
 
+    async def attach_all(self, engines: Sequence[tuple[EngineHandle, str]]) -> None:
+        """Connect engines, each to its node's tier. Tiers of other kinds that no engine is attached to end
+        first: their memory is for those that are opened now."""
+        for engine, _ in engines:
+            await self._describe(engine)
+        wanted = {self._kind_of(*where) for where in engines}
+        for kind, tier in list(self._tiers.items()):
+            if kind not in wanted and not tier.engines and not tier.died:
+                del self._tiers[kind]
+                await self._end(tier)
+        for where in engines:
+            await self.attach(*where)
+
     async def attach(self, engine: EngineHandle, node_id: str) -> None:
         """Connect an engine to its node's tier, in both directions. Raises what either refuses."""
-        if not engine.descriptions:
-            engine.descriptions = tuple(await engine.call(Describe(), CONTROL_S))
+        await self._describe(engine)
         tier = await self._tier_for(engine, node_id)
-        theirs = await _reply(tier.handle.attach.remote(engine.descriptions, WIRE_S), WIRE_S + 5)
+        asked = engine.descriptions, self._identity_of(engine), WIRE_S
+        theirs = await _reply(tier.handle.attach.remote(*asked), WIRE_S + 5)
         await engine.call(Connect((theirs,), engine.descriptions), CONTROL_S)
         while not all(await engine.call(Wire(TIER, WIRE_S), CONTROL_S)):
             await asyncio.sleep(WIRE_POLL_S)
@@ -84,6 +97,10 @@ class HostTiers:
         if tier.died:  # too early for its engines to be told
             raise EngineDied(tier.name, tier.died)
         tier.engines[engine.name], engine.tier = engine, tier.handle
+
+    async def _describe(self, engine: EngineHandle) -> None:
+        if not engine.descriptions:
+            engine.descriptions = tuple(await engine.call(Describe(), CONTROL_S))
 
     async def detach(self, engine: EngineHandle) -> None:
         """An engine is gone, or about to be."""
@@ -162,17 +179,11 @@ class HostTiers:
         return _Tier(name, handle, facts, pid, node_id)
 
     def _kind_of(self, engine: EngineHandle, node_id: str) -> Kind:
-        """What its pages mean is what the disk tier asks of pages, too."""
-        like = engine.descriptions[0]
-        identity = identity_of(tier_groups(engine.config, self.settings), dict(like.fingerprint))
-        return node_id, identity.text, engine.config.dtype, repr(sorted(like.kv_scales.items()))
+        return node_id, self._identity_of(engine).text
 
-    async def end_idle(self) -> None:
-        """End tiers that no engine is attached to: their memory goes to those of other kinds."""
-        for kind, tier in list(self._tiers.items()):
-            if not tier.engines and not tier.died:
-                del self._tiers[kind]
-                await self._end(tier)
+    def _identity_of(self, engine: EngineHandle) -> PageIdentity:
+        """What the disk tier asks of pages, too."""
+        return tier_identity(engine.config, self.settings, engine.descriptions[0])
 
     async def _watch(self, tier: _Tier) -> None:
         """Until it dies: then its engines, which may not be talking to it just now, are told."""

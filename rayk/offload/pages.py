@@ -23,6 +23,7 @@ from rayk.kv.maps import Runs, block_strides, page_map
 from rayk.kv.prefix_cache import Since
 from rayk.offload.disk import DiskTier
 from rayk.offload.page_file import PageIdentity, PageName
+from rayk.transfer.handshake import CacheDescription
 
 Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, bytes, int]
@@ -31,9 +32,12 @@ MIN_KNOWN = 1024
 """Evicted pages are forgotten when they are more than those that are there, and than so many."""
 
 
-def identity_of(groups: Sequence[KVCacheGroup], fingerprint: dict[str, str]) -> PageIdentity:
-    """What must agree so that pages mean the same."""
-    facts = {f"model.{name}": value for name, value in fingerprint.items()}
+def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: str) -> PageIdentity:
+    """What must agree so that pages mean the same, in memory as on disk. `groups`: the tier's; `like`: any
+    rank of an engine that computes in `dtype`, which quantised KV does not tell."""
+    facts = {f"model.{name}": value for name, value in like.fingerprint.items()}
+    scales = (f"layer {layer}: k {k!r}, v {v!r}" for layer, (k, v) in sorted(like.kv_scales.items()))
+    facts |= {"dtype": dtype, "kv_scales": "; ".join(scales)}
     for g in groups:
         fields = ", ".join(
             f"{f.name} {f.units} x {f.rows} x {f.row_bytes} {f.dtype}" for f in g.spec.fields()

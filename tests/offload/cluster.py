@@ -175,10 +175,10 @@ class BareNode:
         rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=size)
         groups = group_layers(self.make(size, self.settings.state_block_size or rows))
         pages = None
-        if self.folder is not None:
-            disk = DiskTier(self.folder, identity_of(groups, FINGERPRINT), self.settings.disk_bytes)
-            pages = DiskPages(disk)
         told = like.descriptions[0]
+        if self.folder is not None:
+            identity = identity_of(groups, told, "float32")
+            pages = DiskPages(DiskTier(self.folder, identity, self.settings.disk_bytes))
         tier = HostTier(self.agent("tier"), groups, told, self.settings, pages=pages, clock=self.clock)
         tier.caches.buffer[: tier.caches.geometry.pages_bytes].fill_(POISON)
         self._tier = tier

@@ -25,6 +25,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
 from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
@@ -214,6 +215,15 @@ class Node:
             engine.settle()
         wait_until(lambda: not self.thread.ask(lambda tier: tier.is_busy), 30.0, lambda: str(self.status()))
         self.thread.ask(HostTier.check_integrity)
+
+
+def describe(config: EngineConfig) -> CacheDescription:
+    """What the first rank of an engine tells of its cache; the engine is formed, and ends."""
+    with ExitStack() as stack:
+        offload = OffloadSettings(host_bytes=1)
+        engine = _make_engine(stack, "e", config, local_agents(), offload, NAN_POISON)
+        found: CacheDescription = engine.call(Describe())[0]
+        return found
 
 
 def _make_engine(
