@@ -66,3 +66,33 @@ def test_what_is_handed_over_through_the_tier_comes_from_there(run):
     assert run.requests["kv_path"].tolist() == ["local"] * 6 + ["remote"] * 3
     # Each prompt was looked up by the prefill engine, and lent to the decode engine.
     assert run.cells["host_tier.hits"].tolist() == [0, 3, 6]
+
+
+def test_cells_of_unlike_dtypes_share_a_folder_and_no_page(ray_address, checkpoint, tmp_path):
+    """Quantised, their pages look alike. A kind's tier ends before another's begins: the third cell finds on
+    disk what the first one stored."""
+    folder = tmp_path / "kv"
+    Experiment(
+        {
+            "name": "kinds",
+            "model": str(checkpoint("qwen3")),
+            "device": "cpu",
+            "prompts": {"random": {"count": 3, "input_tokens": LENGTHS, "seed": 0}},
+            "sampling": {"max_tokens": 8, "ignore_eos": True},
+            "kv_dtype": "fp8_e4m3",
+            "offload": {"host_gib": 0.05, "disk_folder": str(folder), "keep": "run", "load": "always"},
+            "mode": "aggregated",
+            "matrix": [
+                {"dtype": "float32"},
+                {"dtype": "bfloat16"},
+                {"dtype": "float32", "prefill.tp": 2, "prefill.layout": "LBNHC", "prefill.block_size": 32},
+            ],
+            "checks": ["kv_bytes"],
+        }
+    ).run(tmp_path / "run", address=ray_address)
+    run = load(tmp_path / "run")
+    assert run.cells["verdict"].tolist() == ["PASS"] * 3, run.cells["reason"].tolist()
+    for column in ("num_host_tokens", "num_disk_tokens"):
+        found = run.requests.pivot_table(index="cell_id", columns="prompt_index", values=column)
+        assert found.loc[run.cells["cell_id"]].to_numpy().tolist() == [[0, 0, 0], [0, 0, 0], WHOLE]
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
