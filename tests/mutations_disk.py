@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 DISK = "tests/offload/test_disk.py"
 FAULTS = "tests/offload/test_disk_faults.py"
 NIXL = "tests/offload/test_nixl_files.py"
+KINDS = "tests/offload/test_identity.py"
 
 ON_DISK = (
     Mutation(
@@ -176,5 +177,37 @@ ON_DISK = (
         "    except DeviceError as error:\n",
         "    except DeviceError as error:\n        raise\n",
         f"{NIXL}::test_plain_files_where_the_backend_is_missing",
+    ),
+    Mutation(
+        "the identity forgets what engines compute in",
+        "rayk/offload/pages.py",
+        'facts |= {"dtype": dtype, "kv_scales"',
+        'facts |= {"kv_scales"',
+        f"{KINDS}::test_engines_of_another_dtype_find_nothing_in_a_folder",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "the identity forgets the scales of layers",
+        "rayk/offload/pages.py",
+        '"kv_scales": "; ".join(scales)}',
+        '"kv_scales": str(len(list(scales)))}',
+        f"{KINDS}::test_scales_of_a_layer_tell_pages_apart",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "the identity has an engine's own block size",
+        "rayk/actors/tier_actor.py",
+        "return identity_of(tier_groups(config, settings), like, config.dtype)",
+        "return identity_of(tier_groups(config, settings), like, f'{config.dtype} {config.block_size}')",
+        f"{KINDS}::test_engines_of_any_tp_layout_and_block_size_share_pages",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a tier takes an engine of another kind",
+        "rayk/actors/tier_actor.py",
+        "if self._identity is not None and identity != self._identity:",
+        "if identity is None:",
+        f"{KINDS}::test_a_tier_takes_no_engine_of_another_kind",
+        needs_fixtures=True,
     ),
 )
