@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from rayk.kernels.digest import RowPlaces, digest_views
 from rayk.transfer.digest_words import Ints
@@ -35,9 +34,12 @@ class _Kept:
     lanes: Ints
     """[L]"""
     words: Ints
-    """[blocks, C, L]; of a state, which is one row, C is 1."""
+    """[blocks, C, L]; of a state, which is one row, C is 1. 0 of cells that have none of the rows."""
     rows: Ints
     """[blocks, 2]: the positions that the words cover, the first and the one after the last."""
+
+    def forget(self, ids: Sequence[int] | Ints) -> None:
+        self.words[ids], self.rows[ids] = 0, 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +52,29 @@ class _Span:
     """[n]: the blocks they lie in."""
     rows: Ints
     """[n, 2]: which of them lie in each."""
-    cells: range
+    index: range
+    """[n]: which block of the sequence each is."""
+    live_cells: range
     """That they lie in, counted from position 0."""
+    cells: range
+    """[m]: all of those blocks; of a state the one that its row lies in."""
     block: Ints
     within: Ints
     """[m]: which of the blocks each lies in, and where in it."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """How what is wanted of blocks differs from what is known of them. [n, 2, 2]: runs below and above."""
+
+    is_known: Bools
+    """[n]: of blocks of which something is known; of a state, this one."""
+    added: Ints
+    """Rows that are wanted and not known, and those between the two."""
+    taken: Ints
+    """Rows that are then known and not wanted, in cells that have wanted ones."""
+    all: Ints
+    """[n, 2]: from the first to the last that is wanted or known."""
 
 
 class BlockDigests:
@@ -79,27 +99,64 @@ class BlockDigests:
         """These are about to hold something else."""
         ids = list(block_ids)
         for kept in self._kept:
-            kept.rows[ids] = 0
+            kept.forget(ids)
 
     def prove(self, tables: Tables, num_tokens: int, first_row: int = 0) -> Digests:
         """Digests of a sequence's live rows from `first_row` on, as `compute_digests` gives them, of what is
-        in memory now. They are kept."""
-        return self._digest(self._spans(tables, num_tokens, first_row), tables, num_tokens, first_row, None)
+        in memory now. They are kept, but of rows that are known."""
+        spans = self._spans(tables, num_tokens, first_row)
+        parts = [_parts_of(k, s, self._cell) for k, s in zip(self._kept, spans, strict=True)]
+        cells = [s.cells for s in spans]
+        found_of = self._read(tables, [s.rows for s in spans], cells)
+        rest_of = self._read(tables, [p.added[p.is_known] for p in parts], cells)
+        for kept, span, part, found, rest in zip(self._kept, spans, parts, found_of, rest_of, strict=True):
+            self._keep(kept, span, part, np.where(part.is_known[span.block], rest, found))
+        return self._sum(spans, found_of, num_tokens)
 
     def recall(self, tables: Tables, num_tokens: int, first_row: int = 0) -> Digests:
-        """The same, of what was in the blocks when they were digested first."""
+        """The same, of what was in the blocks when they were digested first.
+
+        Only rows of which nothing is known are read for themselves. Where a sequence's rows begin or end
+        within a cell, the rest of the cell is read and taken away from what is kept of it all: whoever
+        changed a row of either since, the word is none that a reader will find.
+        """
         spans = self._spans(tables, num_tokens, first_row)
-        return self._digest(spans, tables, num_tokens, first_row, [*map(_is_known, self._kept, spans)])
+        parts = [_parts_of(k, s, self._cell) for k, s in zip(self._kept, spans, strict=True)]
+        cells = [s.cells for s in spans]
+        added_of = self._read(tables, [p.added for p in parts], cells)
+        taken_of = self._read(tables, [p.taken for p in parts], cells)
+        found = [
+            self._keep(kept, span, part, added) - taken
+            for kept, span, part, added, taken in zip(
+                self._kept, spans, parts, added_of, taken_of, strict=True
+            )
+        ]
+        return self._sum(spans, found, num_tokens)
+
+    def _keep(self, kept: _Kept, span: _Span, part: _Parts, added: Ints) -> Ints:
+        """Keep what is known of more rows. All that is then known of their blocks' cells, [L, m]."""
+        kept.forget(span.ids[~part.is_known])
+        at = span.ids[span.block], span.within
+        words = kept.words[at].T + added
+        kept.words[at], kept.rows[span.ids] = words.T, part.all
+        return words
 
     def find_changed(self, tables: Tables, num_tokens: int, first_row: int = 0) -> list[int]:
         """Blocks of a sequence that do not hold any more what they held when they were digested."""
-        spans = self._spans(tables, num_tokens, first_row)
-        changed: set[int] = set()
-        found = self._read(spans, tables, num_tokens, first_row, None)
-        for kept, span, cells in zip(self._kept, spans, found, strict=True):
-            is_other = (kept.words[span.ids[span.block], span.within] != cells.T).any(axis=1)
-            is_other &= _is_known(kept, span)[span.block]
-            changed.update(span.ids[span.block[is_other]].tolist())
+        spans, changed = self._spans(tables, num_tokens, first_row), set[int]()
+        cells = [
+            range(s.index.start * n, s.index.stop * n)
+            for s, k in zip(spans, self._kept, strict=True)
+            for n in [k.view.group.spec.block_size // self._cell]
+        ]
+        rows = [k.rows[s.ids] for k, s in zip(self._kept, spans, strict=True)]
+        for kept, span, found in zip(self._kept, spans, self._read(tables, rows, cells), strict=True):
+            # Of a state's cells one has its row.
+            num_cells, size = kept.words.shape[1], kept.view.group.spec.block_size
+            shape = len(kept.lanes), len(span.ids), num_cells, size // self._cell // num_cells
+            by_block = found.reshape(shape).sum(axis=3)
+            is_other = (kept.words[span.ids] != by_block.transpose(1, 2, 0)).any(axis=(1, 2))
+            changed.update(span.ids[is_other].tolist())
         return sorted(changed)
 
     def _spans(self, tables: Tables, num_tokens: int, first_row: int) -> list[_Span]:
@@ -112,69 +169,53 @@ class BlockDigests:
         ids = np.array(table, dtype=np.int64)[index.start : index.stop]
         starts = np.arange(index.start, index.stop) * size
         rows = np.stack([np.maximum(live.start, starts), np.minimum(live.stop, starts + size)], axis=1)
-        cells = _parts(live, cell)
+        cells = live_cells = _parts(live, cell)
+        if view.group.spec.has_token_rows:
+            cells = range(index.start * size // cell, index.stop * size // cell)
         block = np.arange(cells.start, cells.stop) * cell // size
         within = np.arange(cells.start, cells.stop) - block * (size // cell)
         if not view.group.spec.has_token_rows:
             assert len(live) <= 1, "a state is one row"
             within[:] = 0
-        return _Span(live, ids, rows, cells, block - index.start, within)
+        return _Span(live, ids, rows, index, live_cells, cells, block - index.start, within)
 
-    def _digest(
-        self,
-        spans: Sequence[_Span],
-        tables: Tables,
-        num_tokens: int,
-        first_row: int,
-        known: Sequence[Bools] | None,
-    ) -> Digests:
-        """`known`: of each kind, [n]; None: nothing is."""
+    def _sum(self, spans: Sequence[_Span], cells_of: Sequence[Ints], num_tokens: int) -> Digests:
+        """Words of row groups from those of each kind's cells."""
         per_group, cell = self._rows_per_group, self._cell
         row_groups = self._views.row_groups(num_tokens, per_group)
         words = self._views.locate(row_groups)
         before = self._before([len(groups) for groups in row_groups])
         made = np.zeros(len(words.index), dtype=np.int64)
-        cells_of = self._read(spans, tables, num_tokens, first_row, known)
         for i, (kept, span, cells) in enumerate(zip(self._kept, spans, cells_of, strict=True)):
             if not span.live:
                 continue
-            at = span.ids[span.block], span.within
-            if known is not None:
-                cells[:, known[i][span.block]] = kept.words[at][known[i][span.block]].T
-            kept.words[at], kept.rows[span.ids] = cells.T, span.rows
             groups = np.array(_parts(span.live, per_group))
-            first = np.maximum(groups * per_group, span.live.start) // cell - span.cells.start
+            first = np.maximum(groups * per_group, span.live.start) // cell - span.live_cells.start
             where = before[kept.lanes][:, None] + groups - row_groups[i].start
-            made[where] = np.add.reduceat(cells, first, axis=1)
+            skipped = span.live_cells.start - span.cells.start
+            made[where] = np.add.reduceat(cells[:, skipped:][:, : len(span.live_cells)], first, axis=1)
         found = np.zeros(words.num_in_all, dtype=np.int64)
         found[words.index] = made
         return found
 
-    def _read(
-        self,
-        spans: Sequence[_Span],
-        tables: Tables,
-        num_tokens: int,
-        first_row: int,
-        known: Sequence[Bools] | None,
-    ) -> list[Ints]:
-        """Of each kind the words of its cells, [L, cells]; 0 of blocks that are known."""
+    def _read(self, tables: Tables, rows_of: Sequence[Ints], cells_of: Sequence[range]) -> list[Ints]:
+        """Words, [L, cells] of each kind, of what is in memory at some positions: `rows_of` each kind,
+        [.., 2], the first and the one after the last, which lie in `cells_of` it."""
         places = []
-        for i, (kept, span) in enumerate(zip(self._kept, spans, strict=True)):
-            is_known = known[i] if known is not None else np.zeros(len(span.ids), dtype=bool)
-            table = tables[kept.view.group.index]
-            rows = _rows_of(kept.view, table, num_tokens, first_row, is_known)
-            places.append(RowPlaces(*rows, span.cells.start, len(span.cells)))
+        for kept, rows, cells in zip(self._kept, rows_of, cells_of, strict=True):
+            view = kept.view
+            found = view.places_of(tables[view.group.index], _positions(rows))
+            places.append(RowPlaces(*found, cells.start, len(cells)))
         if all(len(at.rows) == 0 for at in places):
             return [
-                np.zeros((len(k.lanes), len(s.cells)), np.int64)
-                for k, s in zip(self._kept, spans, strict=True)
+                np.zeros((len(kept.lanes), len(cells)), dtype=np.int64)
+                for kept, cells in zip(self._kept, cells_of, strict=True)
             ]
         made = digest_views(self._views.digested, places, rows_per_group=self._cell).numpy()
-        before = self._before([len(span.cells) for span in spans])
+        before = self._before([len(cells) for cells in cells_of])
         return [
-            made[before[kept.lanes][:, None] + np.arange(len(span.cells))]
-            for kept, span in zip(self._kept, spans, strict=True)
+            made[before[kept.lanes][:, None] + np.arange(len(cells))]
+            for kept, cells in zip(self._kept, cells_of, strict=True)
         ]
 
     def _before(self, of_kind: Sequence[int]) -> Ints:
@@ -188,22 +229,30 @@ def _parts(rows: range, size: int) -> range:
     return range(rows.start // size, -(-rows.stop // size) if rows else rows.start // size)
 
 
-def _is_known(kept: _Kept, span: _Span) -> Bools:
-    """[n]: blocks whose words are kept, of just these rows."""
-    known: Bools = (kept.rows[span.ids] == span.rows).all(axis=1)
-    return known
+def _positions(rows: Ints) -> Ints:
+    """All of some runs, [.., 2]; runs that end before they begin have none."""
+    starts, lengths = rows[..., 0].ravel(), np.maximum(rows[..., 1] - rows[..., 0], 0).ravel()
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
-def _rows_of(
-    view: LayerView, table: Sequence[int], num_tokens: int, first_row: int, is_known: Bools
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """LayerView.places, without the blocks that are known."""
-    if is_known.all():
-        none = torch.zeros(0, dtype=torch.int64)
-        return none, none, none
-    ids, slots, positions = view.places(table, num_tokens, first_row)
-    if not is_known.any():
-        return ids, slots, positions
-    block = positions.numpy() // view.group.spec.block_size
-    wanted = torch.from_numpy(~is_known[block - block[0]])
-    return ids[wanted], slots[wanted], positions[wanted]
+def _parts_of(kept: _Kept, span: _Span, cell: int) -> _Parts:
+    known, wanted = kept.rows[span.ids], span.rows
+    is_known = known[:, 1] > known[:, 0]
+    if not kept.view.group.spec.has_token_rows:
+        is_known = (known == wanted).all(axis=1)
+    low, high = wanted[:, 0], wanted[:, 1]
+    # What is not known begins where what is wanted does, and ends there.
+    known = np.where(is_known[:, None], known, low[:, None])
+    first, last = known[:, 0], known[:, 1]
+    added = [[low, first], [last, high]]
+    begin, end = np.minimum(first, low), np.maximum(last, high)
+    # Of the cells that wanted rows lie in, what is not wanted.
+    taken = [[np.maximum(begin, low // cell * cell), low], [high, np.minimum(end, -(-high // cell) * cell)]]
+    both = np.stack([begin, end], axis=1)
+    return _Parts(is_known, _runs(added), _runs(taken), both)
+
+
+def _runs(ends: Sequence[Sequence[Ints]]) -> Ints:
+    """[2 runs][2 ends][n] -> [n, 2 runs, 2 ends]."""
+    return np.moveaxis(np.array(ends, dtype=np.int64), 2, 0)

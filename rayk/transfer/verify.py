@@ -90,9 +90,15 @@ class LayerView:
         """(kernel block ids, rows in them, token positions) of the live rows from `first_row` on, each int64
         [rows] on the view's device. `block_table`: manager's ids. AssertionError, without waiting for the
         device, where it names blocks that are none of the rank's."""
-        spec, live = self.group.spec, self.live_rows(num_tokens)
+        live = self.live_rows(num_tokens)
+        return self.places_of(block_table, np.arange(max(live.start, first_row), live.stop, dtype=np.int64))
+
+    def places_of(
+        self, block_table: Sequence[int], positions: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of any positions of tokens, int64 [rows]."""
+        spec = self.group.spec
         rows = rows_per_block(spec)
-        positions = np.arange(max(live.start, first_row), live.stop, dtype=np.int64)
         block, token = np.divmod(positions, spec.block_size)
         row = token // (spec.block_size // rows)
         kernel_block, kernel_row = np.divmod(row, self.kernel_block_size)

@@ -13,7 +13,7 @@ import torch
 from rayk.offload import block_digests
 from rayk.offload.block_digests import BlockDigests
 from rayk.transfer.connectors import layer_views
-from rayk.transfer.verify import CanonicalViews, compute_digests, sorted_views
+from rayk.transfer.verify import CanonicalViews, LayerView, compute_digests, sorted_views
 from rayk.types.errors import KVMismatch
 from tests.offload.cluster import Kind, open_node, random_values, tokens_of
 from tests.offload.families import FAMILIES
@@ -94,6 +94,43 @@ def test_they_stay_what_they_were_and_name_the_blocks_that_did_not(family: str) 
         assert np.array_equal(kept.recall(tables, num_tokens), proven)
 
 
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("family", ["full", "gpt_oss", "gemma3", "llama4", "fp8_token_head"])
+def test_a_change_is_lent_to_nobody_whatever_prefix_is_asked_for(family: str, block_size: int) -> None:
+    """Stores of many lengths, a change, then prefixes of others: windows begin and end within blocks."""
+    views, num_blocks = open_views(family, block_size)
+    rng, num_met = random.Random(family), 0
+    for _ in range(8):
+        kept, tables = BlockDigests(views, num_blocks, PER_GROUP), draw_tables(views, num_blocks, rng)
+        stored = sorted(rng.sample(range(20, MOST_TOKENS), 12))
+        for num_tokens in stored:
+            kept.prove(tables, num_tokens)
+        asked = [n for n in range(20, stored[-1]) if all(_is_stored(v, n, stored) for v in views)]
+        asked = sorted(rng.sample(asked, min(len(asked), 40)))
+        before = {n: compute_digests(views, tables, n, PER_GROUP) for n in asked}
+        block = flip(views, tables, rng.choice(asked[len(asked) // 2 :]) - 1, rng)
+        for num_tokens in rng.sample(asked, len(asked)):
+            now = compute_digests(views, tables, num_tokens, PER_GROUP)
+            if np.array_equal(now, before[num_tokens]):
+                continue
+            num_met += 1
+            recalled = kept.recall(tables, num_tokens)
+            wrong = now != before[num_tokens]
+            # Of a cell that is cut, what lies beside its rows may have changed, too.
+            assert (recalled != now)[wrong].all()
+            assert (recalled == now)[~wrong].all()
+            assert kept.find_changed(tables, num_tokens) == [block]
+    assert num_met > 20
+
+
+def _is_stored(view: LayerView, num_tokens: int, stored: Sequence[int]) -> bool:
+    """Whether all rows that are live at some length were so at ones that were stored."""
+    left = view.live_rows(num_tokens).start
+    for rows in map(view.live_rows, stored):
+        left = max(left, rows.stop) if rows.start <= left else left
+    return left >= num_tokens
+
+
 @pytest.mark.parametrize("family", ["full", "gpt_oss", "qwen3_next"])
 def test_what_is_lent_is_not_read_before(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     node = open_node(family, num_blocks=100)
@@ -133,6 +170,33 @@ def test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten(kind
     assert node.tier.status()["changed_pages"] == 1
     assert hit(node, engine, 0) == N
     engine.check(random_values(node.make, N, 0), node.load(engine, tokens_of(0, N)).tables)
+    node.expect_idle()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", "gemma3n"])
+def test_a_changed_row_of_a_window_that_begins_within_a_block_is_not_served(family: str) -> None:
+    """It was stored for other lengths than the one that is asked for."""
+    node = open_node(family, num_blocks=300)
+    engine = node.add(Kind(num_blocks=80))
+    engine.poison()
+    for num_tokens in (64, 96, 128):
+        assert store(node, engine, 1, num_tokens).ok
+    tokens = tokens_of(1, 112)
+    found = node.tier.manager.find_prefix("x", tokens, 112)
+    node.tier.manager.free("x")
+    num_tokens, tables = found.num_tokens, found.tables
+    views = sorted_views(list(layer_views(node.tier.caches)))
+    view = next(v for v in views if v.live_rows(num_tokens).start > 0)
+    ids, slots, _ = view.places(tables[view.group.index], num_tokens)
+    view.fields[0].view[int(ids[0]), 0, int(slots[0])].view(torch.uint8)[0] ^= 4
+    for _ in range(2):
+        answer = node.ask(engine, tokens)
+        assert answer.ticket is not None
+        loaded = node.take(engine, answer)
+        assert any(isinstance(error, KVMismatch) for error in loaded.errors)
+    node.tier.doubt(answer.ticket)
+    assert node.tier.status()["changed_pages"] == 1
+    assert hit(node, engine, 1, 112) < num_tokens
     node.expect_idle()
 
 
