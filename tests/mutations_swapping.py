@@ -147,9 +147,16 @@ SWAPPING = (
     Mutation(
         "attention costs nothing",
         COSTS,
-        "+ _pairs(num_tokens) * pair_ns",
+        "+ _pairs(num_tokens, num_here) * pair_ns",
         "+ 0 * pair_ns",
         f"{WEIGHED}::test_estimates_come_near_the_truth",
+    ),
+    Mutation(
+        "tokens behind others see none of them",
+        COSTS,
+        "return num_tokens * num_here + num_tokens * (num_tokens + 1) / 2",
+        "return num_tokens * (num_tokens + 1) / 2",
+        f"{WEIGHED}::test_tokens_behind_others_are_weighed_with_what_they_see_of_them",
     ),
     Mutation(
         "a swap need not come back",

@@ -185,7 +185,8 @@ class Offloading:
             return
         num_bytes = self.side.bytes_of(ticket.num_tokens, ticket.first_row)
         num_new = ticket.num_tokens - looking.num_here
-        choice = self.costs.load(num_bytes, num_new, self.side.settings.load)
+        weighed = num_bytes, num_new, self.side.settings.load
+        choice = self.costs.load(*weighed, num_here=looking.num_here)
         if not choice.moves:
             self.counts["loads_declined"] += 1
             self._decline(ticket)

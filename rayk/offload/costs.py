@@ -207,24 +207,28 @@ class CostModel:
         """So many bytes came from the tier to the engine in `ns`, all waits included."""
         self._in.observe(num_bytes, ns)
 
-    def recompute_ns(self, num_tokens: int) -> float | None:
-        """Of the first `num_tokens` tokens of a sequence, in steps as large as the largest one seen; None:
-        nothing is known of it yet."""
+    def recompute_ns(self, num_tokens: int, num_here: int = 0) -> float | None:
+        """Of `num_tokens` tokens of a sequence behind the first `num_here`, which they see and which need not
+        be computed, in steps as large as the largest one seen; None: nothing is known of it yet."""
         if self._steps.weight < MIN_KNOWN:
             return None
         step_ns, token_ns, pair_ns = self._step_costs()
         num_steps = -(-num_tokens // self._max_step_tokens)
-        return num_steps * step_ns + num_tokens * token_ns + _pairs(num_tokens) * pair_ns
+        return num_steps * step_ns + num_tokens * token_ns + _pairs(num_tokens, num_here) * pair_ns
 
     def swap(self, bytes_out: int, bytes_in: int, num_tokens: int, setting: Weighing = "auto") -> Choice:
         """Whether to move `bytes_out` out and `bytes_in` in later, or to compute `num_tokens` tokens again.
         `setting`: always or never do so, whatever the estimates."""
         move_ns = self._out.cost_ns(bytes_out) + self._in.cost_ns(bytes_in)
-        return self._choose(move_ns, num_tokens, setting, (self._out, self._in))
+        return self._choose(move_ns, self.recompute_ns(num_tokens), setting, (self._out, self._in))
 
-    def load(self, bytes_in: int, num_tokens: int, setting: Weighing = "auto") -> Choice:
-        """Whether to move `bytes_in` in, or to compute `num_tokens` tokens. `setting`: see `swap`."""
-        return self._choose(self._in.cost_ns(bytes_in), num_tokens, setting, (self._in,))
+    def load(
+        self, bytes_in: int, num_tokens: int, setting: Weighing = "auto", *, num_here: int = 0
+    ) -> Choice:
+        """Whether to move `bytes_in` in, or to compute `num_tokens` tokens, which lie behind `num_here` that
+        the engine has. `setting`: see `swap`."""
+        recompute_ns = self.recompute_ns(num_tokens, num_here)
+        return self._choose(self._in.cost_ns(bytes_in), recompute_ns, setting, (self._in,))
 
     def describe(self) -> dict[str, float]:
         """What is believed: rates in 10^9 bytes per second, nanoseconds, numbers of observations. Estimates
@@ -241,8 +245,9 @@ class CostModel:
         step, token, pair = map(float, self._steps.constants)
         return step, token / _TOKENS, pair / _PAIRS
 
-    def _choose(self, move_ns: float, num_tokens: int, setting: Weighing, ways: Sequence[_Moves]) -> Choice:
-        recompute_ns = self.recompute_ns(num_tokens)
+    def _choose(
+        self, move_ns: float, recompute_ns: float | None, setting: Weighing, ways: Sequence[_Moves]
+    ) -> Choice:
         if setting != "auto":
             return Choice(setting == "always", move_ns, recompute_ns)
         moves = recompute_ns is None or move_ns < recompute_ns
@@ -252,6 +257,7 @@ class CostModel:
         return Choice(moves, move_ns, recompute_ns)
 
 
-def _pairs(num_tokens: int) -> float:
-    """Of a token and each that it sees, itself included, in a prompt from its first token."""
-    return num_tokens * (num_tokens + 1) / 2
+def _pairs(num_tokens: int, num_here: int = 0) -> float:
+    """Of a token and each that it sees, itself included, of so many tokens of a prompt behind the first
+    `num_here`."""
+    return num_tokens * num_here + num_tokens * (num_tokens + 1) / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -30,10 +30,10 @@ class Machine:
         num_pairs = sum(position + 1 for position in range(start, stop))
         return self.step_ns + (stop - start) * self.token_ns + num_pairs * self.pair_ns, num_pairs
 
-    def recompute(self, num_tokens: int) -> float:
-        """All steps of a prompt."""
-        chunk = self.max_step_tokens
-        return sum(self.step(i, min(i + chunk, num_tokens))[0] for i in range(0, num_tokens, chunk))
+    def recompute(self, num_tokens: int, num_here: int = 0) -> float:
+        """All steps of a prompt's tokens behind its first ones."""
+        chunk, stop = self.max_step_tokens, num_here + num_tokens
+        return sum(self.step(i, min(i + chunk, stop))[0] for i in range(num_here, stop, chunk))
 
     def move_out(self, num_bytes: int) -> float:
         return self.latency_ns + num_bytes * self.out_byte_ns
@@ -116,6 +116,33 @@ def test_estimates_come_near_the_truth() -> None:
             found = model.load(num_tokens * machine.token_bytes, num_tokens)
             assert found.recompute_ns == pytest.approx(machine.recompute(num_tokens), rel=0.2)
             assert found.move_ns == pytest.approx(machine.move_in(num_tokens * machine.token_bytes), rel=0.2)
+
+
+def test_tokens_behind_others_are_weighed_with_what_they_see_of_them() -> None:
+    draw = random.Random(5)
+    sides = [0, 0]
+    for _ in range(40):
+        token_ns = 10 ** draw.uniform(4, 6)
+        machine = replace(some_machine(draw), token_ns=token_ns, pair_ns=token_ns / 500, max_step_tokens=512)
+        model = CostModel()
+        for _ in range(100):
+            start, num_tokens = draw.randint(0, 16_384), draw.randint(1, 512)
+            ns, num_pairs = machine.step(start, start + num_tokens)
+            model.observe_prefill(num_tokens, ns, num_pairs)
+            model.observe_in(num_tokens << 12, machine.move_in(num_tokens << 12))
+        model.observe_prefill(512, *machine.step(0, 512))
+        for num_here in (0, 1, 1000, 12_288):
+            num_tokens = int(2 ** draw.uniform(6, 12.5))
+            expected = machine.recompute(num_tokens, num_here)
+            num_bytes = int(expected * draw.choice([0.5, 1.5]) / machine.in_byte_ns)
+            choice = model.load(num_bytes, num_tokens, num_here=num_here)
+            assert choice.recompute_ns == pytest.approx(expected, rel=0.1), (num_here, num_tokens, machine)
+            assert choice.recompute_ns == model.recompute_ns(num_tokens, num_here)
+            move_ns = machine.move_in(num_bytes)
+            if not 0.8 < move_ns / expected < 1.25:
+                assert choice.moves == (move_ns < expected), (num_here, num_tokens, machine)
+                sides[choice.moves] += 1
+    assert min(sides) > 20, "both were right often"
 
 
 def test_nothing_known_of_computing_moves() -> None:
