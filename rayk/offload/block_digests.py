@@ -121,7 +121,10 @@ class BlockDigests:
         changed a row of either since, the word is none that a reader will find.
         """
         spans = self._spans(tables, num_tokens, first_row)
-        parts = [_parts_of(k, s, self._cell) for k, s in zip(self._kept, spans, strict=True)]
+        both = [*zip(self._kept, spans, strict=True)]
+        if all((kept.rows[span.ids] == span.rows).all() for kept, span in both):
+            return self._sum(spans, [k.words[s.ids[s.block], s.within].T for k, s in both], num_tokens)
+        parts = [_parts_of(kept, span, self._cell) for kept, span in both]
         cells = [s.cells for s in spans]
         added_of = self._read(tables, [p.added for p in parts], cells)
         taken_of = self._read(tables, [p.taken for p in parts], cells)
