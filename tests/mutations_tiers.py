@@ -8,6 +8,8 @@ OFFLOADING = "rayk/actors/offloading.py"
 STORING = "rayk/actors/storing.py"
 SWAPPING = "rayk/actors/swapping.py"
 FAULTS = "tests/offload/test_faults.py"
+REFUSALS = "tests/offload/test_refusals.py"
+CHOICES = "tests/offload/test_load_choices.py"
 DISK = "tests/offload/test_disk_stack.py"
 RELAY = "tests/offload/test_relay.py"
 
@@ -117,6 +119,54 @@ TIERS = (
         "        looking.begin(num_valid, is_loaded=True)\n",
         "        looking.begin(answer.num_tokens, is_loaded=True)\n",
         f"{FAULTS}::test_a_flipped_bit_in_a_load_is_found_and_computed_again",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "what was refused is digested again at each step",
+        STORING,
+        "        if store.first_row:\n            self._asked.pop(",
+        "        if True:\n            self._asked.pop(",
+        f"{REFUSALS}::test_what_a_small_tier_refuses_is_digested_again_only_after_so_many_tokens",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a store builds on rows that are gone",
+        STORING,
+        "        self.last_failure = why\n        self._stored.pop(store.request_id, None)\n",
+        "        self.last_failure = why\n",
+        f"{REFUSALS}::test_what_built_on_rows_that_are_gone_is_stored_anew_at_once",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a digest that failed ends the engine",
+        "rayk/actors/digesting.py",
+        "except Exception as error:",
+        "except KeyError as error:",
+        f"{REFUSALS}::test_a_digest_that_fails_is_a_store_that_is_refused[1-MemoryError]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "nobody hears of a digest that failed",
+        STORING,
+        "for name, why in news.unstored:",
+        "for name, why in ():",
+        f"{REFUSALS}::test_requests_whose_swap_cannot_be_digested_are_computed_again[1]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a lease that nobody was told of is kept",
+        STORING,
+        "            side.commands.append(EndLease(store.name))",
+        "            pass",
+        f"{REFUSALS}::test_a_digest_that_fails_is_a_store_that_is_refused[1-MemoryError]",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "tokens behind others are weighed as a prompt's first",
+        OFFLOADING,
+        "num_here=looking.num_here)",
+        "num_here=0)",
+        f"{CHOICES}::test_what_is_here_is_weighed_as_what_the_rest_sees",
         needs_fixtures=True,
     ),
     Mutation(

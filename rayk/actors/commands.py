@@ -140,13 +140,20 @@ class EndReads:
 @dataclass(frozen=True, slots=True)
 class MakeStore:
     """Open a lease on these blocks and digest their rows from `first_row` on, beside the steps that follow: a
-    host tier is to read them. Each rank says when it has (RankNews.stored)."""
+    host tier is to read them. Each rank says when it has, or that it cannot (RankNews.stored, .unstored)."""
 
     name: str
     lease_id: str
     num_tokens: int
     block_tables: BlockTables
     first_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndLease:
+    """End a lease that nobody outside the engine knows of."""
+
+    lease_id: str
 
 
 @dataclass(frozen=True, slots=True)

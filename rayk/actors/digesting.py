@@ -6,11 +6,14 @@ steps go on meanwhile. Kernels and numpy leave the interpreter to the loop while
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from rayk.actors.commands import TicketPart
+
+LOG = logging.getLogger(__name__)
 
 
 class Digesting:
@@ -24,17 +27,26 @@ class Digesting:
         """Digest something that is called so."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="rayk-digest")
-        self._made.append((name, self._pool.submit(digest)))
+        try:
+            future = self._pool.submit(digest)
+        except RuntimeError as error:  # there is no thread to be had
+            self._pool, future = None, Future()
+            future.set_exception(error)
+        self._made.append((name, future))
 
-    def take(self) -> tuple[tuple[str, TicketPart], ...]:
-        """Those that are done since the last call, in order. Raises what one of them raised."""
-        if not self._made:
-            return ()
-        done = []
+    def take(self) -> tuple[tuple[tuple[str, TicketPart], ...], tuple[tuple[str, str], ...]]:
+        """Those that are done since the last call, in order: what was made, and what could not be made and
+        why. A store may fail (there was no memory for it, say): the engine goes on, and whoever reads its
+        log finds the stack there."""
+        done, failed = [], []
         while self._made and self._made[0][1].done():
             name, future = self._made.popleft()
-            done.append((name, future.result()))
-        return tuple(done)
+            try:
+                done.append((name, future.result()))
+            except Exception as error:  # whatever it is: only a store
+                LOG.warning("%s could not be digested, and is not stored", name, exc_info=error)
+                failed.append((name, f"{type(error).__name__}: {error}"))
+        return tuple(done), tuple(failed)
 
     def close(self) -> None:
         """Wait for the one that is being made; the others are not."""

@@ -12,6 +12,7 @@ from rayk.actors.commands import (
     Connect,
     Describe,
     Diagnose,
+    EndLease,
     EndPush,
     EndReads,
     EndReservation,
@@ -60,6 +61,8 @@ class RankNews:
     """Those into which somebody may write from now on."""
     stored: tuple[tuple[str, TicketPart], ...] = ()
     """Stores by name that were digested."""
+    unstored: tuple[tuple[str, str], ...] = ()
+    """Stores by name that could not be, and why."""
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -184,6 +187,8 @@ class TransferExtension:
                 self.transfer.hold(ticket)
             case LetGo(request_id):
                 self.transfer.let_go(request_id)
+            case EndLease(lease_id):
+                self.transfer.end_lease(lease_id)
             case _:
                 return self._after_failure(command)
         return None
@@ -239,7 +244,7 @@ class TransferExtension:
             tuple(self.transfer.expired(now)),
             tuple(self.transfer.cleared()),
             tuple(self.transfer.reserved()),
-            self._digesting.take(),
+            *self._digesting.take(),
         )
         self._push.turn(self.transfer.stops())
         if news == _NO_NEWS:

@@ -318,5 +318,6 @@ class Offloading:
         counted = {name: int(n) for name, n in sorted(self.counts.items())}
         open_stores = len(self.storing.open_stores)
         told = {"num_open": open_stores, "why_off": self.why_off, "why_few": self.why_few}
+        told["last_store_failure"] = self.storing.last_failure
         told["recent_stores"] = list(self.storing.recent)
         return {**counted, **told, "costs": self.costs.describe()}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayk.actors.commands import BlockTables, MakeStore, TicketPart
+from rayk.actors.commands import BlockTables, EndLease, MakeStore, TicketPart
 from rayk.actors.tier_side import TierSide
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.offload.messages import StoreAnswer, StoreAsk
@@ -85,9 +85,12 @@ class Storing:
         self._begun: dict[str, Store] = {}
         """Those that were not answered yet."""
         self._asked: dict[str, int] = {}
-        """Request -> tokens that a store was begun of."""
+        """Request -> tokens that a store was begun of, whatever came of it: to try again at each step what
+        was refused would digest it all at each step."""
         self._stored: dict[str, int] = {}
         """Request -> tokens that the tier is known to have had."""
+        self.last_failure = ""
+        """Why the last store that failed did."""
         self.recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STORES)
         """The last ones that moved anything: when they began and ended by the monotonic clock, and bytes."""
 
@@ -114,9 +117,9 @@ class Storing:
     def _offer(self, state: RequestState) -> None:
         side = self._side
         num_tokens, is_over = state.num_computed, state.finish_reason is not None
-        asked = self._asked.get(state.request_id, 0)
+        asked, num_prompt = self._asked.get(state.request_id, 0), len(state.request.prompt_token_ids)
         is_new = num_tokens - asked >= side.settings.store_tokens
-        is_prompt = asked < len(state.request.prompt_token_ids) <= num_tokens
+        is_prompt = asked < self._whole(num_prompt) and num_prompt <= num_tokens
         whole = self._whole(num_tokens)
         if whole > asked and (is_over or is_new or is_prompt):
             self._put_aside(state, whole)
@@ -174,6 +177,8 @@ class Storing:
         """Digests of stores, and leases that are over at a rank."""
         for name, part in news.stored:
             self._on_part(rank, name, part)
+        for name, why in news.unstored:
+            self._answered(StoreAnswer(name=name, reason=f"rank {rank} could not digest it: {why}"))
         for lease_id in news.released:
             store = self._stores.get(lease_id)
             if store is not None:
@@ -304,12 +309,21 @@ class Storing:
                 known = self.num_stored(store.request_id)
                 self._stored[store.request_id] = max(answer.num_tokens, known)
         else:
-            side.counts["stores_failed"] += 1
-            self._stored.pop(store.request_id, None)
-            self._asked.pop(store.request_id, None)
-            self.end(store.name)
+            self._failed(store, answer.reason)
         if store.keep_as is not None:
             self._on_kept(store, answer)
+
+    def _failed(self, store: Store, why: str) -> None:
+        """The next store of its request has all of the rows, and comes when there are so many more."""
+        side = self._side
+        side.counts["stores_failed"] += 1
+        self.last_failure = why
+        self._stored.pop(store.request_id, None)
+        if store.first_row:
+            self._asked.pop(store.request_id, None)  # what it built on may be gone: at once, once, without
+        if len(store.parts) < side.tp:
+            side.commands.append(EndLease(store.name))  # the tier, which would release it, has no ticket
+        self.end(store.name)
 
     def _tidy(self, request_id: str) -> None:
         """Forget what is known of a request that computes no more and has nothing to be stored."""

@@ -41,6 +41,8 @@ FAILED = {
     "lookups_late": "questions were not answered in time",
 }
 """An engine's counter -> what is said of it where it is not 0."""
+REASONS = {"stores_failed": "last_store_failure"}
+"""An engine's counter -> where the engine says why it counted last."""
 
 Told = Mapping[str, Any]
 
@@ -133,7 +135,9 @@ def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
     for name, words in FAILED.items():
         number = sum(told.get(name, 0) for o in outcomes for told in o.offload.values())
         if number:
-            yield f"{number} {words}"
+            whys = (told.get(REASONS.get(name, ""), "") for o in outcomes for told in o.offload.values())
+            why = next((why for why in whys if why), "")
+            yield f"{number} {words}" + (f" (such as: {why})" if why else "")
 
 
 def _of_memory(outcomes: Sequence[CellOutcome]) -> Iterable[str]:

@@ -153,6 +153,10 @@ class LeaseTable:
         lease.renewed[message.consumer] = message.number
         lease.ends_ns = min(lease.deadline_ns, now_ns + lease.lease_ns)
 
+    def end(self, lease_id: str) -> None:
+        """Nobody was told of a lease: it holds no longer. Nothing for those that are over."""
+        self._leases.pop(lease_id, None)
+
     def expire(self, now_ns: int) -> list[str]:
         """End the leases that nobody has released or renewed in time; their ids, each once."""
         late = [

@@ -437,9 +437,12 @@ class TransferRank:
         """Open a lease on this rank, before the ticket leaves the engine; `lease_ns`: see LeaseTable."""
         self._leases.open(lease_id, deadline_ns, now_ns=self._clock(), lease_ns=lease_ns)
 
+    def end_lease(self, lease_id: str) -> None:
+        """No ticket with this lease leaves the engine."""
+        self._leases.end(lease_id)
+
     def released(self) -> list[str]:
-        """Leases that all consumer ranks have released at this rank since the last call. The engine may
-        free the blocks when every rank of it has said so."""
+        """Leases that all consumer ranks released here since the last call; blocks wait for every rank."""
         return self._leases.take_released()
 
     def expired(self, now_ns: int) -> list[str]:

@@ -87,6 +87,15 @@ def test_what_is_believed_is_what_the_cost_model_would_weigh() -> None:
         ),
         ({"offload": {"prefill0": engine(loads_failed=2)}}, "2 loads failed and were computed"),
         (
+            {
+                "offload": {
+                    "prefill0": engine(stores_failed=2),
+                    "decode0": engine(stores_failed=1, last_store_failure="no memory"),
+                }
+            },
+            "3 stores failed (such as: no memory)",
+        ),
+        (
             {"tiers": {"t": tier(disk={"state": "off: no room", "num_pages": 0})}},
             "the disk tier was off: no room",
         ),

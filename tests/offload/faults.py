@@ -120,4 +120,41 @@ class HeldTier:
             answer()
 
 
-__all__ = ["TIER", "Case", "FaultyAgents", "HeldTier", "kill", "reopen"]
+@dataclass(eq=False)
+class AskedTier:
+    """A tier that is looked on: what it is asked to store, and something that happens to it before."""
+
+    node: Node
+    tier: Any
+    before_store: Callable[[StoreAsk], None] = lambda ask: None
+    stores: list[StoreAsk] = field(default_factory=list)
+    answers: list[StoreAnswer] = field(default_factory=list)
+
+    @classmethod
+    def before(cls, node: Node, engine: NodeEngine) -> AskedTier:
+        """Between an engine and its tier."""
+        asked = cls(node, engine.offloading.side.tier)
+        engine.run(lambda: setattr(engine.offloading.side, "tier", asked))
+        return asked
+
+    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+        self.before_store(ask)
+        self.stores.append(ask)
+
+        def answered(answer: StoreAnswer) -> None:
+            self.answers.append(answer)
+            done(answer)
+
+        self.tier.store(ask, answered)
+
+    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+        self.tier.load(ask, done)
+
+    def drop(self, kept_as: str) -> None:
+        self.tier.drop(kept_as)
+
+    def doubt(self, ticket: TransferTicket) -> None:
+        self.tier.doubt(ticket)
+
+
+__all__ = ["TIER", "AskedTier", "Case", "FaultyAgents", "HeldTier", "kill", "reopen"]

@@ -69,6 +69,16 @@ def test_a_lease_without_a_length_lasts_until_its_deadline():
     assert table.expire(DEADLINE) == ["a"]
 
 
+def test_a_lease_that_was_ended_neither_expires_nor_is_released():
+    table = opened()
+    table.end("a")
+    table.end("never opened")
+    assert table.open_leases == ()
+    table.on_release(ReleaseMessage("a", "d0", 1))
+    assert table.take_released() == []
+    assert table.expire(DEADLINE) == []
+
+
 def test_renewals_come_three_times_within_a_length():
     renewals = Renewals(LENGTH)
     assert [now for now in range(100, 160) if renewals.is_due(now)] == [100, 110, 120, 130, 140, 150]
