@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,8 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config
 from rayk.models.kv_specs import tier_groups as groups_of_tier
+from rayk.offload.disk import DiskTier
+from rayk.offload.disk_folder import make_folder
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.offload.page_file import PageIdentity
@@ -33,7 +34,7 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription, row_group_blocks
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
-from rayk.types.errors import EngineDied, HandshakeMismatch, RaykError, UserError
+from rayk.types.errors import DiskUnavailable, EngineDied, HandshakeMismatch, RaykError, UserError
 from rayk.types.offload import OffloadSettings
 
 T = TypeVar("T")
@@ -94,19 +95,13 @@ class TierHost:
         *,
         may_lack_disk: bool = False,
     ) -> TierFacts:
-        """Allocate the tier for engines like this one, and begin to turn it. Raises UserError for a tier that
-        cannot be, or a folder that cannot be used; `may_lack_disk`: then it is opened without a disk tier."""
+        """Allocate the tier for engines like this one, and begin to turn it. `may_lack_disk`: see open_tier.
+        Raises UserError for a tier that cannot be, or a folder that cannot be used."""
         # NIXL loads UCX.
         from rayk.transfer.nixl_agent import NixlAgent
 
         agent = NixlAgent(f"{self.name}-{os.getpid()}-{epoch}", error_handling="peer")
-        try:
-            tier = open_tier(agent, config, settings, like, epoch)
-        except UserError as error:
-            if not may_lack_disk or settings.disk_folder is None:
-                raise
-            LOG.warning("the host tier goes on without its disk tier: %s", error)
-            tier = open_tier(agent, config, replace(settings, disk_folder=None), like, epoch)
+        tier = open_tier(agent, config, settings, like, epoch, may_lack_disk=may_lack_disk)
         self._tier, self._identity = tier, tier_identity(config, settings, like)
         self._metrics = make_sink(model=model_label(config.model), engine=NAME)
         self._metrics.on_flush(lambda: report_tier(self._metrics, tier.status()))
@@ -281,23 +276,23 @@ def open_tier(
     settings: OffloadSettings,
     like: CacheDescription,
     epoch: int,
+    *,
+    may_lack_disk: bool = False,
 ) -> HostTier:
-    """A host tier, with its disk tier where there is to be one. Raises UserError."""
-    groups = tier_groups(config, settings)
-    pages = None
+    """A host tier, with its disk tier where there is to be one: without where the disk is unavailable, and
+    where `may_lack_disk`, whatever is wrong with it. Raises UserError."""
+    pages, why = None, ""
     if settings.disk_folder is not None:
-        from rayk.offload.disk import DiskTier
-
-        folder = Path(settings.disk_folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            mend = "a folder that can be written to"
-            raise UserError(f"no folder for pages: {error}", where="offload.disk_folder", mend=mend) from None
-        identity = tier_identity(config, settings, like)
-        pages = DiskPages(DiskTier(folder, identity, settings.disk_bytes))
+            pages = _open_pages(Path(settings.disk_folder), config, settings, like)
+        except UserError as error:
+            if not (may_lack_disk or isinstance(error, DiskUnavailable)):
+                raise
+            why = f"{error.problem} ({error.where})"
+            LOG.warning("the host tier goes on without its disk tier: %s", error)
+    groups = tier_groups(config, settings)
     try:
-        return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages)
+        return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages, why_no_disk=why)
     except OSError as error:
         if pages is not None:
             pages.close()
@@ -306,6 +301,15 @@ def open_tier(
             where="offload.host_gib",
             mend="less than the node has free",
         ) from None
+
+
+def _open_pages(
+    folder: Path, config: EngineConfig, settings: OffloadSettings, like: CacheDescription
+) -> DiskPages:
+    """Of the folder, which is made where it is not there. Raises UserError, DiskUnavailable."""
+    make_folder(folder)
+    identity = tier_identity(config, settings, like)
+    return DiskPages(DiskTier(folder, identity, settings.disk_bytes))
 
 
 def facts_of(tier: HostTier) -> TierFacts:

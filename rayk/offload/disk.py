@@ -3,7 +3,8 @@
 One thread owns a tier, calls all its methods and is never kept waiting by the disk, except while the tier
 opens and closes. Reads go through NIXL where it works, for it has many under way at once; writes do not:
 plain ones are faster, and the system says what is wrong with a disk. A disk that is full, becomes read-only
-or fails turns the tier off: nothing is written any more, pages that can be read are still served.
+or fails turns the tier off: nothing is written any more, pages that can be read are still served. So it is
+with one that is read-only from the start.
 """
 
 from __future__ import annotations
@@ -84,13 +85,22 @@ def _check_capacity(folder: Path, capacity_bytes: int, file_bytes: int) -> None:
         raise UserError(problem, str(folder), "give the disk tier more bytes")
 
 
+def status_without(why: str) -> dict[str, Any]:
+    """What DiskTier.status would say of a tier that could not be opened."""
+    counted = asdict(DiskCounters())
+    del counted["bad"]
+    sizes = dict.fromkeys(("num_pages", "num_bytes", "capacity_bytes"), 0)
+    return {"state": f"off: {why}", "store": "none", **sizes, **counted}
+
+
 class DiskTier:
     """See the module.
 
     folder: must exist. capacity_bytes: what page files may take, whole blocks of the disk counted.
     reading, writing: make what does it; each thread has its own.
     max_queued_bytes: of pages that wait to be written; their memory is in use so long.
-    Raises UserError when the folder is missing, not writable or in use by another process.
+    Raises UserError when the folder is missing or in use by another process, DiskUnavailable when it can
+    neither be written nor read.
     """
 
     def __init__(
@@ -117,12 +127,14 @@ class DiskTier:
         """Completions for the next turn."""
         self._queued = 0
         self._used = 0
-        self._off = ""
+        self._off = self._folder.why_read_only
         self._closed = False
         self.counters = DiskCounters(leftovers=self._folder.num_leftovers)
         try:
             _check_capacity(folder, capacity_bytes, max(self._sizes))
             self._take_found()
+            if self._off:
+                self._say_off()
             if unused := self._folder.unused_bytes():
                 _LOG.warning("%s also holds %.1f GB of pages that no tier has open", folder, unused / 1e9)
             self._stores = [writing(), *(reading() for _ in range(num_readers))]
@@ -357,6 +369,9 @@ class DiskTier:
         if error is None or self._off or (isinstance(error, OSError) and error.errno in TRANSIENT):
             return
         self._off = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
+        self._say_off()
+
+    def _say_off(self) -> None:
         _LOG.warning(
             "the disk tier at %s is off: %s; what is there is still read", self._folder.path, self._off
         )

@@ -12,6 +12,7 @@ tell what prompts said, so everything here is readable by its user only.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -22,13 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName, parse_file_name
-from rayk.types.errors import UserError
+from rayk.types.errors import DiskUnavailable, UserError
 
 SECRET_BYTES = 32
 _TEMPORARY = ".writing-"
 """How names of files begin that are not whole yet."""
 _LOCK_WAIT_S = 0.5
 _MEND = "give an existing folder on a disk with room, writable by this user"
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_OF_THE_DISK = _READ_ONLY | {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""What the machine is to blame for, whatever was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class FoundPage:
 class DiskFolder:
     """Opens, or makes, the subfolder for pages of one identity, and locks it.
 
-    Raises UserError when the folder is missing, cannot be written, or is in use.
+    Raises UserError when the folder is missing or in use, DiskUnavailable when it can neither be written nor
+    read. Where it can be read only, `why_read_only` says why; pages that are there can be read.
     """
 
     def __init__(self, folder: Path, identity: PageIdentity) -> None:
@@ -54,12 +59,12 @@ class DiskFolder:
         self._count = 0
         with _user_errors(folder):
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self._lock = _take(self.path)
+            self._lock, self.why_read_only = _take(self.path)
             try:
-                self.num_leftovers = self._remove_leftovers()
+                self.num_leftovers = 0 if self.why_read_only else self._remove_leftovers()
                 self.secret = self._find_secret(folder / "secret")
                 described = self.path / "identity.json"
-                if not described.exists():
+                if not (described.exists() or self.why_read_only):
                     _write_whole(described, identity.text.encode(), self.new_temporary(), os.replace)
                 self.block_bytes = os.statvfs(self.path).f_bsize
             except BaseException:
@@ -133,18 +138,38 @@ class DiskFolder:
         return len(leftovers)
 
 
+def make_folder(folder: Path) -> None:
+    """With those above it. Raises UserError, DiskUnavailable."""
+    with _user_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextmanager
 def _user_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        kind = DiskUnavailable if error.errno in _OF_THE_DISK else UserError
         where = error.filename or str(folder)
-        raise UserError(f"the disk tier cannot use it: {error.strerror}", str(where), _MEND) from error
+        raise kind(f"the disk tier cannot use it: {error.strerror}", str(where), _MEND) from error
 
 
-def _take(folder: Path) -> int:
-    """The lock's descriptor. The system lets go of it when this process ends, however it ends."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _open_lock(folder: Path) -> tuple[int, str]:
+    """A descriptor, and why it is for reading only, as all that lies beside it."""
+    try:
+        return os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), ""
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        try:
+            return os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC), error.strerror or str(error)
+        except OSError:
+            raise error from None
+
+
+def _take(folder: Path) -> tuple[int, str]:
+    """See _open_lock. The system lets go of the lock when this process ends, however it ends."""
+    descriptor, why_read_only = _open_lock(folder)
     try:
         _wait_for_lock(descriptor)
         # For people; a full disk may have no room for it.
@@ -162,7 +187,7 @@ def _take(folder: Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
+    return descriptor, why_read_only
 
 
 def _wait_for_lock(descriptor: int) -> None:

@@ -27,6 +27,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
 from rayk.kv.manager import FoundPrefix, KVCacheManager
 from rayk.offload.block_digests import BlockDigests
+from rayk.offload.disk import status_without
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.offload.pages import DiskPages
 from rayk.transfer.agent import TransferAgent
@@ -101,18 +102,20 @@ class HostTier:
         *,
         epoch: int = 0,
         pages: DiskPages | None = None,
+        why_no_disk: str = "",
         staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`groups`: of the tier's own block sizes. `like`: any rank of an engine whose KV is to be kept: what
-        its model and scales are. `pages`: the disk tier behind it. `staging`: of what it reads. Raises
-        UserError."""
+        its model and scales are. `pages`: the disk tier behind it. `why_no_disk`: why there is none where
+        there was to be one. `staging`: of what it reads. Raises UserError."""
         self.settings = settings
         self._clock = clock
         geometry = tier_geometry(groups, settings)
         pinned = like.device.startswith("cuda")
         self.caches = allocate(geometry, torch.device("cpu"), fill=None, pinned=pinned)
         self.pages = pages
+        self._why_no_disk = why_no_disk
         secret = pages.secret if pages is not None else secrets.token_bytes(32)
         self.manager = KVCacheManager(groups, geometry.num_blocks, prefix_caching=True, secret=secret)
         self.description = describe_cache(
@@ -463,8 +466,13 @@ class HostTier:
             "num_kept": len(self._kept),
             "num_lent": len(self._lent),
             **{name: int(n) for name, n in sorted(self.counts.items())},
-            **({"disk": self.pages.status()} if self.pages is not None else {}),
+            **self._disk_status(),
         }
+
+    def _disk_status(self) -> dict[str, object]:
+        if self.pages is not None:
+            return {"disk": self.pages.status()}
+        return {"disk": status_without(self._why_no_disk)} if self._why_no_disk else {}
 
     def check_integrity(self) -> None:
         """AssertionError where blocks leaked."""

@@ -6,6 +6,7 @@ RaykError
 │   ├── CheckpointError   the model folder
 │   ├── UnsupportedArchitecture
 │   ├── DeviceError       the machine or cluster cannot give what was asked
+│   ├── DiskUnavailable   a folder's disk is full, read-only or fails: pages go without it
 │   ├── UnknownEngine     a server has no engine of that name
 │   └── RoleConflict      an engine of a server cannot change its role, as things are
 ├── Unsupported           the model itself cannot run this way (verdict UNSUPPORTED)
@@ -78,6 +79,11 @@ class UnsupportedArchitecture(UserError):
 @dataclass
 class DeviceError(UserError):
     """The machine or the cluster does not have what was asked for."""
+
+
+@dataclass
+class DiskUnavailable(UserError):
+    """A folder for pages cannot be used as its disk is now: full, read-only, failing, or not this user's."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from rayk.offload.disk import DiskTier
 from rayk.offload.disk_threads import Job
 from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName
 from rayk.offload.page_store import PlainFiles
-from rayk.types.errors import UserError
+from rayk.types.errors import DiskUnavailable, UserError
 from tests.house import ROOT
 from tests.offload.disk import IDENTITY, files_of, finish, get_all, name_of, open_tier, page_of, put_all
 
@@ -259,7 +259,7 @@ def test_a_full_disk_turns_the_tier_off(tmp_path: Path, caplog: pytest.LogCaptur
         tier.close()
 
 
-def test_a_disk_that_becomes_read_only_turns_the_tier_off(tmp_path: Path):
+def test_a_disk_that_becomes_read_only_turns_the_tier_off(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with small_disk(tmp_path, 1 << 20):
         tier = open_tier(tmp_path)
         put_all(tier, [name_of(0), name_of(1)])
@@ -275,8 +275,20 @@ def test_a_disk_that_becomes_read_only_turns_the_tier_off(tmp_path: Path):
             assert len(served) == len(bad) == 1
             assert tier.counters.bad["flipped"] == 1
             tier.close()
-            with pytest.raises(UserError, match="Read-only file system"):
-                open_tier(tmp_path)
+            # What is there is served after a restart, too.
+            caplog.clear()
+            tier = open_tier(tmp_path)
+            assert tier.state == "off: Read-only file system"
+            assert [r.getMessage() for r in caplog.records] == [
+                f"the disk tier at {tmp_path / IDENTITY.folder_name} is off: Read-only file system; "
+                "what is there is still read"
+            ]
+            whole = list(served)
+            assert get_all(tier, whole)[0] == {n: page_of(n).tobytes() for n in whole}
+            assert put_all(tier, [name_of(9)]) == [False]
+            tier.close()
+            with pytest.raises(DiskUnavailable, match="Read-only file system"):
+                open_tier(tmp_path, identity=PageIdentity({"weights": "c3"}, IDENTITY.page_bytes))
         finally:
             subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayk.types.errors import UserError
 from tests.offload.disk import finish
-from tests.offload.faults import Case
+from tests.offload.faults import Case, reopen
 from tests.offload.node import Node
 from tests.offload.test_disk_faults import small_disk
+from tests.pd import local_agents
 
 NUM_FLIPS = 1000
 FLIPS_AT_ONCE = 40
@@ -120,3 +123,76 @@ def test_what_is_on_disk_is_found_again_by_a_tier_that_is_formed_anew(case: Case
             found = [d.info.get("num_disk_tokens", 0) for d in done]
             assert found == ([112, 288] if index else [0, 0])
             written(node)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """What is mounted there becomes read-only meanwhile."""
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no room."""
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only", "read-only above"])
+def test_a_disk_that_is_bad_from_the_start_costs_no_answer(case: Case, tmp_path: Path, kind: str) -> None:
+    """The host tier goes on without it, and says so."""
+    folder = tmp_path / "kv" if kind == "read-only above" else tmp_path
+    why = "No space left on device" if kind == "full" else "Read-only file system"
+    with small_disk(tmp_path, 64 << 10), ExitStack() as stack:
+        if kind == "full":
+            fill(tmp_path)
+        else:
+            stack.enter_context(read_only(tmp_path))
+        with Node.open(case.path, ENGINES, disk_folder=str(folder)) as node:
+            for engine in node.engines:
+                done = case.complete(engine, "a", 0, 2)
+                node.settle()
+            assert all(d.info["num_host_tokens"] > 0 for d in done), "host memory goes on"
+            status = node.status()["disk"]
+        assert status["state"].startswith("off: ")
+        assert why in status["state"]
+        assert str(tmp_path) in status["state"]
+        assert {status[name] for name in ("num_pages", "num_bytes", "pages_written", "pages_found")} == {0}
+
+
+def test_a_read_only_folder_is_read(case: Case, tmp_path: Path) -> None:
+    """Also one whose pages do not fit any more; another process may not have it meanwhile."""
+    with small_disk(tmp_path, 8 << 20):
+        with Node.open(case.path, ENGINES[:1], disk_folder=str(tmp_path)) as node:
+            case.complete(node.engines[0], "a", 0, 2)
+            written(node)
+        files = page_files(tmp_path)
+        with read_only(tmp_path):
+            with Node.open(case.path, ENGINES[1:], disk_folder=str(tmp_path)) as node:
+                (engine,) = node.engines
+                done = case.complete(engine, "b", 0, 2, 4)
+                assert [d.info.get("num_disk_tokens", 0) for d in done] == [112, 288, 0]
+                assert node.status()["disk"]["state"] == "off: Read-only file system"
+                with pytest.raises(UserError, match="in use by process"):
+                    reopen(node, local_agents())
+                written(node)
+            room = files[0].stat().st_size + 8192
+            with Node.open(case.path, ENGINES[1:], disk_folder=str(tmp_path), disk_bytes=room) as node:
+                (engine,) = node.engines
+                case.complete(engine, "c", 0, 2)
+                written(node)
+            assert page_files(tmp_path) == files
+
+
+def test_a_folder_that_is_wrong_is_an_error_at_the_start(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with (
+            pytest.raises(UserError, match="in the way|exists|Not a directory"),
+            Node.open(case.path, ENGINES[1:], disk_folder=str(folder)),
+        ):
+            pass

@@ -126,6 +126,7 @@ def test_bad_input_is_told_from_the_rest():
         "SpecError",
         "CheckpointError",
         "UnsupportedArchitecture",
+        "DiskUnavailable",
         "DeviceError",
         "UnknownEngine",
         "RoleConflict",
