@@ -8,6 +8,8 @@ DISK = "tests/offload/test_disk.py"
 FAULTS = "tests/offload/test_disk_faults.py"
 NIXL = "tests/offload/test_nixl_files.py"
 KINDS = "tests/offload/test_identity.py"
+START = "tests/offload/test_disk_start.py"
+STACK = "tests/offload/test_disk_stack.py"
 
 ON_DISK = (
     Mutation(
@@ -209,5 +211,36 @@ ON_DISK = (
         "if identity is None:",
         f"{KINDS}::test_a_tier_takes_no_engine_of_another_kind",
         needs_fixtures=True,
+    ),
+    Mutation(
+        "a disk that is full from the start ends its tier",
+        "rayk/actors/tier_actor.py",
+        "if not (may_lack_disk or isinstance(error, DiskUnavailable)):",
+        "if not may_lack_disk:",
+        f"{STACK}::test_a_disk_that_is_bad_from_the_start_costs_no_answer",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a disk that was to be there is not missed",
+        "rayk/actors/tier_actor.py",
+        "why_no_disk=why)",
+        "why_no_disk=why[:0])",
+        f"{STACK}::test_a_disk_that_is_bad_from_the_start_costs_no_answer",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a folder that can be read only is not read",
+        "rayk/offload/disk_folder.py",
+        "if error.errno not in _READ_ONLY:",
+        "if error.errno is not None:",
+        f"{STACK}::test_a_read_only_folder_is_read",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "whatever is wrong with a folder is its disk's fault",
+        "rayk/offload/disk_folder.py",
+        "kind = DiskUnavailable if error.errno in _OF_THE_DISK else UserError",
+        "kind = DiskUnavailable if _OF_THE_DISK else UserError",
+        f"{START}::test_what_the_machine_is_to_blame_for_is_told_apart",
     ),
 )

@@ -288,7 +288,7 @@ def open_tier(
         except UserError as error:
             if not (may_lack_disk or isinstance(error, DiskUnavailable)):
                 raise
-            why = f"{error.problem} ({error.where})"
+            why = f"{error.where}: {error.problem}"
             LOG.warning("the host tier goes on without its disk tier: %s", error)
     groups = tier_groups(config, settings)
     try:

@@ -151,7 +151,7 @@ def _user_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         kind = DiskUnavailable if error.errno in _OF_THE_DISK else UserError
         where = error.filename or str(folder)
-        raise kind(f"the disk tier cannot use it: {error.strerror}", str(where), _MEND) from error
+        raise kind(f"it cannot be used for pages: {error.strerror}", str(where), _MEND) from error
 
 
 def _open_lock(folder: Path) -> tuple[int, str]:
