@@ -150,7 +150,7 @@ TIERS = (
         STORING,
         "for name, why in news.unstored:",
         "for name, why in ():",
-        f"{REFUSALS}::test_requests_whose_swap_cannot_be_digested_are_computed_again[1]",
+        f"{REFUSALS}::test_a_digest_that_fails_is_a_store_that_is_refused[1-MemoryError]",
         needs_fixtures=True,
     ),
     Mutation(

@@ -164,7 +164,7 @@ def test_a_digest_that_fails_is_a_store_that_is_refused(
         assert type(error).__name__ in told(first)["last_store_failure"]
         (record, *_) = [r for r in caplog.records if r.exc_info and r.exc_info[1] is error]
         assert record.levelname == "WARNING"
-        assert not digests.open_leases
+        wait_until(lambda: not digests.open_leases, 10.0, lambda: str(digests.open_leases))
         digests.error = None
         assert found_of(long, second, "c", 0) > 0, "of the first"
         (done,) = second.complete([make_request("d", long.prompts[1], 100)])
@@ -187,7 +187,7 @@ def test_requests_whose_swap_cannot_be_digested_are_computed_again(
         node.settle()
         assert told(engine)["swaps_failed"] == told(engine)["swaps"] > 0
         assert sum(d.info["num_preemptions"] for d in done) > 0
-        assert not digests.open_leases
+        wait_until(lambda: not digests.open_leases, 10.0, lambda: str(digests.open_leases))
         digests.error = None
         growing.complete(engine, "b", *range(8))
         node.settle()
