@@ -6,6 +6,7 @@ from tests.mutation import Mutation
 
 DISK = "tests/offload/test_disk.py"
 FAULTS = "tests/offload/test_disk_faults.py"
+ODD = "tests/offload/test_odd_files.py"
 NIXL = "tests/offload/test_nixl_files.py"
 KINDS = "tests/offload/test_identity.py"
 START = "tests/offload/test_disk_start.py"
@@ -141,7 +142,7 @@ ON_DISK = (
     Mutation(
         "too many open files turn the tier off",
         "rayk/offload/disk.py",
-        "if error is None or self._off or (isinstance(error, OSError) and error.errno in TRANSIENT):",
+        "if error is None or self._off or (isinstance(error, OSError) and error.errno in PASSING):",
         "if error is None or self._off:",
         f"{FAULTS}::test_too_many_open_files_are_not_the_disks_fault",
     ),
@@ -151,6 +152,20 @@ ON_DISK = (
         "            self._report(name, result)\n        self._remove(name)",
         "            self._report(name, result)\n            return\n        self._remove(name)",
         f"{FAULTS}::test_every_damaged_file_is_reported_and_none_is_served",
+    ),
+    Mutation(
+        "one odd file turns the tier off",
+        "rayk/offload/disk.py",
+        "if not isinstance(result, OSError) or result.errno not in ODD_FILE:",
+        "if result:",
+        f"{ODD}::test_something_else_in_a_pages_place_costs_that_page_alone",
+    ),
+    Mutation(
+        "a folder in a page's place turns the tier off",
+        "rayk/offload/disk.py",
+        "PASSING = TRANSIENT | IN_THE_WAY",
+        "PASSING = TRANSIENT",
+        f"{ODD}::test_something_else_in_a_pages_place_costs_that_page_alone",
     ),
     Mutation(
         "closing waits for a hung disk",

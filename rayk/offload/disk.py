@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from rayk.offload.disk_folder import DiskFolder
-from rayk.offload.disk_threads import TRANSIENT, Job, Reading, Removal, Workers, Writing
+from rayk.offload.disk_threads import (
+    IN_THE_WAY,
+    ODD_FILE,
+    TRANSIENT,
+    Job,
+    Reading,
+    Removal,
+    Workers,
+    Writing,
+)
 from rayk.offload.page_file import (
     FOREIGN,
     KEY_BYTES,
@@ -39,6 +48,7 @@ _LOG = logging.getLogger("rayk")
 
 Put = Callable[[bool], None]
 Got = Callable[[list[PageName]], None]
+PASSING = TRANSIENT | IN_THE_WAY
 
 
 @dataclass
@@ -355,7 +365,8 @@ class DiskTier:
             self._report(name, UNREADABLE, f" ({result})")
             if isinstance(result, OSError) and result.errno in TRANSIENT:
                 return
-            self._heed(result)
+            if not isinstance(result, OSError) or result.errno not in ODD_FILE:
+                self._heed(result)
         else:
             self._report(name, result)
         self._remove(name)
@@ -365,8 +376,8 @@ class DiskTier:
         _LOG.warning("page file %s is not used: %s%s", self._folder.file(name), reason, why)
 
     def _heed(self, error: Exception | None) -> None:
-        """Write no more, unless the error will pass. Said once."""
-        if error is None or self._off or (isinstance(error, OSError) and error.errno in TRANSIENT):
+        """Write no more, unless the error will pass or is one file's. Said once."""
+        if error is None or self._off or (isinstance(error, OSError) and error.errno in PASSING):
             return
         self._off = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
         self._say_off()

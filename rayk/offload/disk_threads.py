@@ -13,7 +13,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from errno import EAGAIN, EINTR, EIO, EMFILE, ENFILE, ENOMEM
+from errno import (
+    EACCES,
+    EAGAIN,
+    EINTR,
+    EIO,
+    EISDIR,
+    ELOOP,
+    EMFILE,
+    ENFILE,
+    ENOMEM,
+    ENXIO,
+    EPERM,
+    ESPIPE,
+)
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +47,10 @@ from rayk.offload.page_store import FileParts, PageStore, PlainFiles
 
 TRANSIENT = frozenset({EMFILE, ENFILE, ENOMEM, EINTR, EAGAIN})
 """errno values that say nothing about the disk."""
+IN_THE_WAY = frozenset({EISDIR})
+"""Those by which one page cannot be written: something stands in its place."""
+ODD_FILE = IN_THE_WAY | {EACCES, ELOOP, ENXIO, EPERM, ESPIPE}
+"""Those by which one page cannot be read or removed: its file is not a plain one, or not this user's."""
 _MAX_JOBS = 32
 _MAX_BYTES = 16 << 20
 """Of pages that are written or read together."""
@@ -165,7 +182,7 @@ class Writing:
             try:
                 self._write_together(self._plain, [job])
             except OSError as error:
-                if error.errno in TRANSIENT:
+                if error.errno in TRANSIENT or error.errno in IN_THE_WAY:
                     return error
                 self._error = error
         return self._error
@@ -192,7 +209,8 @@ def _remove(file: str) -> OSError | None:
     try:
         Path(file).unlink(missing_ok=True)
     except OSError as error:
-        return error
+        # What somebody put in a page's place is theirs; a folder that takes nothing is met when one writes.
+        return error if error.errno not in ODD_FILE else None
     return None
 
 
@@ -211,7 +229,7 @@ class Reading:
         with ExitStack() as stack:
             for i, job in enumerate(jobs):
                 try:
-                    descriptor = os.open(job.file, os.O_RDONLY | _FLAGS)
+                    descriptor = os.open(job.file, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
                     stack.callback(os.close, descriptor)
                     results[i] = self._check_length(job, descriptor)
                 except OSError as error:
