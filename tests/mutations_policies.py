@@ -36,8 +36,8 @@ POLICIES = (
     Mutation(
         "the last token of a cached prompt is not computed",
         "rayk/sched/policies/prefix_aware.py",
-        "min(num, most)",
-        "num",
+        "min(num, most) for name, num in self.index",
+        "num for name, num in self.index",
         f"{PLACES}::test_prefix_aware_weighs_what_is_held_against_what_is_to_do",
     ),
     Mutation(
@@ -183,15 +183,15 @@ POLICIES = (
     Mutation(
         "what an engine holds is loaded from the host tier once more",
         "rayk/sched/policies/prefix_aware.py",
-        "return max(0, self.tier - self.here.get(engine, 0))",
-        "return self.tier",
+        "return max(0, self.tiers.get(engine.tier, 0) - self.here.get(engine.name, 0))",
+        "return self.tiers.get(engine.tier, 0)",
         f"{PLACES}::test_prefix_aware_weighs_what_is_held_against_what_is_to_do",
     ),
     Mutation(
         "the host tier has room for everything",
         "rayk/sched/policies/prefix_aware.py",
-        "PrefixIndex(settings.block_tokens, settings.host_blocks)",
-        "PrefixIndex(settings.block_tokens, 65536)",
+        "PrefixIndex(self._settings.block_tokens, self._settings.host_blocks)",
+        "PrefixIndex(self._settings.block_tokens, 65536)",
         f"{PLACES}::test_the_tier_has_what_lost_engines_computed_and_no_more_than_it_has_room_for",
     ),
     Mutation(
@@ -207,5 +207,33 @@ POLICIES = (
         """settings is None or settings.load == "never" or""",
         "settings is None or",
         f"{SPECS}::test_a_host_tier_is_weighed_as_far_as_it_has_room",
+    ),
+    Mutation(
+        "what a lost host tier had is still there",
+        "rayk/sched/policies/prefix_aware.py",
+        "        self._tiers.pop(engine, None)\n",
+        "",
+        f"{PLACES}::test_a_tier_that_is_lost_has_nothing_and_one_of_another_node_neither",
+    ),
+    Mutation(
+        "host tiers of all nodes are one",
+        "rayk/sched/policies/prefix_aware.py",
+        "return max(0, self.tiers.get(engine.tier, 0) -",
+        "return max(0, max(self.tiers.values(), default=0) -",
+        f"{PLACES}::test_a_tier_that_is_lost_has_nothing_and_one_of_another_node_neither",
+    ),
+    Mutation(
+        "nobody is told which host tier was lost",
+        "rayk/actors/tiers.py",
+        "        self.on_lost(tier.name)\n",
+        "",
+        "tests/actors/test_tiers.py::test_the_name_of_a_lost_tier_is_told_and_no_engine_has_it_any_more",
+    ),
+    Mutation(
+        "an engine whose host tier was lost has it still",
+        "rayk/actors/tiers.py",
+        'engine.tier, engine.tier_name = None, ""',
+        "engine.tier = None",
+        "tests/actors/test_tiers.py::test_the_name_of_a_lost_tier_is_told_and_no_engine_has_it_any_more",
     ),
 )

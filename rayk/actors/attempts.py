@@ -93,6 +93,10 @@ class Engines:
     def _is_push(self) -> bool:
         return self._cell.spec.transfer.mode == "push"
 
+    def tier_of(self, name: str) -> str:
+        """The host tier of the engine that has this name now; empty: it has none."""
+        return next(e.tier_name for e in self._all if e.name == name)
+
     def is_live(self, engine: EngineHandle) -> bool:
         """Whether it takes requests, or will."""
         formed = self._formed.get(engine.name)

@@ -86,7 +86,7 @@ class CellRun:
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._policy = get_policy(cell.policy, cell.policy_settings)
         self._asker = Asker(cell.policy, cell.policy_settings, new_secret())
-        self._loads = LoadBook()
+        self._loads = LoadBook(self._engines.tier_of)
         for engine in engines:
             self._loads.add(engine.name, engine.config.tp)
             self._tell_of_death(engine)
@@ -172,6 +172,10 @@ class CellRun:
         engine = await form(lost, was_serving=was_serving)
         self._tell_of_death(engine)
         return engine
+
+    def tier_lost(self, tier: str) -> None:
+        """A host tier of that name has died."""
+        self._policy.lost(tier)
 
     def _tell_of_death(self, engine: EngineHandle) -> None:
         """Once it dies, the policy knows."""

@@ -44,7 +44,8 @@ class _Front:
 
 
 class Desk:
-    """Places requests on engines that are open. `limit()`: how many may be on engines now."""
+    """Places requests on engines that are open. `limit()`: how many may be on engines now;
+    `tier_of`: an engine's host tier."""
 
     def __init__(
         self,
@@ -52,13 +53,14 @@ class Desk:
         *,
         max_waiting: int,
         limit: Callable[[], int],
+        tier_of: Callable[[str], str] = lambda engine: "",
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.is_draining = False
         self._policy = policy
         self._limit = limit
         self._clock = clock
-        self._loads = LoadBook()
+        self._loads = LoadBook(tier_of)
         self._known: set[str] = set()
         self._open: dict[str, list[str]] = {"prefill": [], "decode": []}
         self._needs_decode = False
@@ -107,7 +109,7 @@ class Desk:
                 side.remove(engine)
 
     def lost(self, engine: str) -> None:
-        """An engine died; what it held is no more."""
+        """An engine died, or a host tier; what it held is no more."""
         self.close(engine)
         self._policy.lost(engine)
 

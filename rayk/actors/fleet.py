@@ -83,6 +83,7 @@ class Fleet:
             get_policy(settings.policy, settings.policy_settings),
             max_waiting=settings.max_waiting,
             limit=self._max_running,
+            tier_of=lambda name: self._members[name].life.tier_name,
         )
         self._is_over = asyncio.Event()
         """Requests that are still here are to end."""
@@ -93,7 +94,7 @@ class Fleet:
         """Engines and their epochs whose memory others read."""
         limits = {"transfer_s": settings.transfer_s, "request_s": settings.request_s}
         offload = settings.offload.settings(**limits)
-        self._tiers = None if offload is None else HostTiers(name, offload, reopens=True)
+        self._tiers = None if offload is None else HostTiers(name, offload, self._desk.lost, reopens=True)
         self._wiring = asyncio.Lock()
         told = (self.place, self.tell, self.leave, self.roster, self.health, self.engines, self.set_role)
         self._service = LineService(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +58,18 @@ class _Tier:
 class HostTiers:
     """See the module. All on one event loop."""
 
-    def __init__(self, name: str, settings: OffloadSettings, *, reopens: bool = False) -> None:
-        """`name`: begins those of the actors. `reopens`: a tier that dies is opened anew, empty, for the
-        engines that it had."""
+    def __init__(
+        self,
+        name: str,
+        settings: OffloadSettings,
+        on_lost: Callable[[str], None] = lambda tier: None,
+        *,
+        reopens: bool = False,
+    ) -> None:
+        """`name`: begins those of the actors. `on_lost`: is told the name of a tier that has died; no other
+        has the same. `reopens`: a tier that dies is opened anew, empty, for the engines that it had."""
         self._name = name
+        self.on_lost = on_lost
         self.settings = settings
         self._reopens = reopens
         self._tiers: dict[Kind, _Tier] = {}
@@ -96,7 +104,8 @@ class HostTiers:
         await engine.guard(attach.remote(tier.handle, tier.facts), "its host tier", CONTROL_S)
         if tier.died:  # too early for its engines to be told
             raise EngineDied(tier.name, tier.died)
-        tier.engines[engine.name], engine.tier = engine, tier.handle
+        tier.engines[engine.name] = engine
+        engine.tier, engine.tier_name = tier.handle, tier.name
 
     async def _describe(self, engine: EngineHandle) -> None:
         if not engine.descriptions:
@@ -196,7 +205,8 @@ class HostTiers:
         self.losses.append(tier.died)
         engines = [e for e in tier.engines.values() if not e.died.done()]
         for engine in engines:
-            engine.tier = None
+            engine.tier, engine.tier_name = None, ""
+        self.on_lost(tier.name)
         lose = (
             e.leader.lose_tier.options(concurrency_group="control").remote(tier.facts.epoch, tier.died)
             for e in engines

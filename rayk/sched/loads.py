@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rayk.sched.policies import Asked, EngineLoad, Placed
 
@@ -10,7 +10,9 @@ from rayk.sched.policies import Asked, EngineLoad, Placed
 class LoadBook:
     """The load of each engine. An event costs the same however many requests there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier_of: Callable[[str], str] = lambda engine: "") -> None:
+        """`tier_of`: the host tier that an engine has just now, empty: none."""
+        self._tier_of = tier_of
         self._loads: dict[str, EngineLoad] = {}
         self._placed: dict[str, tuple[Asked, Placed, bool]] = {}
         """By request id; and whether its prompt is to be computed still."""
@@ -23,7 +25,10 @@ class LoadBook:
 
     def of(self, names: Sequence[str]) -> list[EngineLoad]:
         """The loads of these engines."""
-        return [self._loads[name] for name in names]
+        found = [self._loads[name] for name in names]
+        for load in found:
+            load.tier = self._tier_of(load.name)
+        return found
 
     def remove(self, name: str) -> None:
         """An engine is gone; its requests are accounted for as they end."""

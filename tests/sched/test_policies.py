@@ -39,6 +39,8 @@ SETTINGS = PolicySettings(
     local_backlog_tokens=25,
 )
 TP = {"p0": 1, "p1": 2, "p2": 4, "d0": 2, "d1": 1, "d2": 2}
+TIERS = {"p0": "a", "p1": "b", "p2": "a", "d0": "b", "d1": "a", "d2": ""}
+"""Engine -> its node's host tier."""
 
 
 def ask(request_id: str, prompt: Sequence[int], settings: PolicySettings = SETTINGS, **how: Any) -> Asked:
@@ -47,7 +49,7 @@ def ask(request_id: str, prompt: Sequence[int], settings: PolicySettings = SETTI
 
 
 def loads(side: str, count: int) -> list[EngineLoad]:
-    return [EngineLoad(name=f"{side}{i}") for i in range(count)]
+    return [EngineLoad(name=f"{side}{i}", tier="host") for i in range(count)]
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (1, 3), (2, 2), (2, 3), (4, 2), (3, 3)])
@@ -91,14 +93,14 @@ class World:
         self.draw = random.Random(seed)
         self.settings = settings
         self.policy: Policy = get_policy(name, settings)
-        self.book = LoadBook()
+        self.book = LoadBook(TIERS.__getitem__)
         for engine, tp in TP.items():
             self.book.add(engine, tp)
         self.running: dict[str, tuple[Asked, Placed]] = {}
         self.ahead: set[str] = set()
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.given: list[tuple[tuple[int, ...], set[str]]] = []
-        """(prompt, engines that were given it and live)"""
+        """(prompt, engines and tiers that were given it and live)"""
 
     def some_request(self, i: int) -> Asked:
         prompt = self.draw.choices((1, 2), weights=(6, 1), k=self.draw.randint(1, 40))
@@ -120,7 +122,8 @@ class World:
             self.ahead.add(asked.request_id)
             self.book.placed(asked, placed)
             names = {placed.prefill, placed.decode} - {None}
-            self.given.append((self.prompts[asked.request_id], {str(n) for n in names}))
+            holders = {holder for n in names for holder in (str(n), TIERS[str(n)])}
+            self.given.append((self.prompts[asked.request_id], holders))
             self.some_news()
         return found
 
@@ -135,17 +138,18 @@ class World:
                 self.policy.ended(*self.running.pop(request_id))
                 self.book.ended(request_id)
         if self.draw.random() < 0.05:
-            lost = self.draw.choice(list(TP))
+            lost = self.draw.choice([*TP, "a", "b"])
             self.policy.lost(lost)
             self.given = [(prompt, names - {lost}) for prompt, names in self.given]
 
     def held(self, asked: Asked, engine: str) -> int:
-        """Tokens of whole blocks that the prompt shares with one that the engine was given; never all."""
+        """Tokens of whole blocks that the prompt shares with one that the engine, or tier, was given; never
+        all."""
         return self.shared(asked, [prompt for prompt, names in self.given if engine in names])
 
     def in_tier(self, asked: Asked, engine: str) -> int:
-        """Behind those, with one that anybody was ever given."""
-        return max(0, self.shared(asked, [prompt for prompt, _ in self.given]) - self.held(asked, engine))
+        """Behind those, with one that anybody of its tier was ever given."""
+        return max(0, self.held(asked, TIERS[engine]) - self.held(asked, engine)) if TIERS[engine] else 0
 
     def new(self, asked: Asked, engine: str) -> float:
         """What the prompt costs an engine."""
@@ -290,8 +294,28 @@ def test_without_a_tier_nothing_is_looked_up_in_one() -> None:
     settings = PolicySettings(block_tokens=4)
     policy = get_policy("prefix_aware", settings)
     policy.place(ask("a", tuple(range(12)), settings), loads("p", 1), [])
-    placed = policy.place(ask("b", tuple(range(13)), settings), [EngineLoad(name="p9")], [])
+    placed = policy.place(ask("b", tuple(range(13)), settings), [EngineLoad(name="p9", tier="host")], [])
     assert placed == Placed(prefill="p9", decode=None)
+
+
+@pytest.mark.parametrize("name", ["prefix_aware", "conditional"])
+def test_a_tier_that_is_lost_has_nothing_and_one_of_another_node_neither(name: str) -> None:
+    settings = PolicySettings(block_tokens=4, index_blocks=0, host_cost=0.1, host_blocks=1000)
+    policy, prompt = get_policy(name, settings), tuple(range(12))
+    here, beside, elsewhere, without = (
+        [EngineLoad(name=f"p{i}", tier=tier)] for i, tier in enumerate(("a", "a", "b", ""))
+    )
+
+    def num_found(engines: list[EngineLoad]) -> int:
+        placed = policy.place(ask("b", (*prompt, 7), settings), engines, [])
+        return placed.num_host_tokens
+
+    assert num_found(here) == 0
+    assert [num_found(e) for e in (beside, without, elsewhere)] == [12, 0, 0]
+    policy.lost("a")
+    assert [num_found(e) for e in (elsewhere, without, here, beside)] == [12, 0, 0, 12]
+    policy.lost("b")
+    assert [num_found(e) for e in (here, elsewhere)] == [12, 0]
 
 
 def test_short_prompts_do_not_pile_up_where_others_decode() -> None:
@@ -435,7 +459,7 @@ def test_a_setting_changes_decisions_of_policies_that_heed_it_and_no_others(name
 def test_settings_of_hand_overs_say_nothing_where_there_are_none(name: str, setting: str) -> None:
     found = []
     for settings in (SETTINGS, replace(SETTINGS, **{setting: getattr(OTHER, setting)})):
-        policy, draw, book = get_policy(name, settings), random.Random(3), LoadBook()
+        policy, draw, book = get_policy(name, settings), random.Random(3), LoadBook(TIERS.__getitem__)
         for engine in ("p0", "p1", "p2"):
             book.add(engine, TP[engine])
         for i in range(300):

@@ -41,6 +41,8 @@ class EngineLoad:
     """Of prompts that are to be computed here and are not yet, without those that it holds already."""
     num_output_tokens: int = 0
     """That requests decoding here, or about to, may still generate."""
+    tier: str = ""
+    """The host tier that it shares with others of its node; empty: it has none just now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +76,8 @@ class PolicySettings:
     """What a prompt token costs whose KV is loaded from a host tier, in prompt tokens computed; from 1 on
     none is worth it."""
     host_blocks: int = 0
-    """So many of the prefixes given to engines are taken to be in the host tier that all share, the others to
-    be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
+    """So many of the prefixes given to engines are taken to be in the host tier that these share, the others
+    to be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
     local_prompt_tokens: int = 64
     """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
     local_backlog_tokens: int = 512
@@ -95,7 +97,7 @@ class Policy(Protocol):
         ...
 
     def lost(self, engine: str) -> None:
-        """An engine died: whatever was known of its caches is no more."""
+        """An engine died, or a host tier: whatever was known of its caches is no more."""
         ...
 
 

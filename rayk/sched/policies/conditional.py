@@ -33,7 +33,7 @@ class Conditional:
 
     def _is_little(self, asked: Asked, consumer: EngineLoad, held: Held) -> bool:
         """Whether a decode engine computes the prompt."""
-        num_new = asked.num_prompt_tokens - self._aware.spared(held, consumer.name)
+        num_new = asked.num_prompt_tokens - self._aware.spared(held, consumer)
         is_short = num_new <= self._settings.local_prompt_tokens
         return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 

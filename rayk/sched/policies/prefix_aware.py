@@ -9,9 +9,6 @@ from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
 from rayk.sched.prefix_index import PrefixIndex
 from rayk.sched.work import Chooser, work
 
-TIER = "host"
-"""The tier in an index of its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -19,12 +16,12 @@ class Held:
 
     here: Mapping[str, int]
     """In engines' own caches, by name."""
-    tier: int
-    """In the host tier."""
+    tiers: Mapping[str, int]
+    """In host tiers, by name."""
 
-    def num_host_tokens(self, engine: str) -> int:
+    def num_host_tokens(self, engine: EngineLoad) -> int:
         """That an engine loads."""
-        return max(0, self.tier - self.here.get(engine, 0))
+        return max(0, self.tiers.get(engine.tier, 0) - self.here.get(engine.name, 0))
 
 
 class PrefixAware:
@@ -37,14 +34,14 @@ class PrefixAware:
     worth a queue that is longer by as many tokens as it spares, and no longer one. An engine is taken to hold
     what it was given from that moment on: requests that share a prefix and come together stay together.
 
-    Of the tokens that a prefill engine does not hold, those that the host tier has (all that any engine was
-    given lately, as far as there is room for it) count host_cost each.
+    Of the tokens that a prefill engine does not hold, those that its host tier has (all that any engine of
+    that tier was given lately, as far as there is room for it) count host_cost each.
     """
 
     def __init__(self, settings: PolicySettings) -> None:
         self.index = PrefixIndex(settings.block_tokens, settings.index_blocks)
-        self._tier = PrefixIndex(settings.block_tokens, settings.host_blocks)
-        """What the host tier holds."""
+        self._tiers: dict[str, PrefixIndex] = {}
+        """What each host tier holds."""
         self._settings = settings
         self._chooser = Chooser()
 
@@ -59,27 +56,34 @@ class PrefixAware:
         self, asked: Asked, producer: EngineLoad | None, consumer: EngineLoad | None, held: Held
     ) -> Placed:
         """The decision, which counts from now on."""
-        names = [e.name for e in (producer, consumer) if e is not None]
-        self.index.put(asked.prefix_keys, names)
-        self._tier.put(asked.prefix_keys, [TIER])
+        engines = [e for e in (producer, consumer) if e is not None]
+        self.index.put(asked.prefix_keys, [e.name for e in engines])
+        for tier in {e.tier for e in engines if e.tier}:
+            self._tier(tier).put(asked.prefix_keys, [tier])
         return Placed(
             prefill=None if producer is None else producer.name,
             decode=None if consumer is None else consumer.name,
-            num_cached_tokens=held.here.get(names[0], 0),
-            num_host_tokens=held.num_host_tokens(names[0]),
+            num_cached_tokens=held.here.get(engines[0].name, 0),
+            num_host_tokens=held.num_host_tokens(engines[0]),
         )
+
+    def _tier(self, name: str) -> PrefixIndex:
+        if name not in self._tiers:
+            self._tiers[name] = PrefixIndex(self._settings.block_tokens, self._settings.host_blocks)
+        return self._tiers[name]
 
     def look_up(self, asked: Asked) -> Held:
         """What need not be computed of a prompt, and where."""
         most, keys = asked.num_prompt_tokens - 1, asked.prefix_keys
         here = {name: min(num, most) for name, num in self.index.num_held_tokens(keys).items()}
-        is_worth = self._settings.host_cost < 1
-        tier = min(self._tier.num_held_tokens(keys).get(TIER, 0), most) if is_worth else 0
-        return Held(here, tier)
+        if self._settings.host_cost >= 1:
+            return Held(here, {})
+        found = {name: tier.num_held_tokens(keys).get(name, 0) for name, tier in self._tiers.items()}
+        return Held(here, {name: min(num, most) for name, num in found.items() if num})
 
-    def spared(self, held: Held, engine: str) -> float:
+    def spared(self, held: Held, engine: EngineLoad) -> float:
         """Prompt tokens computed, that an engine is spared."""
-        return held.here.get(engine, 0) + (1 - self._settings.host_cost) * held.num_host_tokens(engine)
+        return held.here.get(engine.name, 0) + (1 - self._settings.host_cost) * held.num_host_tokens(engine)
 
     def producer(
         self, asked: Asked, prefill: Sequence[EngineLoad], held: Held, *, is_alone: bool
@@ -87,7 +91,7 @@ class PrefixAware:
         """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
         own = asked.num_prompt_tokens + (price * asked.max_tokens if is_alone else 0.0)
-        spared = {e.name: self.spared(held, e.name) for e in prefill} if held.tier else held.here
+        spared = {e.name: self.spared(held, e) for e in prefill} if held.tiers else held.here
         return self._chooser.least(prefill, work(prefill, price, own, spared))
 
     def consumer(self, asked: Asked, decode: Sequence[EngineLoad], held: Held) -> EngineLoad:
@@ -101,6 +105,7 @@ class PrefixAware:
         """No matter: its prefixes were noted when it was placed."""
 
     def lost(self, engine: str) -> None:
-        """Its caches are gone."""
+        """Its caches are gone, or those of the tier of that name."""
+        self._tiers.pop(engine, None)
         self.index.forget(engine)
         self._chooser.lost(engine)

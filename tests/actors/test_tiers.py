@@ -1,0 +1,117 @@
+"""Host tiers as their owner sees them: who is told that one was lost, and what placement makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from rayk.actors.desk import Desk
+from rayk.actors.engines import EngineHandle
+from rayk.actors.serving import News
+from rayk.actors.tier_side import TierFacts
+from rayk.actors.tiers import HostTiers, _Tier
+from rayk.sched.asking import Asker
+from rayk.sched.policies import PolicySettings, get_policy
+from rayk.types.config import EngineConfig
+from rayk.types.offload import OffloadSettings
+
+SETTINGS = OffloadSettings(host_bytes=1 << 20)
+POLICY = PolicySettings(block_tokens=4, index_blocks=0, host_cost=0.1, host_blocks=100)
+
+
+class Method:
+    """A method of an actor."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = call
+
+    def options(self, **_: Any) -> Method:
+        return self
+
+
+async def silence(*_: Any) -> None:
+    """What a live worker answers."""
+
+
+def engine_of(name: str) -> EngineHandle:
+    worker = SimpleNamespace(lose_tier=Method(silence), call=Method(silence))
+    return EngineHandle(name, "aggregated", 1, EngineConfig(model="m"), [worker])
+
+
+class Node:
+    """A host tier with engines, which dies when it is told to."""
+
+    def __init__(self, tiers: HostTiers, name: str, engines: list[EngineHandle]) -> None:
+        self._is_over = asyncio.Event()
+        handle = SimpleNamespace(until_over=Method(self._until_over))
+        facts = TierFacts(epoch=0, unit_tokens=16, row_unit_tokens=256)
+        self.tier = _Tier(name, handle, facts, 1, "node", {e.name: e for e in engines})
+        for engine in engines:
+            engine.tier, engine.tier_name = handle, name
+        self.watcher = asyncio.create_task(tiers._watch(self.tier))
+
+    async def _until_over(self) -> None:
+        await self._is_over.wait()
+        raise RayActorError
+
+    async def die(self) -> None:
+        self._is_over.set()
+        await self.watcher
+
+
+def test_the_name_of_a_lost_tier_is_told_and_no_engine_has_it_any_more() -> None:
+    async def play() -> None:
+        told: list[str] = []
+        tiers = HostTiers("t", SETTINGS, told.append)
+        engines = [engine_of(f"e{i}") for i in range(3)]
+        first, second = Node(tiers, "t/host0", engines[:2]), Node(tiers, "t/host1", engines[2:])
+        await asyncio.sleep(0)
+        assert told == []
+        await first.die()
+        assert told == ["t/host0"]
+        assert [(e.tier is None, e.tier_name) for e in engines] == [
+            (True, ""),
+            (True, ""),
+            (False, "t/host1"),
+        ]
+        assert len(tiers.losses) == 1
+        second.watcher.cancel()
+
+    asyncio.run(play())
+
+
+def test_requests_are_not_placed_for_kv_of_a_lost_tier() -> None:
+    """Two nodes: a prompt goes where its tier has it, and counts for nothing once that is lost."""
+
+    async def play() -> None:
+        engines = {name: engine_of(name) for name in ("e0", "e1")}
+        desk = Desk(
+            get_policy("prefix_aware", POLICY),
+            max_waiting=4,
+            limit=lambda: 100,
+            tier_of=lambda name: engines[name].tier_name,
+        )
+        tiers = HostTiers("t", SETTINGS, desk.lost)
+        nodes = [Node(tiers, f"t/{e.name}", [e]) for e in engines.values()]
+        asker = Asker("prefix_aware", POLICY, b"secret")
+
+        async def place(name: str, prompt: list[int]) -> tuple[str | None, int]:
+            placed = await desk.place("front", asker.ask(name, prompt), priority=0, deadline_s=5, again=False)
+            desk.tell("front", News(prefilled=(), ended=(name,)))
+            return placed.prefill, placed.num_host_tokens
+
+        desk.open("e0", "aggregated", 1)
+        assert await place("a", [*range(40)]) == ("e0", 0)
+        desk.open("e1", "aggregated", 1)
+        assert [await place(f"b{i}", [*range(40), 7]) for i in range(3)] == [("e0", 40)] * 3
+        await nodes[0].die()
+        found = [await place(f"c{i}", [*range(40), 7]) for i in range(3)]
+        assert found[0][1] == 0
+        assert all(num == 0 for name, num in found if name == "e0")
+        nodes[1].watcher.cancel()
+
+    asyncio.run(play())
