@@ -107,7 +107,7 @@ ON_DISK = (
     Mutation(
         "a page that is read stays old",
         "rayk/offload/disk.py",
-        "            held.num_readers += 1\n            self._held.move_to_end(name)\n",
+        "            held.num_readers += 1\n            self._use(name)\n",
         "            held.num_readers += 1\n",
         f"{DISK}::test_the_page_used_longest_ago_goes_first",
     ),
@@ -166,6 +166,13 @@ ON_DISK = (
         "PASSING = TRANSIENT | IN_THE_WAY",
         "PASSING = TRANSIENT",
         f"{ODD}::test_something_else_in_a_pages_place_costs_that_page_alone",
+    ),
+    Mutation(
+        "the order of use is lost at the end",
+        "rayk/offload/disk.py",
+        "        self._closed = True\n        self._save_order()\n",
+        "        self._closed = True\n",
+        f"{DISK}::test_pages_that_were_touched_stand_in_that_order_after_a_restart",
     ),
     Mutation(
         "closing waits for a hung disk",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from rayk.offload.disk_threads import (
     Job,
     Reading,
     Removal,
+    Uses,
     Workers,
     Writing,
 )
@@ -49,6 +50,8 @@ _LOG = logging.getLogger("rayk")
 Put = Callable[[bool], None]
 Got = Callable[[list[PageName]], None]
 PASSING = TRANSIENT | IN_THE_WAY
+SAVE_ORDER_S = 5.0
+"""So often the order of use is written to disk, for the process that finds the pages; and at the end."""
 
 
 @dataclass
@@ -131,6 +134,9 @@ class DiskTier:
         self._sizes = [self._folder.disk_bytes(group) for group in range(len(identity.page_bytes))]
         self._held: OrderedDict[PageName, _Held] = OrderedDict()
         """The least recently used first."""
+        self._used_at: dict[PageName, int] = {}
+        """time.time_ns of pages that were used since that was written to disk last."""
+        self._last_use, self._saved_at = 0, time.monotonic()
         self._writing: dict[PageName, list[Put]] = {}
         self._getting: list[_Get] = []
         self._ready: list[Callable[[], None]] = []
@@ -138,6 +144,7 @@ class DiskTier:
         self._queued = 0
         self._used = 0
         self._off = self._folder.why_read_only
+        self._is_slow = False
         self._closed = False
         self.counters = DiskCounters(leftovers=self._folder.num_leftovers)
         try:
@@ -210,6 +217,38 @@ class DiskTier:
     def __contains__(self, name: object) -> bool:
         return name in self._held
 
+    def is_coming(self, name: PageName) -> bool:
+        """Whether a page is about to be written."""
+        return name in self._writing
+
+    def touch(self, names: Iterable[PageName]) -> None:
+        """Those of these that are there were used just now, the last one last."""
+        for name in names:
+            if name in self._held:
+                self._use(name)
+
+    def admit(self, names: Sequence[PageName], beside: Iterable[PageName]) -> int:
+        """How many pages, the first of `names`, may be put now without any of those `beside` being evicted
+        for them. The others are counted as dropped."""
+        queued, used = self._queued, sum(self._sizes[name.group] for name in self._writing)
+        used += sum(self._sizes[name.group] for name in {*beside} & self._held.keys())
+        for number, name in enumerate(names):
+            num_bytes = self._identity.page_bytes[name.group]
+            used += self._sizes[name.group]
+            is_slow = queued > 0 and queued + num_bytes > self._max_queued
+            if used > self._capacity or is_slow:
+                self.counters.pages_dropped += len(names) - number
+                self._tell_slow(is_slow)
+                return number
+            queued += num_bytes
+        return len(names)
+
+    def drop(self, name: PageName) -> None:
+        """Nobody will ask for this page any more. One that is being read grows old instead."""
+        held = self._held.get(name)
+        if held is not None and not held.num_readers:
+            self._remove(name)
+
     def put(self, name: PageName, page: Bytes, done: Put) -> bool:
         """Write a page when the disk has time. Whether it was taken; `done` then says whether it is there.
 
@@ -218,7 +257,7 @@ class DiskTier:
         assert len(name.key) == KEY_BYTES, len(name.key)
         assert page.shape == (self._identity.page_bytes[name.group],), page.shape
         if name in self._held:
-            self._held.move_to_end(name)
+            self._use(name)
             self._ready.append(partial(done, True))
             return True
         if name in self._writing:
@@ -248,7 +287,7 @@ class DiskTier:
                 call.bad.append(name)
                 continue
             held.num_readers += 1
-            self._held.move_to_end(name)
+            self._use(name)
             call.waiting[place] = name
             jobs.append(Job(name, page, self._folder.file(name), (call, held, place)))
         if not jobs:
@@ -259,9 +298,11 @@ class DiskTier:
 
     def turn(self) -> None:
         """Run the completions of what has ended since the last turn. Never waits."""
+        if self._used_at and time.monotonic() > self._saved_at + SAVE_ORDER_S:
+            self._save_order()
         while self._results:
             job, result = self._results.popleft()
-            if isinstance(job, Removal):
+            if isinstance(job, Removal | Uses):
                 self._heed(result)
             elif job.owner is None:
                 self._written(job, result)
@@ -279,6 +320,7 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
+        self._save_order()
         ended = self._readers.stop(time.monotonic() + timeout_s / 2)
         ended &= self._writer.stop(time.monotonic() + timeout_s / 2)
         self.turn()
@@ -310,9 +352,28 @@ class DiskTier:
             self._remove(oldest)
         return True
 
+    def _use(self, name: PageName) -> None:
+        self._held.move_to_end(name)
+        # One after the other, however coarse the clock is.
+        self._last_use = self._used_at[name] = max(self._last_use + 1, time.time_ns())
+
+    def _save_order(self) -> None:
+        """When pages were used goes where it outlives this process."""
+        self._saved_at = time.monotonic()
+        self._writer.post([Uses([(self._folder.file(name), ns) for name, ns in self._used_at.items()])])
+        self._used_at = {}
+
+    def _tell_slow(self, is_slow: bool) -> None:
+        if is_slow and not self._is_slow:
+            self._is_slow = True
+            _LOG.warning(
+                "the disk at %s is too slow for all that is stored: pages are left out", self._folder.path
+            )
+
     def _remove(self, name: PageName) -> None:
         """Forget a page; the writer removes its file before it writes what is put from now on."""
         self._used -= self._held.pop(name).disk_bytes
+        self._used_at.pop(name, None)
         self._writer.post([Removal(self._folder.file(name))])
 
     def _take_found(self) -> None:

@@ -81,6 +81,14 @@ class Removal:
     num_bytes: int = 0
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Uses:
+    """When pages were last used, for the process that finds them: files, and time.time_ns."""
+
+    times: Sequence[tuple[str, int]]
+    num_bytes: int = 0
+
+
 Work = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -156,7 +164,7 @@ class Writing:
         self._plain = PlainFiles()
         self._error: OSError | None = None
 
-    def __call__(self, jobs: list[Job | Removal]) -> list[OSError | None]:
+    def __call__(self, jobs: list[Job | Removal | Uses]) -> list[OSError | None]:
         """In the order of the jobs: a removal makes room for the writes behind it."""
         results: list[OSError | None] = []
         pages: list[Job] = []
@@ -166,7 +174,11 @@ class Writing:
                 continue
             results += self._write(pages)
             pages = []
-            results.append(_remove(job.file))
+            if isinstance(job, Removal):
+                results.append(_remove(job.file))
+            else:
+                _note_uses(job)
+                results.append(None)
         return results + self._write(pages)
 
     def _write(self, jobs: list[Job]) -> list[OSError | None]:
@@ -212,6 +224,13 @@ def _remove(file: str) -> OSError | None:
         # What somebody put in a page's place is theirs; a folder that takes nothing is met when one writes.
         return error if error.errno not in ODD_FILE else None
     return None
+
+
+def _note_uses(uses: Uses) -> None:
+    for file, used_at in uses.times:
+        # It may be gone; a read-only disk does not take it.
+        with suppress(OSError):
+            os.utime(file, ns=(used_at, used_at), follow_symlinks=False)
 
 
 class Reading:
@@ -263,10 +282,5 @@ class Reading:
         return None
 
     def _check(self, job: Job, file: FileParts) -> str:
-        descriptor, (header, page) = file
-        reason = check_page(self._identity, job.name, header.tobytes(), page)
-        if not reason:
-            # When it was last used, for the process that finds it. A read-only disk does not take it.
-            with suppress(OSError):
-                os.utime(descriptor)
-        return reason
+        _, (header, page) = file
+        return check_page(self._identity, job.name, header.tobytes(), page)

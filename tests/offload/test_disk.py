@@ -133,6 +133,69 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path):
     assert len(files_of(tmp_path, SMALL)) == 3
 
 
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_pages_that_were_touched_stand_in_that_order_after_a_restart(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rayk.offload.disk.SAVE_ORDER_S", 0.0 if end == "killed" else 1e9)
+    names = [name_of(i) for i in range(6)]
+    tier = open_tier(tmp_path, identity=SMALL)
+    put_all(tier, names, SMALL)
+    order = [names[i] for i in (3, 0, 5, 1, 4, 2)]
+    tier.touch([name_of(100), *order])
+    assert tier.names() == tuple(order)
+    if end == "killed":
+        tier.turn()
+        tier._writer.stop(time.monotonic() + 30)
+        tier._folder.release()
+    else:
+        tier.close()
+    assert open_tier(tmp_path, identity=SMALL).names() == tuple(order)
+
+
+def test_only_what_fits_beside_other_pages_is_admitted(tmp_path: Path):
+    tier = open_tier(tmp_path, 5 * ON_DISK, SMALL, max_queued_bytes=2 * 4096)
+    names = [name_of(i) for i in range(20)]
+    assert put_all(tier, names[:2], SMALL) == [True, True]
+    assert put_all(tier, names[2:4], SMALL) == [True, True]
+    assert tier.admit([], names) == 0
+    # Two of four stay: room for three, of which the queue takes two.
+    assert tier.admit(names[4:9], names[:2]) == 2
+    assert tier.counters.pages_dropped == 3
+    # All stay: room for one. None stays, or is there.
+    assert tier.admit(names[4:9], names[:4]) == 1
+    assert tier.admit(names[4:6], names[8:]) == 2
+    assert tier.counters.pages_dropped == 3 + 4
+    assert put_all(tier, names[4:5], SMALL) == [True]
+    assert tier.admit(names[5:6], names[:5]) == 0
+    assert tier.counters.pages_evicted == 0
+    tier.close()
+
+
+def test_pages_that_are_dropped_are_gone_unless_they_are_being_read(tmp_path: Path):
+    gate = threading.Event()
+
+    class Slow(PlainFiles):
+        def read(self, files) -> None:
+            gate.wait(30)
+            super().read(files)
+
+    tier = open_tier(tmp_path, identity=SMALL, make_store=Slow)
+    names = [name_of(i) for i in range(3)]
+    put_all(tier, names, SMALL)
+    bad: list[list[PageName]] = []
+    tier.get([names[0]], [np.zeros(4096, np.uint8)], bad.append)
+    for name in (names[0], names[1], name_of(7)):
+        tier.drop(name)
+    assert tier.names() == (names[2], names[0])
+    assert tier.num_bytes == 2 * ON_DISK
+    gate.set()
+    finish(tier)
+    assert bad == [[]]
+    tier.close()
+    assert len(files_of(tmp_path, SMALL)) == 2
+
+
 def test_the_disk_never_takes_more_than_the_capacity(tmp_path: Path):
     capacity = 20 * BLOCK * 4
     tier = open_tier(tmp_path, capacity_bytes=capacity)
