@@ -19,6 +19,7 @@ from rayk.actors.sampled import note_sampling
 from rayk.actors.stage_clock import StageClock
 from rayk.actors.tiers import relay
 from rayk.engine.leader import RequestEvent
+from rayk.offload.messages import StoreAnswer
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 from rayk.types.request import Request
@@ -138,7 +139,16 @@ class Flight:
         self.row.decode_engine, self.row.kv_path = decode.name, "remote"
         if self._rules.via_host:
             prompt = way.request.prompt_token_ids
-            ticket = await relay(prefill, decode, ticket, prompt, self._rules.transfer_s)
+
+            def stored(answer: StoreAnswer) -> None:
+                told = {"transfers": answer.transfers, "num_kv_bytes_checked": answer.num_bytes_checked}
+                for transfer in answer.transfers:
+                    transfer.purpose = "relay"
+                # The tier lies on the prefill engine's node.
+                self._take_transfers(prefill, told, way)
+
+            ticket = await relay(prefill, decode, ticket, prompt, self._rules.transfer_s, stored)
+            self._stages.end("relay", time.monotonic_ns())
         try:
             await self._stream(
                 decode,

@@ -238,9 +238,11 @@ async def relay(
     ticket: TransferTicket,
     prompt: Sequence[int],
     timeout_s: float,
+    stored: Callable[[StoreAnswer], None],
 ) -> TransferTicket:
     """Have the engines' host tier take a prefilled request's KV in; the ticket by which the decode engine
-    reads it from there. Raises TransferError, DeadlineExceeded. The handles forget a tier that is dead."""
+    reads it from there. `stored` is told what came of the first half, its failure included. Raises
+    TransferError, DeadlineExceeded. The handles forget a tier that is dead."""
     name, handle = ticket.request_id, prefill.tier
     if handle is None or decode.tier != handle:
         where = f"{prefill.name} and {decode.name} share no host tier"
@@ -249,9 +251,10 @@ async def relay(
     ask = StoreAsk(ticket=ticket, token_ids=tokens, keep_as=kept_as, deadline_s=timeout_s)
     again = LoadAsk(request_id=name, kept_as=kept_as)
     try:
-        stored: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)
+        answer: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)
+        stored(answer)
         offered: LoadAnswer | None = None
-        if stored.ok:
+        if answer.ok:
             offered = await _reply(handle.load.remote(again), timeout_s + 5)
     except EngineDied as error:
         prefill.tier = decode.tier = None
@@ -260,7 +263,7 @@ async def relay(
         handle.drop.remote(kept_as)  # what nobody will ask for would stay
         raise
     if offered is None:
-        raise TransferError(name, f"host tier: {stored.reason}", producer=prefill.name, consumer=TIER)
+        raise TransferError(name, f"host tier: {answer.reason}", producer=prefill.name, consumer=TIER)
     if offered.ticket is None:
         raise TransferError(name, f"host tier: {offered.reason}", producer=TIER, consumer=decode.name)
     return offered.ticket

@@ -17,6 +17,7 @@ OF_ENGINES = {
     "host_loaded_bytes": "loaded_bytes",
     "swapped_out_bytes": "swapped_out_bytes",
     "swapped_in_bytes": "swapped_in_bytes",
+    "num_loads_declined": "loads_declined",
     "num_swaps_declined": "swaps_declined",
 }
 """Column -> an engine's counter."""

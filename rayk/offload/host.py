@@ -269,6 +269,7 @@ class HostTier:
                 took_ns=took_ns,
                 reason=storing.failure,
                 transfers=outcome.rows if outcome is not None else (),
+                num_bytes_checked=outcome.num_bytes_checked if outcome is not None else 0,
             )
         )
 

@@ -37,6 +37,8 @@ class StoreAnswer:
     """Of these, first ones that it held before."""
     num_bytes: int = 0
     """Moved for it."""
+    num_bytes_checked: int = 0
+    """Of these and others, proven by digests."""
     took_ns: int = 0
     reason: str = ""
     """Why nothing was stored; empty where it was."""

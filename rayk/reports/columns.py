@@ -99,6 +99,7 @@ def cell_record(
     `transfer_gb_per_s` is all bytes over the sum of what each request's took, all its ranks together. Columns
     of transfers are those of hand-overs: what the host tier moves has columns of its own.
     """
+    relayed = sum(t.bytes for t in transfers if t.purpose == "relay")
     transfers = [t for t in transfers if t.purpose == "handover"]
     divergence = row.first_divergence
     moved_ns = _moved_ns(transfers)
@@ -120,6 +121,7 @@ def cell_record(
         **{name: row.effective.get(name) for name in EFFECTIVE},
         **{name: row.measured.get(name) for name in MEASURED},
         **{name: row.offloaded.get(name) for name in OFFLOADED},
+        "host_relayed_bytes": relayed if row.offloaded else None,
         "num_requests": len(requests),
         "transfer_bytes": num_bytes if transfers else None,
         "held_bytes": sum(t.held_bytes for t in transfers) if transfers else None,
@@ -258,7 +260,9 @@ def _as_text(value: Any) -> str | None:
 
 # --- what may differ between two runs of one spec -------------------------------------------------
 
-_OF_TIER = r"^(host|disk|swapped)_|^(num_host_tokens|num_disk_tokens|num_swaps|num_swaps_declined|offload_)"
+_OF_TIER = (
+    r"^(host|disk|swapped)_|^(num_host_tokens|num_disk_tokens|num_swaps|num_(swaps|loads)_declined|offload_)"
+)
 """What a host tier has when it is asked, and what is cheaper then, depends on times."""
 _INCIDENTAL = re.compile(rf"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$|{_OF_TIER}")
 

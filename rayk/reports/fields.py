@@ -58,6 +58,7 @@ STAGES = {
     "prefill": "computing the prompt: from its first step to the first token, others' shares included",
     "ticket": "from the first token until the engine's turn ends and the ticket is written, less digests",
     "digest": "digests of the prompt's KV for the ticket, of the slowest rank",
+    "relay": "moving the KV into the host tier, over which it is handed on, until that offers it",
     "handover": "the ticket's way from the prefill engine to the decode engine",
     "reserve": "at the decode engine, until it has blocks and its ranks begin to read",
     "read": "moving the KV, until every rank has seen its last byte: it looks between its engine's steps",
@@ -116,6 +117,7 @@ _TIER = "over all engines and repeats"
 _BELIEF = "what cost models believe in the end (median over engines)"
 OFFLOAD_FIELDS = (
     Field("host_stored_bytes", INT, "bytes", f"KV that the host tier took from engines; {_TIER}"),
+    Field("host_relayed_bytes", INT, "bytes", f"KV that was handed on through it, on its way in; {_TIER}"),
     Field("host_loaded_bytes", INT, "bytes", f"KV of prompts that engines read from it; {_TIER}"),
     Field(
         "swapped_out_bytes",
@@ -124,6 +126,9 @@ OFFLOAD_FIELDS = (
         f"preempted requests' part, without what was there; {_TIER}",
     ),
     Field("swapped_in_bytes", INT, "bytes", f"what of these came back; {_TIER}"),
+    Field(
+        "num_loads_declined", INT, "prompts", "prompts that it had something of, and computing was cheaper"
+    ),
     Field("num_swaps_declined", INT, "preemptions", "preemptions after which computing again was cheaper"),
     Field("host_tier.num_blocks", INT, "blocks", "blocks of all host tiers"),
     Field(
@@ -141,9 +146,7 @@ OFFLOAD_FIELDS = (
     ),
     Field("offload_out_1mib_ms", FLOAT, "ms", f"storing 1 MiB, all waits included: {_BELIEF}"),
     Field("offload_in_1mib_ms", FLOAT, "ms", f"loading 1 MiB: {_BELIEF}"),
-    Field(
-        "offload_compute_512_ms", FLOAT, "ms", f"computing a prompt's first 512 tokens in one step: {_BELIEF}"
-    ),
+    Field("offload_compute_512_ms", FLOAT, "ms", f"computing a prompt's first 512 tokens: {_BELIEF}"),
     Field("offload_note", TEXT, "", "why the host tier or its disk was off or lost, and what failed there"),
 )
 """What a cell's host tier did; null without one."""
@@ -288,7 +291,12 @@ TRANSFERS = (
     Field("cell_id", TEXT, "", "cell that it belongs to"),
     Field("repeat", INT, "index", "which repeat"),
     Field("request_id", TEXT, "", "request whose KV moved"),
-    Field("purpose", TEXT, "", "handover, load or swap: from a prefill engine, or from the host tier"),
+    Field(
+        "purpose",
+        TEXT,
+        "",
+        "handover (to the engine that decodes), relay (before, into the host tier), load or swap (from it)",
+    ),
     Field("producer_rank", INT, "index", "rank of the prefill engine; 0 of the host tier"),
     Field("consumer_rank", INT, "index", "rank of the engine that got it"),
     Field("group", INT, "index", "KV cache group"),

@@ -17,11 +17,13 @@ COLUMNS = (
     ("from host %", "host", ".1f"),
     ("from disk %", "disk", ".1f"),
     ("stored MiB", "host_stored_bytes", "MiB"),
+    ("handed on MiB", "host_relayed_bytes", "MiB"),
     ("loaded MiB", "host_loaded_bytes", "MiB"),
     ("load GB/s", "load_gb_per_s", ".3g"),
     ("1 MiB out, believed ms", "offload_out_1mib_ms", ",.2f"),
     ("1 MiB in, believed ms", "offload_in_1mib_ms", ",.2f"),
     ("512 tokens, believed ms", "offload_compute_512_ms", ",.1f"),
+    ("not loaded", "num_loads_declined", ",d"),
     ("swapped out", "num_swaps", ",d"),
     ("computed again", "num_swaps_declined", ",d"),
     ("swapped MiB", "swapped_out_bytes", "MiB"),
@@ -34,8 +36,10 @@ NOTE = (
     "block from there counts as disk. A load's GB/s are bytes over the time from the first post to the last "
     "byte, all ranks together (10⁹ bytes per second). Believed is what the engines' cost models expect, "
     "all waits included, by the end of the cell: of moving 1 MiB, and of computing the first 512 tokens of a "
-    "prompt. By that they choose between the two. Swapped out "
-    "are preempted requests whose KV was moved; computed again are those for which computing was cheaper."
+    "prompt. By that they choose between the two: not loaded are prompts of which the tier had something, "
+    "and computing was cheaper. Handed on is KV on its way to a decode engine, which reads it from the tier: "
+    "what a hand-over moves and takes is told of that second half, the first is the stage `relay`. Swapped "
+    "out are preempted requests whose KV was moved; computed again are those for which computing was cheaper."
 )
 SOURCES = (
     ("device", "on the device", "series1"),

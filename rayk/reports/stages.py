@@ -48,6 +48,7 @@ PARTS = (
     _part("prefill", "prefill", "#3b7dd8"),
     _part("ticket", "ticket", "#a9a15c"),
     _part("digest", "checks", "#b6a3c9"),
+    _part("relay", TIER, "#a8467e"),
     _part("handover", "coordinator", "#c2a14d"),
     _part("reserve", "decode KV", "#c94f4f"),
     _part("post", "link", "#e39a4f", "posting the reads"),
@@ -64,7 +65,8 @@ PARTS = (
 """In the order in which a pulled request passes them; they add up to its E2E."""
 LIMITS = {
     "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
-    TIER: "asking the host tier, reading from it, and being swapped out to it",
+    TIER: "asking the host tier, reading from it, being swapped out to it, and the way into it of KV that is "
+    "handed on",
     "prefill": "waiting for room at a prefill engine, and computing the prompt",
     "ticket": "the prompt is computed, and its ticket not yet out: the prefill engine ends its turn and "
     "writes it in the next, on all ranks, beside that turn's step",
@@ -82,6 +84,7 @@ TOLD = {
     TIER: (
         ("lookup", "asking the host tier"),
         ("load", "reading from it"),
+        ("relay", "handing on through it"),
         ("swap", "swapped out to it"),
     ),
     "prefill": (

@@ -99,8 +99,9 @@ class TransferRow:
     mode: str = "pull"
     """pull (the consumer reads) or push (the producer writes)."""
     purpose: str = "handover"
-    """handover (from the engine that computed the prompt), load (from the host tier, not to compute it) or
-    swap (a preempted request's, back from the host tier)."""
+    """handover (to the engine that decodes, from the one that computed the prompt or from the host tier),
+    relay (before that, into the host tier), load (from the host tier, not to compute it) or swap (a preempted
+    request's, back from the host tier)."""
     post_ns: int = 0
     transfer_ns: int = 0
     """From the first post to the last completion; of a push, while at least one write was in flight."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayk import Experiment, load
+from rayk.reports.stages import limit_rows
 from tests.markers import nixl, ray
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240)]
@@ -64,6 +65,20 @@ def test_what_is_handed_over_through_the_tier_comes_from_there(run):
     assert handed["cell_id"].unique().tolist() == [run.cells["cell_id"][2]]
     assert sorted(handed["num_descriptors"]) == [-(-n // 16) for n in LENGTHS]
     assert run.requests["kv_path"].tolist() == ["local"] * 6 + ["remote"] * 3
+    # The way in is told beside it, as a stage of its own.
+    relayed = run.transfers[run.transfers["purpose"] == "relay"]
+    assert relayed["cell_id"].unique().tolist() == [run.cells["cell_id"][2]]
+    assert relayed["bytes"].sum() == run.cells["host_relayed_bytes"][2]
+    # The tier had row groups of the longest.
+    assert relayed["held_bytes"].sum() == 256 * ROW_BYTES
+    assert relayed["bytes"].sum() == sum(-(-n // 16) for n in LENGTHS) * 16 * ROW_BYTES - 256 * ROW_BYTES
+    assert run.cells["host_relayed_bytes"].tolist()[:2] == [0, 0]
+    assert (run.requests["stage_relay_ns"].notna() == (run.requests["kv_path"] == "remote")).all()
+    assert (relayed["begin_ms"] < handed["begin_ms"].min()).any()
+    for request, rows in relayed.groupby("request_id"):
+        assert rows["end_ms"].max() <= handed.loc[handed["request_id"] == request, "begin_ms"].min()
+    [way] = [row for row in limit_rows(run) if row["cell_id"] == run.cells["cell_id"][2]]
+    assert way["host tier"] > 0
     # Each prompt was looked up by the prefill engine, and lent to the decode engine.
     assert run.cells["host_tier.hits"].tolist() == [0, 3, 6]
 

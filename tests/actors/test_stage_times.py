@@ -162,7 +162,7 @@ def test_a_pulled_request_has_every_stage(monkeypatch: pytest.MonkeyPatch) -> No
     }
     assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
     assert row.exposed_ns == 1_247 - 1_142
-    assert set(row.stage_ns) | {"retry", "lookup", "load", "swap"} == set(STAGES)
+    assert set(row.stage_ns) | {"retry", "lookup", "load", "relay", "swap"} == set(STAGES)
 
 
 def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rayk.actors.tiers import relay
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
 from rayk.offload.host import HostTier
-from rayk.offload.messages import LoadAsk, StoreAsk
+from rayk.offload.messages import LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, TransferError
 from tests.offload.faults import Case
@@ -95,11 +95,14 @@ def decode(
     return engine.engine.collect(events)
 
 
-def through(actor: Actor, case: Case, ticket: Any, index: int) -> TransferTicket:
+def through(
+    actor: Actor, case: Case, ticket: Any, index: int, stored: list[StoreAnswer] | None = None
+) -> TransferTicket:
+    answers: list[StoreAnswer] = [] if stored is None else stored
     actor.sides = sides = [SimpleNamespace(name=f"e{i}", tier=actor) for i in range(2)]
 
     async def run() -> TransferTicket:
-        return await relay(sides[0], sides[1], ticket, case.prompts[index], 20.0)
+        return await relay(sides[0], sides[1], ticket, case.prompts[index], 20.0, answers.append)
 
     return asyncio.run(run())
 
@@ -119,7 +122,12 @@ def test_the_prefill_engines_blocks_are_free_before_the_decode_engine_begins(
         actor = Actor(node)
         prefilled = prefill(first, case, "r", 0)
         assert not has_all_blocks(first)
-        ticket = through(actor, case, prefilled.payload, 0)
+        stored: list[StoreAnswer] = []
+        ticket = through(actor, case, prefilled.payload, 0, stored)
+        assert len(stored) == 1
+        assert sum(row.bytes for row in stored[0].transfers) == stored[0].num_bytes
+        # Whole blocks move; what is digested are the prompt's rows alone.
+        assert 0 < stored[0].num_bytes_checked < stored[0].num_bytes
         assert ticket.engine == "host"
         assert ticket.num_tokens == LENGTHS[0]
         until(lambda: has_all_blocks(first), "nobody reads the prefill engine's blocks")
@@ -182,4 +190,4 @@ def test_engines_of_two_tiers_are_told_apart(case: Case) -> None:
     sides: list[Any] = [SimpleNamespace(name=f"e{i}", tier=object()) for i in range(2)]
     ticket: Any = SimpleNamespace(request_id="r")
     with pytest.raises(TransferError, match="e0 and e1 share no host tier"):
-        asyncio.run(relay(sides[0], sides[1], ticket, case.prompts[0], 1.0))
+        asyncio.run(relay(sides[0], sides[1], ticket, case.prompts[0], 1.0, print))
