@@ -21,7 +21,7 @@ from rayk.types.rows import RequestRow
 from tests.reports.synthetic import MS, SPEC, cell_row, request_rows, transfer_rows
 
 BEFORE = ("queue", "dispatch")
-PREFILLED = ("lookup", "load", "prefill_queue", "prefill", "ticket", "digest", "handover")
+PREFILLED = ("lookup", "load", "prefill_queue", "prefill", "ticket", "digest", "relay", "handover")
 READ = ("read", "fence", "verify", "notice", "retry", "decode_queue", "swap", "decode")
 HANDED_OVER = (*BEFORE, *PREFILLED, "reserve", *READ)
 PUSHED = (*BEFORE, "reserve", *PREFILLED, *READ)
@@ -100,7 +100,7 @@ def test_every_span_starts_and_lasts_as_the_table_says(run: Result) -> None:
             ]
             assert found == expected_spans(row, PUSHED if mode == "push" else HANDED_OVER)
             num_seen += len(found)
-    assert num_seen == 4 * (18 + 18 + 3) + 3  # the failed ones have a queue, or nothing
+    assert num_seen == 4 * (19 + 19 + 3) + 3  # the failed ones have a queue, or nothing
     assert num_seen == sum(e["ph"] == "X" and e["cat"] not in ("cell", "request") for e in events)
 
 
