@@ -50,13 +50,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
 from jobs.offload_engines import Answer, Deployment, drop_page_cache  # noqa: E402
-from jobs.offload_report import TABLES, failures, make_page, markdown, summary  # noqa: E402
+from jobs.offload_report import (  # noqa: E402
+    JUDGED_FROM,
+    TABLES,
+    failures,
+    make_page,
+    markdown,
+    summary,
+)
 from rayk.actors.launch import connect, gpu_share, num_cluster_gpus  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.kv.geometry import plan_rank  # noqa: E402
 from rayk.kv.layout import KVCacheLayout  # noqa: E402
 from rayk.models.families import load_config  # noqa: E402
 from rayk.models.kv_specs import engine_groups  # noqa: E402
+from rayk.models.tensor_parallel import why_tp_unsupported  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
@@ -301,14 +309,53 @@ def tier_settings(config: EngineConfig, layout: str, pages: Path) -> OffloadSett
     )
 
 
+def prepare(options: argparse.Namespace) -> dict[str, EngineConfig]:
+    """Write the models' checkpoints; model -> its engines, but for layout and prefix cache. Raises UserError
+    where they cannot do what is asked for."""
+    models, configs, units = QUICK if options.quick else MODELS, {}, {}
+    for name in options.models:
+        folder = options.checkpoints / f"offload-{'quick-' if options.quick else ''}{name}"
+        print(f"{name}: checkpoint {folder}", file=sys.stderr, flush=True)
+        write_checkpoint(models[name].family, folder, overrides=models[name].config)
+        _check_model(name, folder, options)
+        configs[name] = engine_config(folder, models[name], max(options.prompts), options)
+        units[name], _ = _short_prompts(configs[name])
+    _check_units(units, options.prompts)
+    return configs
+
+
+def _check_model(name: str, folder: Path, options: argparse.Namespace) -> None:
+    config, longest = load_config(folder), max(options.prompts)
+    why = why_tp_unsupported(config, options.tp)
+    if why is not None:
+        fit = [str(tp) for tp in range(1, options.tp) if why_tp_unsupported(config, tp) is None]
+        raise UserError(f"{name}: {why}", where=f"--tp {options.tp}", mend=f"--tp {' or '.join(fit)}")
+    most = config.max_positions - 1 - MAX_TOKENS
+    if longest > most:
+        raise UserError(
+            f"{name}: {longest} tokens, one more and {MAX_TOKENS} of output are over {config.positions_text}",
+            where=f"--prompts {longest}",
+            mend=f"{most} or fewer",
+        )
+
+
+def _check_units(units: Mapping[str, int], prompts: Sequence[int]) -> None:
+    """Refuse prompts that no tier keeps to their end."""
+    unit = math.lcm(*units.values())
+    bad = [n for n in prompts if n % unit]
+    if bad:
+        each = ", ".join(f"{name} {tokens}" for name, tokens in units.items())
+        raise UserError(
+            f"a host tier keeps whole blocks only; multiples of so many tokens are found to the end: {each}",
+            where=f"--prompts {bad[0]}",
+            mend=f"a multiple of {unit}, as {-(-bad[0] // unit) * unit}",
+        )
+
+
 async def measure_model(
-    name: str, model: Model, options: argparse.Namespace, pages: Path, share: float
+    name: str, config: EngineConfig, options: argparse.Namespace, pages: Path, share: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """All rows of a model, and what its engines run with."""
-    folder = options.checkpoints / f"offload-{'quick-' if options.quick else ''}{name}"
-    print(f"{name}: checkpoint {folder}", file=sys.stderr, flush=True)
-    write_checkpoint(model.family, folder, overrides=model.config)
-    config = engine_config(folder, model, max(options.prompts), options)
     tiers = {tier: tier_settings(config, layout, pages / tier) for tier, layout in TIERS.items()}
     engines = {
         engine: (replace(config, layout=layout, prefix_caching=engine in WRITERS), tier)
@@ -334,6 +381,7 @@ def run_job(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is visible", mend="--device cpu")
     torch.set_num_threads(1)
+    configs = prepare(options)
     environment = collect_environment(
         command=sys.argv, seeds={"prompts": options.seed}, threads=1, load_at_start=os.getloadavg()[0]
     )
@@ -351,7 +399,7 @@ def run_job(options: argparse.Namespace) -> int:
         )
         for name in options.models:
             with tempfile.TemporaryDirectory(prefix="pages-", dir=out) as pages:
-                measured = measure_model(name, models[name], options, Path(pages), share)
+                measured = measure_model(name, configs[name], options, Path(pages), share)
                 found, facts[name] = asyncio.run(measured)
             rows += found
     environment |= {"load_at_end": os.getloadavg()[0], "engines": facts}
@@ -364,7 +412,7 @@ def run_job(options: argparse.Namespace) -> int:
     text = markdown(tables["summary"], described, options, environment)
     write_text(out / "report.md", text + "\n")
     print(text)
-    wrong, missed = failures(tables, judged_from=None if not options.check else 512)
+    wrong, missed = failures(tables, judged_from=None if not options.check else JUDGED_FROM)
     print("\n".join([*wrong, *missed, f"report: {out / 'report.html'}"]), file=sys.stderr)
     return int(bool(wrong or missed))
 
@@ -413,6 +461,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         set(options.prompts or ((128, 256) if options.quick else (512, 1024, 2048, 4096, 8192)))
     )
     options.repeats = options.repeats or (1 if options.quick else 5)
+    options.models = list(dict.fromkeys(options.models))
+    if options.check and max(options.prompts) < JUDGED_FROM:
+        parser.error(f"--check judges prompts of {JUDGED_FROM} tokens or more: there are none")
     return options
 
 

@@ -12,6 +12,8 @@ from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 
 TABLES = ("summary", "requests")
+JUDGED_FROM = 512
+"""Tokens of the prompts whose times are judged, or more."""
 _WAYS = ("storing", "device", "host", "disk")
 KINDS = ("cold", *(kind for way in _WAYS for kind in (way, f"{way} per layer")))
 LOADED = ("host", "host per layer", "disk", "disk per layer")
@@ -239,11 +241,11 @@ def make_page(
     hosts = [r for r in rows if r["kind"] == "host"]
     longest = max(r["num_prompt_tokens"] for r in hosts)
     best = [r for r in hosts if r["num_prompt_tokens"] == longest]
-    wrong, missed = failures(tables, judged_from=512 if longest >= 512 else None)
+    wrong, missed = failures(tables, judged_from=JUDGED_FROM if longest >= JUDGED_FROM else None)
     chips = [
         ("unmet" if wrong else "met", "tokens differ or came from elsewhere" if wrong else "tokens equal")
     ]
-    for what in ("computing the prompt", "one with per-layer pages") if longest >= 512 else ():
+    for what in ("computing the prompt", "one with per-layer pages") if longest >= JUDGED_FROM else ():
         number = sum(text.endswith(what) for text in missed)
         pays = f"faster than {what}"
         chips.append(("unmet", f"not {pays}: {number} of {len(hosts)}") if number else ("met", pays))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from rayk.types.errors import UserError
 from tests.markers import ray
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +124,50 @@ def test_kv_from_elsewhere_and_other_tokens_are_wrong(
 ) -> None:
     rows = [_row(k, ms) | (change if k == kind else {}) for k, ms in GOOD]
     assert _failures(job, rows, None)[0] == [f"m, 512 tokens, {kind}, repeat 0: {told}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--prompts", "256", "130"],
+            r"--prompts 130: .*gpt_oss 16, nemotron_h 64\n  mend: .* of 64, as 192",
+        ),
+        (["--prompts", "64", "20032"], r"--prompts 20032: gpt_oss: 20032 tokens, .*\n  mend: 2045 or fewer"),
+        (["--tp", "3"], r"--tp 3: gpt_oss: TP 3 does not divide .*\n  mend: --tp 1 or 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    job: ModuleType,
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(job, "connect", lambda *_, **__: pytest.fail("Ray was started"))
+    common = ["--quick", "--models", "gpt_oss", "nemotron_h", "--out", str(tmp_path / "out")]
+    options = job.parse_options([*common, *arguments])
+    assert job.run_guarded(lambda: job.run_job(options)) == 2
+    assert re.search(told, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_end_with_a_block_of_every_model(job: ModuleType) -> None:
+    units = {"gpt_oss": 16, "nemotron_h": 512}
+    job._check_units(units, [512, 8192])
+    with pytest.raises(UserError, match=r"--prompts 528: .*nemotron_h 512\n  mend: .* 512, as 1024"):
+        job._check_units(units, [512, 528])
+
+
+def test_a_check_without_anything_to_judge_is_refused(
+    job: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        job.parse_options(["--check", "--quick"])
+    assert "--check judges prompts of 512 tokens or more: there are none" in capsys.readouterr().err
+    assert job.parse_options(["--check"]).prompts[-1] == 8192
 
 
 @ray
