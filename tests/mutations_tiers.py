@@ -201,4 +201,11 @@ TIERS = (
         f"{RELAY}::test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing",
         needs_fixtures=True,
     ),
+    Mutation(
+        "an ask with another number of tokens is heeded",
+        "rayk/offload/host.py",
+        "if len(tokens) != num_tokens:",
+        "if len(tokens) < num_tokens:",
+        "tests/offload/test_tier.py::test_an_ask_with_too_many_tokens_or_too_few_is_refused_and_ends_nothing",
+    ),
 )

@@ -208,7 +208,7 @@ class TierHost:
                 return
             try:
                 begin(self._tier, done)
-            except RaykError as error:
+            except RaykError as error:  # another one may leave blocks half handed out: the tier ends
                 done(None, error)
 
         try:

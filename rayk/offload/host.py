@@ -190,7 +190,9 @@ class HostTier:
         ticket = replace(ticket, engine=_link_name(engine, turn), seal="")
         storing.ask = ask = replace(ask, ticket=ticket)
         tokens, num_tokens = ask.token_ids, ticket.num_tokens
-        assert len(tokens) == num_tokens, "the tokens of the ticket"
+        if len(tokens) != num_tokens:
+            self._refuse(storing, f"it has {len(tokens)} tokens, its ticket {num_tokens}")
+            return
         if ask.keep_as is None and self._has_all(name, tokens, num_tokens):
             storing.held_tokens = num_tokens
             self._let_go(ticket)

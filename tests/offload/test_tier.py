@@ -365,3 +365,21 @@ def test_pages_on_disk_are_found_by_a_tier_of_another_layout_after_a_restart(
         node.check_tier(values, loaded.answer)
         node.expect_idle()
         node.tier.close()
+
+
+def test_an_ask_with_too_many_tokens_or_too_few_is_refused_and_ends_nothing() -> None:
+    """Whatever is wrong with one engine, the tier is there for the others."""
+    node = open_node("full")
+    engine = node.add(Kind())
+    values = random_values(node.make, 100)
+    tables = engine.tables(100)
+    engine.write(values, tables)
+    for num_given in (99, 101, 0):
+        ticket = node.ticket(engine, tables, 100)
+        found = node.begin_store(engine, ticket, tokens_of(0, num_given))
+        node.turn_until(lambda found=found: bool(found), engine)
+        assert f"{num_given} tokens" in found[0].reason
+        node.expect_released(engine, ticket.lease_id)
+    assert node.ask(engine, tokens_of(0, 100)).ticket is None
+    assert node.store(engine, values, tokens_of(0, 100)).ok
+    assert node.ask(engine, tokens_of(0, 100)).num_tokens == node.unit_tokens * (100 // node.unit_tokens)
