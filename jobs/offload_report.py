@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jobs.recorded import command_line, machine
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 
@@ -194,29 +194,6 @@ def _short(value: object) -> str:
     return str(value)
 
 
-def command(options: argparse.Namespace, environment: Mapping[str, Any]) -> str:
-    """How to run it again."""
-    arguments = [str(a) for a in environment["command"][1:]]
-    if options.out is not None:
-        where = [i for i, a in enumerate(arguments) if a == "--out" or a.startswith("--out=")]
-        for i in reversed(where):
-            del arguments[i : i + (2 if arguments[i] == "--out" else 1)]
-    return shlex.join(["python", "jobs/offload.py", *arguments])
-
-
-def machine(environment: Mapping[str, Any]) -> list[str]:
-    """What measured, in short lines."""
-    devices, packages = environment["devices"], environment["packages"]
-    cpu = f"{devices['cpu']}, {devices['num_cores']} cores, one thread per process"
-    return [
-        f"{', '.join([cpu, *devices['gpus']])}; {environment['platform']}, Python {environment['python']}",
-        f"torch {packages['torch']}, ray {packages['ray']}, nixl {packages['nixl-cu13']}",
-        *([f"commit {environment['git_commit']}"] if environment["git_commit"] else []),
-        f"{str(environment['started'])[:10]}; load {environment['load_at_start']:.1f} when it began, "
-        f"{environment['load_at_end']:.1f} when it ended: trust ratios, not single figures",
-    ]
-
-
 def markdown(
     rows: Rows,
     models: Mapping[str, Mapping[str, Any]],
@@ -224,7 +201,14 @@ def markdown(
     environment: Mapping[str, Any],
 ) -> str:
     """The summary, as GitHub Markdown."""
-    lines = ["# Host tier", "", f"    {command(options, environment)}", "", _about(options), ""]
+    lines = [
+        "# Host tier",
+        "",
+        f"    {command_line('jobs/offload.py', environment)}",
+        "",
+        _about(options),
+        "",
+    ]
     lines += [*(f"- {line}" for line in shapes(models)), ""]
     lines += [*markdown_table([c.title for c in COLUMNS], text_rows(COLUMNS, rows)), "", PUBLISHED, ""]
     return "\n".join([*lines, "Environment:", "", *(f"- {line}" for line in machine(environment))])
@@ -263,7 +247,7 @@ def make_page(
             Section(title="By model, prompt and kind", columns=COLUMNS, rows=rows),
             Section(title="Published", note=PUBLISHED),
             Section(title="Models", text="\n".join(shapes(models))),
-            Section(title="Reproduce", text=command(options, environment)),
+            Section(title="Reproduce", text=command_line("jobs/offload.py", environment)),
         ],
         environment=environment,
         footer="Tables: summary and requests (parquet, csv) beside this file.",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import queue
 import signal
@@ -134,8 +135,19 @@ def wait_ready(process: subprocess.Popen[str], deadline_s: float, log: Path) -> 
     except queue.Empty:
         raise DeadlineExceeded("the start of a server", deadline_s, {"log": str(log)}) from None
     if not line.startswith("rayk: ready "):
-        raise UserError(problem="the server did not start", where=str(log))
+        raise UserError(problem=f"the server did not start{last_words(log)}", where=str(log))
     return line.split()[2]
+
+
+def last_words(log: Path) -> str:
+    """`: ` and the last thing that rayk says in a log, if it says any."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [i for i, line in enumerate(lines) if line.startswith("rayk: ")]
+    if not said:
+        return ""
+    found = [lines[said[-1]].removeprefix("rayk: ")]
+    found += itertools.takewhile(lambda line: line.startswith("  "), lines[said[-1] + 1 :])
+    return ": " + "\n".join(found)
 
 
 def stop(process: subprocess.Popen[str]) -> int:

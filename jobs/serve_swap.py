@@ -1,7 +1,7 @@
 """A server whose engines swap all the time, under many streaming clients: each answer compared with
 transformers' tokens; also while its host tier is killed.
 
-    python jobs/serve_swap.py [--clients 64] [--requests 400] [--kills 2] [--out DIR]
+    python jobs/serve_swap.py [--clients 64] [--requests 400] [--kills 2] [--out DIR] [--record]
 
 Aggregated engines, one of each TP size, share a host tier (`rayk serve`, on a local Ray cluster of this job).
 Their pools hold the blocks of few requests and their batches have rows for many, so requests are preempted
@@ -9,7 +9,7 @@ and swapped out and in without end. First the load runs in peace, then once more
 killed again and again. No token may be wrong, no request lost, requests must have been swapped, every kill
 must have been seen by every engine, and in the end every block must be free.
 
-Exit status 1 when any of this does not hold.
+Exit status 1 when any of this does not hold, and 2, before anything starts, where no server could do it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from hetero_tp import write_models  # noqa: E402
 from serve_bench import stop, wait_ready  # noqa: E402
 from serve_stress import CHECKPOINTS, GRACE_S, Run, look_at_the_end, only_fleet, prepare  # noqa: E402
 from stress_chaos import until_told, until_true  # noqa: E402
 from stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
 
+from jobs.recorded import command_line, machine  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.md_table import markdown_table  # noqa: E402
 from rayk.reports.page import Column, claim_folder, text_rows, write_tables  # noqa: E402
-from rayk.types.errors import DeadlineExceeded  # noqa: E402
+from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server  # noqa: E402
+from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 
+RESULTS = Path(__file__).parent / "benchmarks" / "results" / "serve_swap.md"
 TABLES = ("swaps", "requests")
 REOPEN_S = 120.0
 """How long another tier may take to be there, with every engine."""
@@ -59,7 +63,7 @@ SWAPS = (
     Column(title="wrong", key="num_wrong", spec=",d"),
     Column(title="hung", key="num_hung", spec=",d"),
     Column(title="swapped out", key="swaps", spec=",d"),
-    Column(title="computed again", key="swaps_failed", spec=",d"),
+    Column(title="swaps failed", key="swaps_failed", spec=",d"),
     Column(title="MB out", key="out_mb", spec=",.1f"),
     Column(title="MB in", key="in_mb", spec=",.1f"),
     Column(title="prompts loaded", key="loads", spec=",d"),
@@ -78,20 +82,49 @@ async def serving(options: argparse.Namespace, address: str) -> AsyncIterator[st
     command += ["--port", "0", "--address", address, "--http", "uvicorn", "--device", options.device]
     command += ["--mode", "aggregated", "--prefill-tp", options.tp, "--dtype", "float32"]
     command += ["--request-timeout", str(options.request_s)]
-    for text in (
-        f"engine.num_blocks={options.num_blocks}",
-        f"engine.max_seqs={options.max_seqs}",
-        f"offload.host_gib={options.host_gib}",
-        *("offload.swap=always", "offload.load=always"),
-        *options.overrides,
-    ):
-        command.append(f"--set={text}")
+    command += [f"--set={text}" for text in settings(options)]
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             yield await asyncio.to_thread(wait_ready, process, options.start_s, log)
         finally:
             await asyncio.to_thread(stop, process)
+
+
+def settings(options: argparse.Namespace) -> list[str]:
+    """KEY=VALUE of the server."""
+    return [
+        f"engine.num_blocks={options.num_blocks}",
+        f"engine.max_seqs={options.max_seqs}",
+        f"offload.host_gib={options.host_gib}",
+        *("offload.swap=always", "offload.load=always"),
+        *options.overrides,
+    ]
+
+
+def check(options: argparse.Namespace) -> None:
+    """Write the model, and refuse a server that cannot be, or that some request is too long for, before
+    anything starts. Raises UserError."""
+    write_models(CHECKPOINTS, {options.family: (options.family, {})})
+    asked = ServerOptions(
+        model=str(CHECKPOINTS / options.family),
+        mode="aggregated",
+        prefill_tp=parse_tp_sizes(options.tp, "--tp"),
+        dtype="float32",
+        device=options.device,
+        request_s=options.request_s,
+        overrides=tuple(settings(options)),
+    )
+    model = plan_server(asked, is_local=options.address is None).model
+    longest = options.longest + options.max_tokens
+    most = model.max_positions if model.pool_tokens is None else model.pool_tokens
+    if longest > most:
+        raise UserError(
+            f"a prompt of {options.longest} tokens and its answer of {options.max_tokens} are {longest}; "
+            f"a request has at most {most} here",
+            where=f"--num-blocks {options.num_blocks}",
+            mend="more --num-blocks, or less --longest and --max-tokens",
+        )
 
 
 async def counters(fleet: Any) -> dict[str, Counter[str]]:
@@ -207,14 +240,19 @@ def run_job(options: argparse.Namespace) -> int:
     """Run, write, print; the exit status."""
     from rayk.actors import launch
 
+    check(options)
     now = datetime.datetime.now().astimezone()
     options.out = options.out or Path("runs") / f"serve-swap-{now:%Y%m%d-%H%M%S}"
     claim_folder(options.out, TABLES)
-    environment = collect_environment(command=sys.argv, seeds={"prompts and load": options.seed})
+    environment = collect_environment(
+        command=sys.argv, seeds={"prompts and load": options.seed}, load_at_start=os.getloadavg()[0]
+    )
     write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     prompts, expected, references = prepare(options.family, options)
     with launch.connect(options.address) as address:
         found = asyncio.run(serve_and_ask(prompts, options, address))
+    environment |= {"load_at_end": os.getloadavg()[0]}
+    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
     for run, told in found:
         cases = [(m, m.case.prompt_index) for m in run.met]
@@ -225,13 +263,27 @@ def run_job(options: argparse.Namespace) -> int:
             for (_, i), (verdict, why) in zip(cases, verdicts, strict=True)
         ]
     write_tables(tables, options.out)
-    table = markdown_table([c.title for c in SWAPS], text_rows(SWAPS, tables["swaps"]))
-    text = "\n".join([about(options), "", *table])
+    text = markdown(tables["swaps"], options, environment)
     write_text(options.out / "report.md", text + "\n")
     print(text)
     wrong = failures(tables["swaps"], options.requests, options.kills)
+    if options.record and not wrong:
+        write_text(RESULTS, text + "\n")
     print("\n".join([*wrong, f"tables: {options.out}"]), file=sys.stderr)
     return int(bool(wrong))
+
+
+def markdown(
+    rows: Sequence[Mapping[str, Any]], options: argparse.Namespace, environment: Mapping[str, Any]
+) -> str:
+    """The loads, and what ran them."""
+    lines = [
+        "# A server that swaps all the time",
+        "",
+        f"    {command_line('jobs/serve_swap.py', environment)}",
+    ]
+    lines += ["", about(options), "", *markdown_table([c.title for c in SWAPS], text_rows(SWAPS, rows)), ""]
+    return "\n".join([*lines, "Environment:", "", *(f"- {line}" for line in machine(environment))])
 
 
 def about(options: argparse.Namespace) -> str:
@@ -240,7 +292,8 @@ def about(options: argparse.Namespace) -> str:
         f"{options.clients} streaming clients in a closed load; {options.prompts} prompts of 4 to "
         f"{options.longest} tokens, answers of {options.max_tokens // 2} to {options.max_tokens}; aggregated "
         f"engines of TP {options.tp} with {options.num_blocks} blocks of 16 tokens and {options.max_seqs} "
-        f"rows each; one host tier of {options.host_gib:g} GiB; float32; seed {options.seed}."
+        f"rows each; one host tier of {options.host_gib:g} GiB; float32; seed {options.seed}. "
+        "Swaps that failed were computed again."
     )
 
 
@@ -271,7 +324,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     option("--start-s", "seconds the server may take to start", type=float, default=300.0)
     option("--address", "Ray cluster with no server; its workers must be this machine's, else a local one")
     option("--out", "folder of the results; else runs/serve-swap-<time>", type=Path)
+    option("--record", f"write {RESULTS.name}, too, if nothing is wrong", action="store_true")
     options = parser.parse_args(arguments)
+    for name in ("clients", "requests", "num_blocks", "max_seqs", "host_gib", "request_s", "start_s"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: a number above 0 is needed")
+    if not 0 <= options.kills < options.requests:
+        parser.error(f"--kills {options.kills}: 0 or more, and fewer than --requests {options.requests}")
     if options.prompts < 2 or options.max_tokens < 8 or options.longest < 4:
         parser.error("--prompts is at least 2, --max-tokens 8 and --longest 4")
     return options

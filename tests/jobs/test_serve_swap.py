@@ -1,0 +1,188 @@
+"""What jobs/serve_swap.py makes of a load, what it refuses, and what it says must not be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import serve_swap  # first: it finds the modules beside it
+from jobs.recorded import command_line, machine
+from rayk.actors import launch
+from rayk.bench.client import FAILED, OK, Observed
+from rayk.bench.prompts import Planned
+from rayk.reports import collect_environment
+from rayk.types.errors import UserError
+
+stress_load: Any = sys.modules["stress_load"]
+serve_bench: Any = sys.modules["serve_bench"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SECOND = 10**9
+TOLD = {
+    "load": "tier killed",
+    "num_kills": 2,
+    "swaps": 31,
+    "swaps_failed": 3,
+    "swapped_out_bytes": 1_600_000,
+    "swapped_in_bytes": 1_500_000,
+    "loads": 23,
+    "tier_losses": 4,
+}
+
+
+def _met(outcome: str, sent_s: float, first_s: float, ended_s: float, num_tokens: int) -> Any:
+    planned = Planned(index=0, due_ns=None, prompt=[5, 6], max_tokens=8, seed=0)
+    times = [round(s * SECOND) for s in (sent_s, first_s, ended_s)]
+    seen = Observed(planned=planned, outcome=outcome, output_token_ids=list(range(num_tokens)))
+    seen.sent_ns, seen.chunk_ns, seen.ended_ns = times[0], times[1:] if num_tokens else [], times[2]
+    return stress_load.Met(stress_load.Case(0, 8, None), seen)
+
+
+def _run(blocks: dict[str, tuple[int, int]]) -> Any:
+    met = [_met(OK, 0.0, 1.0, 2.0, 8), _met(OK, 1.0, 4.0, 7.0, 8), _met(OK, 2.0, 4.0, 6.0, 8)]
+    met.append(_met(FAILED, 0.0, 9.0, 9.0, 4))
+    run = serve_swap.Run(family="qwen3", met=met, began_ns=0, ended_ns=10 * SECOND)
+    run.blocks = blocks
+    return run
+
+
+def test_a_row_counts_what_engines_and_clients_saw() -> None:
+    verdicts = [("right", ""), ("right", ""), ("near_tie", "by 0.001"), ("failed", "503")]
+    row = serve_swap.row_of(_run({"a": (23, 24), "b": (20, 24)}), TOLD, verdicts)
+    wanted = TOLD | {
+        "num_requests": 4,
+        "num_right": 2,
+        "num_near_tie": 1,
+        "num_failed": 1,
+        "num_wrong": 0,
+        "num_hung": 0,
+        "out_mb": 1.6,
+        "in_mb": 1.5,
+        "tokens_per_s": 2.8,  # 3 x 8 + 4 in 10 s
+        "ttft_s_p50": 2.0,  # of 1, 3 and 2 s: what failed does not count
+        "e2e_s_p99": 6.0,  # of 2, 6 and 4 s
+        "num_blocks_held": 3,  # the null blocks are nobody's
+        "num_engines": 2,
+    }
+    assert row == wanted
+
+
+def _row(**changes: Any) -> dict[str, Any]:
+    verdicts = [("right", "")] * 4
+    return serve_swap.row_of(_run({"a": (23, 24), "b": (23, 24)}), TOLD, verdicts) | changes
+
+
+def test_a_load_in_which_all_is_well_has_no_failures() -> None:
+    peace = _row(load="in peace", num_kills=0, tier_losses=0)
+    assert serve_swap.failures([peace, _row()], 4, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_failed": 2}, "2 requests failed"),
+        ({"num_wrong": 1}, "1 requests wrong"),
+        ({"num_hung": 3}, "3 requests hung"),
+        ({"num_requests": 3}, "3 of 4 requests ended"),
+        ({"swaps": 0}, "nobody was swapped out and in"),
+        ({"swapped_in_bytes": 0}, "nobody was swapped out and in"),
+        ({"num_blocks_held": 2}, "2 blocks are held at the end"),
+        ({"num_kills": 1}, "engines lost their tier 4 times in 2 kills"),
+        ({"tier_losses": 3}, "engines lost their tier 3 times in 2 kills"),
+    ],
+)
+def test_what_must_not_be_is_told(changes: dict[str, Any], told: str) -> None:
+    assert serve_swap.failures([_row(**changes)], 4, 2) == [f"tier killed: {told}"]
+
+
+def test_a_tier_that_is_lost_in_peace_is_told() -> None:
+    row = _row(load="in peace", num_kills=0, tier_losses=1)
+    assert serve_swap.failures([row], 4, 2) == ["in peace: engines lost their tier 1 times in 0 kills"]
+
+
+def test_the_table_says_what_failed_and_what_ran_it() -> None:
+    environment = collect_environment(
+        command=["jobs/serve_swap.py", "--kills", "2", "--out", "x"], load_at_start=0.5, load_at_end=1.5
+    )
+    text = serve_swap.markdown([_row()], serve_swap.parse_options([]), environment)
+    assert "    python jobs/serve_swap.py --kills 2\n" in text
+    names, _, cells = (line for line in text.splitlines() if line.startswith("|"))
+    found = dict(zip(names.split(" | "), cells.split(" | "), strict=True))
+    assert (found["swapped out"], found["swaps failed"], found["MB out"]) == ("31", "3", "1.6")
+    assert f"torch {environment['packages']['torch']}, ray {environment['packages']['ray']}" in text
+    assert "load 0.5 when it began, 1.5 when it ended" in text
+
+
+def test_a_recorded_command_names_no_folder_of_results() -> None:
+    told = {"command": ["/x/jobs/a.py", "--out", "/tmp/x", "--tp", "2", "--out=/tmp/y", "--record"]}
+    assert command_line("jobs/a.py", told) == "python jobs/a.py --tp 2 --record"
+    lines = machine(collect_environment(threads=1, load_at_start=0.0, load_at_end=0.0))
+    assert "one thread per process" in lines[0]
+
+
+# --- what is refused before anything starts -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--clients", "0"], "--clients 0: a number above 0 is needed"),
+        (["--requests", "0"], "--requests 0: a number above 0 is needed"),
+        (["--num-blocks", "0"], "--num-blocks 0: a number above 0 is needed"),
+        (["--host-gib", "0"], "--host-gib 0.0: a number above 0 is needed"),
+        (["--host-gib", "nan"], "--host-gib nan: a number above 0 is needed"),
+        (["--kills", "-1"], "--kills -1: 0 or more"),
+        (["--kills", "9", "--requests", "9"], "--kills 9: 0 or more, and fewer than --requests 9"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve_swap.parse_options(arguments)
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--tp", "3x"], "--tp 3x: a TP size is a whole number above 0"),
+        (["--tp", "3"], "TP 3 does not divide"),
+        (["--set", "nope=1"], "--set nope=1: a server has no key 'nope'"),
+        (["--host-gib", "0.000001"], "cannot hold a block of each"),
+        (["--num-blocks", "12"], "--num-blocks 12: a prompt of 160 tokens and its answer of 64 are 224"),
+        (["--family", "qwen9"], "qwen9"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_at_once(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(launch, "connect", lambda *_: pytest.fail("Ray was started"))
+    options = serve_swap.parse_options([*arguments, "--out", str(tmp_path / "out")])
+    assert serve_swap.run_guarded(lambda: serve_swap.run_job(options)) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    told = ["rayk: warming", "rayk: --set x=1: a server has no key 'x'", "  mend: valid: y", "other words"]
+    log.write_text("\n".join(told))
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
+    with process, pytest.raises(UserError) as caught:
+        serve_bench.wait_ready(process, 30.0, log)
+    assert str(caught.value).startswith(
+        f"{log}: the server did not start: --set x=1: a server has no key 'x'"
+    )
+    assert str(caught.value).endswith("\n  mend: valid: y")
+    log.write_text("a log without words of ours")
+    assert serve_bench.last_words(log) == ""
