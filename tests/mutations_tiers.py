@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation import Mutation
 
 OFFLOADING = "rayk/actors/offloading.py"
+BACKOFF = "rayk/offload/backoff.py"
 STORING = "rayk/actors/storing.py"
 SWAPPING = "rayk/actors/swapping.py"
 FAULTS = "tests/offload/test_faults.py"
@@ -167,6 +168,76 @@ TIERS = (
         "num_here=looking.num_here)",
         "num_here=0)",
         f"{CHOICES}::test_what_is_here_is_weighed_as_what_the_rest_sees",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "loads that stand still are tried for ever",
+        OFFLOADING,
+        "        if was_read:\n",
+        "        if False:\n",
+        f"{CHOICES}::test_loads_that_stand_still_are_left_alone_until_they_work_again",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "loads that work again are still left alone",
+        OFFLOADING,
+        "            self.side.reads.worked()\n",
+        "",
+        f"{CHOICES}::test_loads_that_stand_still_are_left_alone_until_they_work_again",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "answers that come late each time are waited for each time",
+        OFFLOADING,
+        "                self.side.in_vain(self.side.settings.load, looking.asked_ns, UNANSWERED, None)\n",
+        "",
+        f"{CHOICES}::test_a_tier_that_answers_late_each_time_is_asked_less_and_less",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "a new tier is asked for nothing where the last one failed",
+        OFFLOADING,
+        "        self.side.reads = Backoff()\n",
+        "",
+        f"{CHOICES}::test_another_tier_begins_without_what_the_last_one_did",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "who always wants loads is held back",
+        "rayk/actors/tier_side.py",
+        'if setting != "auto" or self.tier is None:',
+        "if self.tier is None:",
+        f"{CHOICES}::test_whoever_always_wants_loads_tries_always",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "one failure is a row",
+        BACKOFF,
+        "if self._num_in_row < IN_ROW:",
+        "if self._num_in_row < 1:",
+        f"{CHOICES}::test_a_single_wrong_digest_does_not_end_loading",
+        needs_fixtures=True,
+    ),
+    Mutation(
+        "all are tried after a pause",
+        BACKOFF,
+        "            self._until_ns = now_ns + self._pause_ns\n        return True",
+        "            pass\n        return True",
+        "tests/offload/test_backoff.py::test_pauses_double_up_to_the_longest_and_one_is_tried_after_each",
+    ),
+    Mutation(
+        "failures of before the pause lengthen it",
+        BACKOFF,
+        "        if began_ns <= self._paused_ns:\n            return 0.0\n",
+        "",
+        "tests/offload/test_backoff.py::test_failures_that_began_before_the_pause_tell_nothing_new",
+    ),
+    Mutation(
+        "swaps that do not come back go on leaving",
+        SWAPPING,
+        "                self._side.in_vain(settings.swap, now, str(failure), ticket)\n",
+        "",
+        f"{CHOICES}::test_swaps_that_do_not_come_back_are_left_alone",
         needs_fixtures=True,
     ),
     Mutation(

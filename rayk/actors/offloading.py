@@ -18,6 +18,7 @@ from rayk.actors.storing import Storing
 from rayk.actors.swapping import Swapping
 from rayk.actors.tier_side import Tier, TierFacts, TierSide, moving_ns
 from rayk.engine.leader import RequestEvent
+from rayk.offload.backoff import Backoff
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
 from rayk.sched.batching import max_cached_tokens
 from rayk.transfer.handshake import row_group_blocks
@@ -38,6 +39,7 @@ LOAD_S, PATIENCE = 2.0, 20.0
 """A load may take so long, or so many times as long as expected; then the prompt is computed."""
 ANSWER_S = 2.0
 """A tier that takes longer to say what it has is not waited for: the prompt is computed."""
+UNANSWERED = "the host tier does not answer"
 MAX_UNANSWERED = 4
 """So many that were not waited for, and the tier is asked for nothing more until it says a word."""
 
@@ -122,6 +124,7 @@ class Offloading:
         self.lost("another one takes its place")
         self.side.attach(facts=facts)
         self.side.tier, self.why_off = tier, ""
+        self.side.reads = Backoff()
         self.side.leader.scheduler.on_computed = self.computed
         self.side.leader.scheduler.swapper = self.swapping
 
@@ -161,6 +164,9 @@ class Offloading:
             return False
         held = manager.find_held(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
         gain = here - held + side.facts.unit_tokens
+        if not side.may_read(side.settings.load):
+            self.counts["loads_held_back"] += 1
+            return False
         looking = _Looking(request, start, begin_cached, here, time.monotonic_ns())
         self._looking[name] = looking
         ask = LoadAsk(request_id=name, token_ids=tokens, max_tokens=wanted, held_tokens=held, min_tokens=gain)
@@ -181,6 +187,7 @@ class Offloading:
             return
         looking.found_ns = time.monotonic_ns()
         if ticket is None:
+            self._nothing_read(looking)
             looking.begin()
             return
         num_bytes = self.side.bytes_of(ticket.num_tokens, ticket.first_row)
@@ -189,6 +196,7 @@ class Offloading:
         choice = self.costs.load(*weighed, num_here=looking.num_here)
         if not choice.moves:
             self.counts["loads_declined"] += 1
+            self._nothing_read(looking)
             self._decline(ticket)
             looking.begin()
             return
@@ -220,6 +228,7 @@ class Offloading:
             if self.is_on:
                 self.storing.note_stored(name, answer.num_tokens)
             self.costs.observe_in(num_bytes, answer.took_ns + moving_ns(info))
+            self.side.reads.worked()
         self.counts["loads" if failure is None else "loads_failed"] += 1
         self.counts["loaded_bytes"] += num_bytes
         self.counts["loaded_tokens"] += max(0, num_valid - looking.num_here)
@@ -232,10 +241,22 @@ class Offloading:
         }
         if failure is not None:
             told["offload_failure"] = str(failure)
-            assert answer.ticket is not None, "something was read"
-            self.side.failed(answer.ticket, failure)
+            self._failed(looking, answer, failure, was_read=bool(info))
         looking.begin(num_valid, is_loaded=True)
         self.side.leader.emit(RequestEvent(request_id=name, info=told))
+
+    def _failed(self, looking: _Looking, answer: LoadAnswer, failure: RaykError, *, was_read: bool) -> None:
+        """`was_read`: whether a read began; else blocks, or the engine's own prefix, were lacking here."""
+        assert answer.ticket is not None, "something was to be read"
+        self.side.failed(answer.ticket, failure)
+        if was_read:
+            self.side.in_vain(self.side.settings.load, looking.asked_ns, str(failure), answer.ticket)
+        else:
+            self._nothing_read(looking)
+
+    def _nothing_read(self, looking: _Looking) -> None:
+        """What was looked up tells nothing of how reads go."""
+        self.side.reads.came_to_nothing(looking.asked_ns, time.monotonic_ns())
 
     def _decline(self, ticket: TransferTicket | None) -> None:
         """Nobody reads what was offered."""
@@ -281,6 +302,7 @@ class Offloading:
         for looking in self._looking.values():
             if looking.asked_ns < late_ns and not looking.is_over:
                 self.counts["lookups_late"] += 1
+                self.side.in_vain(self.side.settings.load, looking.asked_ns, UNANSWERED, None)
                 looking.is_over = True
                 looking.begin()
 
@@ -320,4 +342,5 @@ class Offloading:
         told = {"num_open": open_stores, "why_off": self.why_off, "why_few": self.why_few}
         told["last_store_failure"] = self.storing.last_failure
         told["recent_stores"] = list(self.storing.recent)
+        told["why_paused"] = self.side.reads.describe(time.monotonic_ns()) if self.is_on else ""
         return {**counted, **told, "costs": self.costs.describe()}

@@ -85,6 +85,9 @@ class Swapping:
         if not choice.moves:
             side.counts["swaps_declined"] += 1
             return False
+        if not side.may_read(side.settings.swap):
+            side.counts["swaps_held_back"] += 1
+            return False
         side.counts["swaps"] += 1
         manager, name = side.leader.manager, side.new_name("swap", request_id)
         tables = manager.block_tables(request_id)
@@ -128,6 +131,7 @@ class Swapping:
         for request_id, swapped in list(self._swapped.items()):
             ticket = swapped.ticket
             if ticket is None and swapped.asked_ns is not None and swapped.asked_ns < late_ns:
+                self._side.in_vain(self._side.settings.swap, swapped.asked_ns, "it is not offered", None)
                 self._start_over(request_id)
                 continue
             if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
@@ -185,6 +189,7 @@ class Swapping:
         def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
             if failure is not None:
                 self._side.failed(ticket, failure)
+                self._side.in_vain(settings.swap, now, str(failure), ticket)
             self._arrived(state.request_id, num_valid, failure, info)
 
         return Incoming(
@@ -217,6 +222,7 @@ class Swapping:
             side.counts["swaps_failed"] += 1
         else:
             side.costs.observe_in(num_bytes, moving_ns(info))
+            side.reads.worked()
         if not num_valid:
             leader.scheduler.start_over(request_id)
             return

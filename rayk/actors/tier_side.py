@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayk.kv.specs import page_bytes, rows_per_block
+from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.types.errors import KVMismatch
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.transfer.ticket import TransferTicket
     from rayk.types.errors import RaykError
-    from rayk.types.offload import OffloadSettings
+    from rayk.types.offload import OffloadSettings, Weighing
+
+LOG = logging.getLogger(__name__)
 
 
 class Tier(Protocol):
@@ -66,6 +71,8 @@ class TierSide:
     costs: CostModel = field(default_factory=CostModel)
     counts: Counter[str] = field(default_factory=Counter)
     """Since the engine was formed: events, tokens and bytes, by name."""
+    reads: Backoff = field(default_factory=Backoff)
+    """Of what was to come from the tier: loads, and swaps back."""
     tier: Tier | None = None
     _facts: TierFacts | None = None
     _leader: Leader | None = None
@@ -91,6 +98,20 @@ class TierSide:
         """Nothing, or not all, was loaded by a ticket of the tier."""
         if self.tier is not None and isinstance(failure, KVMismatch) and ticket.epoch == self.facts.epoch:
             self.tier.doubt(ticket)
+
+    def may_read(self, setting: Weighing) -> bool:
+        """Whether to ask the tier for anything just now. Whoever wants it always asks always."""
+        return setting != "auto" or self.reads.may_try(time.monotonic_ns())
+
+    def in_vain(self, setting: Weighing, began_ns: int, why: str, ticket: TransferTicket | None) -> None:
+        """What was asked for at `began_ns`, or offered by the ticket, was waited for in vain."""
+        if setting != "auto" or self.tier is None:
+            return
+        if ticket is not None and ticket.epoch != self.facts.epoch:
+            return  # the tier was lost, and another one is there
+        pause_s = self.reads.failed(began_ns, time.monotonic_ns(), why)
+        if pause_s:
+            LOG.warning("%s asks its host tier for nothing for %.0f s: %s", self.engine, pause_s, why)
 
     def new_name(self, kind: str, request_id: str) -> str:
         """Of a store or a swap: no other has it, on any engine."""

@@ -192,7 +192,7 @@ def tier_line(engines: Sequence[Engine]) -> str | None:
     def total(name: str) -> int:
         return sum(offload.get(name, 0) for offload in told)
 
-    off = sum(bool(offload.get("why_off")) for offload in told)
+    off, paused = (sum(bool(offload.get(why)) for offload in told) for why in ("why_off", "why_paused"))
     stored, loaded = (total(name) / 2**20 for name in ("stored_bytes", "loaded_bytes"))
     parts = [
         f"stored {stored:,.1f} MiB",
@@ -201,6 +201,7 @@ def tier_line(engines: Sequence[Engine]) -> str | None:
     ]
     failed = total("stores_failed") + total("loads_failed") + total("swaps_failed")
     parts += [f"{failed:,} moves failed"] if failed else []
+    parts += [f"{paused} engines ask for nothing just now"] if paused else []
     parts += [f"{off} of {len(told)} engines without"] if off else []
     return f"host tier: {', '.join(parts)}"
 

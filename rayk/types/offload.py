@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Weighing = Literal["auto", "always", "never"]
-"""auto: as the cost model says."""
+"""auto: as the cost model says, and only from time to time where reads failed in a row (see Backoff); always
+and never: whatever they cost, and whatever failed."""
 ENDED = "the engine ended"
 """Why an engine that had a host tier until its end has none any more."""
 

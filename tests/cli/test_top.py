@@ -108,7 +108,8 @@ def test_the_host_tier_has_a_line_where_there_is_one(engines: WorkingEngines) ->
         assert "host tier" not in top("--url", url, "--once", "--interval", "0.1").stdout
     told: dict[str, object] = {"why_off": "", "stored_bytes": 3 << 20, "loaded_bytes": 1 << 19, "lookups": 5}
     names = list(engines.states)
-    engines.states[names[0]] = replace(engines.states[names[0]], offload={**told, "loads": 2, "swaps": 7})
+    first = {**told, "loads": 2, "swaps": 7, "why_paused": "2 failed in a row"}
+    engines.states[names[0]] = replace(engines.states[names[0]], offload=first)
     engines.states[names[1]] = replace(
         engines.states[names[1]], offload={**told, "why_off": "it was killed", "loads_failed": 1}
     )
@@ -116,7 +117,7 @@ def test_the_host_tier_has_a_line_where_there_is_one(engines: WorkingEngines) ->
         last = top("--url", url, "--once", "--interval", "0.1").stdout.splitlines()[-1]
     assert last == (
         "host tier: stored 6.0 MiB, loaded 1.0 MiB for 2 of 10 prompts, 7 swapped out, 1 moves failed, "
-        "1 of 2 engines without"
+        "1 engines ask for nothing just now, 1 of 2 engines without"
     )
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayk.actors import offloading, receiving
+from rayk.offload import backoff
 from rayk.offload.costs import Choice
-from tests.offload.faults import Case
+from rayk.transfer.faults import FlipBit, StallReads
+from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine
-from tests.pd import make_request
+from tests.offload.test_faults import breaking_agents
+from tests.pd import make_request, wait_until
 
 LENGTHS = (600, 301, 290, 280)
 ROOM: dict[str, Any] = {"num_blocks": 400}
@@ -49,4 +55,164 @@ def test_what_is_here_is_weighed_as_what_the_rest_sees(case: Case) -> None:
         # Whole blocks of 16: 272 of 280 are kept here, 592 of 600 there.
         assert weighed == [(592 - 272, 272)]
         assert (done.info["num_cached_tokens"], done.info["num_host_tokens"]) == (592, 320)
+        node.settle()
+
+
+# Loads that fail in a row.
+
+PATIENCE_S = 0.1
+"""A load is waited for so long, and then as long until nothing is in flight."""
+FIRST_S, LONGEST_S = 0.4, 1.6
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "LOAD_S", PATIENCE_S)
+    monkeypatch.setattr(offloading, "PATIENCE", 0.0)
+    monkeypatch.setattr(receiving, "DRAIN_S", PATIENCE_S)
+    monkeypatch.setattr(backoff, "FIRST_S", FIRST_S)
+    monkeypatch.setattr(backoff, "LONGEST_S", LONGEST_S)
+
+
+def eager(engine: NodeEngine) -> None:
+    """Its cost model finds every move cheap."""
+    costs = engine.offloading.costs
+    costs.load = costs.swap = lambda *_, **__: Choice(True, 1.0, 2.0)  # type: ignore[method-assign]
+
+
+def open_stalled(case: Case, agents: FaultyAgents, **settings: Any) -> AbstractContextManager[Node]:
+    return Node.open(case.path, [ROOM, ROOM], make_agent=agents, **settings)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_loads_that_stand_still_are_left_alone_until_they_work_again(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    agents = FaultyAgents()
+    with open_stalled(case, agents, load="auto") as node:
+        first, second = node.engines
+        eager(second)
+        case.complete(first, "a", 1)
+        node.settle()
+        agents.made["e1.0"].plant(StallReads())
+        began, num = time.monotonic(), 0
+        while time.monotonic() < began + FIRST_S + 2 * FIRST_S + LONGEST_S + 1.0:
+            case.complete(second, f"b{num}-", 1)
+            num += 1
+        # Two in a row; then one after each of the pauses of 0.4, 0.8 and 1.6 s.
+        tried = told(second)["loads_failed"]
+        assert 3 <= tried <= 5
+        assert told(second)["loads_held_back"] == num - tried
+        assert told(second)["lookups"] == tried, "nor is it looked up"
+        assert "failed in a row" in told(second)["why_paused"]
+        warned = [r for r in caplog.records if "asks its host tier for nothing" in r.getMessage()]
+        assert len(warned) == tried - 1
+        agents.made["e1.0"].heal()
+
+        def is_loaded() -> bool:
+            nonlocal num
+            num += 1
+            (done,) = case.complete(second, f"c{num}-", 1)
+            return bool(done.info.get("num_host_tokens", 0))
+
+        wait_until(is_loaded, LONGEST_S + 5.0, lambda: str(told(second)))
+        assert told(second)["why_paused"] == ""
+        assert is_loaded()
+        node.settle()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_whoever_always_wants_loads_tries_always(case: Case) -> None:
+    agents = FaultyAgents()
+    with open_stalled(case, agents, load="always") as node:
+        first, second = node.engines
+        case.complete(first, "a", 1)
+        node.settle()
+        agents.made["e1.0"].plant(StallReads())
+        for i in range(4):
+            case.complete(second, f"b{i}-", 1)
+        assert told(second)["loads_failed"] == 4
+        assert told(second)["why_paused"] == ""
+        agents.made["e1.0"].heal()
+        node.settle()
+
+
+def test_a_single_wrong_digest_does_not_end_loading(case: Case) -> None:
+    agents = FaultyAgents()
+    with open_stalled(case, agents, load="auto") as node:
+        first, second = node.engines
+        eager(second)
+        case.complete(first, "a", 1, 2)
+        node.settle()
+        for i in range(4):
+            agents.made["e1.0"].plant(FlipBit(byte=7, bit=6))
+            (bad,) = case.complete(second, f"b{i}-", 1)
+            (good,) = case.complete(second, f"c{i}-", 2)
+            assert "offload_failure" in bad.info
+            assert good.info["num_host_tokens"] > 0
+        assert told(second)["loads_failed"] == told(second)["loads"] == 4
+        assert told(second).get("loads_held_back", 0) == 0
+        node.settle()
+
+
+def test_a_tier_that_answers_late_each_time_is_asked_less_and_less(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloading, "ANSWER_S", 0.05)
+    with Node.open(case.path, [ROOM, ROOM], load="auto") as node:
+        first, second = node.engines
+        eager(second)
+        case.complete(first, "a", 1)
+        node.settle()
+        held = HeldTier.before(second, "load")
+        for i in range(8):
+            case.complete(second, f"b{i}-", 1)
+            second.run(held.go)
+            held.is_held = True
+        assert told(second)["lookups_late"] == backoff.IN_ROW
+        assert told(second)["loads_held_back"] == 8 - backoff.IN_ROW
+        node.settle()
+
+
+def test_another_tier_begins_without_what_the_last_one_did(case: Case) -> None:
+    agents = FaultyAgents()
+    with open_stalled(case, agents, load="auto") as node:
+        first, second = node.engines
+        eager(second)
+        case.complete(first, "a", 1, 2)
+        node.settle()
+        for i in range(backoff.IN_ROW):
+            agents.made["e1.0"].plant(FlipBit(byte=7, bit=6))
+            case.complete(second, f"b{i}-", 1)
+        assert told(second)["why_paused"]
+        kill(node)
+        assert not told(second)["why_paused"]
+        reopen(node, agents)
+        case.complete(first, "c", 3)
+        node.settle()
+        (done,) = case.complete(second, "d", 3)
+        assert done.info["num_host_tokens"] > 0
+        node.settle()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_swaps_that_do_not_come_back_are_left_alone(case: Case, reference: Callable[..., Any]) -> None:
+    make, agents = breaking_agents()
+    growing = Case.make(case.path, reference(case.path), [40 + i for i in range(8)], 120)
+    small = {"num_blocks": 26, "max_seqs": 8}
+    with Node.open(case.path, [small], make_agent=make, store=False, load="never", swap="auto") as node:
+        (engine,) = node.engines
+        eager(engine)
+        agents["e0.0"].reads_left = 0
+        growing.complete(engine, "a", *range(8))
+        assert told(engine)["swaps_failed"] >= backoff.IN_ROW
+        assert told(engine)["swaps_held_back"] > 0
+        agents["e0.0"].reads_left = None
+        node.settle()
+
+        def is_swapped() -> bool:
+            growing.complete(engine, f"b{time.monotonic_ns()}-", *range(8))
+            return bool(told(engine)["swapped_in_bytes"])
+
+        wait_until(is_swapped, 20.0, lambda: str(told(engine)))
         node.settle()
