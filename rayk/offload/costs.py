@@ -7,7 +7,9 @@ tell apart (all of one size, say) is put down to bytes and to tokens.
 
 Before the first move the defaults stand for it. Before the first step with a prompt's tokens nothing is
 known of computing, and KV is moved: a move measures itself and has a deadline. A rate that was bad once is
-tried again: every choice against moving lets what is known of it fade a little towards the defaults.
+tried again: every choice against moving lets what is known of it fade a little towards the defaults. An
+engine that loads whatever it is asked computes a few tokens at a time, and what those cost says little of a
+prompt: now and then it computes one.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ SMALL_STEP_TOKENS = 64
 """A step with as many tokens counts half."""
 MIN_KNOWN = 0.4
 """Weight of the steps from which on the cost of computing is known: about one of 43 tokens."""
+REACH = 8
+"""What a step costs is a guess for steps with more than so many times the tokens of the largest one seen."""
+BLIND = 32
+"""Of so many choices to load that rest on such a guess the last is to compute, which ends the guessing."""
 _FEW = 1 / 3
 """Less is little weight."""
 _ROUNDS = 8
@@ -185,7 +191,11 @@ class CostModel:
         self._out = _Moves(default_out_gb_per_s, default_latency_ns)
         self._in = _Moves(default_in_gb_per_s, default_latency_ns)
         self._steps = _Fit([_SOFT, 1e-9, _SOFT])
-        self._max_step_tokens = 0
+        self._largest_step = 0
+        """Tokens."""
+        self._num_blind = 0
+        self.max_step_tokens = 0
+        """The engine's steps compute at most so many; 0: as many as the largest one seen."""
 
     def observe_prefill(self, num_tokens: int, ns: float, num_pairs: float | None = None) -> None:
         """A step computed so many tokens in `ns`. `num_pairs`: of a token and each that it sees, itself
@@ -197,7 +207,7 @@ class CostModel:
         weight = num_tokens / (num_tokens + SMALL_STEP_TOKENS)
         terms = [1.0, num_tokens / _TOKENS, pairs / _PAIRS]
         self._steps.observe(terms, ns, 1 + num_tokens / _TOKENS, weight)
-        self._max_step_tokens = max(self._max_step_tokens, num_tokens)
+        self._largest_step = max(self._largest_step, num_tokens)
 
     def observe_out(self, num_bytes: int, ns: float) -> None:
         """So many bytes went from the engine to the tier in `ns`, all waits included."""
@@ -209,11 +219,11 @@ class CostModel:
 
     def recompute_ns(self, num_tokens: int, num_here: int = 0) -> float | None:
         """Of `num_tokens` tokens of a sequence behind the first `num_here`, which they see and which need not
-        be computed, in steps as large as the largest one seen; None: nothing is known of it yet."""
+        be computed, in steps as large as can be; None: nothing is known of it yet."""
         if self._steps.weight < MIN_KNOWN:
             return None
         step_ns, token_ns, pair_ns = self._step_costs()
-        num_steps = -(-num_tokens // self._max_step_tokens)
+        num_steps = -(-num_tokens // (self.max_step_tokens or self._largest_step))
         return num_steps * step_ns + num_tokens * token_ns + _pairs(num_tokens, num_here) * pair_ns
 
     def swap(self, bytes_out: int, bytes_in: int, num_tokens: int, setting: Weighing = "auto") -> Choice:
@@ -228,7 +238,11 @@ class CostModel:
         """Whether to move `bytes_in` in, or to compute `num_tokens` tokens, which lie behind `num_here` that
         the engine has. `setting`: see `swap`."""
         recompute_ns = self.recompute_ns(num_tokens, num_here)
-        return self._choose(self._in.cost_ns(bytes_in), recompute_ns, setting, (self._in,))
+        choice = self._choose(self._in.cost_ns(bytes_in), recompute_ns, setting, (self._in,))
+        if setting == "auto" and choice.moves and num_tokens > REACH * self._largest_step:
+            self._num_blind += 1
+            return replace(choice, moves=self._num_blind % BLIND != 0)
+        return choice
 
     def describe(self) -> dict[str, float]:
         """What is believed: rates in 10^9 bytes per second, nanoseconds, numbers of observations. Estimates
@@ -238,6 +252,8 @@ class CostModel:
         if self._steps.weight >= MIN_KNOWN:
             names = ("prefill_step_ns", "prefill_token_ns", "prefill_pair_ns")
             told |= dict(zip(names, self._step_costs(), strict=True))
+            told["prefill_512_ns"] = self.recompute_ns(512) or 0.0
+            told["largest_step_tokens"] = self._largest_step
         return told
 
     def _step_costs(self) -> tuple[float, float, float]:

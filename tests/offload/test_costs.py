@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rayk.offload.costs import CostModel
+from rayk.offload.costs import BLIND, CostModel
 
 GB = 10**9
 
@@ -215,6 +215,36 @@ def test_a_move_that_was_slow_once_is_tried_again() -> None:
     assert model.load(10**7, 1000).moves
 
 
+def test_a_prompt_takes_as_few_steps_as_the_engine_can() -> None:
+    """Only ends of prompts were computed so far."""
+    model, draw = CostModel(), random.Random(1)
+    model.max_step_tokens = 256
+    for _ in range(100):
+        num_tokens = draw.randint(1, 60)
+        model.observe_prefill(num_tokens, 7e6 + 2e4 * num_tokens)
+    assert model.recompute_ns(600) == pytest.approx(3 * 7e6 + 600 * 2e4, rel=0.1)
+
+
+@pytest.mark.parametrize(("move_ns", "is_cheaper"), [(150e6, False), (9e6, True)])
+def test_who_loads_every_prompt_computes_one_now_and_then_and_learns_what_it_costs(
+    move_ns: float, is_cheaper: bool
+) -> None:
+    """17 tokens of each are left to compute, in a step that takes as long as one of 512 nearly does."""
+    model, choices = CostModel(), []
+    model.max_step_tokens = 2048
+    for _ in range(400):
+        choice = model.load(10**7, 500)
+        choices.append(choice.moves)
+        if choice.moves:
+            model.observe_in(10**7, move_ns)
+        num_tokens = 17 if choice.moves else 517
+        model.observe_prefill(num_tokens, 10e6 + 1.5e4 * num_tokens)
+    first = choices.index(False)
+    assert first == BLIND - 1
+    assert choices[-200:].count(is_cheaper) > 190
+    assert (choices.count(False) < 8) == is_cheaper
+
+
 def test_settings_overrule_and_estimates_are_told() -> None:
     model = CostModel()
     model.observe_prefill(1000, 1e9)
@@ -227,6 +257,8 @@ def test_settings_overrule_and_estimates_are_told() -> None:
     assert told["out_gb_per_s"] == pytest.approx(2)
     assert told["prefill_token_ns"] == pytest.approx(1e6, rel=0.05)
     assert (told["num_in"], told["num_out"], told["num_steps"]) == (0, 0, 1)
+    assert told["prefill_512_ns"] == model.recompute_ns(512)
+    assert told["largest_step_tokens"] == 1000
     assert set(CostModel().describe()) == {
         *("out_gb_per_s", "out_latency_ns", "num_out", "in_gb_per_s", "in_latency_ns", "num_in", "num_steps")
     }
