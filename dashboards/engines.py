@@ -352,6 +352,11 @@ OFFLOAD = Dashboard(
             unit="bytes",
         ),
         Panel(
+            title="Disk is written",
+            help="0: it is full, read-only or has failed; pages that can be read still are.",
+            queries=(value("rayk_offload_disk_up", "model", how="min").named("{{model}}"),),
+        ),
+        Panel(
             title="Pages on disk",
             help="Since the tier was opened. Bad ones were damaged or gone, and never served; dropped ones: "
             "the disk does not keep up, or is off.",

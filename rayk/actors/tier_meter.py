@@ -50,6 +50,7 @@ def report_tier(sink: BufferedSink, status: Mapping[str, Any]) -> None:
     disk = status.get("disk")
     if disk is None:
         return
+    sink.set("rayk_offload_disk_up", float(disk["state"] == "on"))
     sink.set("rayk_offload_disk_bytes", disk["num_bytes"])
     for outcome, counter in PAGES.items():
         sink.total("rayk_offload_disk_pages_total", disk[counter], outcome=outcome)

@@ -277,6 +277,13 @@ _OFFLOAD = (
     ),
     _of(_COUNTER, "rayk_offload_tier_hits_total", "requests", "Lookups with something there", *TIER_LABELS),
     _of(_COUNTER, "rayk_offload_tier_misses_total", "requests", "Lookups with nothing more", *TIER_LABELS),
+    _of(
+        _GAUGE,
+        "rayk_offload_disk_up",
+        "tiers",
+        "1 while pages are written to disk, 0 where it is full, read-only or has failed",
+        *TIER_LABELS,
+    ),
     _of(_GAUGE, "rayk_offload_disk_bytes", "bytes", "What page files take on disk", *TIER_LABELS),
     _of(
         _COUNTER,

@@ -8,6 +8,7 @@ from pathlib import Path
 from rayk.actors.tier_meter import FAILURES, NAME, PAGES, report_offload, report_tier
 from rayk.kv.specs import page_bytes
 from rayk.metrics import LABEL_VALUES, BufferedSink
+from rayk.offload.disk import status_without
 from tests.conftest import CheckpointFactory
 from tests.metrics.recording import Recorder
 from tests.offload.node import Node, NodeEngine
@@ -50,6 +51,7 @@ def test_an_engine_and_its_tier_tell_what_moved(checkpoint: CheckpointFactory, t
         assert sum(tier.gauges["rayk_offload_tier_blocks"].values()) == status["num_blocks"]
         assert tier.sum("rayk_offload_disk_pages_total", outcome="written") == tokens // 16
         assert tier.gauge("rayk_offload_disk_bytes") >= tokens // 16 * block
+        assert tier.gauge("rayk_offload_disk_up") == 1
         engine = node.engines[0]
         engine.run(lambda: engine.offloading.lost("it was killed"))
         lost = of_engine(engine)
@@ -58,12 +60,29 @@ def test_an_engine_and_its_tier_tell_what_moved(checkpoint: CheckpointFactory, t
 
 
 def test_damaged_pages_count_whatever_is_wrong_with_them() -> None:
-    disk = {"num_bytes": 7, **dict.fromkeys(PAGES.values(), 0), "bad_digest": 2, "bad_missing": 3}
+    disk = {
+        "state": "on",
+        "num_bytes": 7,
+        **dict.fromkeys(PAGES.values(), 0),
+        "bad_digest": 2,
+        "bad_missing": 3,
+    }
     status = {"num_blocks": 5, "num_used_blocks": 1, "num_cached_blocks": 2, "disk": disk}
     found = told(lambda sink: report_tier(sink, status), model="m", engine=NAME)
     assert found.sum("rayk_offload_disk_pages_total", outcome="bad") == 5
     assert found.sum("rayk_offload_disk_pages_total") == 5
     assert found.gauge("rayk_offload_tier_blocks", state="free") == 2
+
+
+def test_a_disk_that_is_off_or_was_never_there_shows() -> None:
+    """A server says nothing else of it, but in the tier's log."""
+    never = status_without("Read-only file system")
+    later = {**never, "state": "off: No space left on device", "num_bytes": 4096, "pages_written": 1}
+    for disk, written in ((never, 0), (later, 1)):
+        status = {"num_blocks": 5, "num_used_blocks": 0, "num_cached_blocks": 0, "disk": disk}
+        found = told(lambda sink, status=status: report_tier(sink, status), model="m", engine=NAME)
+        assert found.gauge("rayk_offload_disk_up") == 0
+        assert found.sum("rayk_offload_disk_pages_total", outcome="written") == written
 
 
 def test_every_value_of_a_label_is_counted_somewhere() -> None:
