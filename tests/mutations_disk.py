@@ -7,6 +7,7 @@ from tests.mutation import Mutation
 DISK = "tests/offload/test_disk.py"
 FAULTS = "tests/offload/test_disk_faults.py"
 ODD = "tests/offload/test_odd_files.py"
+PAGES = "tests/offload/test_pages.py"
 NIXL = "tests/offload/test_nixl_files.py"
 KINDS = "tests/offload/test_identity.py"
 START = "tests/offload/test_disk_start.py"
@@ -173,6 +174,69 @@ ON_DISK = (
         "        self._closed = True\n        self._save_order()\n",
         "        self._closed = True\n",
         f"{DISK}::test_pages_that_were_touched_stand_in_that_order_after_a_restart",
+    ),
+    Mutation(
+        "a sequence evicts its own beginning",
+        "rayk/offload/disk.py",
+        "        used += sum(self._sizes[name.group] for name in {*beside} & self._held.keys())\n",
+        "",
+        f"{PAGES}::test_a_sequence_that_grows_beyond_the_disk_keeps_its_beginning",
+    ),
+    Mutation(
+        "pages that a slow disk does not take are not counted",
+        "rayk/offload/disk.py",
+        "self.counters.pages_dropped += len(names) - number",
+        "self.counters.pages_dropped += 0",
+        f"{PAGES}::test_what_the_queue_had_no_room_for_is_written_by_the_next_store",
+    ),
+    Mutation(
+        "pages that a slow disk did not take are not written later",
+        "rayk/offload/host.py",
+        "changed = self._write(name, tokens, num_tokens, num_tokens)",
+        "changed = ()",
+        f"{PAGES}::test_what_the_queue_had_no_room_for_is_written_by_the_next_store",
+    ),
+    Mutation(
+        "what is used in host memory grows old on disk",
+        "rayk/offload/host.py",
+        "            self.pages.touch(self.manager, name, loading.ask.token_ids, num_tokens)\n",
+        "            pass\n",
+        f"{PAGES}::test_what_host_memory_gives_outlasts_other_pages_on_disk",
+    ),
+    Mutation(
+        "the beginning of a sequence that grew goes before its end",
+        "rayk/offload/pages.py",
+        "                self._disk.touch(reversed(order))\n",
+        "                self._disk.touch(())\n",
+        f"{PAGES}::test_a_sequence_that_grew_loses_its_end_first",
+    ),
+    Mutation(
+        "pages that changed in host memory are written",
+        "rayk/offload/pages.py",
+        "for block, name, content in contents if block not in changed]",
+        "for _, name, content in contents]",
+        f"{PAGES}::test_a_page_that_changed_in_host_memory_is_not_written",
+    ),
+    Mutation(
+        "an older copy is written in place of the one that was proven just now",
+        "rayk/offload/pages.py",
+        "if own != block and is_fresh and _covers(",
+        "if own == block and is_fresh and _covers(",
+        f"{PAGES}::test_a_page_that_changed_in_host_memory_is_not_written",
+    ),
+    Mutation(
+        "a page with fewer rows stands in the way of one with more",
+        "rayk/offload/pages.py",
+        "if since is None or not _covers(since, wanted.since):",
+        "if since is None:",
+        f"{PAGES}::test_of_two_pages_of_a_block_that_with_more_rows_is_kept",
+    ),
+    Mutation(
+        "a page that another one outdid stays",
+        "rayk/offload/pages.py",
+        "            self._disk.drop(PageName(name.group, name.key, known))\n",
+        "            pass\n",
+        f"{PAGES}::test_of_two_pages_of_a_block_that_with_more_rows_is_kept",
     ),
     Mutation(
         "closing waits for a hung disk",

@@ -146,20 +146,33 @@ class BlockDigests:
 
     def find_changed(self, tables: Tables, num_tokens: int, first_row: int = 0) -> list[int]:
         """Blocks of a sequence that do not hold any more what they held when they were digested."""
-        spans, changed = self._spans(tables, num_tokens, first_row), set[int]()
+        return self._changed(tables, [s.index for s in self._spans(tables, num_tokens, first_row)])
+
+    def find_changed_in(self, tables: Tables) -> list[int]:
+        """The same of the blocks in these tables of a sequence: null blocks stand for those that nobody asks
+        for, and rows may be dead."""
+        return self._changed(tables, [range(len(tables[k.view.group.index])) for k in self._kept])
+
+    def _changed(self, tables: Tables, indices: Sequence[range]) -> list[int]:
+        """`indices`: of each kind, blocks of its table."""
+        changed: set[int] = set()
+        ids_of = [
+            np.array(tables[k.view.group.index], dtype=np.int64)[i.start : i.stop]
+            for k, i in zip(self._kept, indices, strict=True)
+        ]
         cells = [
-            range(s.index.start * n, s.index.stop * n)
-            for s, k in zip(spans, self._kept, strict=True)
+            range(i.start * n, i.stop * n)
+            for i, k in zip(indices, self._kept, strict=True)
             for n in [k.view.group.spec.block_size // self._cell]
         ]
-        rows = [k.rows[s.ids] for k, s in zip(self._kept, spans, strict=True)]
-        for kept, span, found in zip(self._kept, spans, self._read(tables, rows, cells), strict=True):
+        rows = [k.rows[ids] for k, ids in zip(self._kept, ids_of, strict=True)]
+        for kept, ids, found in zip(self._kept, ids_of, self._read(tables, rows, cells), strict=True):
             # Of a state's cells one has its row.
             num_cells, size = kept.words.shape[1], kept.view.group.spec.block_size
-            shape = len(kept.lanes), len(span.ids), num_cells, size // self._cell // num_cells
+            shape = len(kept.lanes), len(ids), num_cells, size // self._cell // num_cells
             by_block = found.reshape(shape).sum(axis=3)
-            is_other = (kept.words[span.ids] != by_block.transpose(1, 2, 0)).any(axis=(1, 2))
-            changed.update(span.ids[is_other].tolist())
+            is_other = (kept.words[ids] != by_block.transpose(1, 2, 0)).any(axis=(1, 2))
+            changed.update(ids[is_other].tolist())
         return sorted(changed)
 
     def _spans(self, tables: Tables, num_tokens: int, first_row: int) -> list[_Span]:

@@ -194,11 +194,6 @@ class DiskTier:
         """Pages that are there, the least recently used first."""
         return tuple(self._held)
 
-    @property
-    def queue_bytes(self) -> int:
-        """Of pages that may be put now."""
-        return max(0, self._max_queued - self._queued)
-
     def status(self) -> dict[str, Any]:
         """Counters and sizes, for people."""
         counted = asdict(self.counters)

@@ -16,20 +16,19 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from rayk.kv.caches import allocate
-from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.layout import KVCacheLayout
 from rayk.kv.manager import FoundPrefix, KVCacheManager
 from rayk.offload.block_digests import BlockDigests
 from rayk.offload.disk import status_without
+from rayk.offload.geometry import tier_geometry
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
-from rayk.offload.pages import DiskPages
+from rayk.offload.pages import DiskPages, HostBlocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.consumer import TransferOutcome
@@ -40,7 +39,7 @@ from rayk.transfer.seal import is_whole, sealed
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import sorted_views
-from rayk.types.errors import KVMismatch, RaykError, UserError
+from rayk.types.errors import KVMismatch, RaykError
 from rayk.types.offload import OffloadSettings
 
 LOG = logging.getLogger(__name__)
@@ -73,21 +72,6 @@ class _Loading:
     num_disk_tokens: int = 0
     disk_bytes: int = 0
     lost: list[str] = field(default_factory=list)
-
-
-def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> RankGeometry:
-    """Where everything lies in a tier of `host_bytes`. Raises UserError where not even two blocks fit."""
-    layout = KVCacheLayout(settings.layout)
-    block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
-    num_blocks, least = settings.host_bytes // block_bytes, 1 + len(groups)
-    if num_blocks < least:
-        raise UserError(
-            f"a host tier of {settings.host_bytes:,} bytes has no room for {least} blocks, one of each group "
-            f"and the null block, of {block_bytes:,} bytes each",
-            where="offload.host_gib",
-            mend=f"at least {least * block_bytes / 2**30:.6f}",
-        )
-    return plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=num_blocks)
 
 
 class HostTier:
@@ -128,6 +112,7 @@ class HostTier:
         )
         views = sorted_views(list(layer_views(self.caches)))
         self._digests = BlockDigests(views, geometry.num_blocks, self.description.rows_per_group)
+        self._blocks = HostBlocks(self.caches, self.manager, self._digests.find_changed_in)
         what = agent, self.caches, views, self.description
         self.rank = TransferRank(*what, staging=staging, clock=clock, prove=self._digests.prove)
         self._numbers = itertools.count()
@@ -234,8 +219,17 @@ class HostTier:
         found = self.manager.find_prefix(name, tokens, num_tokens)
         if found.num_tokens < num_tokens or self.manager.adopt(name, found) is None:
             return False
+        changed = self._write(name, tokens, num_tokens, num_tokens)
         self.manager.free(name)  # they were used just now: others go first
-        return True
+        return not changed
+
+    def _write(self, name: str, tokens: Sequence[int], num_tokens: int, num_held: int) -> Collection[int]:
+        """See DiskPages.write. Blocks that had changed are found no more."""
+        if self.pages is None:
+            return ()
+        changed = self.pages.write(self._blocks, name, tokens, num_tokens, num_held)
+        self._forget(changed)
+        return changed
 
     def _hand_out(self, block_ids: Sequence[int]) -> None:
         """These are about to hold something else."""
@@ -296,8 +290,7 @@ class HostTier:
     def _keep(self, storing: _Storing) -> None:
         ask, name = storing.ask, storing.ask.ticket.request_id
         self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens)
-        if self.pages is not None:
-            self.pages.write(self.caches, self.manager, name, ask.token_ids, ask.ticket.num_tokens)
+        self._write(name, ask.token_ids, ask.ticket.num_tokens, storing.held_tokens)
         if ask.keep_as is None:
             self.manager.free(name)
             return
@@ -366,6 +359,8 @@ class HostTier:
 
     def _lend(self, loading: _Loading, name: str, num_tokens: int, first_row: int) -> None:
         """Put blocks aside for an engine to read, and write the ticket."""
+        if self.pages is not None and loading.ask.kept_as is None:
+            self.pages.touch(self.manager, name, loading.ask.token_ids, num_tokens)
         lease_id = f"{TIER}/{self.description.epoch}/{next(self._numbers)}/{loading.ask.request_id}"
         tables = self.manager.block_tables(name)
         self.manager.lease(name, lease_id)
@@ -417,7 +412,12 @@ class HostTier:
         are found no more."""
         if ticket.epoch != self.description.epoch:
             return
-        changed = self._digests.find_changed(ticket.block_tables, ticket.num_tokens, ticket.first_row)
+        self._forget(self._digests.find_changed(ticket.block_tables, ticket.num_tokens, ticket.first_row))
+
+    def _forget(self, changed: Collection[int]) -> None:
+        """Blocks that do not hold any more what was stored."""
+        if not changed:
+            return
         num_gone = self.manager.forget(changed)
         if num_gone:
             self.counts["changed_pages"] += num_gone

@@ -7,7 +7,8 @@ then says from which on, by lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.block_tables import since_in
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.geometry import GroupGeometry
 from rayk.kv.groups import KVCacheGroup
@@ -49,6 +51,30 @@ def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: s
     return PageIdentity(facts=facts, page_bytes=sizes)
 
 
+@dataclass(frozen=True, eq=False)
+class HostBlocks:
+    """What pages are made of."""
+
+    caches: CanonicalKVCaches
+    manager: KVCacheManager
+    find_changed: Callable[[Sequence[Sequence[int]]], Collection[int]]
+    """Of tables with some blocks of a sequence, null blocks elsewhere: those that do not hold any more what
+    was proven."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Page:
+    """A block of a sequence that can be a page."""
+
+    end: int
+    """Tokens of the sequence up to its end."""
+    geometry: GroupGeometry
+    name: PageName
+    block: int
+    is_fresh: bool
+    """Whether its content was proven just now."""
+
+
 class DiskPages:
     """A DiskTier as the host tier sees it. `turn` it on the owner's thread."""
 
@@ -78,54 +104,67 @@ class DiskPages:
         return found
 
     def write(
-        self,
-        caches: CanonicalKVCaches,
-        manager: KVCacheManager,
-        name: str,
-        token_ids: Sequence[int],
-        num_tokens: int,
-    ) -> None:
-        """Queue the named blocks of a sequence that are not there, from its beginning on as far as the queue
-        takes them: what it has no room for now is asked for again by the sequence's next store."""
+        self, host: HostBlocks, name: str, token_ids: Sequence[int], num_tokens: int, num_held: int
+    ) -> Collection[int]:
+        """Queue the named blocks of a sequence that are not there, from its beginning on as far as queue and
+        disk take them: what they have no room for now is asked for again by the sequence's next store.
+
+        Blocks before `num_held` tokens were proven some time ago. Those that changed since are not written,
+        but returned.
+        """
         if self._disk.state != "on":
-            return
-        missing = sorted(self._missing(caches, manager, name, token_ids, num_tokens), key=lambda m: m[0])
-        room, chosen = self._disk.queue_bytes, []
-        for _, geometry, page, block in missing:
-            room -= self._disk.identity.page_bytes[page.group]
-            if room < 0:
-                break
-            chosen.append((geometry, page, block))
+            return ()
+        pages = sorted(_pages_of(host, name, token_ids, num_tokens, num_held), key=lambda page: page.end)
+        known = [self._known_as(page.name) for page in pages]
+        there = [name for name in known if name is not None]
+        self._disk.touch(reversed(there))
+        missing = [p for p, name in zip(pages, known, strict=True) if name is None]
+        missing = [page for page in missing if not self._disk.is_coming(page.name)]
+        chosen = missing[: self._disk.admit([page.name for page in missing], there)]
+        contents = [
+            (page.block, page.name, gather(host.caches, page.geometry, page.block)) for page in chosen
+        ]
+        # Of what is in memory after it was copied: nothing can come between.
+        changed = _changed_of(host, chosen)
+        order = [name or page.name for page, name in zip(pages, known, strict=True)]
+        self._put([(name, content) for block, name, content in contents if block not in changed], order)
+        return changed
+
+    def _put(self, pages: Sequence[tuple[PageName, Bytes]], order: Sequence[PageName]) -> None:
+        """`order`: the sequence's pages, those that are there, too, from its beginning on."""
+        num_left = len(pages)
+
+        def written(page: PageName, is_there: bool) -> None:
+            nonlocal num_left
+            num_left -= 1
+            if is_there:
+                self._note(page)
+            if not num_left:
+                # What was written is newer than what was there: only now they stand in their order.
+                self._disk.touch(reversed(order))
+
         # The last is written first and goes first: what comes early in a sequence is worth more.
-        for geometry, page, block in reversed(chosen):
-            self._disk.put(page, gather(caches, geometry, block), partial(self._written, page))
+        for page, content in reversed(pages):
+            num_left -= not self._disk.put(page, content, partial(written, page))
 
-    def _missing(
-        self,
-        caches: CanonicalKVCaches,
-        manager: KVCacheManager,
-        name: str,
-        token_ids: Sequence[int],
-        num_tokens: int,
-    ) -> Iterator[tuple[int, GroupGeometry, PageName, int]]:
-        """(tokens up to its end, geometry, page, block) of named blocks whose rows are not on disk."""
-        assert manager.prefixes is not None
+    def touch(self, manager: KVCacheManager, name: str, token_ids: Sequence[int], num_tokens: int) -> None:
+        """A sequence's pages are of use, wherever they were found: they outlast others, the first longest."""
         keys = manager.prefix_keys(name, token_ids, num_tokens)
-        for g, table in zip(caches.geometry.groups, manager.block_tables(name), strict=True):
-            for end, own in zip(range(g.block_size, num_tokens + 1, g.block_size), table, strict=False):
-                # Another block of the same name may have been there before.
-                block = manager.prefixes.find(g.group.index, keys[end])
-                if own == NULL_BLOCK or block is None:
-                    continue
-                rows = manager.prefixes.since_of(block)
-                since = rows if any(rows) else ()
-                known = self.since(g.group.index, keys[end])
-                if known is None or (known and known != since):
-                    yield end, g, PageName(g.group.index, keys[end], since), block
+        found = []
+        for g in manager.groups:
+            size, first = g.spec.block_size, g.spec.live_rows(num_tokens).start // g.spec.block_size
+            for end in range((first + 1) * size, num_tokens + 1, size):
+                since = self._known.get((g.index, keys[end]))
+                if since is not None:
+                    found.append((end, PageName(g.index, keys[end], since)))
+        self._disk.touch(page for _, page in sorted(found, key=lambda at: -at[0]))
 
-    def _written(self, page: PageName, is_there: bool) -> None:
-        if is_there:
-            self._note(page)
+    def _known_as(self, wanted: PageName) -> PageName | None:
+        """What is on disk and has this page's rows."""
+        since = self.since(wanted.group, wanted.key)
+        if since is None or not _covers(since, wanted.since):
+            return None
+        return PageName(wanted.group, wanted.key, since)
 
     def read(
         self,
@@ -143,7 +182,8 @@ class DiskPages:
             gone = set(bad)
             for name, (group, key, block), page in zip(names, places, pages, strict=True):
                 if name in gone:
-                    self._known.pop((group, key), None)
+                    if self._known.get((group, key)) == name.since:
+                        del self._known[group, key]
                 else:
                     scatter(caches, groups[group], block, page)
             done(
@@ -169,9 +209,53 @@ class DiskPages:
         self._disk.close()
 
     def _note(self, name: PageName) -> None:
-        known = self._known.get((name.group, name.key))
-        if known is None or not name.since:
-            self._known[name.group, name.key] = name.since
+        """A page is on disk. One of a block is enough: that with more rows."""
+        known = self.since(name.group, name.key)
+        if known is not None and _covers(known, name.since):
+            if known != name.since:
+                self._disk.drop(name)
+            return
+        if known is not None:
+            self._disk.drop(PageName(name.group, name.key, known))
+        self._known[name.group, name.key] = name.since
+
+
+def _pages_of(
+    host: HostBlocks, name: str, token_ids: Sequence[int], num_tokens: int, num_held: int
+) -> Iterator[_Page]:
+    """Of a sequence, as far as its blocks can be found by name."""
+    prefixes = host.manager.prefixes
+    assert prefixes is not None
+    keys = host.manager.prefix_keys(name, token_ids, num_tokens)
+    for g, table in zip(host.caches.geometry.groups, host.manager.block_tables(name), strict=True):
+        live = tuple(lane.live_rows(num_tokens).start for lane in g.group.lanes)
+        for index, own in enumerate(table[: num_tokens // g.block_size]):
+            end = (index + 1) * g.block_size
+            block = prefixes.find(g.group.index, keys[end])
+            if own == NULL_BLOCK or block is None:
+                continue
+            rows, is_fresh = prefixes.since_of(block), end - g.block_size >= num_held
+            # Another block of the same name may have been there before: what is proven just now is better.
+            if own != block and is_fresh and _covers(of_own := since_in(g.group, index, live), rows):
+                block, rows = own, of_own
+            since = rows if any(rows) else ()
+            yield _Page(end, g, PageName(g.group.index, keys[end], since), block, is_fresh and block == own)
+
+
+def _changed_of(host: HostBlocks, pages: Sequence[_Page]) -> Collection[int]:
+    """Blocks of pages that do not hold any more what was proven some time ago."""
+    doubted = [page for page in pages if not page.is_fresh]
+    if not doubted:
+        return ()
+    tables = [[NULL_BLOCK] * (doubted[-1].end // g.block_size) for g in host.caches.geometry.groups]
+    for page in doubted:
+        tables[page.name.group][page.end // page.geometry.block_size - 1] = page.block
+    return host.find_changed(tables)
+
+
+def _covers(known: Since, wanted: Since) -> bool:
+    """Whether rows of a block that are known by lane include others; empty: all."""
+    return not any(known) or (any(wanted) and all(a <= b for a, b in zip(known, wanted, strict=True)))
 
 
 def gather(caches: CanonicalKVCaches, group: GroupGeometry, block: int) -> Bytes:

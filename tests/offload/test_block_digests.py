@@ -123,6 +123,22 @@ def test_a_change_is_lent_to_nobody_whatever_prefix_is_asked_for(family: str, bl
     assert num_met > 20
 
 
+@pytest.mark.parametrize("family", ["full", "gpt_oss", "llama4", "jamba", "qwen3_next", "fp8_token_head"])
+def test_blocks_that_changed_are_named_also_where_their_rows_are_dead(family: str) -> None:
+    views, num_blocks = open_views(family)
+    rng = random.Random(family)
+    for _ in range(8):
+        kept, tables = BlockDigests(views, num_blocks, PER_GROUP), draw_tables(views, num_blocks, rng)
+        for num_tokens in range(1, MOST_TOKENS, 8):
+            kept.prove(tables, num_tokens)
+        assert kept.find_changed_in(tables) == []
+        block = flip(views, tables, 200, rng)
+        assert kept.find_changed_in(tables) == [block]
+        # Nobody asks for that one, or for others.
+        assert kept.find_changed_in([[0 if b == block else b for b in table] for table in tables]) == []
+        assert kept.find_changed_in([[b if b == block else 0 for b in table] for table in tables]) == [block]
+
+
 def _is_stored(view: LayerView, num_tokens: int, stored: Sequence[int]) -> bool:
     """Whether all rows that are live at some length were so at ones that were stored."""
     left = view.live_rows(num_tokens).start
