@@ -33,13 +33,13 @@ OF_DISKS = {
 BAD = "bad_"
 """What names of a disk tier's counters of damaged pages begin with."""
 MIB = 2**20
-PROMPT = 512
-"""Tokens."""
 FAILED = {
     "stores_failed": "stores failed",
     "loads_failed": "loads failed and were computed",
     "swaps_failed": "swaps failed and were computed",
     "lookups_late": "questions were not answered in time",
+    "loads_held_back": "prompts were not looked up, after failures in a row",
+    "swaps_held_back": "requests were not swapped out, after failures in a row",
 }
 """An engine's counter -> what is said of it where it is not 0."""
 REASONS = {"stores_failed": "last_store_failure"}
@@ -79,10 +79,8 @@ def _expected(costs: Told) -> dict[str, float]:
     for way in ("out", "in"):
         byte_ns = 1 / costs[f"{way}_gb_per_s"] if f"{way}_gb_per_s" in costs else 0.0
         found[f"offload_{way}_1mib_ms"] = (costs[f"{way}_latency_ns"] + MIB * byte_ns) / 1e6
-    if "prefill_step_ns" in costs:
-        pairs = PROMPT * (PROMPT + 1) / 2
-        ns = costs["prefill_step_ns"] + PROMPT * costs["prefill_token_ns"] + pairs * costs["prefill_pair_ns"]
-        found["offload_compute_512_ms"] = ns / 1e6
+    if "prefill_512_ns" in costs:
+        found["offload_compute_512_ms"] = costs["prefill_512_ns"] / 1e6
     return found
 
 

@@ -87,6 +87,10 @@ def test_what_is_believed_is_what_the_cost_model_would_weigh() -> None:
         ),
         ({"offload": {"prefill0": engine(loads_failed=2)}}, "2 loads failed and were computed"),
         (
+            {"offload": {"prefill0": engine(loads_held_back=3)}},
+            "3 prompts were not looked up, after failures in a row",
+        ),
+        (
             {
                 "offload": {
                     "prefill0": engine(stores_failed=2),
