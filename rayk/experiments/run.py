@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rayk.actors.environment import wanted_address
 from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.progress import MeteredProgress
@@ -34,6 +35,7 @@ from rayk.specs import (
     renew_spec,
 )
 from rayk.specs.devices import resolve_device
+from rayk.specs.host_tier import check_machine
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
@@ -109,6 +111,9 @@ def run_experiment(
     for name in configs:
         check_weights(Path(name))
     planned = plan_cells(loaded, configs, tokenizer_loader=_tokenizer)
+    if wanted_address(address) is None:
+        for cell, _ in planned:
+            check_machine(cell.spec.offload, loaded.where)
     for i in idle_rules(loaded.spec, configs):
         where = loaded.marks.where(("exclude", i))
         progress.warn(f"{where}: this exclude rule matches no cell: {loaded.spec.exclude[i]}")

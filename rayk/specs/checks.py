@@ -11,6 +11,7 @@ from rayk.models.kv_specs import tier_groups
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import check_fits_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
+from rayk.specs.host_tier import check_heeded
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
 from rayk.types.errors import CheckpointError, SpecError
@@ -25,6 +26,7 @@ def plan_cells(
 ) -> list[tuple[Cell, list[list[int]]]]:
     """Cells with their prompts, everything checked that needs no actor. Raises UserError."""
     cells = expand(loaded.spec, models, device=device)
+    check_heeded(cells, loaded)
     planned = []
     prompts_of: dict[tuple[str, str], list[list[int]]] = {}
     if tokenizer_loader is not None:

@@ -6,8 +6,8 @@ axis of the matrix, but for the few in `NOT_AXES`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -31,6 +31,12 @@ def _one_of(*choices: str) -> AfterValidator:
         return name
 
     return AfterValidator(check)
+
+
+def _check_path(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError(f"{text!r} is no path of a folder; null, or nothing, is none")
+    return text
 
 
 Layout = Annotated[str, _one_of("auto", *LAYOUTS)]
@@ -226,7 +232,7 @@ class OffloadSpec(StrictModel):
     """Whether prompts are loaded from it; auto: where that costs less than computing them."""
     swap: Literal["auto", "always", "never"] = "auto"
     """Whether preempted requests are swapped out to it; auto: where that costs less than to compute again."""
-    disk_folder: str | None = None
+    disk_folder: Annotated[str, AfterValidator(_check_path)] | None = None
     """Of the disk tier; None: there is none."""
     disk_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     keep: Literal["cell", "run"] = "cell"
@@ -240,7 +246,7 @@ class OffloadSpec(StrictModel):
             return None
         own = self.model_dump(exclude={"host_gib", "disk_gib", "keep"})
         sizes = {"host_bytes": int(self.host_gib * 2**30), "disk_bytes": int(self.disk_gib * 2**30)}
-        folder = None if self.disk_folder is None else str(Path(self.disk_folder).resolve())
+        folder = None if self.disk_folder is None else os.path.realpath(self.disk_folder)
         limits = {"transfer_s": transfer_s, "lease_s": request_s + transfer_s}
         return OffloadSettings(**(own | sizes | limits | {"disk_folder": folder}))
 

@@ -20,6 +20,7 @@ from rayk.specs.cells import Cell
 from rayk.specs.checks import plan_cells
 from rayk.specs.devices import check_device
 from rayk.specs.experiment import dotted_keys
+from rayk.specs.host_tier import check_machine
 from rayk.specs.load import load_spec
 from rayk.specs.serving import ServerSettings, model_card, settings_of
 from rayk.types.config import EngineConfig
@@ -91,6 +92,7 @@ def plan_server(
     cells = [_plan_cell(options, config, tp_sizes, device) for tp_sizes in _tp_sizes(options)]
     if is_local:
         check_device(options.device, where="--device")
+        check_machine(cells[0].spec.offload, lambda key: _override_of(key, options.overrides))
     for cell in cells:
         if cell.unsupported is not None:
             raise Unsupported(cell.unsupported)
@@ -241,9 +243,15 @@ def _side(tp: int | None, num_engines: int | None) -> dict[str, int]:
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse keys that mean nothing to a server. Raises SpecError."""
-    valid = [key for key in dotted_keys() if key.split(".")[0] in SETTABLE]
+    valid = [key for key in dotted_keys() if key.split(".")[0] in SETTABLE and key != "offload.keep"]
     for text in overrides:
         key = text.partition("=")[0].strip()
+        if key == "offload.keep":
+            raise SpecError(
+                problem="a server has no cells: its host tier is there as long as it is",
+                where=f"--set {text}",
+                mend="leave it out",
+            )
         if "=" in text and key not in valid:
             # The right word in the wrong section comes before a like word.
             close = [name for name in valid if name.split(".")[-1] == key.split(".")[-1]]
@@ -251,6 +259,11 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             named = " or ".join(map(repr, close))
             mend = f"did you mean {named}?" if close else f"valid: {', '.join(valid)}"
             raise SpecError(problem=f"a server has no key {key!r}", where=f"--set {text}", mend=mend)
+
+
+def _override_of(key: str, overrides: Sequence[str]) -> str:
+    """The last that gives a key, which is the one that counts."""
+    return f"--set {next(t for t in reversed(overrides) if t.partition('=')[0].strip() == key)}"
 
 
 def _check_sides(options: ServerOptions) -> None:
