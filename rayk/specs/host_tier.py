@@ -38,14 +38,17 @@ def check_heeded(cells: Sequence[Cell], loaded: LoadedSpec) -> None:
 
 def _given(loaded: LoadedSpec) -> list[str]:
     """Keys of the section, but for its size, that have another value than the default's, or several, or that
-    an override gives."""
+    an override gives. An override of the size may switch off all that a file says."""
+    overrides = loaded.marks.overrides
+    is_off = ("offload", "host_gib") in overrides and not loaded.spec.offload.host_gib
     varied = {key for matrix in loaded.spec.matrix for key in matrix}
 
     def is_given(name: str) -> bool:
         value, default = getattr(loaded.spec.offload, name), OffloadSpec.model_fields[name].default
+        is_set = ("offload", name) in overrides and value is not None
         # A resolved spec, which may be run again, names every key: that alone says nothing.
-        is_set = ("offload", name) in loaded.marks.overrides and value is not None
-        return is_set or value != default or f"offload.{name}" in varied
+        is_told = value != default and not is_off
+        return is_set or is_told or f"offload.{name}" in varied
 
     return [name for name in OffloadSpec.model_fields if name != "host_gib" and is_given(name)]
 

@@ -69,6 +69,16 @@ def test_cells_without_a_host_tier_may_stand_beside_cells_with_one() -> None:
         cells(matrix={"offload.load": ["auto", "always"]})
 
 
+def test_an_override_may_switch_a_host_tier_off() -> None:
+    tier = {"host_gib": 1, "disk_folder": "x", "load": "always"}
+    ((cell, _),) = cells(("offload.host_gib=0",), offload=tier)
+    assert cell.spec.offload.settings() is None
+    with pytest.raises(
+        SpecError, match="--set offload.disk_folder=y: offload.disk_folder without a host tier"
+    ):
+        cells(("offload.host_gib=0", "offload.disk_folder=y"), offload=tier)
+
+
 def test_a_size_of_no_disk_tier_is_refused() -> None:
     tier = {"host_gib": 1, "disk_gib": 3}
     with pytest.raises(
