@@ -365,14 +365,29 @@ class Walk:
 
 
 def walk(
-    family: str, num_blocks: int, seed: int, num_steps: int = NUM_STEPS, folder: Path | None = None
+    family: str,
+    num_blocks: int,
+    seed: int,
+    num_steps: int = NUM_STEPS,
+    folder: Path | None = None,
+    *,
+    disk_bytes: int = 1 << 30,
+    queued_pages: int = 1000,
 ) -> Counter[str]:
     faults, clock = Faults(), Clock()
     others = {"wrap": faults, "clock": clock, "delay_polls": 2, "lease_s": 1000.0, "folder": folder}
-    node = open_node(family, num_blocks=num_blocks, **others)
+    node = open_node(family, num_blocks=num_blocks, disk_bytes=disk_bytes, **others)
     whole = Walk(node, faults, clock, random.Random(seed), num_blocks > 500)
+    if node.tier.pages is not None:
+        disk = node.tier.pages._disk
+        disk._max_queued = queued_pages * max(disk.identity.page_bytes)
     whole.run(num_steps)
     node.tier.close()
+    if node.tier.pages is not None:
+        told = node.tier.pages.status()
+        assert told["state"] == "on"
+        assert not any(name.startswith("bad_") for name in told), told
+        whole.counts += Counter({name: told[name] for name in ("pages_evicted", "pages_dropped")})
     return whole.counts
 
 
@@ -409,6 +424,20 @@ def test_with_a_disk_behind_it(family: str, tmp_path: Path) -> None:
     for seed in range(4):
         counts += walk(family, 40, seed, folder=tmp_path)
     assert counts["from disk"] > 4, counts
+    assert counts["pages_evicted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "disk_bytes"),
+    [("full", 250_000), ("gpt_oss", 200_000), ("llama4", 250_000), ("granite", 60_000)],
+)
+def test_with_a_small_and_slow_disk_behind_it(family: str, disk_bytes: int, tmp_path: Path) -> None:
+    """Parts of sequences are given up there, and others are never written."""
+    counts: Counter[str] = Counter()
+    for seed in range(4):
+        counts += walk(family, 40, seed, folder=tmp_path, disk_bytes=disk_bytes, queued_pages=5)
+    assert counts["from disk"] > 0
+    assert min(counts["pages_evicted"], counts["pages_dropped"]) > 4, counts
 
 
 @slow
