@@ -60,7 +60,7 @@ def test_what_is_here_is_weighed_as_what_the_rest_sees(case: Case) -> None:
 
 # Loads that fail in a row.
 
-PATIENCE_S = 0.1
+PATIENCE_S = 0.3
 """A load is waited for so long, and then as long until nothing is in flight."""
 FIRST_S, LONGEST_S = 0.4, 1.6
 
