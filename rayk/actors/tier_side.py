@@ -93,6 +93,7 @@ class TierSide:
     def attach(self, leader: Leader | None = None, facts: TierFacts | None = None) -> None:
         """Who this belongs to, and what the tier is."""
         self._leader, self._facts = leader or self._leader, facts or self._facts
+        self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
 
     def failed(self, ticket: TransferTicket, failure: RaykError) -> None:
         """Nothing, or not all, was loaded by a ticket of the tier."""
