@@ -1,10 +1,11 @@
 """What the host tier of KV pages saves: time to first token of prompts that were computed before.
 
-    python jobs/offload.py [--check] [--out DIR]      # some minutes on 2 cores
+    python jobs/offload.py [--check] [--out DIR]      # about 10 minutes on 2 cores
     python jobs/offload.py --quick                    # tiny models and short prompts: does it run?
 
 For each model, engines and host tiers are Ray actors, and NIXL moves pages between them, as in a server.
-Every prompt, drawn anew in every repeat, is asked for in these ways, in turns:
+Every prompt, drawn anew in every repeat, is asked for in these ways, in turns: `device` and `host` --hits
+times, `cold` and `disk` --colds times, the others once.
 
     cold            an engine without a tier computes it
     storing         an engine computes it and stores it in its host tier meanwhile
@@ -12,8 +13,9 @@ Every prompt, drawn anew in every repeat, is asked for in these ways, in turns:
     host            another engine, which keeps no prefixes itself, loads it from that tier: canonical pages,
                     on both sides all layers of a block in one piece
     host per layer  the same with per-layer pages in engines and tier (computed and stored by a third engine)
-    disk            after all prompts of the repeat the tiers' processes are killed; the new ones find their
-                    pages on disk (dropped from the system's cache before), and that engine loads them
+    disk            after all prompts of the repeat, and before each turn, the tiers' processes are killed;
+                    the new ones find their pages on disk (dropped from the system's cache before), and that
+                    engine loads them
 
 `device per layer` and `disk per layer` are the same with per-layer pages.
 
@@ -186,22 +188,33 @@ class Run:
                         await self._ask(number, turn, n, kind, name, prompt)
                 for name in kinds.values():
                     await self.deployment.settle(name)
+                if kinds is COMPUTING:
+                    # The engine without a tier forgets what it computed.
+                    for turn in range(1, self.options.colds):
+                        await self._ask(number, turn, n, "cold", kinds["cold"], prompt)
+        for turn, order in enumerate(self._orders(ON_DISK, number, self.options.colds)):
+            await self._from_disk(number, turn, order, prompts)
+        self._copy(number)
+
+    async def _from_disk(
+        self, number: int, turn: int, order: Order, prompts: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Every prompt once more, when nothing is in host memory any more."""
         for tier in TIERS:
             await self.deployment.restart(tier)
         drop_page_cache(self.folder)
         for n, prompt in prompts.items():
-            (order,) = self._orders(ON_DISK, number, 1)
             for kind, name in order:
-                await self._ask(number, 0, n, kind, name, prompt)
+                await self._ask(number, turn, n, kind, name, prompt)
                 await self.deployment.settle(name)
-        self._copy(number)
 
     def _orders(self, kinds: Mapping[str, str], number: int, num_turns: int) -> list[Order]:
         """Of each turn, in which order a prompt is asked for. Every order comes as often as any other, as far
         as that goes: what one leaves behind, such as warm caches, is nobody's gain."""
         orders = list(itertools.permutations(kinds.items()))
-        random.Random(f"{self.options.seed}/{self.model}/{number}/{len(orders)}").shuffle(orders)
-        return [orders[turn % len(orders)] for turn in range(num_turns)]
+        random.Random(f"{self.options.seed}/{self.model}/{len(orders)}").shuffle(orders)
+        start = number * num_turns  # repeats go on in the list
+        return [orders[(start + turn) % len(orders)] for turn in range(num_turns)]
 
     def _copy(self, number: int) -> None:
         """Time memcpy of as many bytes as loads of this repeat moved."""
@@ -437,9 +450,14 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=_positive, nargs="+", metavar="N", help="tokens of each (default: 512 to 8192)"
     )
-    parser.add_argument("--repeats", type=_positive, help="of every prompt in every way (default: 5)")
+    parser.add_argument("--repeats", type=_positive, default=1, help=f"with other prompts each {shown}")
     parser.add_argument(
         "--hits", type=_positive, default=24, help=f"of every prompt on device and host per repeat {shown}"
+    )
+    parser.add_argument(
+        "--colds",
+        type=_positive,
+        help="times that every prompt is computed, and read from disk, per repeat (default: 3)",
     )
     parser.add_argument("--chunk", type=_positive, default=1024, help=f"tokens of a prefill step {shown}")
     parser.add_argument("--tp", type=_positive, default=1, help=f"of every engine {shown}")
@@ -447,9 +465,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     dtypes = ["float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", default="float32", choices=dtypes, help=shown)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help=shown)
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models, prompts of 128 and 256, one repeat"
-    )
+    parser.add_argument("--quick", action="store_true", help="tiny models, prompts of 128 and 256, --colds 1")
     parser.add_argument(
         "--checkpoints", type=Path, default=Path("checkpoints"), help=f"written there {shown}"
     )
@@ -460,7 +476,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.prompts = sorted(
         set(options.prompts or ((128, 256) if options.quick else (512, 1024, 2048, 4096, 8192)))
     )
-    options.repeats = options.repeats or (1 if options.quick else 5)
+    options.colds = options.colds or (1 if options.quick else 3)
     options.models = list(dict.fromkeys(options.models))
     if options.check and max(options.prompts) < JUDGED_FROM:
         parser.error(f"--check judges prompts of {JUDGED_FROM} tokens or more: there are none")

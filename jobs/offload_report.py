@@ -23,6 +23,7 @@ COLOURS = {
     "host": "mark",
     "host per layer": "mark2",
     "disk": "series4",
+    "disk per layer": "series5",
 }
 """Of the lines that are drawn."""
 PUBLISHED = (
@@ -36,6 +37,7 @@ COLUMNS = (
     Column(title="model", key="model"),
     Column(title="prompt tokens", key="num_prompt_tokens", spec=",d"),
     Column(title="kind", key="kind"),
+    Column(title="times", key="num_samples", spec=",d"),
     Column(title="TTFT, ms", key="ttft_ms", spec=",.1f"),
     Column(title="least", key="ttft_min_ms", spec=",.1f"),
     Column(title="most", key="ttft_max_ms", spec=",.1f"),
@@ -47,7 +49,8 @@ COLUMNS = (
     Column(title="load, ms", key="load_ms", spec=",.1f"),
     Column(title="of it the tier's answer", key="look_up_ms", spec=",.1f"),
     Column(title="moving", key="move_ms", spec=",.1f"),
-    Column(title="digests", key="digest_ms", spec=",.1f"),
+    Column(title="other", key="other_ms", spec=",.1f"),
+    Column(title="digests, both sides", key="digest_ms", spec=",.1f"),
     Column(title="GB/s", key="gb_per_s", spec=".2f"),
     Column(title="memcpy GB/s", key="memcpy_gb_per_s", spec=".2f"),
     Column(title="of memcpy", key="of_memcpy", spec=".2f"),
@@ -57,8 +60,9 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def summary(rows: Rows) -> list[dict[str, Any]]:
-    """A row per model, prompt and kind: medians over repeats; ratios are medians of the ratios within each
-    repeat."""
+    """A row per model, prompt and kind: medians over all samples; ratios are medians of the ratios within
+    each repeat: to computing the prompt, whose median there counts, and to what was asked for in the same
+    turn."""
     found = []
     keys = dict.fromkeys((r["model"], r["num_prompt_tokens"]) for r in rows)
     for model, n in keys:
@@ -77,33 +81,44 @@ def summary(rows: Rows) -> list[dict[str, Any]]:
 def _summary_row(
     model: str, n: int, kind: str, by_kind: Mapping[str, Mapping[tuple[int, int], Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    repeats = by_kind[kind]
-    times = [r["ttft_ms"] for r in repeats.values()]
-    row: dict[str, Any] = {"model": model, "num_prompt_tokens": n, "kind": kind, "num_repeats": len(times)}
+    samples = by_kind[kind]
+    times = [r["ttft_ms"] for r in samples.values()]
+    row: dict[str, Any] = {"model": model, "num_prompt_tokens": n, "kind": kind, "num_samples": len(times)}
     row |= {"ttft_ms": statistics.median(times), "ttft_min_ms": min(times), "ttft_max_ms": max(times)}
 
-    def ratio(to: str) -> float | None:
-        # Prompts are computed once in a repeat, and found in several turns.
-        there = by_kind.get(to, {})
-        other = {at: there.get(at) or there.get((at[0], 0)) for at in repeats}
-        pairs = [(r["ttft_ms"], o["ttft_ms"]) for at, r in repeats.items() if (o := other[at]) is not None]
-        return statistics.median(a / b for a, b in pairs) if pairs and to != kind else None
+    def of_cold() -> float | None:
+        cold: dict[int, list[float]] = {}
+        for (repeat, _), r in by_kind["cold"].items():
+            cold.setdefault(repeat, []).append(r["ttft_ms"])
+        ratios = [r["ttft_ms"] / statistics.median(cold[at]) for (at, _), r in samples.items() if at in cold]
+        return statistics.median(ratios) if ratios and kind != "cold" else None
+
+    def of_per_layer() -> float | None:
+        there = by_kind.get(f"{kind} per layer", {})
+        pairs = [(r["ttft_ms"], there[at]["ttft_ms"]) for at, r in samples.items() if at in there]
+        return statistics.median(a / b for a, b in pairs) if pairs else None
 
     def median(pick: Callable[[Mapping[str, Any]], float | None]) -> float | None:
-        values = [v for r in repeats.values() if (v := pick(r)) is not None]
+        values = [v for r in samples.values() if (v := pick(r)) is not None]
         return statistics.median(values) if values else None
 
-    row["of_cold"] = ratio("cold")
-    row["of_per_layer"] = ratio(f"{kind} per layer")
+    row["of_cold"], row["of_per_layer"] = of_cold(), of_per_layer()
     for key in ("bytes", "num_descriptors", "num_descriptors_merged"):
         value = median(lambda r, key=key: r[key] or None)  # type: ignore[misc]
         row[key] = None if value is None else int(value)
     row["mib"] = None if row["bytes"] is None else row["bytes"] / 2**20
     for key in ("load_ms", "look_up_ms", "move_ms", "digest_ms", "gb_per_s"):
         row[key] = median(lambda r, key=key: r[key])  # type: ignore[misc]
+    row["other_ms"] = median(_other_ms)
     row["memcpy_gb_per_s"] = median(lambda r: _memcpy_rate(r))
     row["of_memcpy"] = median(lambda r: r["gb_per_s"] / _memcpy_rate(r) if r["gb_per_s"] else None)
     return row
+
+
+def _other_ms(row: Mapping[str, Any]) -> float | None:
+    """Of a load, what is neither the tier's answer nor the move."""
+    parts = [row[key] for key in ("load_ms", "look_up_ms", "move_ms")]
+    return None if None in parts else parts[0] - parts[1] - parts[2]
 
 
 def _memcpy_rate(row: Mapping[str, Any]) -> float | None:
@@ -167,16 +182,24 @@ def _does_not_pay(row: Mapping[str, Any], judged_from: int) -> list[str]:
 
 
 def _about(options: argparse.Namespace) -> str:
-    times = f"{options.repeats} repeat{'s' if options.repeats > 1 else ''}"
+    times = _number(options.repeats, "repeat")
+    hits, colds = _number(options.hits, "time"), _number(options.colds, "time")
     return (
         f"TP {options.tp}, {options.dtype} on {options.device}, prefill steps of {options.chunk:,} tokens; "
-        f"one request at a time, the ways in turns. Medians of {times}, with the least and the most; ratios "
-        "are medians of the ratios within each repeat. `of cold`: TTFT over that of computing the prompt; "
-        "`of per layer`: over that of the same with per-layer pages. Copies: descriptors asked of the "
-        "transport, and what is left where neighbours go as one. `load`: from the question to the tier until "
-        "all rows are in the engine's blocks, proven; of it until the tier's answer, the move, and digests "
-        "on both sides (the tier's are made before its answer)."
+        f"one request at a time, the ways in turns. {times}; in each a prompt is found on device and in host "
+        f"memory {hits}, computed cold and read from disk {colds}, and stored once. `times`: how many that "
+        "are together; TTFT: their median, the least and the most. Ratios are medians of the ratios within "
+        "each repeat. `of cold`: TTFT over the median of computing the prompt; `of per layer`: over that of "
+        "the same with per-layer pages in the same turn. Copies: descriptors asked of the transport, and "
+        "what is left where neighbours go as one. `load`: from the question to the tier until all rows are in the "
+        "engine's blocks, proven; of it until the tier's answer, the move, and `other`, the rest: the way to "
+        "all ranks and back, blocks, this side's digests. Digests of both sides are told by themselves: the "
+        "tier's are part of its answer, the engine's of the rest."
     )
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number > 1)}"
 
 
 def shapes(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -233,10 +256,9 @@ def make_page(
         number = sum(text.endswith(what) for text in missed)
         pays = f"faster than {what}"
         chips.append(("unmet", f"not {pays}: {number} of {len(hosts)}") if number else ("met", pays))
-    most = max(r["of_cold"] for r in best)
     return Page(
         eyebrow=f"rayk · offload · {str(environment['started']).replace('T', ' ')[:16]}",
-        title=f"Host tier: {longest:,} tokens computed before cost {most:.0%} of computing them, or less",
+        title=_title(longest, max(r["of_cold"] for r in best)),
         chips=chips,
         stats=[
             (f"{r['of_cold']:.3f} · {r['of_per_layer']:.2f}", f"{r['model']}: of cold, of per-layer pages")
@@ -254,6 +276,13 @@ def make_page(
     )
 
 
+def _title(num_tokens: int, most: float) -> str:
+    """`most`: the largest TTFT of a host hit over that of computing so many tokens."""
+    if most < 1:
+        return f"Host tier: {num_tokens:,} tokens computed before cost {most:.0%} of computing them, or less"
+    return f"Host tier: loading {num_tokens:,} tokens takes up to {most:.2f} times as long as computing them"
+
+
 def plots(tables: Mapping[str, Rows]) -> list[Plot]:
     """One per model: a line per kind through the medians, small marks for repeats."""
     found = []
@@ -264,7 +293,7 @@ def plots(tables: Mapping[str, Rows]) -> list[Plot]:
             points = [r for r in tables["requests"] if (r["model"], r["kind"]) == (model, kind)]
             if rows:
                 line = _line(rows, kind, colour)
-                if kind == "host per layer":  # it runs beside the other, and must not hide it
+                if kind.endswith("per layer"):  # it runs beside the other, and must not hide it
                     line["line"] |= {"dash": "dot"}
                 data += [line, _marks(points, colour)]
         sizes = sorted({r["num_prompt_tokens"] for r in tables["summary"] if r["model"] == model})
