@@ -191,8 +191,8 @@ def _about(options: argparse.Namespace) -> str:
         "are together; TTFT: their median, the least and the most. Ratios are medians of the ratios within "
         "each repeat. `of cold`: TTFT over the median of computing the prompt; `of per layer`: over that of "
         "the same with per-layer pages in the same turn. Copies: descriptors asked of the transport, and "
-        "what is left where neighbours go as one. `load`: from the question to the tier until all rows are in the "
-        "engine's blocks, proven; of it until the tier's answer, the move, and `other`, the rest: the way to "
+        "what is left where neighbours go as one. `load`: from the question to the tier until all rows are in "
+        "the engine's blocks, proven; of it until the tier's answer, the move, and `other`, the rest: the way to "
         "all ranks and back, blocks, this side's digests. Digests of both sides are told by themselves: the "
         "tier's are part of its answer, the engine's of the rest."
     )
