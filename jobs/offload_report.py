@@ -188,13 +188,13 @@ def _about(options: argparse.Namespace) -> str:
         f"TP {options.tp}, {options.dtype} on {options.device}, prefill steps of {options.chunk:,} tokens; "
         f"one request at a time, the ways in turns. {times}; in each a prompt is found on device and in host "
         f"memory {hits}, computed cold and read from disk {colds}, and stored once. `times`: how many that "
-        "are together; TTFT: their median, the least and the most. Ratios are medians of the ratios within "
-        "each repeat. `of cold`: TTFT over the median of computing the prompt; `of per layer`: over that of "
-        "the same with per-layer pages in the same turn. Copies: descriptors asked of the transport, and "
-        "what is left where neighbours go as one. `load`: from the question to the tier until all rows are in "
-        "the engine's blocks, proven; of it until the tier's answer, the move, and `other`, the rest: the way to "
-        "all ranks and back, blocks, this side's digests. Digests of both sides are told by themselves: the "
-        "tier's are part of its answer, the engine's of the rest."
+        "are together; TTFT: their median, the least and the most. Ratios are medians of the ratios "
+        "within each repeat. `of cold`: TTFT over the median of computing the prompt; `of per layer`: "
+        "over that of the same with per-layer pages in the same turn. Copies: descriptors asked of the "
+        "transport, and what is left where neighbours go as one. `load`: from the question to the tier "
+        "until all rows are in the engine's blocks, proven; of it until the tier's answer, the move, and "
+        "`other`, the rest: the way to all ranks and back, blocks, this side's digests. Digests of both "
+        "sides are told by themselves: the tier's are part of its answer, the engine's of the rest."
     )
 
 
