@@ -10,6 +10,8 @@ SPECS = "tests/specs/test_engines.py"
 FAST = "tests/engine/test_fast_prefill.py::test_a_model_drawn_here"
 VIEWS = f"{GRAPHS}::test_what_a_view_sees_is_in_its_own_buffers"
 FAST_SPECS = "tests/specs/test_fast_prefill.py"
+HOST_TIER = "rayk/specs/host_tier.py"
+HOST_TIER_SPECS = "tests/specs/test_host_tier.py"
 
 ENGINE = (
     Mutation(
@@ -215,5 +217,27 @@ ENGINE = (
         "not wrong.model.layers[last].mixer_parts:",
         "tests/experiments/test_culprit.py::"
         "test_a_wrong_input_comes_from_what_was_computed_since_the_last_cache",
+    ),
+    Mutation(
+        "settings of a host tier that no cell has are passed over",
+        HOST_TIER,
+        "    if given and not tiers:\n",
+        "    if given and not cells:\n",
+        f"{HOST_TIER_SPECS}::test_settings_without_a_host_tier_are_refused_by_name",
+    ),
+    Mutation(
+        "cells without a host tier may not stand beside others",
+        HOST_TIER,
+        "    if given and not tiers:\n",
+        "    if given and len(tiers) < len(cells):\n",
+        f"{HOST_TIER_SPECS}::test_cells_without_a_host_tier_may_stand_beside_cells_with_one",
+    ),
+    Mutation(
+        "a folder below a file is found out when all is up",
+        HOST_TIER,
+        "frozenset({errno.ENOTDIR, ",
+        "frozenset({",
+        f"{HOST_TIER_SPECS}::test_a_folder_that_can_be_none_is_refused_before_anything_starts",
+        needs_fixtures=True,
     ),
 )
