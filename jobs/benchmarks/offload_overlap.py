@@ -284,6 +284,8 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}")
     asked = parser.parse_args()
+    if asked.rounds < 1 or asked.tp < 1:
+        parser.error("--rounds and --tp are 1 or more")
     environment = collect_environment(command=sys.argv, load_at_start=os.getloadavg()[0])
     with tempfile.TemporaryDirectory() as folder, connect(None):
         model = write_checkpoint("qwen3", Path(folder) / "model", overrides=model_config())
