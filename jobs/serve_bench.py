@@ -140,8 +140,8 @@ def wait_ready(process: subprocess.Popen[str], deadline_s: float, log: Path) -> 
 
 
 def last_words(log: Path) -> str:
-    """`: ` and the last thing that rayk says in a log, if it says any."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    """`: ` and the last thing that rayk says in a log, if there is one and it says any."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     said = [i for i, line in enumerate(lines) if line.startswith("rayk: ")]
     if not said:
         return ""
