@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jobs.recorded import command_line, when
 from rayk.models.config import DecoderConfig
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.verdicts import format_bytes
 
+SCRIPT = "jobs/fast_prefill.py"
 TABLES = ("prompts", "groups", "requests")
 
 PUBLISHED_LAYERS, PUBLISHED_OWN_LAYERS = 24, 12
@@ -141,34 +142,22 @@ def machine(environment: Mapping[str, Any]) -> list[str]:
         f"{', '.join([cpu, *devices['gpus']])}; {environment['platform']}, Python {environment['python']}",
         f"torch {packages['torch']}, transformers {packages['transformers']}; "
         f"attention: {', '.join(environment['attention'])}",
-        *([f"commit {environment['git_commit']}"] if environment["git_commit"] else []),
-        f"{str(environment['started'])[:10]}; load {environment['load_at_start']:.1f} when it began, "
-        f"{environment['load_at_end']:.1f} when it ended: trust ratios, not single figures",
+        *when(environment),
     ]
 
 
-def command(options: argparse.Namespace, environment: Mapping[str, Any]) -> str:
-    """How to run it again."""
-    arguments = [str(a) for a in environment["command"][1:]]
-    if options.out is not None:
-        where = [i for i, a in enumerate(arguments) if a == "--out" or a.startswith("--out=")]
-        for i in reversed(where):
-            del arguments[i : i + (2 if arguments[i] == "--out" else 1)]
-    return shlex.join(["python", "jobs/fast_prefill.py", *arguments])
-
-
-def _reproduce(options: argparse.Namespace, environment: Mapping[str, Any]) -> list[str]:
+def _reproduce(environment: Mapping[str, Any]) -> list[str]:
     # A Ray job works in a copy of the folder without git.
     commit = environment["git_commit"]
     checkout = [f"git checkout {commit.removesuffix('+changes')}"] if commit else []
-    return [*checkout, command(options, environment)]
+    return [*checkout, command_line(SCRIPT, environment)]
 
 
 def markdown(
     rows: Rows, model: DecoderConfig, options: argparse.Namespace, environment: dict[str, Any]
 ) -> str:
     """Everything of the prompts' table, as GitHub Markdown."""
-    lines = ["# Fast prefill", "", f"    {command(options, environment)}", "", about(model, options), ""]
+    lines = ["# Fast prefill", "", f"    {command_line(SCRIPT, environment)}", "", about(model, options), ""]
     for columns in (COLUMNS, COUNTS):
         lines += [
             *markdown_table([c.title for c in columns], text_rows(columns, counted(rows))),
@@ -227,7 +216,7 @@ def make_page(
                 rows=rows,
             ),
             Section(title="Published", note=published(rows, model)),
-            Section(title="Reproduce", text="\n".join(_reproduce(options, environment))),
+            Section(title="Reproduce", text="\n".join(_reproduce(environment))),
         ],
         environment=environment,
         footer="Tables: prompts, groups and requests (parquet, csv) beside this file.",
