@@ -138,17 +138,7 @@ class Flight:
         decode = await way.decode()
         self.row.decode_engine, self.row.kv_path = decode.name, "remote"
         if self._rules.via_host:
-            prompt = way.request.prompt_token_ids
-
-            def stored(answer: StoreAnswer) -> None:
-                told = {"transfers": answer.transfers, "num_kv_bytes_checked": answer.num_bytes_checked}
-                for transfer in answer.transfers:
-                    transfer.purpose = "relay"
-                # The tier lies on the prefill engine's node.
-                self._take_transfers(prefill, told, way)
-
-            ticket = await relay(prefill, decode, ticket, prompt, self._rules.transfer_s, stored)
-            self._stages.end("relay", time.monotonic_ns())
+            ticket = await self._relay(way, prefill, decode, ticket)
         try:
             await self._stream(
                 decode,
@@ -164,6 +154,23 @@ class Flight:
             if self._rules.via_host:
                 raise  # the prefill engine's blocks are others' by now
             raise await diagnose(prefill, decode, ticket, mismatch, CONTROL_S) from None
+
+    async def _relay(
+        self, way: Way, prefill: EngineHandle, decode: EngineHandle, ticket: TransferTicket
+    ) -> TransferTicket:
+        """Through the host tier, which the decode engine reads in the prefill engine's place."""
+
+        def stored(answer: StoreAnswer) -> None:
+            told = {"transfers": answer.transfers, "num_kv_bytes_checked": answer.num_bytes_checked}
+            for transfer in answer.transfers:
+                transfer.purpose = "relay"
+            # The tier lies on the prefill engine's node.
+            self._take_transfers(prefill, told, way)
+
+        prompt, limit_s = way.request.prompt_token_ids, self._rules.transfer_s
+        again = await relay(prefill, decode, ticket, prompt, limit_s, stored)
+        self._stages.end("relay", time.monotonic_ns())
+        return again
 
     async def _compute_all(self, way: Way) -> None:
         """The decode engine does without any KV from elsewhere."""
