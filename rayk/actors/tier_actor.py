@@ -281,16 +281,16 @@ def open_tier(
 ) -> HostTier:
     """A host tier, with its disk tier where there is to be one: without where the disk is unavailable, and
     where `may_lack_disk`, whatever is wrong with it. Raises UserError."""
-    pages, why = None, ""
+    groups, pages, why = tier_groups(config, settings), None, ""
     if settings.disk_folder is not None:
         try:
-            pages = _open_pages(Path(settings.disk_folder), config, settings, like)
+            identity = identity_of(groups, like, config.dtype)
+            pages = _open_pages(Path(settings.disk_folder), identity, settings.disk_bytes)
         except UserError as error:
             if not (may_lack_disk or isinstance(error, DiskUnavailable)):
                 raise
             why = f"{error.where}: {error.problem}"
             LOG.warning("the host tier goes on without its disk tier: %s", error)
-    groups = tier_groups(config, settings)
     try:
         return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages, why_no_disk=why)
     except OSError as error:
@@ -303,13 +303,10 @@ def open_tier(
         ) from None
 
 
-def _open_pages(
-    folder: Path, config: EngineConfig, settings: OffloadSettings, like: CacheDescription
-) -> DiskPages:
+def _open_pages(folder: Path, identity: PageIdentity, num_bytes: int) -> DiskPages:
     """Of the folder, which is made where it is not there. Raises UserError, DiskUnavailable."""
     make_folder(folder)
-    identity = tier_identity(config, settings, like)
-    return DiskPages(DiskTier(folder, identity, settings.disk_bytes))
+    return DiskPages(DiskTier(folder, identity, num_bytes))
 
 
 def facts_of(tier: HostTier) -> TierFacts:
