@@ -80,6 +80,15 @@ def eager(engine: NodeEngine) -> None:
     costs.load = costs.swap = lambda *_, **__: Choice(True, 1.0, 2.0)  # type: ignore[method-assign]
 
 
+def stored(case: Case, node: Node, *indices: int) -> tuple[NodeEngine, NodeEngine]:
+    """The engines: one has stored prompts, the other would load them whatever it costs."""
+    first, second = node.engines
+    eager(second)
+    case.complete(first, "a", *indices)
+    node.settle()
+    return first, second
+
+
 def open_stalled(case: Case, agents: FaultyAgents, **settings: Any) -> AbstractContextManager[Node]:
     return Node.open(case.path, [ROOM, ROOM], make_agent=agents, **settings)
 
@@ -90,10 +99,7 @@ def test_loads_that_stand_still_are_left_alone_until_they_work_again(
 ) -> None:
     agents = FaultyAgents()
     with open_stalled(case, agents, load="auto") as node:
-        first, second = node.engines
-        eager(second)
-        case.complete(first, "a", 1)
-        node.settle()
+        first, second = stored(case, node, 1)
         agents.made["e1.0"].plant(StallReads())
         began, num = time.monotonic(), 0
         while time.monotonic() < began + FIRST_S + 2 * FIRST_S + LONGEST_S + 1.0:
@@ -140,10 +146,7 @@ def test_whoever_always_wants_loads_tries_always(case: Case) -> None:
 def test_a_single_wrong_digest_does_not_end_loading(case: Case) -> None:
     agents = FaultyAgents()
     with open_stalled(case, agents, load="auto") as node:
-        first, second = node.engines
-        eager(second)
-        case.complete(first, "a", 1, 2)
-        node.settle()
+        first, second = stored(case, node, 1, 2)
         for i in range(4):
             agents.made["e1.0"].plant(FlipBit(byte=7, bit=6))
             (bad,) = case.complete(second, f"b{i}-", 1)
@@ -160,10 +163,7 @@ def test_a_tier_that_answers_late_each_time_is_asked_less_and_less(
 ) -> None:
     monkeypatch.setattr(offloading, "ANSWER_S", 0.05)
     with Node.open(case.path, [ROOM, ROOM], load="auto") as node:
-        first, second = node.engines
-        eager(second)
-        case.complete(first, "a", 1)
-        node.settle()
+        first, second = stored(case, node, 1)
         held = HeldTier.before(second, "load")
         for i in range(8):
             case.complete(second, f"b{i}-", 1)
@@ -177,10 +177,7 @@ def test_a_tier_that_answers_late_each_time_is_asked_less_and_less(
 def test_another_tier_begins_without_what_the_last_one_did(case: Case) -> None:
     agents = FaultyAgents()
     with open_stalled(case, agents, load="auto") as node:
-        first, second = node.engines
-        eager(second)
-        case.complete(first, "a", 1, 2)
-        node.settle()
+        first, second = stored(case, node, 1, 2)
         for i in range(backoff.IN_ROW):
             agents.made["e1.0"].plant(FlipBit(byte=7, bit=6))
             case.complete(second, f"b{i}-", 1)
