@@ -6,6 +6,7 @@ Runs in the driver, which clients never talk to: while a part is started again t
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 from rayk.types.errors import DeadlineExceeded, EngineDied
 
 STEADY_S = 60.0
-"""A part that lived so long is steady: what befell it before does not count any more."""
+"""A part that lived so long after its start is steady: what befell it before does not count any more."""
 MAX_LOSSES = 8
 """A part that is lost so often, and never steady in between, is not started again."""
 PAUSE_S = 0.2
@@ -82,9 +83,10 @@ class Supervisor:
     async def _keep(self, part: Part) -> None:
         losses = 0
         while True:
-            began = time.monotonic()
+            began = math.inf
             try:
                 await part.start()
+                began = time.monotonic()
                 why = await part.lost()
             except (EngineDied, DeadlineExceeded) as error:
                 if not losses:

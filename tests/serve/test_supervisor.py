@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +135,24 @@ def test_what_is_lost_again_and_again_is_given_up() -> None:
         with pytest.raises(GaveUp, match=f"front was lost {MAX_LOSSES} times.*death {MAX_LOSSES}"):
             await running.task
         assert front.num_starts == MAX_LOSSES
+
+    asyncio.run(run())
+
+
+def test_a_start_that_takes_long_does_not_make_a_part_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Slow(FakePart):
+        async def start(self) -> None:
+            await super().start()
+            clock[0] += 2 * supervisor.STEADY_S
+            assert self.num_starts <= MAX_LOSSES, "started for ever"
+            self.why.set_result("it died young")
+
+    async def run() -> None:
+        with pytest.raises(GaveUp):
+            await Run(Slow("fleet")).task
 
     asyncio.run(run())
 
