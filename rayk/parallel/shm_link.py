@@ -106,8 +106,8 @@ class Link:
 def connect(rank: int, size: int, address: str, num_bytes: int, timeout_s: float) -> Link:
     """Meet the other ranks. Raises CommError when they have not all come within the timeout."""
     assert 0 <= rank < size <= 255, (rank, size)
-    # A leading NUL: a name in the kernel only, gone with the socket.
-    key = hashlib.blake2b(f"{os.getuid()} {address}".encode(), digest_size=16).hexdigest()
+    # A leading NUL: a name in the kernel only, gone with the socket. Any user may take or call it.
+    key = hashlib.blake2b(f"{os.geteuid()} {address}".encode(), digest_size=16).hexdigest()
     name = f"\0rayk-shm-{key}"
     deadline = time.monotonic() + timeout_s
     try:
@@ -155,11 +155,12 @@ def _accept(
         peer, _ = listener.accept()
     except TimeoutError:
         raise TimeoutError(f"ranks {missing} did not come") from None
+    if _user_of(peer) != os.geteuid():
+        peer.close()
+        return
     peer.settimeout(max(0.001, deadline - time.monotonic()))
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
     hello = peer.recv(_HELLO.size)
-    if uid != os.getuid() or len(hello) < _HELLO.size:
+    if len(hello) < _HELLO.size:
         peer.close()
         return
     rank, their_size, their_bytes = _HELLO.unpack(hello)
@@ -171,10 +172,20 @@ def _accept(
     peers[rank] = peer
 
 
+def _user_of(peer: socket.socket) -> int:
+    """Who is at the other end, by the kernel's word."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return int(uid)
+
+
 def _join(rank: int, size: int, name: str, num_bytes: int, deadline: float) -> Link:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _retry(lambda: sock.connect(name), deadline, "rank 0 did not come")
+        if (uid := _user_of(sock)) != os.geteuid():
+            sock.close()
+            raise CommError("connect", f"user {uid} listens where rank 0 should")
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         sock.sendall(_HELLO.pack(rank, size, num_bytes))
         told, fds, _, _ = socket.recv_fds(sock, 1, 1)
