@@ -25,7 +25,7 @@ from rayk.serve.described import (
 )
 from rayk.serve.engines import add_engine_routes
 from rayk.serve.errors import ApiError, JsonResponse, install_handlers
-from rayk.serve.guard import Guard
+from rayk.serve.guard import Guard, has_key
 from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
 from rayk.serve.protocol import ChatRequest, CompletionRequest
@@ -110,11 +110,13 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
         return Response(front.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/health", responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
-    async def health() -> Response:
-        """200 once every engine has taken a step lately; 503 with the reason until then."""
+    async def health(request: Request) -> Response:
+        """200 once every engine has taken a step lately, else 503. With the key: why, and each engine."""
         found = await _health(front)
-        told = {"status": "ready" if found.is_ready else "unavailable", "reason": found.reason}
-        return JsonResponse({**told, "engines": list(found.engines)}, 200 if found.is_ready else 503)
+        told: dict[str, Any] = {"status": "ready" if found.is_ready else "unavailable"}
+        if has_key(front.settings, request.scope):
+            told |= {"reason": found.reason, "engines": list(found.engines)}
+        return JsonResponse(told, 200 if found.is_ready else 503)
 
 
 async def _health(front: Front) -> Health:

@@ -145,7 +145,7 @@ async def _until_ready(front: HttpOptions) -> None:
     try:
         async with asyncio.timeout(READY_S):
             while True:
-                is_ready, answer = await asyncio.to_thread(_ask_health, front.host, front.port)
+                is_ready, answer = await asyncio.to_thread(_ask_health, front)
                 if is_ready:
                     return
                 await asyncio.sleep(PROBE_S)
@@ -153,10 +153,11 @@ async def _until_ready(front: HttpOptions) -> None:
         raise DeadlineExceeded("the start of the server", READY_S, {"health": answer}) from None
 
 
-def _ask_health(host: str, port: int) -> tuple[bool, str]:
-    connection = http.client.HTTPConnection(reachable_host(host), port, timeout=10)
+def _ask_health(front: HttpOptions) -> tuple[bool, str]:
+    connection = http.client.HTTPConnection(reachable_host(front.host), front.port, timeout=10)
+    key = {} if front.api_key is None else {"Authorization": f"Bearer {front.api_key}"}
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", "/health", headers=key)
         response = connection.getresponse()
         return response.status == 200, response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:

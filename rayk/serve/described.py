@@ -119,11 +119,11 @@ class ModelsAnswer(BaseModel):
 
 
 class HealthAnswer(BaseModel):
-    """ready or unavailable, and why."""
+    """ready or unavailable. Why, and each engine's state: for those who have the key, where there is one."""
 
     status: str
-    reason: str
-    engines: list[dict[str, Any]]
+    reason: str = ""
+    engines: list[dict[str, Any]] = []
 
 
 class EngineAnswer(BaseModel):

@@ -116,6 +116,22 @@ def test_the_key_is_asked_for_everywhere_but_of_health() -> None:
             assert client.completions.create(**PLAIN).choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_without_the_key_health_is_a_status_alone(is_ready: bool) -> None:
+    completer = scripted()
+    engines = ({"name": "decode0", "trouble": "node 10.0.0.7 is lost"},)
+    completer.answer = Health(is_ready=is_ready, reason="10.0.0.7 is lost", engines=engines)
+    with running(completer, api_key=KEY) as url:
+        for wrong in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": f"Basic {KEY}"}):
+            status, body, _ = ask(url, "GET", "/health", **wrong)
+            assert status == (200 if is_ready else 503)
+            assert body == {"status": "ready" if is_ready else "unavailable"}
+            assert ask(url, "HEAD", "/health", **wrong)[0] == status
+        known = ask(url, "GET", "/health", Authorization=f"Bearer {KEY}")
+        assert known[0] == status
+        assert known[1] == {**body, "reason": "10.0.0.7 is lost", "engines": list(engines)}
+
+
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     import hmac
 
