@@ -153,7 +153,7 @@ FRONTS = (
     Mutation(
         "a call that cannot be told of is not answered",
         "rayk/actors/lines.py",
-        "            last = _last_frame(number, failure)\n",
+        "            last = _last_frame(number, method, failure)\n",
         "            return\n",
         f"{LINES}::test_whatever_cannot_be_told_ends_the_call_all_the_same",
     ),

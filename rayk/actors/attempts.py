@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rayk.actors.bugs import bug, until
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import connect, end_reads, see_a_turn, until_it_hangs
 from rayk.specs import Cell
@@ -143,22 +144,19 @@ class Engines:
     async def _look_after(self, engine: EngineHandle) -> None:
         """Until it dies; then replace it or have nobody wait for it."""
         patience_s = self._cell.deadlines.transfer_s
-        hangs = until_it_hangs(engine, patience_s) if self._looks_for_hangs else None
-        watcher = asyncio.create_task(hangs) if hangs is not None else None
-        try:
-            await asyncio.wait({engine.died})
-        finally:
-            if watcher is not None:
-                watcher.cancel()
-        if engine.role != "decode":
-            await end_reads(engine, self.decode)
         formed = self._formed.get(engine.name)
-        if formed is not None and not formed.done():
-            try:
+        try:
+            await until(engine.died, *([until_it_hangs(engine, patience_s)] if self._looks_for_hangs else []))
+            if engine.role != "decode":
+                await end_reads(engine, self.decode)
+            if formed is not None and not formed.done():
                 await self._replace(engine)
                 formed.set_result(None)
-            except RaykError as error:
-                formed.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody may wait for another life
+            found = error if isinstance(error, RaykError) else bug(f"the watch over {engine.name}", error)
+            engine.declare_dead(str(found))
+            if formed is not None and not formed.done():
+                formed.set_exception(found)
                 formed.exception()  # nobody may be waiting
 
     async def _replace(self, lost: EngineHandle) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rayk.actors.bugs import bug
 from rayk.actors.cell_run import CellOutcome, CellRun
 from rayk.actors.engine_meter import EngineMeter, EngineNow, Losses
 from rayk.actors.engines import EngineHandle
@@ -101,7 +102,7 @@ class Coordinator:
         except RaykError as error:
             outcome.errors.append(error)
         except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
-            outcome.errors.append(EngineDied("coordinator", f"{type(error).__name__}: {error}"))
+            outcome.errors.append(bug("the coordinator", error))
         assert self._losses is not None
         self._losses.is_over = True
         await asyncio.gather(*(self._end(e, cell, outcome) for e in self._in_use))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
+from rayk.actors.bugs import bug
 from rayk.actors.lines import Line, LineLost
 from rayk.actors.naming import loop_name
 from rayk.actors.phases import stream_options
@@ -23,6 +24,11 @@ CONTROL_S = 30.0
 """Deadline for a command."""
 BLAME_S = 1.0
 """A rank that lost another one is believed after this long: what the other died of says more."""
+BUGS = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(NameError, NotImplementedError, TypeError, ValueError),
+)
+"""What no machine, disk or network does to a process: to do the same again ends the same."""
 
 
 @dataclass(eq=False)
@@ -144,8 +150,6 @@ class EngineHandle:
         except LineLost:
             where = f" on node {self.node}" if self.node else ""
             raise EngineDied(self.name, f"the worker process{where} cannot be reached", rank=0) from None
-        except RuntimeError as error:
-            raise EngineDied(self.name, str(error)) from None
 
     async def _watch(self, rank: int, ref: Any) -> None:
         try:
@@ -158,6 +162,8 @@ class EngineHandle:
                 self.died.set_exception(found)
                 # Nobody may be waiting when the engine dies between requests.
                 self.died.exception()
+        except Exception as error:  # noqa: BLE001 - this rank would never be missed
+            self.declare_dead(str(bug(f"the watch over {self.name} rank {rank}", error)))
 
 
 async def _next(generator: Any) -> list[RequestEvent] | None:
@@ -185,5 +191,7 @@ def translate(error: Exception, engine: str, rank: int | None = None, *, node: s
         what = "cannot be reached" if isinstance(error, ActorUnavailableError) else "ended"
         where = f" on node {node}" if node else ""
         return EngineDied(engine=engine, cause=f"the worker process{where} {what}", rank=rank)
+    if isinstance(cause, BUGS):
+        return bug(engine if rank is None else f"{engine} rank {rank}", cause, str(error))
     text = str(cause or error).strip().splitlines()
     return EngineDied(engine=engine, cause=text[-1] if text else type(error).__name__, rank=rank)

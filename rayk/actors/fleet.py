@@ -14,17 +14,19 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+from ray.exceptions import RayError
+
+from rayk.actors.bugs import lasting
 from rayk.actors.desk import Desk
 from rayk.actors.engine_meter import EngineMeter
-from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.forming import (
     COMM_S,
     all_of,
     connect,
-    dissolve,
+    end_engine,
     end_reads,
     form_engine,
-    stop_loops,
     survivors,
 )
 from rayk.actors.lines import LineAddress, LineService
@@ -44,6 +46,7 @@ from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import (
     DeadlineExceeded,
     EngineDied,
+    InternalError,
     RaykError,
     RoleConflict,
     TransferError,
@@ -59,8 +62,6 @@ LOOK_S = 0.5
 """How often fronts are looked after."""
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before each try to form a lost engine again; the last one for all that follow."""
-END_S = 30.0
-"""Deadline for an engine's end."""
 STATUS_S = 2.0
 """An engine that is asked how it is, for whoever wants to know, answers within this or not at all."""
 LEAVE_S = 1.0
@@ -105,6 +106,7 @@ class Fleet:
         self._meter.watch(self._desk)
         self._line: LineAddress | None = None
         self._opening = asyncio.Lock()
+        self._bug: InternalError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         asks = sorted((engine_ask(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
         self._spares = Spares(self._pool, asks, settings.num_spares, settings.model.folder)
@@ -122,9 +124,10 @@ class Fleet:
         for member in self._members.values():
             await self._join(member)
         for member in self._members.values():
-            self._tasks.append(asyncio.create_task(self._look_after(member)))
-        self._tasks.append(asyncio.create_task(self._look_after_fronts()))
-        self._spares.start()
+            watch = lasting(self._look_after(member), f"the watch over {member.name}", self._on_bug)
+            self._tasks.append(watch)
+        self._tasks.append(lasting(self._look_after_fronts(), "the watch over fronts", self._on_bug))
+        self._spares.start(self._on_bug)
         return {m.name: m.life.facts for m in self._members.values()}
 
     async def drain(self, timeout_s: float) -> int:
@@ -215,6 +218,14 @@ class Fleet:
             ]
         return found
 
+    def _on_bug(self, error: InternalError) -> None:
+        self._bug = self._bug or error
+
+    async def _end(self, member: Member) -> EngineAccount:
+        if member.handle is None or not member.handle.is_running:
+            return EngineAccount(engine=member.name, errors=(EngineDied(member.name, member.trouble),))
+        return await end_engine(member.handle, self._settings.transfer.lease_s or 0.0)
+
     # The fronts'.
 
     async def place(
@@ -275,7 +286,10 @@ class Fleet:
         return self._life, tuple(cards)
 
     async def health(self) -> Health:
-        """Ready when every rank gave a word lately, and every engine took a turn."""
+        """Ready when every rank gave a word lately, and every engine took a turn. Raises InternalError where
+        somebody who should look after them does not any more."""
+        if self._bug is not None:
+            raise self._bug
         now = time.monotonic()
         reasons = [m.why_unwell(now, 2 * self._settings.hang_s) for m in self._members.values()]
         rows = tuple(m.row(now) for m in self._members.values())
@@ -399,7 +413,7 @@ class Fleet:
             member.restart = {}
             if self._tiers is not None:
                 await self._tiers.detach(member.life)
-            ending = asyncio.create_task(self._end_reads(member.life))
+            ending = lasting(self._end_reads(member.life), f"the end of reads from {member.name}")
             try:
                 await self._form_again(member)
                 member.restart["total_s"] = round(time.monotonic() - lost_s, 3)
@@ -412,7 +426,7 @@ class Fleet:
             await end_reads(lost, [m.life for m in self._ready()])
 
     async def _form_again(self, member: Member) -> None:
-        """A new life in the same place, tried until it succeeds."""
+        """A new life in the same place, tried until it succeeds. Raises what another try would not mend."""
         for number in itertools.count():
             await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
             began = time.monotonic()
@@ -430,10 +444,13 @@ class Fleet:
                 parts["cpu_s"] = member.life.facts["cpu_s"]
                 await self._join(member)
                 ends("joined_s")
-            except Exception as error:  # noqa: BLE001 - whatever it is, the engine is wanted
-                name_lost_nodes([error], self._nodes)
-                member.state, member.trouble = "lost", str(error) or type(error).__name__
+            except (RaykError, RayError) as error:
+                found = error if isinstance(error, RaykError) else translate(error, member.name)
+                name_lost_nodes([found], self._nodes)
+                member.state, member.trouble = "lost", str(found)
                 member.life.declare_dead(member.trouble)
+                if isinstance(found, InternalError):
+                    raise found from None  # another try would end the same
             else:
                 return
 
@@ -475,25 +492,3 @@ class Fleet:
                 member = self._members[str(engine)]
                 if member.state == "ready":
                     member.life.leader.abort.options(concurrency_group="control").remote(name)
-
-    async def _end(self, member: Member) -> EngineAccount:
-        """Stop an engine and see what came of its blocks."""
-        if member.handle is None or not member.handle.is_running:
-            return EngineAccount(engine=member.name, errors=(EngineDied(member.name, member.trouble),))
-        lease_s = self._settings.transfer.lease_s or 0.0
-        try:
-            async with asyncio.timeout(END_S + lease_s):
-                status, leaked = await stop_loops(member.handle, lease_s)
-                await dissolve(member.handle)
-        except TimeoutError:
-            error: RaykError = DeadlineExceeded(f"the end of {member.name}", END_S)
-            return EngineAccount(engine=member.name, errors=(error,))
-        except RaykError as found:
-            return EngineAccount(engine=member.name, errors=(found,))
-        return EngineAccount(
-            engine=member.name,
-            ledger=status["ledger"],
-            num_free_blocks=status["num_free_blocks"],
-            num_blocks=status["num_blocks"],
-            leaked=leaked,
-        )

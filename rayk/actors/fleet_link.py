@@ -15,6 +15,7 @@ prepare_environment()
 import ray  # noqa: E402 - reads its environment once, when imported
 from ray.exceptions import RayActorError, RayError  # noqa: E402
 
+from rayk.actors.bugs import lasting  # noqa: E402
 from rayk.actors.engines import EngineHandle, translate  # noqa: E402
 from rayk.actors.lines import Line, LineLost  # noqa: E402
 from rayk.actors.serving import News  # noqa: E402
@@ -65,15 +66,13 @@ class FleetLink:
             try:
                 line = await self._found()
                 return await line.call(method, *args, **kwargs)
-            except (RayActorError, ValueError, LineLost) as error:
+            except (RayActorError, LineLost) as error:
                 if self._line is line:  # else it was found again meanwhile
                     self._line = None
                 if time.monotonic() >= until:
                     raise EngineDied("fleet", f"{self._name} is not there") from error
             except RayError as error:
                 raise translate(error, "fleet") from None
-            except RuntimeError as error:
-                raise EngineDied("fleet", str(error)) from None
             await asyncio.sleep(FLEET_POLL_S)
 
     async def close(self) -> None:
@@ -87,9 +86,12 @@ class FleetLink:
         async with self._finding:
             if self._line is None:
                 get: Callable[..., Any] = ray.get_actor
-                fleet = await asyncio.to_thread(get, self._name, namespace=self._namespace)
+                try:
+                    fleet = await asyncio.to_thread(get, self._name, namespace=self._namespace)
+                except ValueError as error:
+                    raise LineLost(f"no actor {self._name}") from error
                 self._line = Line(await fleet.line.remote())
-                self._presence = asyncio.create_task(self._be_present(self._line))
+                self._presence = lasting(self._be_present(self._line), "the line to the fleet")
             return self._line
 
     async def _be_present(self, line: Line) -> None:

@@ -17,9 +17,12 @@ from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.placement import kill
 from rayk.actors.pool import FORM_S
 from rayk.actors.receiving import IN_FLIGHT
+from rayk.actors.serving import EngineAccount
 from rayk.actors.worker import RankSpec
-from rayk.types.errors import EngineDied, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
+END_S = 30.0
+"""Deadline for the end of a server's engine."""
 STOP_S = 10.0
 """Deadline for each part of an engine's end; after it the workers are killed."""
 DRAIN_S = 12.0
@@ -179,6 +182,26 @@ async def dissolve(engine: EngineHandle) -> bool:
     except RaykError:
         return False
     return True
+
+
+async def end_engine(engine: EngineHandle, lease_s: float) -> EngineAccount:
+    """Stop an engine within END_S and `lease_s`, and see what came of its blocks."""
+    try:
+        async with asyncio.timeout(END_S + lease_s):
+            status, leaked = await stop_loops(engine, lease_s)
+            await dissolve(engine)
+    except TimeoutError:
+        error: RaykError = DeadlineExceeded(f"the end of {engine.name}", END_S)
+        return EngineAccount(engine=engine.name, errors=(error,))
+    except RaykError as found:
+        return EngineAccount(engine=engine.name, errors=(found,))
+    return EngineAccount(
+        engine=engine.name,
+        ledger=status["ledger"],
+        num_free_blocks=status["num_free_blocks"],
+        num_blocks=status["num_blocks"],
+        leaked=leaked,
+    )
 
 
 async def _await_releases(engine: EngineHandle, timeout_s: float) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ out a `LineAddress` through it.
     service     32 bytes drawn at random; HMAC-SHA256 of "service", the caller's bytes and these
     caller      HMAC-SHA256 of "caller" and the same; then frames (number, method, args, kwargs) that begin
                 calls, and (number, None, (), {}) that gives one up
-    service     frames (number, item, error, is_last); the last one of a stream may be without an item
+    service     frames (number, item, error, is_last); the last one of a stream may be without an item, and
+                an error that is none of rayk says that what was waited for was given up there
     frame       length (4 bytes, big endian), then a pickle
 
 The key is the service's secret, which is drawn anew for each and never sent. Pickles come from processes of
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rayk.actors.bugs import bug
 from rayk.actors.wire import Wire, framed
 from rayk.types.errors import RaykError
 
@@ -128,14 +130,14 @@ class LineService:
                 await self._stream(wire, number, self._streams[method](*args, **kwargs))
             else:
                 last = _frame((number, await self._calls[method](*args, **kwargs), None, True))
-        except OSError:
-            return  # the caller is gone
         except asyncio.CancelledError as failure:
             if _is_cancelled():
                 raise  # by the caller, or with its connection
-            last = _frame((number, None, _told(failure), True))
+            last = _frame((number, None, type(failure).__name__, True))
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller waits for it
-            last = _last_frame(number, failure)
+            if isinstance(failure, OSError) and wire.is_over:
+                return  # the caller is gone
+            last = _last_frame(number, method, failure)
         if last is not None:
             with contextlib.suppress(OSError):
                 await wire.send(last)
@@ -224,7 +226,7 @@ class Line:
         self._connecting = asyncio.Lock()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """One answer. Raises what the service raised, LineLost, and RuntimeError for errors not of rayk."""
+        """One answer. Raises what the service raised, InternalError for errors not of rayk, and LineLost."""
         wire, number, answers = await self._ask(method, args, kwargs)
         try:
             return (await self._next(number, answers))[0]
@@ -278,7 +280,7 @@ class Line:
         if isinstance(problem, RaykError):
             raise problem
         if problem is not None:
-            raise RuntimeError(problem)
+            raise LineLost(f"{self._address}: {problem}")
         return item, is_last
 
     def _give_up(self, wire: Wire, number: int) -> None:
@@ -357,16 +359,12 @@ def _frame(value: Any) -> bytes:
     return framed(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def _last_frame(number: int, failure: Exception) -> bytes:
+def _last_frame(number: int, method: str, failure: Exception) -> bytes:
     """How a call ends that failed: with the error itself where the caller knows it."""
     if isinstance(failure, RaykError):
         with contextlib.suppress(Exception):  # where it cannot be pickled, its text has to do
             return _frame((number, None, failure, True))
-    return _frame((number, None, _told(failure), True))
-
-
-def _told(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {failure}"
+    return _frame((number, None, bug(f"the call {method}", failure), True))
 
 
 def _is_cancelled() -> bool:

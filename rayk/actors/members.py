@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayk.actors.bugs import until
 from rayk.actors.engine_meter import EngineNow
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import hear, until_it_hangs
@@ -76,16 +76,8 @@ class Member:
             if engine is self.handle:
                 self.heard_s = time.monotonic()
 
-        watchers = [
-            asyncio.create_task(until_it_hangs(self.life, hang_s, on_turn)),
-            asyncio.create_task(hear(self.life, hang_s, on_word)),
-        ]
-        try:
-            await asyncio.wait({self.life.died})
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+        watches = until_it_hangs(self.life, hang_s, on_turn), hear(self.life, hang_s, on_word)
+        await until(self.life.died, *watches)
 
     def why_unwell(self, now: float, patience_s: float) -> str:
         """Why requests should not come to it, or nothing. `now`: time.monotonic."""

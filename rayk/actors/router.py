@@ -20,6 +20,7 @@ from rayk.actors.environment import prepare_environment
 
 prepare_environment()
 
+from rayk.actors.bugs import lasting  # noqa: E402
 from rayk.actors.commands import CapturedRows  # noqa: E402
 from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.fleet_link import FleetLink  # noqa: E402
@@ -92,8 +93,8 @@ class Router:
         """See Completer.generate."""
         request = self._admitted(ask.request)
         if self._courier is None:
-            self._courier = asyncio.create_task(self._link.carry(self._settings.front_s / 5))
-            self._beat = asyncio.create_task(beat(self._sink))
+            self._courier = lasting(self._link.carry(self._settings.front_s / 5), "the way to the fleet")
+            self._beat = lasting(beat(self._sink), "metrics")
         stream = _Stream(self._link)
         task = asyncio.create_task(self._drive(ask, request, stream))
         task.add_done_callback(lambda _: stream.end())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from rayk.actors.bugs import lasting
 from rayk.actors.nodes import EngineAsk
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.actors.pool import WorkerPool
-from rayk.types.errors import EngineDied, RaykError
+from rayk.types.errors import EngineDied, InternalError, RaykError
 
 LOOK_S = 2.0
 """How often an idle worker is asked whether it is there."""
@@ -40,9 +41,9 @@ class Spares:
         """Those that answered when they were last asked."""
         return len(self._ready)
 
-    def start(self) -> None:
-        """Have them, from now on."""
-        self._task = asyncio.create_task(self._keep())
+    def start(self, on_bug: Callable[[InternalError], object] = lambda _: None) -> None:
+        """Have them, from now on. `on_bug`: told what keeps nobody from looking after them any more."""
+        self._task = lasting(self._keep(), "the watch over spare workers", on_bug)
 
     async def stop(self) -> None:
         """Look after them no more; they end with the pool."""

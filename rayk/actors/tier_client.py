@@ -14,6 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from rayk.actors.bugs import bug
 from rayk.actors.engines import translate
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.ticket import TransferTicket
@@ -68,7 +69,7 @@ class RayTier:
                 if isinstance(error, RayActorError) or isinstance(why, EngineDied):
                     self._post(lambda: self._lost(str(why)))
             except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for an answer
-                found = failed(str(error) or type(error).__name__)
+                found = failed(str(bug("a call to the host tier", error)))
             self._post(lambda: done(found))
 
         def call() -> None:

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rayk.actors.bugs import lasting
 from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.tier_actor import TierHost, tier_identity
@@ -158,7 +159,7 @@ class HostTiers:
             tier = self._tiers.get(kind)
             if tier is None or tier.died:
                 tier = self._tiers[kind] = await self._open(engine, node_id)
-                tier.watcher = asyncio.create_task(self._watch(tier))
+                tier.watcher = lasting(self._watch(tier), f"the watch over {tier.name}")
         return tier
 
     async def _open(self, engine: EngineHandle, node_id: str) -> _Tier:

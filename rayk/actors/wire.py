@@ -133,6 +133,11 @@ class Wire(asyncio.Protocol):
         if self._on_lost is not None:
             self._on_lost()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self.lost.is_set() or self._transport is None or self._transport.is_closing()
+
     def _raise_if_lost(self) -> None:
-        if self.lost.is_set() or self._transport is None or self._transport.is_closing():
+        if self.is_over:
             raise ConnectionResetError("the connection is over")

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rayk.actors.bugs import bug
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.line_streams import LineStreams
@@ -193,6 +194,7 @@ class Worker:
             self._lost_peer = isinstance(error, CommError)
             died = dead_engine(self._spec.engine, error, self._spec.rank)
             if not isinstance(error, RaykError):
+                bug(f"the loop of {self._spec.engine} rank {self._spec.rank}", error)
                 died.cause += "\n" + traceback.format_exc(limit=-4)
             # Peers that wait for this rank learn of it now, not at their timeout.
             assert self._rank is not None

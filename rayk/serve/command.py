@@ -16,7 +16,7 @@ from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
 from rayk.specs.server_plan import ServerOptions, plan_server
 from rayk.specs.serving import ServerSettings
-from rayk.types.errors import DeadlineExceeded, LayoutVetoed, RaykError, Unsupported, UserError
+from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
 
 if TYPE_CHECKING:
     from rayk.serve.fronts import FrontPlan
@@ -113,7 +113,7 @@ async def _serve(
     except (UserError, LayoutVetoed, Unsupported):
         raise  # what was asked for cannot be
     except (RaykError, GaveUp) as error:
-        _say(str(error))
+        _say(f"{error}\n{error.trace}" if isinstance(error, InternalError) else str(error))
         return 1
     finally:
         # The front first: what it still streams ends, and nobody comes in any more.

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from rayk.types.errors import (
     DeadlineExceeded,
+    InternalError,
     Overloaded,
     RaykError,
     RoleConflict,
@@ -101,7 +102,7 @@ def api_error(error: Exception) -> ApiError:
         )
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, str(error), "timeout_error", code="deadline_exceeded")
-    if isinstance(error, RaykError):
+    if isinstance(error, RaykError) and not isinstance(error, InternalError):
         code = "server_ended" if isinstance(error, ServerEnded) else "engine_failed"
         return ApiError(503, str(error), SERVER, code=code, retry_after_s=1)
     return ApiError(500, "the server failed", SERVER, code="internal_error")

@@ -13,7 +13,7 @@ from rayk.actors import launch
 from rayk.actors.serving import EngineAccount
 from rayk.serve.engine_news import EngineNews
 from rayk.specs.serving import ServerSettings
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError
 
 LOOK_S = 0.5
 """How often the fleet is asked for a sign of life."""
@@ -51,7 +51,8 @@ class FleetPart:
         await _answer(self._actor.start.remote())
 
     async def lost(self) -> str:
-        """What its process ended of; one that hangs is ended. Tells of its engines meanwhile."""
+        """What its process ended of; one that hangs is ended. Tells of its engines meanwhile. Raises
+        InternalError where it does not look after them any more."""
         news = EngineNews()
         while True:
             try:
@@ -65,6 +66,9 @@ class FleetPart:
                 ray.kill(self._actor, no_restart=True)
                 return f"it hangs: no answer in {PATIENCE_S:g} s"
             except RayError as error:
+                cause = getattr(error, "cause", None)
+                if isinstance(cause, InternalError):
+                    raise cause from None  # the next one would end the same
                 return str(error).strip().splitlines()[-1]
             await asyncio.sleep(LOOK_S)
 

@@ -19,6 +19,7 @@ RaykError
 ├── CommError             a collective failed or a peer is gone
 ├── Overloaded            a server has no room for another request
 ├── ServerEnded           a server ended before the request did
+├── InternalError         a bug of rayk: nothing that trying again would mend
 └── DeadlineExceeded      a wait ran past its deadline
 """
 
@@ -245,6 +246,19 @@ class ServerEnded(RaykError):
 
     def __str__(self) -> str:
         return "the server has ended"
+
+
+@dataclass
+class InternalError(RaykError):
+    """A bug: an error that nobody raised on purpose."""
+
+    where: str
+    cause: str
+    trace: str = field(default="", repr=False)
+    """Its traceback."""
+
+    def __str__(self) -> str:
+        return f"a bug in {self.where}: {self.cause}"
 
 
 @dataclass

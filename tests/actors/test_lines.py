@@ -22,7 +22,7 @@ import pytest
 
 from rayk.actors import lines as lines_module
 from rayk.actors.lines import SECRET_BYTES, Funnel, Last, Line, LineAddress, LineLost, LineService, LineThread
-from rayk.types.errors import EngineDied
+from rayk.types.errors import EngineDied, InternalError
 
 HOST = "127.0.0.1"
 LIMIT_S = 60.0
@@ -43,6 +43,9 @@ class Service:
 
     async def breaks(self) -> None:
         raise ZeroDivisionError("by nothing")
+
+    async def misses(self) -> None:
+        raise FileNotFoundError("no file")
 
     async def gives(self, what: str) -> Any:
         """What no pickle can hold: an item, or an error of rayk."""
@@ -97,6 +100,7 @@ class Service:
                 "twice": self.twice,
                 "dies": self.dies,
                 "breaks": self.breaks,
+                "misses": self.misses,
                 "gives": self.gives,
                 "waits_for": self.waits_for,
             },
@@ -177,9 +181,12 @@ def test_errors_of_rayk_cross_intact_and_others_by_name():
         with pytest.raises(EngineDied) as caught:
             await line.call("dies", "a cosmic ray")
         assert caught.value == EngineDied("prefill0", "a cosmic ray", rank=1)
-        with pytest.raises(RuntimeError, match="ZeroDivisionError: by nothing"):
+        with pytest.raises(InternalError, match="the call breaks: ZeroDivisionError: by nothing") as broken:
             await line.call("breaks")
-        with pytest.raises(RuntimeError, match="KeyError: 'nothing_of_the_kind'"):
+        assert "in breaks" in broken.value.trace
+        with pytest.raises(InternalError, match="no file"):
+            await line.call("misses")
+        with pytest.raises(InternalError, match="KeyError: 'nothing_of_the_kind'"):
             await line.call("nothing_of_the_kind")
         assert await line.call("twice", 4) == 8
         await line.close()
@@ -191,13 +198,13 @@ def test_whatever_cannot_be_told_ends_the_call_all_the_same():
     async def test(_service: Service, _lines: LineService, address: LineAddress) -> None:
         line = Line(address)
         for what in ("item", "error"):
-            with pytest.raises(RuntimeError, match="TypeError: cannot pickle|EngineDied: .*a lock"):
+            with pytest.raises(InternalError, match="TypeError: cannot pickle|EngineDied: .*a lock"):
                 await asyncio.wait_for(line.call("gives", what), LIMIT_S / 4)
         stream = line.stream("gives_each")
         assert await anext(stream) == 1
-        with pytest.raises(RuntimeError, match="TypeError: cannot pickle"):
+        with pytest.raises(InternalError, match="TypeError: cannot pickle"):
             await asyncio.wait_for(anext(stream), LIMIT_S / 4)
-        with pytest.raises(RuntimeError, match="CancelledError"):
+        with pytest.raises(LineLost, match="CancelledError"):
             await asyncio.wait_for(line.call("waits_for", "that"), LIMIT_S / 4)
         assert await line.call("twice", 4) == 8
         await line.close()

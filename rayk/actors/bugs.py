@@ -1,0 +1,54 @@
+"""Bugs: errors that nobody raises on purpose. Logged with their traceback where they happen, told to others
+by a type of their own, and never taken for the end of an engine, which would be tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from rayk.types.errors import InternalError
+
+LOG = logging.getLogger("rayk")
+
+
+def bug(where: str, error: BaseException, trace: str = "") -> InternalError:
+    """What others are told of an error that was met `where`; logged here and now. `trace`: its traceback in
+    another process."""
+    if isinstance(error, InternalError):
+        return error
+    trace = trace or "".join(traceback.format_exception(error))
+    LOG.error("a bug in %s\n%s", where, trace)
+    return InternalError(where, f"{type(error).__name__}: {error}", trace)
+
+
+def lasting(
+    watch: Coroutine[Any, Any, None], where: str, on_bug: Callable[[InternalError], object] = lambda _: None
+) -> asyncio.Task[None]:
+    """A task that nobody waits for: what it breaks down of is logged, and told to `on_bug`."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            on_bug(bug(where, error))
+
+    task = asyncio.create_task(watch)
+    task.add_done_callback(ended)
+    return task
+
+
+async def until(over: asyncio.Future[Any], *watches: Coroutine[Any, Any, None]) -> None:
+    """Wait until this is done, while these look out for it. Raises what one of them breaks down of."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(watch) for watch in watches]
+    waiting = {over, *tasks}
+    try:
+        while not over.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {over}:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
