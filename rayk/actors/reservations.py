@@ -1,7 +1,8 @@
 """Consumer's half of a push, on rank 0: blocks reserved before anything is computed, until the ticket comes.
 
-All on the loop's thread. A reservation is given out when there are blocks, and claimed by the request's
-ticket; one that nobody claims is given up, which every producer rank that may write has to confirm first.
+All on the loop's thread, but for `open_reservations`. A reservation is given out when there are blocks, and
+claimed by the request's ticket; one that nobody claims is given up, which every producer rank that may write
+has to confirm first.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ class Reservations:
 
     @property
     def open_reservations(self) -> tuple[str, ...]:
-        """Those into whose blocks somebody may write, or that nobody has claimed."""
-        return (*(h.reservation_id for h in self._held.values()), *self._ending)
+        """Those into whose blocks somebody may write, or that nobody has claimed. From any thread."""
+        held = tuple(self._held.values())  # at once: the loop's thread goes on
+        return (*(h.reservation_id for h in held), *self._ending)
 
     def ask(self, wish: Wish) -> None:
         """A request waits for blocks."""

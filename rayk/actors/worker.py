@@ -305,8 +305,9 @@ class Worker:
         self._aborted[request_id] = None
         while len(self._aborted) > ABORTED_KEPT:
             self._aborted.popitem(last=False)
-        if self._leader is not None:
-            self._leader.abort(request_id)
+        leader = self._leader
+        if leader is not None:
+            leader.abort(request_id)
 
     def attach_tier(self, handle: Any, facts: TierFacts) -> None:
         """Store in this host tier, and load from it, from now on (rank 0): its ranks are connected."""
@@ -322,15 +323,17 @@ class Worker:
 
     def lose_tier(self, epoch: int, why: str) -> None:
         """A host tier is gone (rank 0)."""
-        if self._leader is not None and self._handover is not None:
-            offloading = self._handover.offloading
+        leader, handover = self._leader, self._handover
+        if leader is not None and handover is not None:
+            offloading = handover.offloading
             if offloading is not None:
-                self._leader.post(lambda: offloading.lost(why, epoch))
+                leader.post(lambda: offloading.lost(why, epoch))
 
     def settle(self, request_id: str) -> None:
         """A failed transfer was looked into: free what was kept for that."""
-        if self._handover is not None:
-            self._handover.settle(request_id)
+        handover = self._handover
+        if handover is not None:
+            handover.settle(request_id)
 
     def holders(self, block_ids: Sequence[int], timeout_s: float) -> dict[int, str]:
         """Which request holds each of these blocks now, also by a lease (rank 0); free ones are absent."""
@@ -343,8 +346,10 @@ class Worker:
     def status(self) -> dict[str, Any]:
         """Counters of the rank: turns, steps, times, blocks, leases."""
         report: dict[str, Any] = {"name": self.name, "pid": os.getpid()}
-        if self._loop is not None:
-            times = self._loop.times
+        # Another thread may dissolve the engine meanwhile.
+        loop, rank, leader, handover = self._loop, self._rank, self._leader, self._handover
+        if loop is not None:
+            times = loop.times
             report |= {
                 "num_turns": times.num_turns,
                 "num_steps": times.num_steps,
@@ -353,26 +358,27 @@ class Worker:
                 "num_computed_tokens": times.num_computed_tokens,
                 "num_sampled_tokens": times.num_sampled_tokens,
             }
-        if self._rank is not None:
-            report["num_token_layers"] = self._rank.num_token_layers
-        if self._leader is not None:
+        if rank is not None:
+            report["num_token_layers"] = rank.num_token_layers
+        if leader is not None:
             report |= {
-                "num_free_blocks": self._leader.manager.pool.num_free_blocks,
-                "num_blocks": self._leader.manager.pool.num_blocks,
-                "leases": self._leases(self._leader, self._handover),
-                "ledger": self._leader.manager.ledger,
-                "num_running": self._leader.scheduler.num_running,
-                "num_waiting": self._leader.scheduler.num_waiting,
-                "num_preemptions": self._leader.scheduler.num_preemptions,
+                "num_free_blocks": leader.manager.pool.num_free_blocks,
+                "num_blocks": leader.manager.pool.num_blocks,
+                "leases": self._leases(leader, handover),
+                "ledger": leader.manager.ledger,
+                "num_running": leader.scheduler.num_running,
+                "num_waiting": leader.scheduler.num_waiting,
+                "num_preemptions": leader.scheduler.num_preemptions,
             }
-            if self._handover is not None and self._handover.offloading is not None:
-                report["offload"] = self._handover.offloading.status()
+            if handover is not None and handover.offloading is not None:
+                report["offload"] = handover.offloading.status()
         return report
 
     def check_integrity(self) -> None:
         """AssertionError when blocks leaked (rank 0, after its loop ended)."""
-        if self._leader is not None:
-            self._leader.check_integrity()
+        leader = self._leader
+        if leader is not None:
+            leader.check_integrity()
 
     def take_role(self, role: str) -> None:
         """Another role from now on, in what is told of this rank."""
@@ -380,8 +386,9 @@ class Worker:
 
     def stop(self) -> None:
         """Let the engine's loop end (rank 0)."""
-        if self._leader is not None:
-            self._leader.stop()
+        leader = self._leader
+        if leader is not None:
+            leader.stop()
 
     def dissolve(self) -> None:
         """Forget the engine: unbind, deregister, leave the group. The process and its agent stay."""

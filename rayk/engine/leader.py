@@ -142,7 +142,8 @@ class Leader:
         self._stopping = False
         self._stalled = False
         self._dead: RaykError | None = None
-        self._death = threading.Lock()
+        self._death = threading.RLock()
+        """Held while it dies, and for what comes after: nothing of that belongs to one thread any more."""
         self._last_news_s = 0.0
         self.num_ended: Counter[str] = Counter()
         """Requests that ended here, by finish reason, error or handed_over."""
@@ -156,8 +157,8 @@ class Leader:
         with self._death:
             if self._dead is None:
                 self._inbox.put(action)
-                return
-        action()
+            else:
+                action()
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run a request here from its first token. Problems reach the sink as an error event."""
@@ -199,15 +200,15 @@ class Leader:
         """The loop ended with `error`: tell every sink and every waiting call. From the loop's thread."""
         with self._death:
             self._dead = error
-        if self._handover is not None:
-            self._handover.fail_all(error)
-        for request_id in list(self._sinks):
-            self.emit(RequestEvent(request_id=request_id, error=error))
-        for _, future in self._calls + self._asked:
-            if not future.done():
-                future.set_exception(error)
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()  # they see _dead
+            if self._handover is not None:
+                self._handover.fail_all(error)
+            for request_id in list(self._sinks):
+                self.emit(RequestEvent(request_id=request_id, error=error))
+            for _, future in self._calls + self._asked:
+                if not future.done():
+                    future.set_exception(error)
+            while not self._inbox.empty():
+                self._inbox.get_nowait()()  # they see _dead
 
     # The loop's thread.
 
