@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -32,7 +33,7 @@ from rayk.serve.protocol import ChatRequest, CompletionRequest
 from rayk.serve.replies import EventStream, HeadAsGet, unless_gone
 from rayk.serve.text import Text
 from rayk.serve.writer import Writer
-from rayk.types.errors import CheckpointError, RaykError
+from rayk.types.errors import CheckpointError, RaykError, UserError
 from rayk.types.serving import Completer, EngineControl, Health
 
 HEALTH_S = 5.0
@@ -71,6 +72,9 @@ def _front(completer: Completer, settings: HttpSettings, text: Text | None) -> F
     if text is None:
         try:
             text = Text.load(completer.model.folder)
+            with contextlib.suppress(UserError):  # which every chat is told
+                if text.templates is not None:
+                    text.templates.start()
         except CheckpointError as error:
             why = str(error)
     return Front(completer=completer, settings=settings, text=text, why_no_text=why, metrics=FrontMetrics())

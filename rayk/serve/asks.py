@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 
 from rayk.serve.answers import Answer, Choice, Prompt
 from rayk.serve.errors import ApiError
@@ -15,9 +17,35 @@ from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import FrontMetrics
 from rayk.serve.protocol import LEAST_TEMPERATURE, ChatRequest, Generation, check_extra
 from rayk.serve.text import Text
-from rayk.types.errors import CheckpointError
+from rayk.types.errors import CheckpointError, Overloaded
 from rayk.types.request import Request, SamplingParams
 from rayk.types.serving import Ask, Completer, ModelCard
+
+
+class Line:
+    """A few at once, and a bounded number that wait."""
+
+    PLACES = 4
+    WAITING = 64
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(self.PLACES)
+        self._num_waiting = 0
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """One of the places, in order of arrival. Raises Overloaded where too many wait."""
+        if self._num_waiting >= self.WAITING:
+            raise Overloaded(f"{self.WAITING} conversations wait for the chat template already", 1.0)
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._places.release()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +58,8 @@ class Front:
     text: Text | None
     why_no_text: str = ""
     """What is wrong with the checkpoint's tokenizer where `text` is None."""
+    chats: Line = field(default_factory=Line)
+    """In which conversations wait for their templates and tokens."""
 
     def need_text(self) -> Text:
         """The tokenizer. Raises CheckpointError where the model has none."""

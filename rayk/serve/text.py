@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from rayk.actors.tokenizer import load_tokenizer
+from rayk.serve.templates import Templates
 from rayk.types.errors import UserError
 
 REPLACEMENT = "\ufffd"
@@ -88,22 +89,23 @@ class Text:
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """A conversation by the checkpoint's chat template, up to where the answer begins, special tokens
-        spelled out. `arguments`: for the template. Raises UserError where there is none, or it refuses the
-        messages."""
-        from jinja2 import TemplateError
-
-        if not getattr(self._tokenizer, "chat_template", None):
+        spelled out. `arguments`: for the template. Raises UserError where there is none, it refuses the
+        messages, or it takes more than a process of its own is given for them."""
+        if self.templates is None:
             raise UserError(
                 "this model has no chat template", mend="use /v1/completions, or add one to its tokenizer"
             )
+        return self.templates.render(messages, {**self._tokenizer.special_tokens_map, **arguments})
+
+    @cached_property
+    def templates(self) -> Templates | None:
+        """What renders the checkpoint's chat template; None where it has none. Raises UserError."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **arguments
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            # What a template's own code raises of messages it was not written for.
-            raise UserError(f"the chat template refuses the messages: {error}") from error
-        return text
+            return Templates(self._tokenizer.get_chat_template())
+        except ValueError as error:  # several, and none of them the default
+            raise UserError(f"no chat template can be chosen: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The tokenizer's own decoding."""

@@ -1,0 +1,215 @@
+"""Chat templates are programs over what clients send: they run in processes that the kernel bounds.
+
+`python -m rayk.serve.templates FD` is the warm process of one template. It forks a child for each
+conversation, so that neither what a template computes nor what Jinja works out while it compiles one takes
+more of the machine than CPU_S and MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rayk.types.errors import UserError
+
+CPU_S = 2
+"""Processor time of one conversation; templates of real models take milliseconds."""
+MOST_BYTES = 512 << 20
+"""Memory beside what the warm process has."""
+MOST_CHARACTERS = 16 << 20
+"""Of what a template writes: twice the largest body."""
+ANSWER_S = 120.0
+"""A child that gets no processor for so long is given up."""
+_SHOWN = 300
+"""Characters of a template's complaint that are told."""
+_WRITTEN = b"+"
+"""Begins an answer that is the conversation; else it is the template's complaint."""
+_LOG = logging.getLogger(__name__)
+
+
+class Templates:
+    """Renders one chat template, from any thread."""
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        self._lock = threading.Lock()
+        self._warm: _Warm | None = None
+
+    def start(self) -> int:
+        """Start the warm process, unless it runs; its id."""
+        with self._lock:
+            if self._warm is None:
+                self._warm = _Warm(self._template)
+            return self._warm.process.pid
+
+    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """The text of a conversation, up to where the answer begins. `arguments`: the template's variables.
+        Raises UserError where the template refuses these, or takes more than its bounds."""
+        try:
+            question = json.dumps([list(messages), dict(arguments)]).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"messages are plain JSON, less than 1000 levels deep: {error}") from error
+        answer = self._exchange(question)
+        if not answer:
+            problem = f"took more than {CPU_S} s of processor time or {MOST_BYTES >> 20} MiB of memory"
+            _LOG.warning("a chat template was stopped: it %s", problem)
+            raise UserError(f"the chat template {problem} over these messages")
+        told = answer[1:].decode("utf-8", "surrogatepass")
+        if answer[:1] != _WRITTEN:
+            raise UserError(f"the chat template refuses the messages: {told}")
+        return told
+
+    def _exchange(self, question: bytes) -> bytes:
+        """What a child answers; nothing where it was stopped."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._hand_over(theirs)
+            ours.settimeout(ANSWER_S)
+            try:
+                ours.sendall(question)
+                ours.shutdown(socket.SHUT_WR)
+                return b"".join(iter(lambda: ours.recv(1 << 16), b""))
+            except (TimeoutError, BrokenPipeError, ConnectionResetError):
+                return b""
+
+    def _hand_over(self, line: socket.socket) -> None:
+        """Give the warm process a conversation; a new one where it has ended."""
+        self.start()
+        with self._lock:
+            assert self._warm is not None
+            try:
+                self._warm.hand_over(line)
+            except (BrokenPipeError, ConnectionResetError):
+                self._warm = _Warm(self._template)
+                self._warm.hand_over(line)
+
+
+class _Warm:
+    """The warm process; it ends with this object."""
+
+    def __init__(self, template: str) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, tempfile.TemporaryFile() as file:
+            file.write(template.encode("utf-8", "surrogatepass"))
+            file.seek(0)
+            self.process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                stdin=file,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,  # an interrupt is for the server
+            )
+        weakref.finalize(self, _end, self._control, self.process)
+
+    def hand_over(self, line: socket.socket) -> None:
+        """Have a child answer on this line. Raises OSError where the process has ended."""
+        socket.send_fds(self._control, [b"\0"], [line.fileno()])
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """What a template's process needs, without the server's secrets."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+# The other side.
+
+
+def main() -> None:
+    """Answer conversations until the server has gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    template = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MOST_BYTES)
+    if _compiles(template):
+        _compile(template)  # for all children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        _, lines, _, _ = socket.recv_fds(control, 1, 1)
+        if not lines:
+            return
+        line = socket.socket(fileno=lines[0])
+        if os.fork() == 0:
+            control.close()
+            _run_bounded(partial(_answer, template, line))
+        line.close()
+
+
+def _compiles(template: str) -> bool:
+    """Whether it does, within the bounds: Jinja works constants out meanwhile."""
+    pid = os.fork()
+    if pid == 0:
+        _run_bounded(partial(_compile, template))
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _run_bounded(work: Callable[[], None]) -> None:
+    """Be a child that does this and ends."""
+    code = 1
+    try:
+        _limit(resource.RLIMIT_CPU, CPU_S)
+        _limit(resource.RLIMIT_CORE, 0)
+        work()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _limit(kind: int, most: int) -> None:
+    resource.setrlimit(kind, (most, most))
+
+
+def _compile(template: str) -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template)
+
+
+def _answer(template: str, line: socket.socket) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with line:
+        messages, arguments = json.loads(b"".join(iter(lambda: line.recv(1 << 16), b"")))
+        try:
+            (text,), _ = render_jinja_template(
+                [messages], chat_template=template, add_generation_prompt=True, **arguments
+            )
+            kind, told = _WRITTEN, text
+        except MemoryError:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever a template's own code raises of what it is given
+            kind, told = b"-", f"{type(error).__name__}: {error}"[:_SHOWN]
+        if len(told) > MOST_CHARACTERS:
+            kind, told = b"-", f"it writes more than {MOST_CHARACTERS} characters"
+        with contextlib.suppress(BrokenPipeError):
+            line.sendall(kind + told.encode("utf-8", "surrogatepass"))
+
+
+if __name__ == "__main__":
+    main()
