@@ -17,7 +17,7 @@ from rayk.experiments.judge import CellJudge
 from rayk.experiments.progress import MeteredProgress
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
-from rayk.models.headers import check_weights
+from rayk.models.loader import note_unused
 from rayk.oracle.files import input_hashes
 from rayk.oracle.remake import checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
@@ -108,8 +108,10 @@ def run_experiment(
     """
     progress = progress or Quiet()
     configs = {name: load_config(name) for name in loaded.spec.models()}
-    for name in configs:
-        check_weights(Path(name))
+    for name, config in configs.items():
+        note = note_unused(name, config)
+        if note:
+            progress.warn(note)
     planned = plan_cells(loaded, configs, tokenizer_loader=_tokenizer)
     if wanted_address(address) is None:
         for cell, _ in planned:

@@ -323,8 +323,6 @@ class DecoderConfig:
     dtype: str
     """The checkpoint's own, e.g. bfloat16."""
     layers: tuple[LayerConfig, ...]
-    num_further_layers: int = 0
-    """Layers stored behind these. They predict tokens further on, and are not read (deepseek_v3)."""
     block: str = "sequential"
     """sequential: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: each half's output is
     normalised once more before it is added. parallel: x + mixer(n) + mlp(n), n = norm(x)."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rayk.models.config import LayerConfig
-from rayk.models.headers import tensor_entries
+from rayk.models.headers import stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ ELSEWHERE = frozenset(
 """Settings of a model that have fields of their own."""
 HARMLESS = frozenset(
     {
-        *("family", "dtype", "max_positions", "stated_positions", "num_further_layers"),
+        *("family", "dtype", "max_positions", "stated_positions"),
         # Behind the last layer, where nothing is cached any more.
         *("tie_embeddings", "logit_scale", "final_soft_cap"),
         *("bos_token_id", "eos_token_ids", "pad_token_id"),
@@ -113,18 +113,14 @@ def _per_layer(values: list[Any]) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash of every tensor's name, dtype, shape and bytes (sampled above `WHOLE_BYTES`)."""
-    tensors: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, start, entry in tensor_entries(file):
-            tensors[name] = (file, start, entry)
+    """Hash of every tensor's name, dtype, shape and bytes (sampled above `WHOLE_BYTES`), as the loader finds
+    them."""
+    tensors = stored_tensors(folder)
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        file, data_start, entry = tensors[name]
-        digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
-        first, last = entry["data_offsets"]
-        with file.open("rb") as handle:
-            for piece in _samples(handle, data_start + first, last - first):
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
+        with tensor.file.open("rb") as handle:
+            for piece in _samples(handle, tensor.start, tensor.num_bytes):
                 digest.update(piece)
     return digest.hexdigest()
 

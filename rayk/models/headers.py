@@ -1,65 +1,140 @@
-"""Headers of safetensors files, and whether a checkpoint's files are all there. Free of torch."""
+"""What a checkpoint's weight files hold, by their headers: the loader and the fingerprint go by one reader.
+Free of torch."""
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rayk.models.families.raw import read_json
 from rayk.types.errors import CheckpointError
+from rayk.types.files import JSON_BYTES, open_plain, parse_json
 
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH = struct.Struct("<Q")
 
 
-def tensor_entries(file: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(name, file offset of the data section, header entry) of each tensor.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file, as the header has it."""
 
-    The format: 8 bytes of header length (little-endian), a JSON header, the data. Raises CheckpointError.
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Of its bytes in the file."""
+    num_bytes: int
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor, by the index or, without one, of the only file; other files do not count.
+
+    Raises CheckpointError for a file that is missing, unreadable or shorter than it says, and where it is
+    unclear which file counts.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return dict(_indexed(index))
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{len(files)} .safetensors files and no {INDEX_FILE}",
+            where=str(folder),
+            mend="one file, or an index that says which tensor is where",
+        )
+    return read_header(files[0])
+
+
+def check_weights(folder: Path) -> None:
+    """Raise CheckpointError for weights that `stored_tensors` cannot find, read or trust."""
+    stored_tensors(folder)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name. Raises CheckpointError.
+
+    The format: 8 bytes of header length (little-endian), a JSON header, the data.
     """
     try:
-        with file.open("rb") as handle:
-            (length,) = _LENGTH.unpack(handle.read(_LENGTH.size))
-            header = json.loads(handle.read(length))
-        found = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, struct.error, ValueError, AttributeError, MemoryError, OverflowError) as error:
+        return _tensors(file)
+    except (OSError, struct.error, ValueError) as error:
         raise CheckpointError(
             f"not a readable safetensors file: {error}",
             where=str(file),
             mend="download or write the file again",
         ) from error
-    for name, entry in found:
-        yield name, _LENGTH.size + length, entry
 
 
-def check_weights(folder: Path) -> None:
-    """Raise CheckpointError for a weights file that is missing, unreadable or shorter than it says."""
-    index = folder / INDEX_FILE
-    if index.is_file():
-        indexed_files(index)
-    for file in sorted(folder.glob("*.safetensors")):
-        end = max((start + entry["data_offsets"][1] for _, start, entry in tensor_entries(file)), default=0)
-        if file.stat().st_size < end:
-            raise CheckpointError(
-                f"not a readable safetensors file: {file.stat().st_size} of {end} bytes are there",
-                where=str(file),
-                mend="download or write the file again",
-            )
+def _tensors(file: Path) -> dict[str, StoredTensor]:
+    with open_plain(file) as handle:
+        (length,) = _LENGTH.unpack(handle.read(_LENGTH.size))
+        size = os.fstat(handle.fileno()).st_size
+        start = _LENGTH.size + length
+        if not 0 < length <= JSON_BYTES or start > size:
+            raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+        header = parse_json(handle.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")  # noqa: TRY004 - a file's fault, not a caller's
+    found = {n: _tensor(start, n, e, file) for n, e in header.items() if n != "__metadata__"}
+    end = max((t.start + t.num_bytes for t in found.values()), default=0)
+    if size < end:
+        raise ValueError(f"{size} of {end} bytes are there")
+    return found
 
 
-def indexed_files(index: Path) -> dict[str, Path]:
-    """Tensor name -> file, by the index of a split checkpoint. Raises CheckpointError."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict):
-        raise CheckpointError("`weight_map` is missing", where=str(index))
-    missing = sorted({f for f in names.values() if not (index.parent / f).is_file()})
+def _tensor(data_start: int, name: str, entry: Any, file: Path) -> StoredTensor:
+    """Raises ValueError for an entry that says nothing of a tensor's bytes."""
+    values = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {name} lacks a dtype, shape or data_offsets")
+    begin, end = offsets
+    num_bits = int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8)
+    if end < begin or (end - begin) * 8 != math.prod(shape) * num_bits:
+        raise ValueError(f"tensor {name}, {dtype} {shape}, cannot have {end - begin} bytes")
+    return StoredTensor(file, dtype, tuple(shape), data_start + begin, end - begin)
+
+
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
+    """Of a tensor's few axes, each of what an int64 holds."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 16
+        and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
+    )
+
+
+def _indexed(index: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors that the index of a split checkpoint names. Raises CheckpointError."""
+    names, folder = read_json(index).get("weight_map"), index.parent
+    if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
+        raise CheckpointError("`weight_map` is missing, or does not map names to files", where=str(index))
+    files = sorted(set(names.values()))
+    outside = [f for f in files if Path(f).name != f or f in ("", "..")]
+    if outside:
+        raise CheckpointError(
+            f"the index names files outside its folder: {', '.join(map(repr, outside[:3]))}",
+            where=str(index),
+            mend="names of files beside the index",
+        )
+    missing = [f for f in files if not os.path.isfile(folder / f)]  # noqa: PTH113 - False of a name that no file can have
     if missing:
         raise CheckpointError(
             f"the index names files that are not there: {', '.join(missing)}",
             where=str(index),
             mend="download the missing files",
         )
-    return {name: index.parent / file for name, file in names.items()}
+    headers = {f: read_header(folder / f) for f in files}
+    for name, file in names.items():
+        if name not in headers[file]:
+            raise CheckpointError(
+                f"the index says that tensor {name} is in {file}, which lacks it",
+                where=str(index),
+                mend="download or write the checkpoint again",
+            )
+        yield name, headers[file][name]

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from rayk.attention import get_backend
 from rayk.models.builders.altup import build_streams
 from rayk.models.builders.context import Build
 from rayk.models.builders.layer import build_layer
 from rayk.models.decoder import Decoder
 from rayk.models.families import FAMILIES
-from rayk.models.families.sharing import unused_tensors
 from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
 from rayk.models.layers.places import Placing
 from rayk.models.pieces import Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
-from rayk.models.weights import WeightReader
+from rayk.models.weights import HeaderReader, WeightReader
 from rayk.parallel import shard
-from rayk.types.errors import CheckpointError, Unsupported
+from rayk.parallel.local import LocalComm
+from rayk.types.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
+    from collections.abc import Callable, Iterator
 
     from rayk.attention.backend import AttentionBackend
     from rayk.models.config import DecoderConfig
     from rayk.parallel.comm import Comm
+
+NAMED_PARTS = 6
+"""That a note of unused tensors names."""
 
 
 def load_decoder(
@@ -49,37 +55,53 @@ def load_decoder(
         raise Unsupported(reason)
     names = FAMILIES[config.family].weights
     with WeightReader(path, names.plain) as reader:
-        build = Build(
-            pieces=Pieces(reader, names, dtype, device),
-            config=config,
-            comm=comm,
-            backend_for=backend if callable(backend) else lambda _: backend,
+        return _decoder(
+            Build(
+                pieces=Pieces(reader, names, dtype, device),
+                config=config,
+                comm=comm,
+                backend_for=backend if callable(backend) else lambda _: backend,
+            )
         )
-        decoder = _decoder(build)
-        _refuse_unread(reader, config, str(path))
-    return decoder
 
 
-def _refuse_unread(reader: WeightReader, config: DecoderConfig, where: str) -> None:
-    """Raise CheckpointError for tensors that nothing read: the model would not be the one saved."""
+def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
+    """What a checkpoint has that a decoder of `config` does not use: the start of a name that no tensor of
+    use has, with `*` for the rest -> how many tensors.
+
+    The decoder is built from the files' headers alone, on torch's meta device: what it asks for is what there
+    must be. Raises CheckpointError for a tensor that is missing or of another shape.
+    """
     names = FAMILIES[config.family].weights
-    further = range(config.num_layers, config.num_layers + config.num_further_layers)
-    ignored = (*names.ignored_prefixes, *(names.layer_prefix.format(i=i) for i in further))
-    unread = sorted(
-        name
-        for name in reader.unread - unused_tensors(names, config)
-        if not name.endswith(names.ignored_suffixes)
-        and not name.startswith(ignored)
-        # Tied weights are sometimes saved twice.
-        and not (config.tie_embeddings and name == names.lm_head)
-    )
-    if unread:
-        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-        raise CheckpointError(
-            f"tensors that config.json gives no use for: {', '.join(unread[:3])}{more}",
-            where=where,
-            mend="the weights do not belong to this config.json",
-        )
+    backend = get_backend("reference", "cpu")
+    with HeaderReader(path, names.plain) as reader:
+        pieces = Pieces(reader, names, torch.float32, torch.device("meta"))
+        _decoder(Build(pieces=pieces, config=config, comm=LocalComm(), backend_for=lambda _: backend))
+    starts = {start for name in reader.names - reader.unread for start in _starts(name)}
+    return dict(Counter(_part(name, starts) for name in sorted(reader.unread)))
+
+
+def note_unused(path: str | Path, config: DecoderConfig) -> str:
+    """One line on what `unused_tensors` finds, which it may raise; empty where all is used."""
+    parts = unused_tensors(path, config)
+    if not parts:
+        return ""
+    count, names = sum(parts.values()), list(parts)
+    more = f" and {len(names) - NAMED_PARTS} more" if len(names) > NAMED_PARTS else ""
+    return f"{path}: {count} tensor{'s'[: count != 1]} not used: {', '.join(names[:NAMED_PARTS])}{more}"
+
+
+def _starts(name: str) -> Iterator[str]:
+    """Those of a name of dotted words, the shortest first, the name itself last."""
+    return itertools.accumulate(name.split("."), lambda start, word: f"{start}.{word}")
+
+
+def _part(name: str, used: set[str]) -> str:
+    """The shortest start of `name` that is not among the `used` ones; numbers on the way there are `*`."""
+    start = next((s for s in _starts(name) if s not in used), name)
+    *before, last = start.split(".")
+    shown = ".".join([*("*" if word.isdecimal() else word for word in before), last])
+    return shown if start == name else f"{shown}.*"
 
 
 def _decoder(build: Build) -> Decoder:

@@ -53,7 +53,8 @@ class Pieces:
 
     def rows(self, name: str, shape: tuple[int, ...], rows: range) -> torch.Tensor:
         """A copy of `rows` of a tensor of `shape`, which owns its memory."""
-        return self.empty(len(rows), *shape[1:]).copy_(self.reader.read(name, shape, rows))
+        piece = self.reader.read(name, shape, rows)
+        return self.empty(len(rows), *shape[1:]).copy_(piece)
 
     def stacked(
         self, layer: int, parts: Sequence[Rows], kind: str, row_shape: tuple[int, ...]
@@ -68,6 +69,8 @@ class Pieces:
         for name, part in zip(names, parts, strict=True):
             starts.append(stored.get(name, 0))
             stored[name] = starts[-1] + part.size
+        for name in {name for name, part in zip(names, parts, strict=True) if part.rows}:
+            self.reader.require(name, (stored[name], *row_shape))
         out = self.empty(sum(len(rows) for part in parts for rows in part.rows), *row_shape)
         filled = 0
         for name, start, part in zip(names, starts, parts, strict=True):
@@ -80,6 +83,7 @@ class Pieces:
 
     def columns(self, name: str, shape: tuple[int, int], columns: Sequence[range]) -> torch.Tensor:
         """The runs of `columns` of a matrix, side by side."""
+        self.reader.require(name, shape)
         out = self.empty(shape[0], sum(len(run) for run in columns))
         filled = 0
         for run in columns:
@@ -91,10 +95,9 @@ class Pieces:
     def experts(self, layer: int, parameter: str, experts: range, shape: tuple[int, ...]) -> torch.Tensor:
         """`experts` (the first axis) of a tensor of `shape`, read one after the other."""
         name = self.names.in_layer(layer, parameter)
+        # Where there is nothing to hold the tensor must be there, too: it has its use on other ranks.
+        self.reader.require(name, shape)
         out = self.empty(len(experts), *shape[1:])
-        if not experts:
-            # Nothing to hold, but the tensor must be there, and has its use on other ranks.
-            self.reader.read(name, shape, experts)
         for slot, expert in enumerate(experts):
             out[slot].copy_(self.reader.read(name, shape, range(expert, expert + 1))[0])
         return out

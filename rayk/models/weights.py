@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from rayk.models.headers import INDEX_FILE, indexed_files
+from rayk.models.headers import StoredTensor, stored_tensors
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    import torch
-
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> file, from the index or, without one, from the only file's header.
-
-    Raises CheckpointError when a file is missing, unreadable, or it is unclear which file counts.
-    """
-    index = folder / INDEX_FILE
-    if index.is_file():
-        return indexed_files(index)
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) != 1:
-        raise CheckpointError(
-            f"{len(files)} .safetensors files and no {INDEX_FILE}",
-            where=str(folder),
-            mend="one file, or an index that says which tensor is where",
-        )
-    with _open(files[0]) as handle:
-        return dict.fromkeys(handle.keys(), files[0])
 
 
 def _open(file: Path) -> Any:
@@ -55,12 +36,11 @@ class WeightReader:
 
     def __init__(self, folder: str | Path, plain: Callable[[str], str] = str) -> None:
         """`plain`: a tensor's name on disk -> the name it is asked for by."""
-        files = weight_files(Path(folder))
-        self._files = {plain(name): (file, name) for name, file in files.items()}
+        self._stored = {plain(name): (name, t) for name, t in stored_tensors(Path(folder)).items()}
         self.folder = Path(folder)
         self._open = contextlib.ExitStack()
         self._handles: dict[Path, Any] = {}
-        self._unread = set(self._files)
+        self._unread = set(self._stored)
         self.max_read_bytes = 0
         """Largest piece read so far."""
         self.total_read_bytes = 0
@@ -79,8 +59,35 @@ class WeightReader:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Tensors of the checkpoint of which nothing was read."""
-        return frozenset(self._unread)
+        """Tensors of the checkpoint of which nothing was read, by their names on disk."""
+        return frozenset(self._stored[name][0] for name in self._unread)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors of the checkpoint, by their names on disk."""
+        return frozenset(name for name, _ in self._stored.values())
+
+    def require(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """The tensor `name`, which counts as read. Raises CheckpointError naming tensor and file where it is
+        missing, of another shape, or in no dtype to compute in: before anything of `shape` is allocated."""
+        if name not in self._stored:
+            raise CheckpointError(
+                f"tensor {name} is missing",
+                where=str(self.folder),
+                mend="the weights do not belong to this config.json, or files are missing",
+            )
+        _, tensor = self._stored[name]
+        where = str(tensor.file)
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}",
+                where=where,
+            )
+        if tensor.dtype not in READABLE_DTYPES:
+            mend = "one of " + ", ".join(READABLE_DTYPES)
+            raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}", where=where, mend=mend)
+        self._unread.discard(name)
+        return tensor
 
     def read(
         self,
@@ -94,36 +101,9 @@ class WeightReader:
         Rows are of the first axis, columns of the second. In the checkpoint's dtype, on the CPU.
         Raises CheckpointError naming tensor and file.
         """
-        if name not in self._files:
-            raise CheckpointError(
-                f"tensor {name} is missing",
-                where=str(self.folder),
-                mend="the weights do not belong to this config.json, or files are missing",
-            )
-        file, stored_name = self._files[name]
-        try:
-            stored = self._handle(file).get_slice(stored_name)
-            found = tuple(stored.get_shape())
-        except SafetensorError as error:
-            raise CheckpointError(f"tensor {name}: {error}", where=str(file)) from error
-        if found != shape:
-            raise CheckpointError(
-                f"tensor {name} has shape {list(found)}, config.json asks for {list(shape)}",
-                where=str(file),
-            )
-        if stored.get_dtype() not in READABLE_DTYPES:
-            raise CheckpointError(
-                f"tensor {name} has dtype {stored.get_dtype()}",
-                where=str(file),
-                mend="one of " + ", ".join(READABLE_DTYPES),
-            )
+        tensor = self.require(name, shape)
         rows = range(shape[0]) if rows is None else rows
-        piece: torch.Tensor = (
-            stored[rows.start : rows.stop]
-            if columns is None
-            else stored[rows.start : rows.stop, columns.start : columns.stop]
-        )
-        self._unread.discard(name)
+        piece = self._piece(name, tensor, rows, columns)
         num_bytes = piece.numel() * piece.element_size()
         self.max_read_bytes = max(self.max_read_bytes, num_bytes)
         self.total_read_bytes += num_bytes
@@ -134,16 +114,43 @@ class WeightReader:
 
         Raises CheckpointError naming tensor and file for a tensor of several.
         """
-        if name not in self._files:
+        if name not in self._stored:
             return None
-        file, stored_name = self._files[name]
-        found = self._handle(file).get_tensor(stored_name)
-        if found.numel() != 1:
-            raise CheckpointError(f"tensor {name} has shape {list(found.shape)}, not one", where=str(file))
+        stored_name, tensor = self._stored[name]
+        if math.prod(tensor.shape) != 1:
+            where = str(tensor.file)
+            raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, not one", where=where)
         self._unread.discard(name)
-        return float(found)
+        return self._value(stored_name, tensor)
+
+    def _value(self, stored_name: str, tensor: StoredTensor) -> float:
+        return float(self._handle(tensor.file).get_tensor(stored_name))
+
+    def _piece(self, name: str, tensor: StoredTensor, rows: range, columns: range | None) -> torch.Tensor:
+        stored_name, _ = self._stored[name]
+        try:
+            stored = self._handle(tensor.file).get_slice(stored_name)
+        except SafetensorError as error:
+            raise CheckpointError(f"tensor {name}: {error}", where=str(tensor.file)) from error
+        piece: torch.Tensor = (
+            stored[rows.start : rows.stop]
+            if columns is None
+            else stored[rows.start : rows.stop, columns.start : columns.stop]
+        )
+        return piece
 
     def _handle(self, file: Path) -> Any:
         if file not in self._handles:
             self._handles[file] = self._open.enter_context(_open(file))
         return self._handles[file]
+
+
+class HeaderReader(WeightReader):
+    """A reader of headers alone: its pieces have shapes and no memory, on torch's meta device."""
+
+    def _value(self, stored_name: str, tensor: StoredTensor) -> float:
+        return 1.0
+
+    def _piece(self, name: str, tensor: StoredTensor, rows: range, columns: range | None) -> torch.Tensor:
+        second = tensor.shape[1:2] if columns is None else (len(columns),)
+        return torch.empty((len(rows), *second, *tensor.shape[2:]), device="meta")

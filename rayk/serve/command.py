@@ -14,7 +14,7 @@ from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
-from rayk.specs.server_plan import ServerOptions, plan_server
+from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
 
@@ -66,8 +66,12 @@ def serve_until_stopped(
 ) -> int:
     """Serve until a signal; the exit code. The ready line goes to `ready`, all else to stderr.
 
-    Raises UserError when the cluster cannot hold the engines.
+    Raises UserError when the weights are not those of config.json: before Ray starts; and when the cluster
+    cannot hold the engines.
     """
+    note = note_unused_tensors(options.model)
+    if note:
+        _say(note)
     stop = StopSignals(lambda: _say("stopping; running requests may end (again to end at once)"))
     with stop.handled():
         # Ray is imported here so that bad input is refused in a second.

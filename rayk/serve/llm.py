@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayk.actors.environment import wanted_address
 from rayk.serve.supervisor import Supervisor, stop_parts
-from rayk.specs.server_plan import ServerOptions, plan_server
+from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.types.errors import CheckpointError, UserError
 from rayk.types.request import Request, SamplingParams, TokenLogprobs
 from rayk.types.serving import Ask, Completer, Delta
@@ -100,6 +100,9 @@ class LLM:
             overrides=tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()),
         )
         plan_server(options, is_local=wanted_address(address) is None)
+        note = note_unused_tensors(options.model)
+        if note:
+            logging.getLogger("rayk").warning(note)
         self._engines = _Engines(options, address)
         # Whoever forgets to close it leaves that to the end of the process.
         self._close = weakref.finalize(self, self._engines.close)

@@ -112,6 +112,14 @@ def plan_server(
     )
 
 
+def note_unused_tensors(model: str) -> str:
+    """One line on what of the checkpoint a server does not use, or nothing. Raises CheckpointError where its
+    weights are not those of its config.json. Needs torch, but not Ray."""
+    from rayk.models.loader import note_unused
+
+    return note_unused(model, load_config(model))
+
+
 def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     """What an option like `2` or `1,2` says. Raises SpecError."""
     if text is None:

@@ -157,17 +157,6 @@ def test_tensor_of_a_strange_dtype(saved: Checkpoint) -> None:
     assert "model.norm.weight has dtype I8" in refused(saved)
 
 
-def test_tensor_without_use(saved: Checkpoint) -> None:
-    """A bias that the config does not mention would be left out of the model in silence."""
-    change(saved, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(128)})
-    assert "no use for: model.layers.0.self_attn.q_proj.bias" in refused(saved)
-
-
-def test_tensors_that_old_checkpoints_carry_are_ignored(saved: Checkpoint) -> None:
-    change(saved, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    load(saved, ThreadComm.make_group(1)[0])
-
-
 def test_truncated_file(saved: Checkpoint) -> None:
     file = saved.path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

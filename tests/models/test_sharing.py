@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from rayk.models.families import parse_config
 from rayk.models.families.raw import RawConfig
 from rayk.models.families.sharing import shared_sources
+from rayk.models.loader import unused_tensors
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 from tests.models.released import small
@@ -94,8 +95,7 @@ def test_tensors_of_keys_and_values_that_nobody_makes_are_not_needed(checkpoint:
         with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
             load(checkpoint, LocalComm())
     save_file(stored | {"model.layers.2.self_attn.k_scale": torch.ones(1)}, file)
-    with pytest.raises(CheckpointError, match=r"no use for: model\.layers\.2\.self_attn\.k_scale\n"):
-        load(checkpoint, LocalComm())
+    assert "model.layers.*.self_attn.k_scale" in unused_tensors(checkpoint.path, checkpoint.config)
     save_file(stored, file)
 
 

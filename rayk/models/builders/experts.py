@@ -60,21 +60,18 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Expert
     width, size = mlp.latent_size or build.config.hidden_size, mlp.intermediate_size
     parts = ("experts_up",) if mlp.kind == "relu2" else ("experts_gate", "experts_up")
     reader, names = build.pieces.reader, build.pieces.names
+    # All of them must be there: those of other experts have their use on other ranks.
+    for expert in range(mlp.num_experts):
+        for part in parts:
+            reader.require(names.of_expert(index, expert, f"{part}.weight"), (size, width))
+        reader.require(names.of_expert(index, expert, "experts_down.weight"), (width, size))
     gate_up = build.pieces.empty(len(held), len(parts) * size, width)
     down = build.pieces.empty(len(held), width, size)
-    for expert in range(mlp.num_experts):
+    for slot, expert in enumerate(held):
         inner = [names.of_expert(index, expert, f"{part}.weight") for part in parts]
-        outer = names.of_expert(index, expert, "experts_down.weight")
-        if expert not in held:
-            # Nothing to hold, but the tensors must be there, and have their use on other ranks.
-            for name in inner:
-                reader.read(name, (size, width), range(0))
-            reader.read(outer, (width, size), range(0))
-            continue
-        slot = expert - held.start
         for rows, name in zip(torch.split(gate_up[slot], size), inner, strict=True):
             rows.copy_(reader.read(name, (size, width)))
-        down[slot].copy_(reader.read(outer, (width, size)))
+        down[slot].copy_(reader.read(names.of_expert(index, expert, "experts_down.weight"), (width, size)))
     return Experts.from_rows(gate_up=gate_up, down=down)
 
 

@@ -37,12 +37,6 @@ class WeightNames:
     """The decoder's own name of a layer's parameter -> name on disk."""
     around: Mapping[str, str] = field(default_factory=dict)
     """The same of what else stands around the layers; `{s}` is a stream's index, the first left out."""
-    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Tensors that old checkpoints carry and nothing reads."""
-    ignored_prefixes: tuple[str, ...] = ()
-    """Tensors of parts that are not text, which nothing reads."""
-    layer_prefix: str = "model.layers.{i}."
-    """How the names of what a layer has begin."""
     nested: tuple[tuple[str, str], ...] = ()
     """How names may begin where the text model is part of a larger one -> how the names above begin."""
     experts: str = "interleaved"

@@ -61,8 +61,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
     if num_dense < num_layers:
         mlps[num_dense:] = [_experts(raw)] * (num_layers - num_dense)
     layers = tuple(LayerConfig(mixer="mla", rope=rope, mlp=mlp) for mlp in mlps)
-    num_further = raw.whole("num_nextn_predict_layers", 0)
-    return replace(config, layers=layers, mla=_mla(raw, rope, head_size), num_further_layers=num_further)
+    return replace(config, layers=layers, mla=_mla(raw, rope, head_size))
 
 
 def _mla(raw: RawConfig, rope: RopeConfig, head_size: int) -> MlaConfig:

@@ -121,9 +121,6 @@ FAMILY = common.Family(
     parse=parse,
     weights=common.WeightNames(
         layer=LAYER,
-        ignored_prefixes=tuple(
-            f"{root}{part}." for root in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-        ),
         nested=(
             ("language_model.model.", "model."),
             ("language_model.lm_head.", "lm_head."),

@@ -182,9 +182,6 @@ FAMILY = common.Family(
                 "per_layer_norm": "model.per_layer_projection_norm.weight",
             }
         ),
-        ignored_prefixes=tuple(
-            f"model.{part}." for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
-        ),
         nested=(("model.language_model.", "model."),),
     ),
 )

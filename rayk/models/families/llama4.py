@@ -195,7 +195,6 @@ FAMILY = common.Family(
                 "experts_down.weight": f"{_FEED_FORWARD}.experts.down_proj",
             }
         ),
-        ignored_prefixes=("vision_model.", "multi_modal_projector."),
         nested=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
         experts="halves",
     ),

@@ -130,8 +130,6 @@ FAMILY = common.Family(
                 **experts.NEMOTRON_H_NAMES,
             }
         ),
-        # Layers that predict a token further, as transformers leaves them out.
-        ignored_prefixes=("mtp.",),
         experts="single",
     ),
 )

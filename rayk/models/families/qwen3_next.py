@@ -133,8 +133,6 @@ FAMILY = common.Family(
                 "shared_sigmoid.weight": f"{_MLP}.shared_expert_gate.weight",
             }
         ),
-        # Layers that predict a token further, as transformers leaves them out.
-        ignored_prefixes=("mtp.",),
         experts="single",
     ),
 )

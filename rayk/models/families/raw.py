@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
+from rayk.types.files import JSON_BYTES, parse_json, read_text
 
 
 class RawConfig:
@@ -97,12 +97,12 @@ class RawConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError when it cannot be read or is no object."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_text(path, JSON_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise CheckpointError(
-            f"not valid JSON: {error.msg} (line {error.lineno})",
+            f"not valid JSON: {error}",
             where=str(path),
             mend="download or write the checkpoint again",
         ) from error

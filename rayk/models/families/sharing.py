@@ -6,7 +6,7 @@ num_kv_shared_layers   the last so many layers each reuse the last layer of thei
                        chunk) among the others; 0 or null: none (gemma3n/configuration_gemma3n.py:207)
 kv_sharing_targets     one entry per layer: the layer whose keys and values it reuses, null for its own
 
-Sharing layers have no weights of keys and values; those that a checkpoint still holds of them are ignored.
+Sharing layers have no weights of keys and values; those that a checkpoint still holds of them are not used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, LayerConfig
-    from rayk.models.families.common import WeightNames
     from rayk.models.families.raw import RawConfig
 
 COUNT, TARGETS = "num_kv_shared_layers", "kv_sharing_targets"
 
 _OWN_RULE = frozenset({"gemma3n"})
 """Families that apply `num_kv_shared_layers` themselves: theirs has a default."""
-_UNUSED = tuple(f"{name}.{part}" for name in ("k", "v", "k_norm") for part in ("weight", "bias"))
 
 
 def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
@@ -88,16 +86,6 @@ def shared_sources(raw: RawConfig, layers: Sequence[LayerConfig], count: int) ->
                 mend="let fewer layers share",
             )
     return (None,) * num_own + tuple(last[_type_of(layer)] for layer in layers[num_own:])
-
-
-def unused_tensors(names: WeightNames, config: DecoderConfig) -> frozenset[str]:
-    """Names on disk of what sharing layers would have, did they make keys and values."""
-    return frozenset(
-        names.in_layer(index, parameter)
-        for index in config.sharing_layers
-        for parameter in _UNUSED
-        if parameter in names.layer
-    )
 
 
 def _type_of(layer: LayerConfig) -> tuple[str, int | None, int | None]:

@@ -1,0 +1,55 @@
+"""Reading files that users name: plain ones (others may never end), of bounded size and depth."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+JSON_BYTES = 48 << 20
+"""Of any JSON file: the largest of released models (a tokenizer's, a header's) take 35 MB."""
+MAX_DEPTH = 64
+"""Of what nests in a file: released configs have 4 levels."""
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """A plain file, open for reading. Raises OSError, also where it is none."""
+    # A pipe without a writer would have us wait for one.
+    file = open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "not a plain file", str(path))
+
+
+def read_bytes(path: str | Path, max_bytes: int) -> bytes:
+    """What a plain file of at most `max_bytes` holds. Raises OSError."""
+    with open_plain(path) as file:
+        found = file.read(max_bytes + 1)
+        size = max(len(found), os.fstat(file.fileno()).st_size)
+    if size > max_bytes:
+        raise OSError(errno.EFBIG, f"{size:,} bytes, and at most {max_bytes:,} are read", str(path))
+    return found
+
+
+def read_text(path: str | Path, max_bytes: int) -> str:
+    """As `read_bytes`, UTF-8. Raises OSError and UnicodeDecodeError."""
+    return read_bytes(path, max_bytes).decode()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says. Raises ValueError, also where it nests deeper than MAX_DEPTH."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    level, depth = [found], 0
+    while level := [x for x in level if isinstance(x, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        level = [child for x in level for child in (x.values() if isinstance(x, dict) else x)]
+    return found
