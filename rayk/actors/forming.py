@@ -6,8 +6,10 @@ Runs inside the actor that owns the workers: a coordinator's for the engines of 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -28,6 +30,7 @@ STOP_S = 10.0
 DRAIN_S = 12.0
 """How long reads that are in flight at the end may take to end."""
 RELEASE_POLL_S = 0.02
+SECRET_BYTES = 32
 COMM_S = 60.0
 """How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
 HEAR_S = 1.0
@@ -41,9 +44,12 @@ RankSpecs = Callable[[int, str], RankSpec]
 
 async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
     """Have an engine's workers become its ranks, and run their loops. Raises RaykError."""
+    secret = secrets.token_bytes(SECRET_BYTES)
     address = await engine.guard(engine.leader.reserve_address.remote(), "an address", CONTROL_S)
     replies = [
-        worker.form.options(concurrency_group="control").remote(spec_of(rank, address))
+        worker.form.options(concurrency_group="control").remote(
+            replace(spec_of(rank, address), secret=secret)
+        )
         for rank, worker in enumerate(engine.workers)
     ]
     facts = await engine.guard(all_of(replies), "forming", FORM_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayk.actors.planted import PlantedFault
 from rayk.actors.push_flow import PushSettings
@@ -23,6 +23,8 @@ class RankSpec:
     config: EngineConfig
     address: str
     """host:port the ranks meet at; also names their shared memory."""
+    secret: bytes = field(default=b"", repr=False)
+    """What only the ranks of this life of the engine know. Drawn where it is formed."""
     comm_timeout_s: float
     lease_s: float
     """A lease lasts no longer than this."""

@@ -134,6 +134,7 @@ class Worker:
             spec.address,
             device=spec.config.device,
             timeout_s=spec.comm_timeout_s,
+            secret=spec.secret,
         )
         try:
             commit = functools.partial(commit_wrong_kv, faults=spec.faults)

@@ -35,10 +35,12 @@ def make_comm(
     address: str,
     device: torch.device | str,
     timeout_s: float = 30.0,
+    secret: bytes = b"",
 ) -> MadeComm:
     """The comm of rank `rank` of `size`. All ranks call it at about the same time, with equal kind.
 
     address: host:port on rank 0's machine, free; one rank alone needs none.
+    secret: what only the ranks know, against strangers on sockets that any user may call.
     device: where the rank's tensors are. A CUDA device must be the rank's own ("cuda:1").
 
     "auto" takes shm for CPU ranks of one host, NCCL for ranks with a GPU each, else gloo. Raises
@@ -51,10 +53,10 @@ def make_comm(
         return MadeComm(LocalComm(), None)
     _refuse_misfits(kind, size, device)
     if kind == "auto":
-        return _choose(rank, size, address, device, timeout_s)
+        return _choose(rank, size, address, device, timeout_s, secret)
     if kind == "shm":
         return MadeComm(ShmComm(rank, size, address, timeout_s), None)
-    return MadeComm(TorchComm(kind, rank, size, address, timeout_s), None)
+    return MadeComm(TorchComm(kind, rank, size, address, timeout_s, secret=secret), None)
 
 
 def _refuse_misfits(kind: str, size: int, device: torch.device) -> None:
@@ -66,18 +68,19 @@ def _refuse_misfits(kind: str, size: int, device: torch.device) -> None:
         raise DeviceError("comm nccl needs a CUDA device", mend="use comm: shm or gloo")
 
 
-def _choose(rank: int, size: int, address: str, device: torch.device, timeout_s: float) -> MadeComm:
+def _choose(
+    rank: int, size: int, address: str, device: torch.device, timeout_s: float, secret: bytes
+) -> MadeComm:
     store = open_store(address, rank, size, timeout_s)
     # Every rank reads all the answers, so all come to the same choice.
     store.set(f"rank{rank}", json.dumps(_where_am_i(device)))
     places = [json.loads(store.get(f"rank{r}")) for r in range(size)]
     first_choice = "shm" if device.type == "cpu" else "nccl"
     reason = _why_no_shm(places) if first_choice == "shm" else _why_no_nccl(places)
-    if reason is not None:
-        return MadeComm(TorchComm("gloo", rank, size, address, timeout_s, store=store), reason)
-    if first_choice == "shm":
+    if reason is None and first_choice == "shm":
         return MadeComm(ShmComm(rank, size, address, timeout_s), None)
-    return MadeComm(TorchComm("nccl", rank, size, address, timeout_s, store=store), None)
+    kind = "gloo" if reason is not None else "nccl"
+    return MadeComm(TorchComm(kind, rank, size, address, timeout_s, store=store, secret=secret), reason)
 
 
 def _where_am_i(device: torch.device) -> dict[str, str | None]:

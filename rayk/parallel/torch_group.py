@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
+from rayk.parallel.proof import Proofs
 from rayk.types.errors import CommError, DeviceError
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ dist: Any = torch.distributed
 
 _LENGTH = struct.Struct("<q")
 _SMALL_BYTES = 4096
-"""A payload that fits this, with its length, travels in one broadcast."""
+"""A message that fits this, with its length, travels in one broadcast."""
+_MAX_BYTES = 1 << 30
+"""Of one message. Lengths come before any proof."""
 
 
 @contextmanager
@@ -42,8 +45,23 @@ def open_store(address: str, rank: int, size: int, timeout_s: float) -> Any:
     host, _, port = address.rpartition(":")
     assert host, f"address {address!r} is not host:port"
     assert port.isdigit(), f"address {address!r} is not host:port"
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+    if rank == 0:
+        options["master_listen_fd"] = _listen(host, int(port))
     with _as_comm_error("connect"):
-        return dist.TCPStore(host, int(port), size, rank == 0, timeout=timedelta(seconds=timeout_s))
+        return dist.TCPStore(host, int(port), size, rank == 0, **options)
+
+
+def _listen(host: str, port: int) -> int:
+    """A socket's descriptor for the store, which would listen at all of the machine's addresses."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            return listener.detach()
+    except OSError as error:
+        raise CommError("connect", f"rank 0 cannot listen at {host}:{port}: {error}") from error
 
 
 def _local_address(init_address: str) -> str:
@@ -71,8 +89,12 @@ class TorchComm:
         timeout_s: float = 30.0,
         *,
         store: Any = None,
+        secret: bytes = b"",
     ) -> None:
-        """Meet the other ranks at `init_address` (host:port of rank 0, or `store` made from it)."""
+        """Meet the other ranks at `init_address` (host:port of rank 0, or `store` made from it).
+
+        `secret`: known to the ranks alone; bytes from who does not know it are CommError.
+        """
         assert backend in ("gloo", "nccl"), backend
         if backend == "nccl" and not dist.is_nccl_available():
             raise DeviceError("this torch is built without NCCL", mend="use comm: gloo")
@@ -80,6 +102,7 @@ class TorchComm:
         self.size = size
         self.name = backend
         self._timeout = timedelta(seconds=timeout_s)
+        self._proofs = Proofs(secret)
         self._store = store or open_store(init_address, rank, size, timeout_s)
         self._cpu: Any = self._make_gloo(_local_address(init_address))
         self._tensors: Any = self._make_nccl() if backend == "nccl" else self._cpu
@@ -123,34 +146,42 @@ class TorchComm:
         """Rank 0's payload on every rank."""
         assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
         self._open("broadcast_bytes")
+        self._proofs.begin("broadcast_bytes")
+        message = None if payload is None else self._proofs.prove(0, payload)
+        received = self._broadcast_message(message)
+        return payload if payload is not None else self._proofs.check(0, received)
+
+    def _broadcast_message(self, message: bytes | None) -> bytes:
         head_bytes = _SMALL_BYTES - _LENGTH.size
         first = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
-        if payload is not None:
-            framed = _LENGTH.pack(len(payload)) + payload[:head_bytes]
+        if message is not None:
+            framed = _LENGTH.pack(len(message)) + message[:head_bytes]
             first[: len(framed)] = _tensor_of(framed)
         self._broadcast(first)
         framed = _bytes_of(first)
-        (total,) = _LENGTH.unpack_from(framed)
+        total = _checked_length("broadcast_bytes", *_LENGTH.unpack_from(framed))
         received = framed[_LENGTH.size : _LENGTH.size + total]
         if total <= head_bytes:
             return received
         rest = torch.zeros(total - head_bytes, dtype=torch.uint8)
-        if payload is not None:
-            rest.copy_(_tensor_of(payload[head_bytes:]))
+        if message is not None:
+            rest.copy_(_tensor_of(message[head_bytes:]))
         self._broadcast(rest)
         return received + _bytes_of(rest)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
         """Every rank's payload on rank 0. All ranks receive all."""
         self._open("gather_bytes")
-        lengths = [int(n) for n in self._gather_on_cpu(torch.tensor([len(payload)]))]
-        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        if payload:
-            padded[: len(payload)] = _tensor_of(payload)
+        self._proofs.begin("gather_bytes")
+        message = self._proofs.prove(self.rank, payload)
+        lengths = [int(n) for n in self._gather_on_cpu(torch.tensor([len(message)]))]
+        padded = torch.zeros(_checked_length("gather_bytes", *lengths), dtype=torch.uint8)
+        padded[: len(message)] = _tensor_of(message)
         parts = self._gather_on_cpu(padded)
         if self.rank != 0:
             return None
-        return [_bytes_of(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+        messages = [_bytes_of(part)[:length] for part, length in zip(parts, lengths, strict=True)]
+        return [self._proofs.check(rank, message) for rank, message in enumerate(messages)]
 
     def close(self) -> None:
         """Drop the groups and their sockets. Peers that wait for this rank get CommError."""
@@ -180,6 +211,13 @@ class TorchComm:
         with _as_comm_error("gather_bytes"):
             self._cpu.allgather([gathered], [tensor]).wait()
         return gathered
+
+
+def _checked_length(operation: str, *lengths: int) -> int:
+    """The longest. Raises CommError for one that no message has."""
+    if not all(0 <= length <= _MAX_BYTES for length in lengths):
+        raise CommError(operation, f"messages of {', '.join(map(str, lengths))} bytes")
+    return max(lengths)
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
