@@ -191,15 +191,15 @@ KV = (
     Mutation(
         "a shared block is free after one holder",
         "rayk/kv/block_pool.py",
-        "self._free[block] = self._references[block] == 0",
-        "self._free[block] = True",
+        "            if self._references[block]:\n                continue\n",
+        "",
         "tests/kv/test_block_pool.py::test_references_are_counted",
     ),
     Mutation(
         "a run with gaps follows",
-        "rayk/kv/block_pool.py",
-        "run[-1] == after + num_blocks:",
-        "run[-1] >= after + num_blocks:",
+        "rayk/kv/free_runs.py",
+        'return self._is_in[start : start + count] == b"\\1" * count',
+        "return self._is_in[start] == 1",
         "tests/kv/test_block_pool.py::test_allocation_prefers_consecutive_ids",
     ),
     Mutation(

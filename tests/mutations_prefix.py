@@ -15,22 +15,22 @@ PREFIXES = (
     Mutation(
         "the newest kept block goes first",
         "rayk/kv/block_pool.py",
-        "when = np.where(self._kept[free], self._freed_at[free], 0)",
-        "when = np.where(self._kept[free], -self._freed_at[free], 0)",
+        "list(islice(self._oldest, num_blocks",
+        "list(islice(reversed(self._oldest), num_blocks",
         f"{POOL}::test_kept_blocks_are_lost_last_and_the_oldest_first",
     ),
     Mutation(
         "a lost block can still be found",
         "rayk/kv/block_pool.py",
-        "            if self._on_lost is not None:",
-        "            if self._on_lost is None:",
+        "        if lost and self._on_lost is not None:",
+        "        if lost and self._on_lost is None:",
         f"{CACHE}::TestCacheWalk",
     ),
     Mutation(
         "a block found again stays free",
         "rayk/kv/block_pool.py",
-        "            self._references[block] += 1\n            self._free[block] = False",
-        "            self._references[block] += 1",
+        "            if not self._references[block]:\n                del self._oldest[block]\n",
+        "",
         f"{POOL}::test_kept_blocks_are_lost_last_and_the_oldest_first",
     ),
     Mutation(

@@ -94,13 +94,13 @@ def test_integrity_check_sees_damage(damage: str):
     pool.allocate(1)
     pool.check_integrity()
     if damage == "null freed":
-        pool._free[NULL_BLOCK] = True
+        pool._blank.add(NULL_BLOCK, 1)
     elif damage == "null held":
         pool._references[NULL_BLOCK] = 1
     elif damage == "free and held":
-        pool._free[1] = True
+        pool._blank.add(1, 1)
     elif damage == "leaked":
-        pool._free[2] = False
+        pool._blank.remove(2, 1)
     else:
         pool._references[1] = -1
     with pytest.raises(AssertionError):

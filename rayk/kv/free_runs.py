@@ -1,0 +1,106 @@
+"""Free block ids as runs of consecutive ones: the first run that is long enough is found without a scan."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+
+class FreeRuns:
+    """Some of the ids below `num_ids`, none at first. Each call costs what it adds or takes, times the
+    logarithm of `num_ids` at most.
+
+    A tree over the ids: a leaf has the length of the run that starts there, 0 elsewhere; every other node
+    the larger of its two children.
+    """
+
+    def __init__(self, num_ids: int) -> None:
+        self._num_leaves = 1 << num_ids.bit_length()
+        self._longest = array("q", bytes(8 * 2 * self._num_leaves))
+        """Node 1 is the root, those below node i are 2 * i and 2 * i + 1."""
+        self._is_in = bytearray(num_ids + 1)
+        self._start_of = array("q", bytes(8 * num_ids))
+        """Of the last id of a run: its first. Elsewhere whatever stood there."""
+        self._num_in = 0
+
+    def __len__(self) -> int:
+        return self._num_in
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._is_in[block])
+
+    def holds(self, start: int, count: int) -> bool:
+        """Whether all of `count` ids from `start` on are here."""
+        return self._is_in[start : start + count] == b"\1" * count
+
+    def add(self, start: int, count: int) -> None:
+        """`count` ids from `start` on, none of which is here."""
+        self._is_in[start : start + count] = b"\1" * count
+        self._num_in += count
+        stop = start + count
+        if self._is_in[stop]:
+            after = self._longest[self._num_leaves + stop]
+            self._set(stop, 0)
+            stop += after
+        if start and self._is_in[start - 1]:
+            start = self._start_of[start - 1]
+        self._set(start, stop - start)
+        self._start_of[stop - 1] = start
+
+    def add_all(self, blocks: Iterable[int]) -> None:
+        """Ids in any order, each once, none of which is here."""
+        start = stop = 0
+        for block in sorted(blocks):
+            if block != stop:
+                if stop > start:
+                    self.add(start, stop - start)
+                start = block
+            stop = block + 1
+        if stop > start:
+            self.add(start, stop - start)
+
+    def remove(self, start: int, count: int) -> None:
+        """`count` ids from `start` on, all of which are here."""
+        # Whoever goes on behind ids of its own, or asks `first`, begins where a run does.
+        first = self._is_in.rfind(0, 0, start) + 1
+        stop = first + self._longest[self._num_leaves + first]
+        self._is_in[start : start + count] = bytes(count)
+        self._num_in -= count
+        self._set(first, start - first)
+        if start > first:
+            self._start_of[start - 1] = first
+        if stop > start + count:
+            self._set(start + count, stop - start - count)
+            self._start_of[stop - 1] = start + count
+
+    def first(self, count: int) -> int | None:
+        """Where the first run of at least `count` ids starts; None where there is none."""
+        if self._longest[1] < count:
+            return None
+        node = 1
+        while node < self._num_leaves:
+            node *= 2
+            if self._longest[node] < count:
+                node += 1
+        return node - self._num_leaves
+
+    def take_lowest(self, count: int) -> list[int]:
+        """Remove the lowest `count` ids, or all where there are fewer."""
+        taken: list[int] = []
+        while len(taken) < count and (start := self.first(1)) is not None:
+            length = min(count - len(taken), self._longest[self._num_leaves + start])
+            self.remove(start, length)
+            taken += range(start, start + length)
+        return taken
+
+    def _set(self, start: int, length: int) -> None:
+        """The run that starts here is so long now; 0: none does."""
+        longest = self._longest
+        node = self._num_leaves + start
+        longest[node] = length
+        while node > 1:
+            node >>= 1
+            most = max(longest[2 * node], longest[2 * node + 1])
+            if longest[node] == most:
+                return
+            longest[node] = most
