@@ -231,6 +231,7 @@ _SAMPLES: dict[str, Any] = {
     "bool": True,
     "int | None": 3,
     "tuple[str, ...]": ("a", "b"),
+    "tuple[str, ...] | None": ("a", "b"),
     "tuple[bytes, ...]": (b"a", b"b"),
     "tuple[tuple[str, str, str], ...]": (("a", "b", "c"), ("d", "e", "f")),
     "dict[str, str]": {"key": "value"},

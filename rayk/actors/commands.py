@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayk.transfer.finite import NotFinitePlace
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.push import Chunk
 from rayk.transfer.ticket import TransferTicket
@@ -88,6 +89,27 @@ class Capture:
     request_id: str
     num_tokens: int
     block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """What was computed for a request is not finite: where is it so first? The answer is an Inspected."""
+
+    request_id: str
+    lease_id: str
+    """That holds its blocks until then, and ends with it."""
+    num_tokens: int
+    block_tables: BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """One rank's answer to Inspect."""
+
+    kv: NotFinitePlace | None
+    """The first one of the request's live rows."""
+    weights: tuple[str, ...]
+    """Of the rank, those that are not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from rayk.actors.commands import (
     EndReads,
     EndReservation,
     HoldTicket,
+    Inspect,
+    Inspected,
     LetGo,
     Locate,
     MakeStore,
@@ -33,12 +36,14 @@ from rayk.actors.digesting import Digesting
 from rayk.actors.planted import FaultBox, PlantedFault
 from rayk.actors.pushing import PushSide
 from rayk.actors.transfer_meter import report_news, report_totals
+from rayk.engine.finite import not_finite_weights
 from rayk.engine.rank import EngineRank
 from rayk.metrics import BufferedSink
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
 from rayk.transfer.faults import FaultyAgent, reuse_early
+from rayk.transfer.finite import first_not_finite
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.reserving import Reserved
@@ -84,14 +89,30 @@ def capture(views: Sequence[LayerView], command: Capture) -> CapturedRows:
     return captured
 
 
+class Inspection:
+    """Looks for what is not finite on a rank."""
+
+    def __init__(self, rank: EngineRank, views: Sequence[LayerView]) -> None:
+        self._views = views
+        self._find_weights = functools.cache(functools.partial(not_finite_weights, rank))
+
+    def __call__(self, command: Inspect) -> Inspected:
+        """Weights are looked at once."""
+        kv = first_not_finite(self._views, command.block_tables, command.num_tokens)
+        return Inspected(kv, self._find_weights())
+
+
 class CaptureExtension:
     """An engine that moves no KV but lets its rows be looked at."""
 
     def __init__(self, rank: EngineRank) -> None:
         self._views = layer_views(rank)
+        self._inspect = Inspection(rank, self._views)
 
     def execute(self, command: object) -> object:
-        """Only Capture."""
+        """Only Capture and Inspect."""
+        if isinstance(command, Inspect):
+            return self._inspect(command)
         assert isinstance(command, Capture), command
         return capture(self._views, command)
 
@@ -127,6 +148,7 @@ class TransferExtension:
         """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
         Pusher. `on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
         self._views = layer_views(rank)
+        self._inspect = Inspection(rank, self._views)
         self._faults = FaultBox(faults)
         self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
         self._caches = rank.caches
@@ -177,6 +199,8 @@ class TransferExtension:
                 self._start_read(command)
             case Capture():
                 return capture(self._views, command)
+            case Inspect():
+                return self._inspect(command)
             case _:
                 return self._on_ticket(command)
         return None

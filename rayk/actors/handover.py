@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import Capture, MakeStore, MakeTicket, Prove, Reserve
+from rayk.actors.commands import Capture, Inspect, Inspected, MakeStore, MakeTicket, Prove, Reserve
 from rayk.actors.lending import Lending
 from rayk.actors.offloading import Offloading
 from rayk.actors.pushing import Pushing
@@ -20,7 +20,7 @@ from rayk.actors.receiving import Incoming, Receiving
 from rayk.actors.reservations import Reservations, Wish
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.seal import is_whole
-from rayk.types.errors import RaykError, TransferError
+from rayk.types.errors import NotFiniteError, RaykError, TransferError
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader, Sink
@@ -41,6 +41,9 @@ class TransferHandover:
         self._capture: set[str] = set()
         self._commands: list[object] = []
         self._sent: list[object] = []
+        self._engine = engine
+        self._not_finite: dict[str, NotFiniteError] = {}
+        """Of requests that are being looked into."""
         self.lending = Lending(engine=engine, epoch=epoch, tp=tp)
         self.receiving = Receiving(tp=tp, commands=self._commands)
         self.pushing = Pushing(self._commands)
@@ -247,6 +250,30 @@ class TransferHandover:
                 if self.offloading is not None:
                     self.offloading.on_news(rank, news)
 
+    def inspect(self, error: NotFiniteError, num_tokens: int) -> None:
+        """All ranks look for where it began; its blocks are under a lease until then."""
+        request_id, lease_id = error.request_id, f"{error.request_id}/not finite"
+        self._hand_over.discard(request_id)
+        self._capture.discard(request_id)
+        self.pushing.end(request_id, "its logits are not finite")
+        if self.offloading is not None:
+            self.offloading.left(request_id)
+        tables = self.leader.manager.block_tables(request_id)
+        self.leader.manager.lease(request_id, lease_id)
+        self._not_finite[request_id] = error
+        self._commands.append(Inspect(request_id, lease_id, num_tokens, tables))
+
+    def _on_inspected(self, command: Inspect, answers: list[Any]) -> None:
+        self.leader.manager.release(command.lease_id)
+        error = self._not_finite.pop(command.request_id)
+        found = [a for a in answers if isinstance(a, Inspected)]
+        places = [a.kv for a in found if a.kv is not None]
+        error.engine = self._engine
+        error.kv = str(min(places)) if places else ""
+        if len(found) == len(answers):
+            error.weights = tuple(dict.fromkeys(w for a in found for w in a.weights))
+        self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
+
     def abort(self, request_id: str) -> bool:
         """Stop what there is of a request; False if there is nothing."""
         self._hand_over.discard(request_id)
@@ -265,6 +292,7 @@ class TransferHandover:
     def holds(self, request_id: str) -> bool:
         """Whether blocks or reads of a request outlive its stream here."""
         held = self.lending.holds(request_id) or self.receiving.holds(request_id)
+        held = held or request_id in self._not_finite
         return held or (self.offloading is not None and self.offloading.holds(request_id))
 
     def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
@@ -279,6 +307,7 @@ class TransferHandover:
         self.receiving.clear()
         self.pushing.clear()
         self.reservations.clear()
+        self._not_finite.clear()
         if self.offloading is not None:
             self.offloading.clear()
 
@@ -307,6 +336,8 @@ class TransferHandover:
             case MakeStore():
                 assert self.offloading is not None
                 self.offloading.on_refused(command, error)
+            case Inspect():
+                self._on_inspected(command, answers)
             case Prove():
                 self.receiving.on_proof(command, answers)
             case Capture() if error is not None:

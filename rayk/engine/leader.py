@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +24,7 @@ from rayk.engine.stopping import LazyDecoder, StopStrings
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import RequestState, Scheduler
 from rayk.types.batch import ScheduledBatch, StepTokens
-from rayk.types.errors import EngineDied, RaykError, UserError
+from rayk.types.errors import EngineDied, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -97,6 +97,11 @@ class Handover(Protocol):
         """Per rank: results of the last `commands()`, and the poll."""
         ...
 
+    def inspect(self, error: NotFiniteError, num_tokens: int) -> None:
+        """A request has left the scheduler, its blocks, with KV of `num_tokens` tokens, have not: find out
+        more, give them back, and tell its sink."""
+        ...
+
     def abort(self, request_id: str) -> bool:
         """Stop a hand-over in progress; False if there is none."""
         ...
@@ -147,6 +152,8 @@ class Leader:
         self._last_news_s = 0.0
         self.num_ended: Counter[str] = Counter()
         """Requests that ended here, by finish reason, error or handed_over."""
+        self.num_not_finite = 0
+        """Of those with an error, requests whose logits or KV were not finite."""
         if handover is not None:
             handover.attach(self)
 
@@ -257,6 +264,8 @@ class Leader:
         if turn.batch is not None:
             tokens = result.tokens
             assert tokens is not None
+            if tokens.not_finite:
+                self._fail_not_finite(turn.batch, tokens.not_finite)
             for state in self.scheduler.update(turn.batch, tokens.token_ids, tokens.prompt_logprobs):
                 self._deliver(state, tokens.logprobs.get(state.request_id))
         if turn.batch is not None or any(news is not None for news in result.polls):
@@ -271,6 +280,7 @@ class Leader:
             return
         if event.is_last:
             del self._sinks[event.request_id]
+            self.num_not_finite += isinstance(event.error, NotFiniteError)
             if ends:
                 self.num_ended[_how_ended(event)] += 1
         sink(event)
@@ -364,6 +374,25 @@ class Leader:
                 info=info,
             )
         )
+
+    def _fail_not_finite(self, batch: ScheduledBatch, request_ids: Collection[str]) -> None:
+        """Logits of these are not finite: they end here, and nothing of them is kept."""
+        for share in batch.requests:
+            request_id, num_tokens = share.request_id, share.num_computed_tokens + len(share.token_ids)
+            if request_id not in request_ids:
+                continue
+            state = self.scheduler.remove(request_id, keep_blocks=True)
+            if state is None:
+                continue  # aborted while the step ran
+            if self.manager.prefixes is not None:
+                keys = self.manager.prefix_keys(request_id, state.tokens, state.num_computed)
+                self.manager.forget(self.manager.prefixes.holding(keys))
+            error = NotFiniteError(request_id, f"logits at token {num_tokens - 1} are")
+            if self._handover is not None:
+                self._handover.inspect(error, num_tokens)
+            else:
+                self.manager.free(request_id)
+                self.emit(RequestEvent(request_id=request_id, error=error))
 
     def _absorb_gathered(self, result: TurnResult) -> None:
         n = self._num_handover_commands

@@ -25,19 +25,32 @@ if TYPE_CHECKING:
 
 NARROW_TOP_K = 1024
 """Up to this top_k only the best tokens are looked at, not the whole vocabulary."""
+NO_TOKEN = -1
+"""Of a row of logits that are not all finite."""
 MAX_ELEMENTS = 1 << 22
 """Scores worked on at once: each takes some 50 bytes on the way to a token."""
 
 
 def sample(rows: Sequence[Row], logits: torch.Tensor) -> list[int]:
     """One token per row of float32 logits [R, V]; the lowest id wins a tie of greedy rows."""
+    tokens: list[int] = _sample(rows, logits).tolist()
+    return tokens
+
+
+def are_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [R]: rows of [R, V] without NaN and infinities. Waits for no device."""
+    # Both ends of a row are NaN where it has one. No sum: it may overflow.
+    return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
+
+
+def _sample(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
     chosen = logits.argmax(dim=-1)
     others = [i for i, row in enumerate(rows) if not row.params.is_plain]
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     for start in range(0, len(others), step):
         part = others[start : start + step]
         chosen[part] = _choose([rows[i] for i in part], logits[part])
-    return chosen.tolist()
+    return chosen
 
 
 def _choose(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
@@ -111,29 +124,40 @@ def sample_step(
     states: of the batch's requests, in its order. logits: float32, a row per request that needs logits.
     prompt_logits: the rows of the batch's `prompt_logits`, in any number of pieces.
     """
-    prompt_logprobs = _score_prompts(batch, states, prompt_logits)
+    prompt_logprobs, not_finite = _score_prompts(batch, states, prompt_logits)
     sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
     assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
     names = [s.request_id for s in sampling]
     if all(s.request.sampling.is_plain for s in sampling):
-        tokens: list[int] = logits.argmax(dim=-1).tolist()
+        chosen = logits.argmax(dim=-1)
     else:
         rows = [Row(s.request.sampling, s.request.prompt_token_ids, s.output_token_ids) for s in sampling]
-        tokens = sample(rows, logits)
-    told = [i for i, s in enumerate(sampling) if s.request.sampling.logprobs is not None]
+        chosen = _sample(rows, logits)
+    # One wait for the device tells both.
+    tokens = torch.where(are_finite(logits), chosen, NO_TOKEN).tolist()
+    not_finite |= {name for name, token in zip(names, tokens, strict=True) if token == NO_TOKEN}
+    told = [
+        i
+        for i, s in enumerate(sampling)
+        if s.request.sampling.logprobs is not None and s.request_id not in not_finite
+    ]
     logprobs: dict[str, TokenLogprobs] = {}
     if told:
         num_top = [sampling[i].request.sampling.logprobs or 0 for i in told]
         scored = score_tokens(logits[told], [tokens[i] for i in told], num_top)
         logprobs = {names[i]: s for i, s in zip(told, scored, strict=True)}
     return StepTokens(
-        token_ids=dict(zip(names, tokens, strict=True)), logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        token_ids={n: t for n, t in zip(names, tokens, strict=True) if n not in not_finite},
+        not_finite=frozenset(not_finite),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
 def _score_prompts(
     batch: ScheduledBatch, states: Sequence[RequestState], prompt_logits: Iterable[torch.Tensor]
-) -> dict[str, list[TokenLogprobs]]:
+) -> tuple[dict[str, list[TokenLogprobs]], set[str]]:
+    """By request, and requests with rows that are not finite."""
     wanted: list[tuple[str, int, int]] = []
     for share, state in zip(batch.requests, states, strict=True):
         start, stop = share.prompt_logits
@@ -142,12 +166,15 @@ def _score_prompts(
         first = share.num_computed_tokens + 1
         wanted += [(state.request_id, t, num_top) for t in state.tokens[first + start : first + stop]]
     scored: dict[str, list[TokenLogprobs]] = {}
+    not_finite: set[str] = set()
     at = 0
     for logits in prompt_logits:
         part = wanted[at : at + len(logits)]
+        finite = are_finite(logits)
         logprobs = score_tokens(logits, [target for _, target, _ in part], [n for _, _, n in part])
         for (name, _, _), logprob in zip(part, logprobs, strict=True):
             scored.setdefault(name, []).append(logprob)
+        not_finite |= {name for (name, _, _), ok in zip(part, finite.tolist(), strict=True) if not ok}
         at += len(logits)
     assert at == len(wanted), (at, len(wanted))
-    return scored
+    return scored, not_finite

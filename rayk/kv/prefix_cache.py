@@ -62,6 +62,10 @@ class PrefixKeys:
     def __getitem__(self, num_tokens: int) -> bytes:
         return self._keys[num_tokens]
 
+    def of_size(self, block_size: int) -> list[bytes]:
+        """Those of prefixes that end where a block of so many tokens does."""
+        return [key for end, key in self._keys.items() if end % block_size == 0]
+
 
 class PrefixCache:
     """Key -> block, per group. Whether blocks are held, and which are lost next, is the pool's business."""
@@ -120,6 +124,12 @@ class PrefixCache:
         known = self._since[block]
         is_less = known != since and all(a >= b for a, b in zip(known, since, strict=True))
         return block if is_less else None
+
+    def holding(self, keys: PrefixKeys) -> set[int]:
+        """All blocks of a sequence that can be found, whoever computed them."""
+        known = zip(self._groups, self._blocks, strict=True)
+        found = (blocks.get(key) for g, blocks in known for key in keys.of_size(g.spec.block_size))
+        return {block for block in found if block is not None}
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These are handed out for something else."""

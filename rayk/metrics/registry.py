@@ -49,13 +49,16 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     "finish_reason": frozenset({"stop", "length", "abort", "error", "handed_over", "refused"}),
     "move": frozenset({"store", "load", "swap"}),
     "outcome": frozenset({"written", "read", "evicted", "dropped", "bad"}),
-    "reason": frozenset({"TRANSFER_ERROR", "KV_MISMATCH", "TIMEOUT", "UNSUPPORTED", "ENGINE_ERROR"}),
+    "reason": frozenset(
+        {"TRANSFER_ERROR", "KV_MISMATCH", "NOT_FINITE", "TIMEOUT", "UNSUPPORTED", "ENGINE_ERROR"}
+    ),
     "verdict": frozenset(
         {
             "PASS",
             "NEAR_TIE",
             "TOKEN_MISMATCH",
             "KV_MISMATCH",
+            "NOT_FINITE",
             "TRANSFER_ERROR",
             "ENGINE_ERROR",
             "TIMEOUT",

@@ -22,6 +22,7 @@ SHORT = {
     "NEAR_TIE": "near tie",
     "UNSUPPORTED": "n/a",
     "KV_MISMATCH": "KV wrong",
+    "NOT_FINITE": "not finite",
     "TRANSFER_ERROR": "transfer",
     "ENGINE_ERROR": "engine",
     "TIMEOUT": "timeout",

@@ -18,6 +18,7 @@ STYLES = {
     "NEAR_TIE": "yellow",
     "UNSUPPORTED": "dim",
     "KV_MISMATCH": "bold red",
+    "NOT_FINITE": "bold red",
     "TRANSFER_ERROR": "bold red",
     "ENGINE_ERROR": "bold red",
     "TIMEOUT": "bold red",

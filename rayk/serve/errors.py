@@ -17,6 +17,7 @@ from starlette.responses import Response
 from rayk.types.errors import (
     DeadlineExceeded,
     InternalError,
+    NotFiniteError,
     Overloaded,
     RaykError,
     RoleConflict,
@@ -102,6 +103,8 @@ def api_error(error: Exception) -> ApiError:
         )
     if isinstance(error, DeadlineExceeded):
         return ApiError(504, str(error), "timeout_error", code="deadline_exceeded")
+    if isinstance(error, NotFiniteError):
+        return ApiError(500, str(error), SERVER, code="not_finite")
     if isinstance(error, RaykError) and not isinstance(error, InternalError):
         code = "server_ended" if isinstance(error, ServerEnded) else "engine_failed"
         return ApiError(503, str(error), SERVER, code=code, retry_after_s=1)

@@ -50,6 +50,7 @@ CommKind = Literal["auto", "shm", "gloo", "nccl"]
 Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
 Verdict = Literal[
     "KV_MISMATCH",
+    "NOT_FINITE",
     "TRANSFER_ERROR",
     "ENGINE_ERROR",
     "TIMEOUT",
@@ -59,7 +60,8 @@ Verdict = Literal[
     "UNSUPPORTED",
 ]
 VERDICTS: tuple[str, ...] = get_args(Verdict)
-"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame."""
+"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame.
+NOT_FINITE: NaN or infinity in logits or KV."""
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]

@@ -54,7 +54,9 @@ class StepTokens:
     """What a step came to, by request id. Filled by the sampler."""
 
     token_ids: Mapping[str, int]
-    """Of the requests that needed logits."""
+    """Of the requests that needed logits, and got finite ones."""
+    not_finite: frozenset[str] = frozenset()
+    """Those whose logits were not."""
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
     """Of these tokens, where asked for."""
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)

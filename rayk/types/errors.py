@@ -15,6 +15,7 @@ RaykError
 ├── HandshakeMismatch     producer and consumer disagree on a field
 ├── TransferError         bytes did not arrive
 ├── KVMismatch            bytes arrived and are wrong
+├── NotFiniteError        a request's logits or KV are NaN or infinite
 ├── EngineDied            a rank of the engine is gone or failed
 ├── CommError             a collective failed or a peer is gone
 ├── Overloaded            a server has no room for another request
@@ -202,6 +203,32 @@ class KVMismatch(RaykError):
             f"KV of {self.request_id} differs: layer {self.layer}, group {self.group}, "
             f"{self.field}, {self.unit_name} {self.head}, token {self.token}: {self.classification}"
         )
+
+
+@dataclass
+class NotFiniteError(RaykError):
+    """What was computed for a request is NaN or infinite: no token of it means anything."""
+
+    request_id: str
+    what: str
+    """The logits of a token, or KV."""
+    engine: str = ""
+    kv: str = ""
+    """Where its KV is so first, by layer, then token; empty: nowhere, or nobody looked."""
+    weights: tuple[str, ...] | None = None
+    """Of the engine's weights, those that hold such values themselves; None: nobody looked."""
+
+    def __str__(self) -> str:
+        engine = f" on {self.engine}" if self.engine else ""
+        text = f"request {self.request_id}{engine}: {self.what} not finite (NaN or infinite)"
+        if self.kv:
+            text += f"; KV is so first at {self.kv}"
+        if self.weights:
+            more = f" and {len(self.weights) - 1} more" if len(self.weights) > 1 else ""
+            text += f"; so are weights: {self.weights[0]}{more}"
+        elif self.weights is not None:
+            text += "; all weights are finite: it was computed"
+        return text
 
 
 @dataclass

@@ -7,6 +7,7 @@ from rayk.types.errors import (
     HandshakeMismatch,
     KVMismatch,
     LayoutVetoed,
+    NotFiniteError,
     RaykError,
     TransferError,
     Unsupported,
@@ -18,6 +19,8 @@ def verdict_of(error: RaykError) -> str:
     match error:
         case KVMismatch():
             return "KV_MISMATCH"
+        case NotFiniteError():
+            return "NOT_FINITE"
         case TransferError() | HandshakeMismatch():
             return "TRANSFER_ERROR"
         case DeadlineExceeded():

@@ -101,7 +101,8 @@ def test_wrong_stores_are_named_by_the_references_values(
     plant, field, head, token, why = STORE_FAULTS[fault]
     plant_in_store_kv(monkeypatch, plant)
     prompt = prompt_of(qwen3)
-    with Pair.open(qwen3, tp=(1, 2), poison=POISON) as pair:
+    # As a worker's memory is: what nobody wrote is zero.
+    with Pair.open(qwen3, tp=(1, 2), poison=0) as pair:
         request = make_request("r", prompt, 4)
         prefilled = pair.prefill(request, capture=True)
         # The bytes arrive as P has them: no digest can object.

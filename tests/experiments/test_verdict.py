@@ -19,6 +19,7 @@ from rayk.types.errors import (
     HandshakeMismatch,
     KVMismatch,
     LayoutVetoed,
+    NotFiniteError,
     TransferError,
     Unsupported,
     UserError,
@@ -34,6 +35,7 @@ MISMATCH = KVMismatch("r", 1, 0, "k", 0, 3, "one flipped bit")
     ("error", "verdict"),
     [
         (MISMATCH, "KV_MISMATCH"),
+        (NotFiniteError("r", "KV is"), "NOT_FINITE"),
         (TransferError("r", "lost"), "TRANSFER_ERROR"),
         (HandshakeMismatch((("rope", "a", "b"),)), "TRANSFER_ERROR"),
         (EngineDied("p0", "killed"), "ENGINE_ERROR"),
@@ -54,7 +56,7 @@ def test_the_gravest_finding_is_the_verdict():
     for verdict in reversed(VERDICTS):
         findings.add(verdict, f"because of {verdict}")
         assert findings.judge() == (verdict, f"because of {verdict}")
-    assert VERDICTS[0] == "KV_MISMATCH"
+    assert VERDICTS[:3] == ("KV_MISMATCH", "NOT_FINITE", "TRANSFER_ERROR")
     assert VERDICTS.index("TIMEOUT") < VERDICTS.index("TOKEN_MISMATCH") < VERDICTS.index("NEAR_TIE")
 
 

@@ -1,0 +1,54 @@
+"""Where a request's KV or recurrent states are first NaN or infinite. Rows that nobody wrote never count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rayk.transfer.verify import LayerView
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class NotFinitePlace:
+    """Ordered as values follow from each other: by layer, then token."""
+
+    layer: int
+    token: int
+    field: str
+    unit: int
+    unit_name: str
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, {self.field}, {self.unit_name} {self.unit}, token {self.token}"
+
+
+def first_not_finite(
+    views: Sequence[LayerView], block_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int = 0
+) -> NotFinitePlace | None:
+    """The first place among a sequence's live rows on this rank, from `first_row` on; None where all are
+    finite. `block_tables` per group, manager's ids. As they are stored: of a quantised cache, NaN codes and
+    scales."""
+    for view in sorted(views, key=lambda v: v.layer):
+        found = _first_in(view, block_tables[view.group.index], num_tokens, first_row)
+        if found is not None:
+            return found
+    return None
+
+
+def _first_in(
+    view: LayerView, block_table: Sequence[int], num_tokens: int, first_row: int
+) -> NotFinitePlace | None:
+    block_ids, in_block, positions = view.places(block_table, num_tokens, first_row)
+    places = []
+    for field, page_field in zip(view.fields, view.group.spec.fields(), strict=True):
+        if not field.view.dtype.is_floating_point:
+            continue
+        values = field.view[block_ids, :, in_block].float()  # [rows, units, elements]
+        bad = (~values.isfinite()).any(-1).nonzero().tolist()
+        if bad:
+            row, unit = bad[0]
+            token = int(positions[row])
+            places.append(
+                NotFinitePlace(view.layer, token, field.name, field.units[unit], page_field.unit_name)
+            )
+    return min(places, default=None)

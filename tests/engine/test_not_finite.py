@@ -1,0 +1,159 @@
+"""Logits that are NaN or infinite: requests fail by name, and nothing of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayk.actors.extension import CaptureExtension
+from rayk.actors.handover import TransferHandover
+from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.finite import not_finite_weights
+from rayk.engine.rank import EngineRank
+from rayk.engine.sampling import are_finite, sample_step
+from rayk.kv.manager import KVCacheManager
+from rayk.parallel.local import LocalComm
+from rayk.sched.batching import Scheduler
+from rayk.types.config import EngineConfig
+from rayk.types.errors import NotFiniteError
+from rayk.types.verdicts import verdict_of
+from tests.kv.brute import full
+from tests.pd import NAN_POISON, Pair, make_request
+from tests.sched.world import one_layer_each
+from tests.weights import spoil
+
+PROMPT = [5, 9, 11, 200, 3, 77] * 4
+BAD_TOKEN = 300
+"""Its embedding is spoiled in `bad_token`."""
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Callable[..., ThreadEngine]]:
+    opened: list[ThreadEngine] = []
+
+    def make(model: Path, **settings: Any) -> ThreadEngine:
+        config = EngineConfig(model=str(model), num_blocks=64, **settings)
+        handover = TransferHandover(engine="e", epoch=1, tp=config.tp)
+        engine = ThreadEngine(
+            config, name="e", make_extension=CaptureExtension, handover=handover, poison=NAN_POISON
+        )
+        opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def bad_token(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model that is right as long as no prompt holds BAD_TOKEN, whose embedding is NaN. Its output head is
+    apart."""
+    return spoil(
+        checkpoint("llama"), tmp_path, {"model.embed_tokens.weight": (BAD_TOKEN, 3)}, value=float("nan")
+    )
+
+
+def error_of(done: Completion) -> NotFiniteError:
+    assert isinstance(done.error, NotFiniteError), done
+    assert verdict_of(done.error) == "NOT_FINITE"
+    return done.error
+
+
+def test_rows_are_judged_by_any_value_and_by_no_sum() -> None:
+    rows = torch.full((6, 4099), 3e38)
+    rows[1:, 1] *= -1
+    rows[2, 4098], rows[3, 0], rows[4, 77] = float("nan"), float("inf"), -float("inf")
+    assert are_finite(rows).tolist() == [True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 2, "temperature": 0.7, "seed": 1, "top_k": 5}])
+def test_a_request_fails_by_name_and_its_neighbours_go_on(
+    engine_of: Any, bad_token: Path, checkpoint: Any, sampling: dict[str, Any]
+) -> None:
+    engine = engine_of(bad_token, tp=2)
+    bad = make_request("bad", [*PROMPT, BAD_TOKEN, 8], 4, **sampling)
+    good = make_request("good", PROMPT, 4, **sampling)
+    lost, kept = engine.generate([bad, good])
+    error = error_of(lost)
+    assert not lost.token_ids
+    assert (error.engine, error.what) == ("e", "logits at token 25 are")
+    assert error.kv == "layer 0, k, head 0, token 24"
+    assert error.weights == ("embedding.weight",)
+    assert kept.error is None
+    with ThreadEngine(EngineConfig(model=str(checkpoint("llama")), num_blocks=64)) as clean:
+        assert kept.token_ids == clean.generate([good])[0].token_ids
+    assert engine.leader.num_not_finite == 1
+    pool = engine.leader.manager.pool
+    assert pool.num_free_blocks == pool.num_blocks - 1
+
+
+def test_prompt_logits_count_too() -> None:
+    manager = KVCacheManager(one_layer_each(full(4)), 8)
+    scheduler = Scheduler(manager, max_batch_tokens=64, max_seqs=4, max_positions=64)
+    for name in ("bad", "good"):
+        scheduler.add(make_request(name, [1, 2, 3], 1, prompt_logprobs=0))
+    batch = scheduler.schedule()
+    assert batch is not None
+    prompt_logits = torch.zeros(4, 8)
+    prompt_logits[1, 5] = -float("inf")
+    step = sample_step(batch, scheduler.scheduled(batch), torch.zeros(2, 8), [prompt_logits])
+    assert (step.not_finite, dict(step.token_ids)) == ({"bad"}, {"good": 0})
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_the_prefix_cache_keeps_none_of_its_blocks(engine_of: Any, bad_token: Path, chunk: int) -> None:
+    """Also of those that were computed and named in steps before."""
+    engine = engine_of(bad_token, prefix_caching=True, max_batch_tokens=chunk)
+    prompt = [*PROMPT, BAD_TOKEN, *PROMPT, *PROMPT]
+    error_of(engine.generate([make_request("bad", prompt, 2)])[0])
+    assert engine.leader.manager.prefixes.named == ()
+    assert engine.generate([make_request("good", PROMPT, 2)])[0].error is None
+    assert len(engine.leader.manager.prefixes.named) == 1
+
+
+def test_huge_finite_weights_whose_logits_overflow_are_not_finite(
+    engine_of: Any, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = spoil(checkpoint("llama"), tmp_path, {"lm_head.weight": (slice(None),)}, value=3e38)
+    error = error_of(engine_of(model).generate([make_request("r", PROMPT, 2)])[0])
+    assert (error.kv, error.weights) == ("", ())
+    assert str(error).endswith("all weights are finite: it was computed")
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_prefill_engine_hands_nothing_over(bad_token: Path, push: bool) -> None:
+    """Neither by a ticket nor by a push; the same id may come again."""
+    with Pair.open(bad_token, tp=(1, 2), push=push) as pair:
+        for prompt in ([*PROMPT, BAD_TOKEN], PROMPT):
+            request = make_request("r", prompt, 4)
+            if prompt is not PROMPT:
+                with pytest.raises(NotFiniteError, match="layer 0, k, head 0, token 24"):
+                    pair.complete([request])
+            else:
+                assert pair.complete([request])[0].error is None
+        pair.check_all_free()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("gemma3n", "jamba", "deepseek_v3", "gpt_oss", "llama4", "nemotron_h", "qwen3_next")
+        ),
+    ],
+)
+def test_no_tensor_of_a_sound_model_is_taken_for_a_bad_weight(
+    checkpoint: Callable[..., Path], family: str
+) -> None:
+    """Masks with infinities, and caches full of NaN, are no weights."""
+    rank = EngineRank(
+        EngineConfig(model=str(checkpoint(family)), num_blocks=16), LocalComm(), poison=NAN_POISON
+    )
+    assert not_finite_weights(rank) == ()
