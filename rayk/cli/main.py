@@ -11,6 +11,7 @@ from rayk.cli.checkpoint import checkpoint
 from rayk.cli.conformance import conformance
 from rayk.cli.doctor import doctor
 from rayk.cli.explain import explain
+from rayk.cli.foreign_flags import WithHints
 from rayk.cli.report import report
 from rayk.cli.run import run
 from rayk.cli.serve import serve
@@ -49,16 +50,18 @@ def _root(
 
 app.command(epilog="Example: rayk run jobs/hetero_tp.yaml --out runs/mine --set prompts.random.count=3")(run)
 app.command(
+    cls=WithHints,
     epilog="Example: rayk serve checkpoints/qwen3-tiny --prefill-tp 2 --decode-tp 1 --port 8000 "
-    "--set engine.max_seqs=32"
+    "--set engine.max_seqs=32",
 )(serve)
 app.command(epilog="Example: rayk top --url http://127.0.0.1:8000 --once")(top)
 app.command(epilog="Example: rayk checkpoint qwen3 checkpoints/qwen3-tiny --seed 0")(checkpoint)
 app.command(epilog="Example: rayk report runs/monday runs/tuesday --format html")(report)
 app.command(epilog="Example: rayk doctor")(doctor)
 app.command(
+    cls=WithHints,
     epilog="Example: rayk bench --url http://127.0.0.1:8000 --rate 2 --rate 4 --num-requests 300 "
-    "--input-tokens 64-256 --output-tokens 32 --slo ttft=200ms,tpot=20ms"
+    "--input-tokens 64-256 --output-tokens 32 --slo ttft=200ms,tpot=20ms",
 )(bench)
 app.command(
     epilog="Example: rayk explain --model checkpoints/qwen3-tiny --prefill-tp 1 --decode-tp 2 "

@@ -101,6 +101,31 @@ def serve(
             "repeatable.",
         ),
     ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="As clients name the model [default: the folder's name].")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="vLLM's name: TP of one aggregated engine, or with --mode disaggregated of engines on both "
+            "sides.",
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and output of one request [default: the model's positions]."),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's name of --set engine.max_seqs=N.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|fp8|fp8_e4m3|nvfp4",
+            help="vLLM's name of --set kv_dtype=...; fp8 is fp8_e4m3.",
+        ),
+    ] = "auto",
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get to end after a signal.")
     ] = 60.0,
@@ -134,6 +159,11 @@ def serve(
         max_waiting=max_queue,
         request_s=request_timeout,
         num_spares=spares,
+        served_model_name=served_model_name,
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_cache_dtype=kv_cache_dtype,
     )
     front = HttpOptions(
         kind=http.value,

@@ -85,6 +85,10 @@ class LLM:
         failure_policy: str = "migrate",
         settings: Mapping[str, Any] | None = None,
         address: str | None = None,
+        tensor_parallel_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         options = ServerOptions(
             model=str(model),
@@ -98,6 +102,10 @@ class LLM:
             policy=policy,
             failure_policy=failure_policy,
             overrides=tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()),
+            tensor_parallel_size=tensor_parallel_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_dtype=kv_cache_dtype,
         )
         plan_server(options, is_local=wanted_address(address) is None)
         note = note_unused_tensors(options.model)

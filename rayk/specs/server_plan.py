@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +69,14 @@ class ServerOptions:
     num_spares: int = 0
     overrides: tuple[str, ...] = ()
     """KEY=VALUE, of the keys in SETTABLE."""
+    # What follows are vLLM's names of such options.
+    served_model_name: str | None = None
+    tensor_parallel_size: int | None = None
+    """Of one aggregated engine, or of both sides of a disaggregated server."""
+    max_model_len: int | None = None
+    """Prompt and output of one request; None: the model's positions."""
+    max_num_seqs: int | None = None
+    kv_cache_dtype: str = "auto"
 
     @property
     def resolved_mode(self) -> str:
@@ -85,8 +94,10 @@ def plan_server(
     engines run on this machine, and a device that it lacks is refused. Raises UserError, and Unsupported
     where the model cannot run this way.
     """
+    options = _in_own_names(options)
     config = load_config(options.model)
     check_weights(Path(options.model))
+    config = replace(config, max_positions=_max_model_len(options.max_model_len, config))
     _check_overrides(options.overrides)
     _check_sides(options)
     cells = [_plan_cell(options, config, tp_sizes, device) for tp_sizes in _tp_sizes(options)]
@@ -103,7 +114,9 @@ def plan_server(
     pool_tokens = _pool_tokens({*prefill, *decode}, config)
     return settings_of(
         cells[0],
-        replace(model_card(str(folder), config, folder.name), pool_tokens=pool_tokens),
+        replace(
+            model_card(str(folder), config, options.served_model_name or folder.name), pool_tokens=pool_tokens
+        ),
         prefill,
         decode,
         max_waiting=options.max_waiting,
@@ -118,6 +131,50 @@ def note_unused_tensors(model: str) -> str:
     from rayk.models.loader import note_unused
 
     return note_unused(model, load_config(model))
+
+
+def _in_own_names(options: ServerOptions) -> ServerOptions:
+    """The same without vLLM's names for what rayk has a name of its own for. Raises SpecError."""
+    name, tp = options.served_model_name, options.tensor_parallel_size
+    if name is not None and not re.fullmatch(r"[!-~]{1,200}", name):
+        where = f"--served-model-name {name[:200]}"
+        raise SpecError("a model's name has 1 to 200 visible ASCII characters", where=where)
+    if tp is not None:
+        if options.prefill_tp is not None or options.decode_tp is not None:
+            where = f"--tensor-parallel-size {tp}"
+            raise SpecError(
+                "TP sizes are given twice", where=where, mend="--prefill-tp and --decode-tp alone"
+            )
+        mode = options.mode or "aggregated"
+        decode_tp = tp if mode == "disaggregated" else None
+        options = replace(options, mode=mode, prefill_tp=tp, decode_tp=decode_tp)
+    given = {"engine.max_seqs": options.max_num_seqs, "kv_dtype": _kv_dtype(options.kv_cache_dtype)}
+    options = replace(options, max_num_seqs=None, kv_cache_dtype="auto", tensor_parallel_size=None)
+    for key, value in given.items():
+        twice = [text for text in options.overrides if text.partition("=")[0].strip() == key]
+        if value is not None and twice:
+            raise SpecError(f"{key} is given twice", where=f"--set {twice[0]}", mend="give it once")
+        if value is not None:
+            options = replace(options, overrides=(*options.overrides, f"{key}={value}"))
+    return options
+
+
+def _kv_dtype(vllm_name: str) -> str | None:
+    """None: as the checkpoint says. Raises SpecError."""
+    known = {"auto": None, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "nvfp4": "nvfp4"}
+    if vllm_name not in known:
+        where = f"--kv-cache-dtype {vllm_name}"
+        raise SpecError("no such format of KV", where=where, mend=f"one of {', '.join(known)}")
+    return known[vllm_name]
+
+
+def _max_model_len(asked: int | None, config: DecoderConfig) -> int:
+    """Prompt and output of one request. Raises SpecError."""
+    if asked is not None and not 2 <= asked <= config.max_positions:
+        problem = f"the model has {config.max_positions} positions"
+        mend = f"2 to {config.max_positions}"
+        raise SpecError(problem, where=f"--max-model-len {asked}", mend=mend)
+    return asked or config.max_positions
 
 
 def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
