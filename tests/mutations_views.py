@@ -49,8 +49,8 @@ VIEWS = (
     Mutation(
         "tables do not name their version",
         "rayk/reports/writer.py",
-        "pq.write_table(stamped(table), path)",
-        "pq.write_table(table, path)",
+        "pq.write_table(stamped(self._tables[name]), path)",
+        "pq.write_table(self._tables[name], path)",
         f"{SCHEMA}::test_every_table_names_its_version",
     ),
     Mutation(

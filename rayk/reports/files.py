@@ -26,9 +26,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -37,6 +37,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole file atomically, UTF-8."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Bring a file's bytes, or a folder's names, to the device."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -112,11 +121,3 @@ def _is_alive_elsewhere(pid: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rayk.reports.columns import FIELDS
 from rayk.reports.files import TABLES
 from rayk.reports.folder import read_environment
 from rayk.reports.load_tables import LOAD_FIELDS, is_load
 from rayk.reports.moves import moves
+from rayk.reports.pending import joined, read_pending
 from rayk.reports.schema import MEASURED_STAGES, SCHEMA_VERSION, check_schema
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow
@@ -74,10 +76,14 @@ def load(directory: str | Path) -> Result:
             if started
             else "a folder that `rayk run --out` wrote",
         )
-    # Cells first: while a run writes, the other tables hold at least the rows of the cells just read.
+    # Cells that wait first, then those of the table: a run that writes only moves them there, and the other
+    # tables hold at least the rows of the cells just read.
+    pending = read_pending(folder)
     paths = {name: folder / f"{name}.parquet" for name in TABLES}
     versions = [_check(path) for path in paths.values()]
-    read = {name: _read(path) for name, path in paths.items()}
+    tables = {name: _read(path) for name, path in paths.items()}
+    tables = joined(tables, pending) if pending else tables
+    read = {name: table.to_pandas() for name, table in tables.items()}
     lacking = _lacking(read)
     cells, requests, transfers = (_complete(name, read[name]) for name in TABLES)
     if min(versions) < MEASURED_STAGES and "transfer_gb_per_s" in read["cells"]:
@@ -135,8 +141,8 @@ def _complete(name: str, table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read(path: Path) -> pa.Table:
     try:
-        return pd.read_parquet(path)
+        return pq.read_table(path)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise UserError(problem=f"cannot read the table: {error}", where=str(path)) from error

@@ -1,4 +1,5 @@
-"""A run's folder while it is being filled: a cell's rows are on disk before the next cell begins."""
+"""A run's folder while it is being filled: a cell's rows are on disk before the next cell begins, at a cost
+that does not depend on how many cells there are."""
 
 from __future__ import annotations
 
@@ -9,35 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayk.reports.columns import (
-    CELL_FIELDS,
-    REQUEST_FIELDS,
-    TRANSFER_FIELDS,
-    cell_record,
-    make_table,
-    request_record,
-    transfer_record,
-    typed,
-)
-from rayk.reports.files import atomic_path, make_folder, remove_leftovers, write_text
+from rayk.reports.columns import FIELDS, cell_record, make_table, request_record, transfer_record, typed
+from rayk.reports.files import TABLES, atomic_path, make_folder, remove_leftovers, write_text
 from rayk.reports.folder import FACTS, PROBED, changed_facts, check_directory, read_environment
 from rayk.reports.journal import Journal
+from rayk.reports.pending import FILE as PENDING
+from rayk.reports.pending import PART, FinishedCell, Pending, added, joined, read_pending
 from rayk.reports.schema import check_schema, stamped
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
-
-_ROW_FIELDS = {"transfers": TRANSFER_FIELDS, "requests": REQUEST_FIELDS}
-"""Tables with several rows per cell, in the order they are written."""
 
 
 class ResultWriter:
     """Writes cells.parquet, requests.parquet, transfers.parquet, environment.json and spec.yaml.
 
-    Every file is replaced atomically and durably, cells.parquet last: that is the moment a cell is finished.
-    A writer killed before it leaves rows that no cell names, which `load` and a resumed run pass over.
+    A cell is finished when it stands in cells.parquet or in `pending.FILE`, where cells wait for the tables
+    to be written. Tables are replaced atomically and durably, cells.parquet last: a writer killed before it
+    leaves rows that no cell names, which `load` and a resumed run pass over.
     Raises UserError for a folder that holds another run's tables. See `folder.check_directory` for `renew`;
     `inputs` are those of the environment.
     """
@@ -56,8 +47,12 @@ class ResultWriter:
         check_directory(self.directory, spec_yaml, resume=resume, inputs=inputs, renew=renew)
         make_folder(self.directory)
         remove_leftovers(self.directory)
-        self._cells: list[dict[str, Any]] = []
-        self._rows = {name: make_table([], fields) for name, fields in _ROW_FIELDS.items()}
+        self.finished: dict[str, str] = {}
+        """Cell id -> verdict of the cells on disk."""
+        self._tables = {name: make_table([], fields) for name, fields in FIELDS.items()}
+        self._new: list[FinishedCell] = []
+        """Cells that `_tables` does not have."""
+        self._pending = Pending(self.directory)
         self._sessions: list[dict[str, Any]] = []
         self.changed_facts: list[str] = []
         """What differs from the machine, versions or commit of the session before."""
@@ -67,12 +62,7 @@ class ResultWriter:
         write_text(self.directory / "spec.yaml", spec_yaml)
         self.write_environment(environment)
         self._journal = Journal(self.directory)
-        self._journal.note("open", finished=len(self._cells))
-
-    @property
-    def finished(self) -> dict[str, str]:
-        """Cell id -> verdict of the cells on disk."""
-        return {r["cell_id"]: r["verdict"] for r in self._cells}
+        self._journal.note("open", finished=len(self.finished))
 
     def begin_cell(self, cell_id: str) -> None:
         """Note in the journal that a cell starts."""
@@ -84,21 +74,32 @@ class ResultWriter:
         requests: Sequence[RequestRow],
         transfers: Sequence[TransferRow],
     ) -> None:
-        """Add a cell and put all three tables on disk."""
+        """Add a cell: it is on disk when this returns."""
         assert row.cell_id not in self.finished, f"cell {row.cell_id} is written already"
         order = {r.request_id: i for i, r in enumerate(requests)}
         transfers = sorted(transfers, key=lambda t: _place(t, order))
-        self._add("requests", [request_record(r) for r in requests])
-        self._add("transfers", [transfer_record(t) for t in transfers])
-        self._cells.append(cell_record(row, requests, transfers))
-        self.write_tables()
+        cell = FinishedCell(
+            cells=[cell_record(row, requests, transfers)],
+            requests=[request_record(r) for r in requests],
+            transfers=[transfer_record(t) for t in transfers],
+        )
+        self._new.append(cell)
+        self.finished[row.cell_id] = row.verdict
+        if len(self._new) >= max(1, len(self.finished) // PART):
+            self.write_tables()
+        else:
+            self._pending.append(cell)
         self._journal.note("commit", cell_id=row.cell_id, verdict=row.verdict)
 
     def write_tables(self) -> None:
         """Put the tables on disk as they are (empty ones too), cells last."""
-        for name, table in self._rows.items():
-            self._write(name, table)
-        self._write("cells", make_table(self._cells, CELL_FIELDS))
+        for name, table in self._tables.items():
+            rows = [row for cell in self._new for row in getattr(cell, name)]
+            self._tables[name] = added(name, table, rows)
+        self._new.clear()
+        for name in reversed(TABLES):
+            self._write(name)
+        self._pending.clear()
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Replace environment.json, e.g. when the cluster is known; earlier sessions stay in it."""
@@ -112,36 +113,33 @@ class ResultWriter:
 
         self.write_tables()
         path = write_html(self.directory)
-        self._journal.note("close", finished=len(self._cells))
+        self._journal.note("close", finished=len(self.finished))
         return path
 
     def close(self) -> None:
         """Give files back. What was written stays."""
         self._journal.close()
 
-    def _add(self, name: str, records: Sequence[dict[str, Any]]) -> None:
-        rows = make_table(records, _ROW_FIELDS[name])
-        # Columns that only some cells have are null elsewhere.
-        joined = pa.concat_tables([self._rows[name], rows], promote_options="default")
-        self._rows[name] = joined.combine_chunks()
-
-    def _write(self, name: str, table: pa.Table) -> None:
+    def _write(self, name: str) -> None:
         with atomic_path(self.directory / f"{name}.parquet") as path:
-            pq.write_table(stamped(table), path)
+            pq.write_table(stamped(self._tables[name]), path)
 
     def _read_finished(self) -> None:
         """Take over the cells that are whole, and their rows alone."""
-        cells = _read(self.directory, "cells", CELL_FIELDS).to_pylist()
-        for name, fields in _ROW_FIELDS.items():
-            self._rows[name] = _read(self.directory, name, fields)
-        counts = _Counts(self._rows)
-        self._cells = [cell for cell in cells if counts.has_all_of(cell)]
-        if len(self._cells) < len(cells):
+        pending = read_pending(self.directory)
+        self._tables = {name: _read(self.directory, name, fields) for name, fields in FIELDS.items()}
+        counts = _Counts(self._tables)
+        cells = self._tables["cells"]
+        is_whole = [counts.has_all_of(cell) for cell in cells.to_pylist()]
+        if not all(is_whole):
+            self._tables["cells"] = cells.filter(pa.array(is_whole))
             # Said at once: rows written again must not pass for those of the old cell.
-            self._write("cells", make_table(self._cells, CELL_FIELDS))
-        wanted = pa.array(list(self.finished), pa.string())
-        for name, table in self._rows.items():
-            self._rows[name] = table.filter(pc.is_in(table["cell_id"], value_set=wanted))
+            self._write("cells")
+        self._tables = joined(self._tables, pending)
+        named = self._tables["cells"].select(["cell_id", "verdict"]).to_pylist()
+        self.finished = {row["cell_id"]: row["verdict"] for row in named}
+        if (self.directory / PENDING).exists():
+            self.write_tables()
 
     def _remember_sessions(self, environment: Mapping[str, Any]) -> None:
         """Keep of the session before when it ran, what it finished, and what it ran on if that differs."""
@@ -150,7 +148,7 @@ class ResultWriter:
             return
         self.changed_facts = changed_facts(before, environment)
         last: dict[str, Any] = {k: before[k] for k in ("started", "command", *PROBED) if k in before}
-        last["finished_cells"] = len(self._cells)
+        last["finished_cells"] = len(self.finished)
         if self.changed_facts:
             last |= {k: before[k] for k in FACTS if k in before}
         self._sessions = [*before.get("sessions", []), last]

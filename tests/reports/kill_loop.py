@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow.parquet as pq
 
@@ -40,8 +41,9 @@ def make_cell(index: int) -> Rows:
 
 
 def write(folder: Path, num_cells: int) -> None:
-    """A whole session: lock, resume, the cells that are left, the report."""
-    with locked(folder):
+    """A whole session: lock, resume, the cells that are left, the tables."""
+    # All cells but the first wait for the tables in cells.pending.
+    with locked(folder), mock.patch("rayk.reports.writer.PART", 1):
         writer = ResultWriter(folder, spec_yaml=SPEC, environment={"started": "now"}, resume=True)
         for index in range(num_cells):
             cell, requests, transfers = make_cell(index)
@@ -70,7 +72,7 @@ def check(folder: Path, before: list[str]) -> tuple[list[str], str]:
     assert set(result.requests["cell_id"]) <= set(finished), "rows of a cell in flight are not shown"
     json.loads((folder / "environment.json").read_text())
     check_journal(folder)
-    return finished, _where(folder, finished)
+    return finished, _where(folder)
 
 
 def check_journal(folder: Path) -> None:
@@ -84,11 +86,12 @@ def check_journal(folder: Path) -> None:
             committed.add(line["cell_id"])
 
 
-def _where(folder: Path, finished: list[str]) -> str:
+def _where(folder: Path) -> str:
     if any(folder.glob(".*.tmp")):
         return "inside a file"
-    rows = pq.read_table(folder / "requests.parquet", columns=["cell_id"])["cell_id"].to_pylist()
-    return "between two tables" if set(rows) - set(finished) else "elsewhere"
+    names = ("requests", "cells")
+    rows, cells = (pq.read_table(folder / f"{n}.parquet", columns=["cell_id"])["cell_id"] for n in names)
+    return "between two tables" if set(rows.to_pylist()) - set(cells.to_pylist()) else "elsewhere"
 
 
 class Killer:

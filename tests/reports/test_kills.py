@@ -32,7 +32,8 @@ def kill(folder: Path, *, seed: int, count: int, cells: int) -> dict[str, Any]:
 
 def test_a_writer_killed_at_each_of_its_steps(tmp_path: Path) -> None:
     counted = kill(tmp_path, seed=20261121, count=12, cells=2)
-    # Per cell three tables, each with four steps, and three torn ones; and what opening a folder takes.
+    # Three tables twice, each with four steps, and three torn ones; the line of a cell that waits; and what
+    # opening a folder takes.
     assert sum(counted["steps"].values()) > 2 * (12 + 3)
 
 

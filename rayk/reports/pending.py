@@ -1,0 +1,127 @@
+"""cells.pending: finished cells that the tables do not have yet, a line each, with its checksum.
+
+A table is written whole: with one writing per cell, n cells would cost n² rows. So cells are appended here,
+and the tables are written when PART of them are new; what is here is then dropped. Whoever reads a run reads
+this file first: cells that have reached the tables in the meantime are in both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rayk.reports.columns import FIELDS, make_table
+from rayk.reports.files import sync
+from rayk.types.errors import UserError
+
+FILE = "cells.pending"
+PART = 8
+"""An eighth: with so many new cells the tables are written, so n cells cost less than 9 n rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedCell:
+    """A cell's rows in each table."""
+
+    cells: list[dict[str, Any]]
+    """Its one row."""
+    requests: list[dict[str, Any]]
+    transfers: list[dict[str, Any]]
+
+    @property
+    def cell_id(self) -> str:
+        return str(self.cells[0]["cell_id"])
+
+
+class Pending:
+    """Appends cells; each is on the device when `append` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+
+    def append(self, cell: FinishedCell) -> None:
+        """Add a cell. Raises OSError, and then the file is as it was."""
+        body = json.dumps(vars(cell), separators=(",", ":"), default=_plain).encode()
+        line = b"%08x %s\n" % (zlib.crc32(body), body)
+        is_new = not self._path.exists()
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(handle).st_size
+            try:
+                while line:
+                    line = line[os.write(handle, line) :]
+                os.fsync(handle)
+            except OSError:
+                os.ftruncate(handle, size)
+                raise
+        finally:
+            os.close(handle)
+        if is_new:
+            sync(self._path.parent)
+
+    def clear(self) -> None:
+        """Drop what is there. Call when the tables hold it."""
+        self._path.unlink(missing_ok=True)
+
+
+def read_pending(folder: Path) -> list[FinishedCell]:
+    """The whole cells; none without the file. A killed writer may leave a torn last line, which is passed
+    over. Raises UserError where another one is damaged."""
+    path = folder / FILE
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(problem=f"cannot be read: {error.strerror}", where=str(path)) from error
+    lines = [line for line in lines if line]
+    found = []
+    for number, line in enumerate(lines, 1):
+        body = line[9:]
+        if line[:9] == b"%08x " % zlib.crc32(body):
+            found.append(FinishedCell(**json.loads(body)))
+        elif number < len(lines):
+            raise UserError(
+                problem=f"line {number} is damaged: its checksum is another",
+                where=str(path),
+                mend="remove the file: `--resume` then runs its cells again",
+            )
+    return found
+
+
+def joined(tables: Mapping[str, pa.Table], cells: Sequence[FinishedCell]) -> dict[str, pa.Table]:
+    """The tables with the cells that they do not have, and without rows of cells that are in neither."""
+    known = set(tables["cells"]["cell_id"].to_pylist())
+    new = [cell for cell in cells if cell.cell_id not in known]
+    ids = pa.array(sorted(known), pa.string())
+    found = {}
+    for name, table in tables.items():
+        kept = table.filter(pc.is_in(table["cell_id"], value_set=ids))
+        found[name] = added(name, kept, [row for cell in new for row in getattr(cell, name)])
+    return found
+
+
+def added(name: str, table: pa.Table, rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """The table with more rows. Columns that only some rows have are null elsewhere."""
+    if not rows:
+        return table
+    if name == "cells":
+        # Axes have the types that all their values allow.
+        return make_table([*table.to_pylist(), *rows], FIELDS[name])
+    both = [table, make_table(rows, FIELDS[name])]
+    return pa.concat_tables(both, promote_options="default").combine_chunks()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} in a row")
