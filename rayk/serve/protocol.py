@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rayk.serve.errors import ApiError
 from rayk.serve.limits import HttpSettings
@@ -15,6 +15,10 @@ LEAST_TEMPERATURE = 1e-3
 """Below it, and not 0, logits would leave float32."""
 MOST = 100.0
 """Temperatures and repetition penalties beyond it mean nothing."""
+
+MOST_WHOLE = 2**31 - 1
+MAX_DEPTH = 64
+"""Of lists and objects in one another."""
 
 HARMLESS = frozenset(
     {
@@ -62,11 +66,19 @@ def _check_text(text: str) -> str:
     return text
 
 
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        parts = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [child for part in parts for child in part]
+    return bool(level)
+
+
 String = Annotated[str, AfterValidator(_check_text)]
 """What JSON calls a string, and is text."""
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-Count = Annotated[int, Field(ge=1)]
-TokenId = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=MOST_WHOLE)]
+TokenId = Annotated[int, Field(ge=0, le=MOST_WHOLE)]
 
 
 class _Strict(BaseModel):
@@ -98,10 +110,10 @@ class Generation(_Strict):
     stop: String | list[String] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    prompt_cache_key: String | None = None
+    prompt_cache_key: Annotated[String, Field(max_length=1024)] | None = None
     """Requests with one key are kept together where the server's policy heeds sessions."""
 
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST_WHOLE)] | None = None
     """-1 and 0: all tokens, as of other servers."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1 / MOST, le=MOST)] | None = None
@@ -111,15 +123,25 @@ class Generation(_Strict):
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Of requests that wait, lower ones go first."""
-    deadline_s: Annotated[float, Field(gt=0)] | None = None
+    deadline_s: Annotated[float, Field(gt=0, le=MOST_WHOLE)] | None = None
     """The answer must be whole so long after its request came."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_depth(cls, body: Any) -> Any:
+        """Refuse what is nested too deep to be walked through by calls. Raises ApiError."""
+        for name, value in body.items() if isinstance(body, dict) else ():
+            if name != "prompt" and _is_deep(value):  # whose one shape is checked, and may be long
+                problem = f"{name[:100]}: nested more than {MAX_DEPTH} levels deep"
+                raise ApiError(400, problem, param=name[:100], code="invalid_value")
+        return body
 
 
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
     prompt: String | list[String] | list[TokenId] | list[list[TokenId]]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_WHOLE)] | None = None
     """16 if left out. 0 only with `echo`."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
