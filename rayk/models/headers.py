@@ -109,13 +109,26 @@ def _are_counts(values: Any) -> TypeGuard[list[int]]:
     )
 
 
+def _is_beside(index: Path, name: str) -> bool:
+    """Whether a name is of the index's own folder, and no link out of it, be it to the blobs of a cache of
+    Hugging Face's."""
+    if Path(name).name != name or name in ("", ".."):
+        return False
+    try:
+        folder, real = index.parent.resolve(), Path(os.path.realpath(index.parent / name))
+    except ValueError:  # no file can have this name
+        return True
+    is_cache = folder.parent.name == "snapshots"
+    return real.parent == folder or (is_cache and real.parent == folder.parents[1] / "blobs")
+
+
 def _indexed(index: Path) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors that the index of a split checkpoint names. Raises CheckpointError."""
     names, folder = read_json(index).get("weight_map"), index.parent
     if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
         raise CheckpointError("`weight_map` is missing, or does not map names to files", where=str(index))
     files = sorted(set(names.values()))
-    outside = [f for f in files if Path(f).name != f or f in ("", "..")]
+    outside = [f for f in files if not _is_beside(index, f)]
     if outside:
         raise CheckpointError(
             f"the index names files outside its folder: {', '.join(map(repr, outside[:3]))}",

@@ -113,3 +113,20 @@ def test_an_index_that_is_wrong_about_a_file(tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=f"tensor {first} is in .*, which lacks it"):
         stored_tensors(tmp_path)
+
+
+def test_a_named_file_is_no_link_out_of_the_folder_but_to_a_caches_blobs(tmp_path: Path) -> None:
+    """As Hugging Face's own client lays its cache out."""
+    folder = tmp_path / "models--a--b" / "snapshots" / "0f"
+    blob, elsewhere = tmp_path / "models--a--b" / "blobs" / "9c", tmp_path / "else" / "9c"
+    folder.mkdir(parents=True)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    for target in (elsewhere, blob):
+        target.parent.mkdir()
+        target.write_bytes(header(x=GOOD))
+    (folder / "a.safetensors").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="outside its folder: 'a.safetensors'"):
+        stored_tensors(folder)
+    (folder / "a.safetensors").unlink()
+    (folder / "a.safetensors").symlink_to(Path("..", "..", "blobs", "9c"))
+    assert stored_tensors(folder).keys() == {"x"}
