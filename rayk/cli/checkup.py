@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayk.cli.listening import OPEN, OTHER, Answer, Port, answers, ray_ports
 from rayk.reports.environment import devices, gpu_names, package_versions
 from rayk.specs.devices import count_local_gpus
 
 MIN_SHM_MIB = 512
+RAY_SERVE_PROXY = "ray::ProxyActor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,7 @@ def examine(address: str | None = None) -> list[Finding]:
         _triton,
         _compiler,
     )
-    return [check() for check in checks]
+    return [*(check() for check in checks), *_listening()]
 
 
 def _python() -> Finding:
@@ -116,7 +118,7 @@ def _ray() -> Finding:
 def _cluster(address: str | None) -> Finding:
     """Whether a Ray cluster answers; without one, `rayk run` starts its own."""
     given = address or os.environ.get("RAY_ADDRESS")
-    known = given or _running_cluster()
+    known = _running_cluster() if given in (None, "auto") else given
     if not known:
         found = "none running here"
         return Finding(what="Ray cluster", status="ok", found=found, mend="rayk run starts its own")
@@ -131,6 +133,34 @@ def _cluster(address: str | None) -> Finding:
             found=f"{known}: {error}",
             mend="ray start --head, or leave the address out" if given else "a stale record: nothing to mend",
         )
+
+
+def _listening() -> list[Finding]:
+    """What the ports of Ray's processes and rayk's ask of whoever comes, alike ones in one line."""
+    alike: dict[tuple[str, str, str], list[tuple[Port, Answer]]] = {}
+    for port, answer in answers(ray_ports()):
+        alike.setdefault((port.program, port.host, answer.text), []).append((port, answer))
+    return [_heard(program, host, text, found) for (program, host, text), found in sorted(alike.items())] or [
+        Finding(what="listens", status="ok", found="no process of rayk's or Ray's runs here")
+    ]
+
+
+def _heard(program: str, host: str, text: str, found: list[tuple[Port, Answer]]) -> Finding:
+    port, answer = found[0]
+    mend = ""
+    if answer.status == OPEN:
+        mend = "a token: RAY_AUTH_MODE=token for `ray start`; a key: rayk serve --api-key"
+    elif answer.status == OTHER and not port.is_loopback:
+        mend = "a firewall: it is not on loopback alone"
+    if program.startswith(RAY_SERVE_PROXY):
+        text += "; bounds neither heads that come slowly nor clients that never read"
+        mend = mend or "--http uvicorn bounds both"
+    return Finding(
+        what=f"listens: {program}",
+        status="note" if mend else "ok",
+        found=f"{host} {', '.join(str(p.port) for p, _ in found)}: {text}",
+        mend=mend,
+    )
 
 
 def _running_cluster() -> str | None:

@@ -28,7 +28,8 @@ def doctor(
         str | None, typer.Option(help="Ray cluster to look for [default: RAY_ADDRESS].")
     ] = None,
 ) -> None:
-    """Say what this machine can do: devices, Ray, NIXL transports (measured), Triton, versions.
+    """Say what this machine can do: devices, Ray, NIXL transports (measured), Triton, versions. And what
+    listens here: each port of Ray's and rayk's processes, and what it asks of whoever comes.
 
     Exit 0: experiments can run here. 1: something they need is missing.
     """

@@ -337,17 +337,20 @@ def test_doctor_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"transport": "nixl/UCX", "device": "cpu", "gb_per_s": 4.2, "latency_us": 12.0}
     monkeypatch.setattr("rayk.transfer.nixl_agent.measure", lambda: facts)
     monkeypatch.setattr("rayk.cli.checkup.shutil.which", lambda name: None)
+    monkeypatch.setattr("rayk.cli.checkup.ray_ports", list)  # other tests' clusters are left in peace
     result = invoke("doctor", "--format", "json")
     findings = {f["what"]: f for f in json.loads(result.stdout)}
     assert result.exit_code == 0
     assert {"Python", "CPU", "GPU", "torch", "Ray", "Ray cluster", "NIXL", "Triton"} <= set(findings)
     assert "4.2 GB/s" in findings["NIXL"]["found"]
     assert findings["C++ compiler"]["status"] == "note"
+    assert findings["listens"]["status"] == "ok"
     assert "apt-get install g++" in findings["C++ compiler"]["mend"]
 
 
 def test_doctor_exits_1_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayk.transfer.nixl_agent.measure", lambda: {"error": "no UCX"})
+    monkeypatch.setattr("rayk.cli.checkup.ray_ports", list)
     result = invoke("doctor", "--address", "127.0.0.1:1")
     assert result.exit_code == 1
     assert "no UCX" in result.stdout
