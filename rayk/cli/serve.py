@@ -97,8 +97,8 @@ def serve(
             "--limit",
             metavar="KEY=VALUE",
             help="What clients may send: max_body_bytes, max_prompt_tokens, max_n, max_choices, max_stop, "
-            "max_stop_characters, body_s, ignores_unknown, and of --http uvicorn max_head_bytes, head_s; "
-            "repeatable.",
+            "max_stop_characters, body_s, ignores_unknown, and of --http uvicorn max_head_bytes, head_s, "
+            "unread_s; repeatable.",
         ),
     ] = None,
     served_model_name: Annotated[

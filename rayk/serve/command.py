@@ -53,7 +53,9 @@ def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
     http_settings(options.api_key, options.limits)
     for text in options.limits if options.kind == "serve" else ():
         if text.partition("=")[0] in OF_UVICORN:
-            raise UserError("Ray Serve reads heads itself", where=f"--limit {text}", mend="--http uvicorn")
+            raise UserError(
+                "Ray Serve keeps connections itself", where=f"--limit {text}", mend="--http uvicorn"
+            )
     if is_local or options.kind == "uvicorn":
         return replace(options, port=claim_port(options.host, options.port))
     if options.port == 0:

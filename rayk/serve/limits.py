@@ -24,6 +24,9 @@ class HttpSettings:
     max_body_bytes: int = 8 * _MEGABYTE
     body_s: float = 30.0
     """A body must be here so long after its head."""
+    unread_s: float = 120.0
+    """A client that takes nothing for so long of what waits for it is cut, and its requests end. Kernels take
+    up to 64 KiB at once for a slow one. Of --http uvicorn."""
     max_prompt_tokens: int | None = None
     """None: what the model's positions leave room for."""
     max_n: int = 128
@@ -40,9 +43,9 @@ class HttpSettings:
 
 LIMITS = tuple(f.name for f in fields(HttpSettings) if f.name != "api_key")
 """What people may set by name."""
-OF_UVICORN = frozenset({"max_head_bytes", "head_s"})
-"""Those that Ray Serve's proxy, which reads heads itself, knows nothing of."""
-_NUMBERS = {"body_s": float, "head_s": float}
+OF_UVICORN = frozenset({"max_head_bytes", "head_s", "unread_s"})
+"""Those that Ray Serve's proxy, which keeps connections itself, knows nothing of."""
+_NUMBERS = {"body_s": float, "head_s": float, "unread_s": float}
 """Limits that are no whole numbers."""
 
 

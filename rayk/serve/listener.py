@@ -1,8 +1,9 @@
-"""uvicorn as rayk's own front runs it: heads of requests are bounded in size and in time."""
+"""uvicorn as rayk's own front runs it: heads are bounded in size and time, unread answers in time."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +17,7 @@ CLOSE_S = 5.0
 """How long connections may take to close once nothing runs on them any more."""
 KEEP_ALIVE_S = 75
 """Idle connections stay longer than clients keep them, who would send into one that is being closed."""
+_LOG = logging.getLogger(__name__)
 LINGER_S = 2.0
 """Who is refused may send on for so long: a connection that is closed before takes the answer with it."""
 
@@ -24,7 +26,7 @@ def listener_config(app: Any, settings: HttpSettings, **more: Any) -> uvicorn.Co
     """For an app whose bodies guard.Guard bounds. `more`: uvicorn's."""
 
     class Bounded(BoundedHttp):
-        max_head_bytes, head_s = settings.max_head_bytes, settings.head_s
+        max_head_bytes, head_s, unread_s = settings.max_head_bytes, settings.head_s, settings.unread_s
 
     return uvicorn.Config(
         app,
@@ -40,10 +42,12 @@ def listener_config(app: Any, settings: HttpSettings, **more: Any) -> uvicorn.Co
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. uvicorn itself waits for ever for a head, and takes one of any length."""
+    """One connection. uvicorn itself waits for ever for a head, and takes one of any length; and it waits for
+    ever for a client who reads nothing, with 64 KiB in hand."""
 
     max_head_bytes: int
     head_s: float
+    unread_s: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,6 +60,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_fed = 0
         """Bytes that came since something else than a head, or its end."""
         self._refusal: ApiError | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        """Runs while bytes wait for the client to read."""
 
     # asyncio's calls.
 
@@ -67,7 +73,14 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is wanted any more."""
         self._unset_timer()
+        if self._watch is not None:
+            self._watch.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Much waits for the client to read."""
+        super().pause_writing()
+        self._watch_reading()
 
     def data_received(self, data: bytes) -> None:
         """Whatever parts of requests these are."""
@@ -117,6 +130,27 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_fed = 0
         if self._refusal is None:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is out, but for what waits for the client to read."""
+        super().on_response_complete()
+        self._watch_reading()
+
+    # Clients who read nothing.
+
+    def _watch_reading(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread and self._watch is None:
+            self._watch = self.loop.call_later(self.unread_s, self._on_unread, num_unread)
+
+    def _on_unread(self, num_before: int) -> None:
+        """Cut a client who took nothing of what waits, which ends its requests. A slow one goes on."""
+        self._watch = None
+        if self.transport.get_write_buffer_size() == num_before:
+            _LOG.warning("a client read nothing for %g s: its connection is cut", self.unread_s)
+            self.transport.abort()
+        else:
+            self._watch_reading()
 
     # Refusals.
 
