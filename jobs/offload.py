@@ -51,6 +51,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
+from jobs.checks import ending  # noqa: E402
 from jobs.offload_engines import Answer, Deployment, drop_page_cache  # noqa: E402
 from jobs.offload_report import (  # noqa: E402
     JUDGED_FROM,
@@ -426,8 +427,8 @@ def run_job(options: argparse.Namespace) -> int:
     write_text(out / "report.md", text + "\n")
     print(text)
     wrong, missed = failures(tables, judged_from=None if not options.check else JUDGED_FROM)
-    print("\n".join([*wrong, *missed, f"report: {out / 'report.html'}"]), file=sys.stderr)
-    return int(bool(wrong or missed))
+    print(f"report: {out / 'report.html'}", file=sys.stderr)
+    return ending([*wrong, *missed], check=True)  # wrong tokens are never right
 
 
 def _positive(text: str) -> int:

@@ -16,10 +16,15 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.kv.specs import FullAttentionSpec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from jobs.checks import ending  # noqa: E402
 
 MAX_GROWTH = 2.0
 NUM_BLOCKS = (20_000, 200_000)
@@ -81,9 +86,7 @@ def main() -> int:
         print(f"| {state} | {costs[0]:.2f} | {costs[1]:.2f} | {growth:.2f} |")
         if growth >= MAX_GROWTH:
             missed.append(f"{state}: growth {growth:.2f}, the limit is {MAX_GROWTH:g}")
-    if options.check and missed:
-        print("MISSED: " + "; ".join(missed), file=sys.stderr)
-    return int(options.check and bool(missed))
+    return ending(missed, check=options.check)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from rayk.actors.environment import prepare_environment  # noqa: E402
 
 prepare_environment()
 
+from jobs.checks import ending  # noqa: E402
 from jobs.recorded import command_line, machine  # noqa: E402
 from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.forming import dissolve, form_engine, stop_loops  # noqa: E402
@@ -296,10 +297,17 @@ def main() -> int:
     print(text)
     if asked.record:
         RESULTS.write_text(text + "\n")
-    if asked.check and (fall > MAX_FALL_PERCENT or rate < MIN_GB_PER_S):
-        print(f"fall {fall:.1f} % at {rate:.2f} GB/s: at most {MAX_FALL_PERCENT} % at {MIN_GB_PER_S} or more")
-        return 1
-    return 0
+    return ending(missed(fall, rate), check=asked.check)
+
+
+def missed(fall: float, rate: float) -> list[str]:
+    """Which limits a fall in percent at a rate in GB/s breaks."""
+    found = []
+    if fall > MAX_FALL_PERCENT:
+        found.append(f"decoding while storing: a fall of {fall:.1f} %, the limit is {MAX_FALL_PERCENT} %")
+    if rate < MIN_GB_PER_S:
+        found.append(f"storing: {rate:.2f} GB/s, the limit is {MIN_GB_PER_S} or more")
+    return found
 
 
 if __name__ == "__main__":

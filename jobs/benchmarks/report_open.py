@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
+from jobs.checks import ending  # noqa: E402
 from rayk.reports import ResultWriter  # noqa: E402
 from rayk.types.rows import CellRow, RequestRow, TransferRow  # noqa: E402
 
@@ -76,8 +77,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit 1 beyond 2 s or 10 MB")
     options = parser.parse_args()
     if CHROMIUM is None:
-        print("Chromium is not installed: nothing is measured")
-        return 1 if options.check else 0
+        return ending(["Chromium is not installed: nothing is measured"], check=options.check)
     print(
         ABOUT.format(
             cells=options.cells,
@@ -101,9 +101,7 @@ def main() -> int:
             )
             failures += beyond(num_requests, size, max(*loads, *paints))
     print(f"\nLoad average of a minute at the end: {os.getloadavg()[0]:.1f}.")
-    for failure in failures:
-        print(failure, file=sys.stderr)
-    return 1 if options.check and failures else 0
+    return ending(failures, check=options.check)
 
 
 def beyond(num_requests: int, size: int, seconds: float) -> list[str]:

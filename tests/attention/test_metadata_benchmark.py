@@ -69,14 +69,16 @@ def test_a_target_missed_is_told_and_fails_a_check(
 ) -> None:
     """2 ^ 1.2 = 2.297. On made-up numbers: what a machine takes is not judged here."""
     growths = [made_growth(factor) for factor in last_doublings]
-    assert benchmark.missed_targets(totals, growths) == missed
+    told = benchmark.missed_targets(totals, growths)
+    assert [line.partition(": ")[2] for line in told] == missed
+    assert all(line.startswith(tuple(benchmark.MODELS)) for line in told), "which row"
     monkeypatch.setattr(benchmark, "model_rows", lambda repeats: ([], list(totals)))
     monkeypatch.setattr(benchmark, "growth_rows", lambda repeats: ([], growths))
     monkeypatch.setattr(benchmark, "order_rows", lambda repeats: [])
     for arguments, status in (((), 0), (("--check",), int(bool(missed)))):
         monkeypatch.setattr(sys, "argv", ["metadata.py", *arguments])
         assert benchmark.main() == status
-        assert capsys.readouterr().err.splitlines() == [f"missed: {what}" for what in missed]
+        assert capsys.readouterr().err.splitlines() == told
 
 
 def test_the_line_is_that_of_the_costs() -> None:

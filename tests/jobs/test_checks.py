@@ -1,0 +1,103 @@
+"""A `--check` that fails says which rows missed which limit, on stderr."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.checks import ending
+
+JOBS = Path(__file__).parents[2] / "jobs"
+CHECKED = sorted(
+    p for p in [*JOBS.glob("*.py"), *JOBS.glob("benchmarks/*.py")] if '"--check"' in p.read_text()
+)
+
+
+def test_missed_limits_are_told_and_fail_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [ending([], check=check) for check in (False, True)] == [0, 0]
+    assert capsys.readouterr().err == ""
+    assert [ending(["a: 3 ms, the limit is 2 ms"], check=check) for check in (False, True)] == [0, 1]
+    assert capsys.readouterr().err == "a: 3 ms, the limit is 2 ms\n" * 2
+
+
+def test_every_check_ends_here() -> None:
+    assert len(CHECKED) >= 13
+    for path in CHECKED:
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert any(isinstance(c.func, ast.Name) and c.func.id == "ending" for c in calls), path.name
+
+
+ROW = {
+    "mode": "pull",
+    "tp": "2->1",
+    "layouts": "BHLNC->LBHNC",
+    "block_sizes": "16->16",
+    "tables": "shuffled",
+    "gb_per_s": 1.5,
+    "staged": 0,
+    "run_bytes": 1 << 16,
+}
+
+
+def job(name: str) -> Any:
+    if name == "transfer_sweep":
+        return importlib.import_module("jobs.transfer_sweep")
+    return importlib.import_module(f"jobs.benchmarks.{name}")
+
+
+def test_a_slow_transfer_is_named() -> None:
+    sweep = job("transfer_sweep")
+    rows = [ROW | {"of_raw": share} for share in (0.9, None, 0.899, 0.5)] + [
+        ROW | {"of_raw": 0.1} | excuse for excuse in ({"staged": 1}, {"run_bytes": (1 << 16) - 1})
+    ]
+    told = sweep.missed(rows)
+    assert [line.partition(" GB/s, ")[2] for line in told] == [
+        "90 % of bare NIXL, the limit is 90 %",
+        "50 % of bare NIXL, the limit is 90 %",
+    ]
+    assert told[0].startswith("pull, TP 2->1, layouts BHLNC->LBHNC, blocks 16->16, shuffled: 1.50")
+
+
+def test_a_slow_step_is_named() -> None:
+    control = job("control_plane")
+    cases = [control.Case(tp=tp, comm=comm, batch=8) for tp, comm in ((1, "shm"), (2, "shm"), (2, "gloo"))]
+    results = dict(zip(cases, ({"total": 1000.0}, {"total": 2999.9}, {"total": 9e9}), strict=True))
+    assert control.missed(results) == [f"{cases[0].name}: 1000 us per step, the target is under 1000 us"]
+
+
+def test_slow_and_growing_decisions_are_named() -> None:
+    decisions = job("decision_cost")
+    first = decisions.Case("load_aware", 4, decisions.RUNNING[0])
+    cases = [decisions.Case("load_aware", 4, num) for num in decisions.RUNNING]
+    costs = {case: decisions.Cost(150.0, 160.0) for case in cases}
+    assert decisions.missed(costs) == []
+    costs[cases[-1]] = decisions.Cost(150.0 * decisions.MAX_GROWTH, 160.0)
+    row = f"load_aware, 4 engines, prompt {first.num_prompt_tokens:,}"
+    assert decisions.missed(costs)[-1] == f"{row}: growth {decisions.MAX_GROWTH:.2f}, the limit is " + (
+        f"{decisions.MAX_GROWTH:g}"
+    )
+
+
+def test_what_a_server_adds_too_much_is_named() -> None:
+    server = job("serve_overhead")
+    results = {"uvicorn": {"request": 10.0, "token": 0.9}, "serve": {"request": 99.0, "token": 99.0}}
+    assert server.missed(results) == ["uvicorn, request: 10.00 ms, the target is under 10 ms"]
+    assert server.missed({"serve": results["serve"]}) == []
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_the_block_pools_check_ends_with_its_rows(
+    check: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole script: the pool of a made-up machine takes three times as long when it is larger."""
+    pool = job("block_pool")
+    monkeypatch.setattr(pool, "measure", lambda *_: (1.0, 3.0))
+    monkeypatch.setattr(sys, "argv", ["block_pool.py", *(["--check"] if check else [])])
+    assert pool.main() == int(check)
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in told] == ["growth 3.00, the limit is 2"] * len(pool.STATES)
