@@ -97,7 +97,8 @@ class Load:
     num_requests: int | None = None
     """None: 100, or all of a trace or a file."""
     input_tokens: Lengths = Lengths(values=(128,))
-    output_tokens: Lengths = Lengths(values=(64,))
+    output_tokens: Lengths | None = None
+    """None: 64, or of a ShareGPT file as long as its answers are."""
     prefix_tokens: int = 0
     """Of these, at a random prompt's start, that are one of `num_prefixes` stretches."""
     num_prefixes: int = 1
@@ -105,6 +106,8 @@ class Load:
     """Lowest and highest id of random prompts; None: what the server says of its vocabulary."""
     prompts: Path | None = None
     """Lines of {"prompt": text} or {"prompt_token_ids": [...]}, instead of random prompts."""
+    sharegpt: Path | None = None
+    """A ShareGPT file, whose conversations' first turns are the prompts; see sharegpt.py."""
     ignore_eos: bool = True
     temperature: float = 0.0
     body: Mapping[str, Any] = field(default_factory=dict)
@@ -149,6 +152,7 @@ def _is_positive(value: float) -> bool:
 
 def check_load(load: Load) -> None:
     """Raises UserError for what cannot be sent."""
+    has_texts = load.prompts is not None or load.sharegpt is not None
     ways = [load.rate is not None, load.concurrency is not None, load.trace is not None]
     checks = (
         (
@@ -177,8 +181,12 @@ def check_load(load: Load) -> None:
         (load.warmup is None or load.warmup >= 0, f"--warmup {load.warmup}", "a number of requests"),
         (load.cooldown is None or load.cooldown >= 0, f"--cooldown {load.cooldown}", "a number of requests"),
         (load.url.startswith(("http://", "https://")), f"--url {load.url}", "http://HOST:PORT"),
-        (not (load.use_chat and load.prompts is None), "--chat without texts", "--prompts FILE with texts"),
-        (not (load.prompts and load.trace), "--prompts and --trace", "one of them"),
+        (not load.use_chat or has_texts, "--chat without texts", "--prompts FILE with texts"),
+        (
+            sum(source is not None for source in (load.prompts, load.trace, load.sharegpt)) <= 1,
+            "prompts from several files",
+            "one of --prompts, --trace, --dataset-path",
+        ),
     )
     for holds, problem, mend in checks:
         if not holds:

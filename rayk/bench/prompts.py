@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from rayk.bench.load import Lengths, Load
+from rayk.bench.sharegpt import read_sharegpt
 from rayk.bench.trace import prompt_tokens, read_trace, scaled
 from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
 
 NUM_REQUESTS = 100
+OUTPUT_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,21 +38,28 @@ def plan_requests(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
     """
     if load.trace is not None:
         return _from_trace(load, load.trace, token_ids)
+    output_tokens = load.output_tokens or Lengths(values=(OUTPUT_TOKENS,))
     prompts: list[str | list[int]]
-    if load.prompts is not None:
+    if load.sharegpt is not None:
+        turns = read_sharegpt(load.sharegpt, seed=load.seed)
+        count = load.num_requests or NUM_REQUESTS
+        prompts = [turns[i % len(turns)].prompt for i in range(count)]
+        if load.output_tokens is None:
+            output_tokens = Lengths(values=tuple(turn.num_answer_tokens for turn in turns))
+    elif load.prompts is not None:
         read = read_prompts(load.prompts)
         count = load.num_requests or len(read)
         prompts = [read[i % len(read)] for i in range(count)]
     else:
         count = load.num_requests or NUM_REQUESTS
         prompts = list(random_prompts(load, count, token_ids))
-    output_tokens = draw_lengths(load.output_tokens, count, [load.seed, 5])
+    max_tokens = draw_lengths(output_tokens, count, [load.seed, 5])
     due: list[int] | list[None] = [None] * count
     if load.rate is not None:
         due = due_times(
             load.process, rate=load.rate, num_requests=count, burstiness=load.burstiness, seed=load.seed
         )
-    rows = zip(due, prompts, output_tokens, strict=True)
+    rows = zip(due, prompts, max_tokens, strict=True)
     return [
         Planned(index=i, due_ns=at, prompt=prompt, max_tokens=tokens, seed=load.seed + i)
         for i, (at, prompt, tokens) in enumerate(rows)

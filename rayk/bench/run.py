@@ -127,7 +127,7 @@ async def probe(load: Load) -> tuple[str, Callable[[Load], tuple[int, int]]]:
     def token_ids(load: Load) -> tuple[int, int]:
         if load.token_ids is not None:
             return load.token_ids
-        if load.prompts is not None:
+        if load.prompts is not None or load.sharegpt is not None:
             return (0, 0)
         if not isinstance(vocab_size, int):
             raise UserError(

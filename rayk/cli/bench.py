@@ -6,11 +6,11 @@ import datetime
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,19 +30,36 @@ class Arrival(StrEnum):
     constant = "constant"
 
 
+class Dataset(StrEnum):
+    """Where prompts come from, as vLLM's benchmark names it."""
+
+    sharegpt = "sharegpt"
+    random = "random"
+
+
+N = TypeVar("N", int, float)
+
+
 @guarded
 def bench(
     url: Annotated[str, typer.Option(help="The server, http://HOST:PORT.")],
     rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests per second, whatever the server does (open loop); repeatable."),
-    ] = None,
-    concurrency: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
-            help="Requests in flight, each of which lets the next one go (closed loop); repeatable."
+            metavar="R[,R...]", help="Requests per second, whatever the server does (open loop); repeatable."
         ),
     ] = None,
+    concurrency: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Requests in flight, each of which lets the next one go (closed loop); repeatable.",
+        ),
+    ] = None,
+    request_rate: Annotated[
+        str | None, typer.Option(help="vLLM's name of --rate; inf where --max-concurrency is given.")
+    ] = None,
+    max_concurrency: Annotated[str | None, typer.Option(help="vLLM's name of --concurrency.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Arrivals, lengths and shared prefixes in Mooncake's format, JSON lines."),
@@ -61,7 +78,10 @@ def bench(
     input_tokens: Annotated[
         str, typer.Option(help="Of random prompts: 128, or 5,37,300 in turn, or 64-256 uniform.")
     ] = "128",
-    output_tokens: Annotated[str, typer.Option(help="Of answers, likewise.")] = "64",
+    output_tokens: Annotated[
+        str | None,
+        typer.Option(help="Of answers, likewise [default: 64; of ShareGPT as long as its answers]."),
+    ] = None,
     prefix_tokens: Annotated[int, typer.Option(help="Of a random prompt, shared with others.")] = 0,
     num_prefixes: Annotated[int, typer.Option(help="Shared prefixes there are, in turn.")] = 1,
     token_ids: Annotated[
@@ -71,6 +91,10 @@ def bench(
         Path | None,
         typer.Option(help='Lines of {"prompt": text} or {"prompt_token_ids": [..]}, instead of random ones.'),
     ] = None,
+    dataset_name: Annotated[
+        Dataset | None, typer.Option(help="As vLLM's benchmark names them: sharegpt takes --dataset-path.")
+    ] = None,
+    dataset_path: Annotated[Path | None, typer.Option(help="A ShareGPT file, JSON.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send texts as chat completions.")] = False,
     slo: Annotated[
         str, typer.Option(help="What a good answer keeps: ttft=200ms,tpot=20ms,itl=..,e2e=..")
@@ -109,6 +133,7 @@ def bench(
     """
     from rayk.bench.load import Load, parse_lengths, parse_slo
 
+    answers = None if output_tokens is None else parse_lengths(output_tokens, where="--output-tokens")
     base = Load(
         url=url.rstrip("/").removesuffix("/v1"),
         model=model,
@@ -121,11 +146,12 @@ def bench(
         trace_block_tokens=trace_block,
         num_requests=num_requests,
         input_tokens=parse_lengths(input_tokens, where="--input-tokens"),
-        output_tokens=parse_lengths(output_tokens, where="--output-tokens"),
+        output_tokens=answers,
         prefix_tokens=prefix_tokens,
         num_prefixes=num_prefixes,
         token_ids=None if token_ids is None else _parse_ids(token_ids),
         prompts=prompts,
+        sharegpt=_sharegpt(dataset_name, dataset_path),
         ignore_eos=ignore_eos,
         temperature=temperature,
         body=_parse_body(body),
@@ -136,7 +162,44 @@ def bench(
         timeout_s=timeout,
         failed_share=allow_failed,
     )
-    raise typer.Exit(send_loads(_spread(base, rate or [], concurrency or []), out, strict=strict))
+    rates, concurrencies = _levels(rate or [], concurrency or [], request_rate, max_concurrency)
+    raise typer.Exit(send_loads(_spread(base, rates, concurrencies), out, strict=strict))
+
+
+def _levels(
+    rates: list[str], concurrencies: list[str], request_rate: str | None, max_concurrency: str | None
+) -> tuple[list[float], list[int]]:
+    """The levels of load, by whatever names they were given. Raises UserError."""
+    if request_rate is not None and request_rate.strip().lower() == "inf":
+        if max_concurrency is None:
+            problem = "all requests at once are no load that says much"
+            raise UserError(problem, where="--request-rate inf", mend="--max-concurrency N")
+        request_rate = None
+    if request_rate is not None and max_concurrency is not None:
+        problem = "a load has a rate or a number of requests in flight, not both"
+        raise UserError(problem, where="--request-rate, --max-concurrency", mend="one of them")
+    rates = rates + ([] if request_rate is None else [request_rate])
+    concurrencies = concurrencies + ([] if max_concurrency is None else [max_concurrency])
+    return _numbers(float, rates, "--rate", "2, or 2,4"), _numbers(int, concurrencies, "--concurrency", "1,8")
+
+
+def _numbers(kind: Callable[[str], N], texts: list[str], option: str, mend: str) -> list[N]:
+    """What lists such as `1,2` say. Raises UserError."""
+    try:
+        return [kind(part) for text in texts for part in text.split(",")]
+    except ValueError:
+        where = f"{option} {','.join(texts)}"
+        raise UserError("not a number, or a list of them", where=where, mend=f"{option} {mend}") from None
+
+
+def _sharegpt(name: Dataset | None, path: Path | None) -> Path | None:
+    """The file of prompts, if any. Raises UserError."""
+    if name is Dataset.sharegpt and path is None:
+        raise UserError("no file is named", where="--dataset-name sharegpt", mend="--dataset-path FILE")
+    if name is not Dataset.sharegpt and path is not None:
+        mend = "--dataset-name sharegpt; of lines of prompts --prompts FILE"
+        raise UserError("of which data set is not said", where=f"--dataset-path {path}", mend=mend)
+    return path
 
 
 def _spread(base: Load, rates: list[float], concurrencies: list[int]) -> list[Load]:
