@@ -40,11 +40,13 @@ def checkpoint(
         bool | None, typer.Option("--tie/--no-tie", help="Whether lm_head shares the embeddings.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16.")] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Write it anew, even over changed files.")] = False,
 ) -> None:
     """Write a tiny random checkpoint (tokenizer included) through transformers and print its path.
 
     A folder that already holds the same checkpoint is left as it is. One of the same family with other
-    settings is written again; one of another family is refused, as are values that rayk cannot serve.
+    settings is written again; one of another family is refused, as are one whose files were changed since and
+    values that rayk cannot serve.
     """
     values = parse_overrides(overrides or [])
     if layers is not None:
@@ -62,6 +64,7 @@ def checkpoint(
         max_shard_size=max_shard_size,
         tie=tie,
         dtype=dtype,
+        force=force,
         judge=parse_config,  # what explain and run would refuse is not written
     )
     typer.echo(path)

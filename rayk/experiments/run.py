@@ -19,7 +19,7 @@ from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.loader import note_unused
 from rayk.oracle.files import input_hashes
-from rayk.oracle.remake import checkpoint_commands
+from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.reports.environment import copy_ceiling
 from rayk.reports.files import locked
@@ -125,6 +125,7 @@ def run_experiment(
         cells=len(planned),
         inputs=input_hashes(loaded.spec.models(), loaded.spec.prompt_files()),
         checkpoints=checkpoint_commands(loaded.spec.models()),
+        changed_checkpoints=changed_checkpoints(loaded.spec.models()),
         ceiling=copy_ceiling(),
     )
     yaml = dump_spec(loaded.spec)

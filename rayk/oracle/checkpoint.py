@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rayk.oracle.files import is_whole, replaced_folder
+from rayk.oracle.files import file_digests, is_whole, replaced_folder
 from rayk.oracle.quiet import no_progress_bars
 from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
@@ -46,17 +46,19 @@ def write_checkpoint(
     tie: bool | None = None,
     dtype: str = "float32",
     judge: Judge | None = None,
+    force: bool = False,
 ) -> Path:
     """Write the checkpoint, unless `directory` already holds the one these parameters give.
 
     One of the same family with other settings, that another release of transformers wrote, or that lacks
-    files, is written again.
+    files, is written again. One whose files somebody changed is refused, unless `force`.
 
     overrides:      values of the family's config class, by its names (see tiny.HYBRID).
     max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
     tie:            whether lm_head shares the embeddings; None keeps the family's setting.
     dtype:          of the weights on disk; their greedy output is promised in float32.
     judge:          may refuse the config.json before the model is made; not asked of a finished folder.
+    force:          write it in any case.
 
     The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits), the
     smallest routing gap (over 0.001, see oracle.routing; null without experts) and, under `probes`,
@@ -65,7 +67,7 @@ def write_checkpoint(
 
     Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
     without room for all bytes, values no model can have, a folder that cannot be made, is something
-    else or holds another family), and what `judge` raises.
+    else, holds another family, or files that were changed), and what `judge` raises.
     """
     values = family_values(family, overrides or {})
     if tie is not None:
@@ -85,8 +87,10 @@ def write_checkpoint(
         "dtype": dtype,
     }
     target = Path(directory)
-    if _is_written(target, parameters):
-        return target
+    if not force:
+        _refuse_changed(target)
+        if _is_written(target, parameters):
+            return target
     _refuse_other_family(target, family)
     with ExitStack() as stack:
         try:
@@ -103,9 +107,31 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / MARKER
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def changed_files(directory: str | Path) -> list[str]:
+    """Names of the files of a whole folder that are not as write_checkpoint wrote them; none where an older
+    rayk wrote it, which did not note what they were."""
+    folder = Path(directory)
+    noted = read_marker(folder).get("files")
+    if not isinstance(noted, dict) or not is_whole(folder):
+        return []
+    found = file_digests(folder)
+    return [name for name, digest in noted.items() if found.get(name) != digest]
+
+
+def _refuse_changed(folder: Path) -> None:
+    """Raises UserError: neither is it what the command gives, nor may somebody's work be lost."""
+    changed = changed_files(folder)
+    if changed:
+        raise UserError(
+            f"holds a checkpoint that was changed after it was written: {', '.join(changed)}",
+            where=str(folder),
+            mend="--force to write it anew, or choose another folder",
+        )
 
 
 def _refuse_other_family(folder: Path, family: str) -> None:
@@ -170,6 +196,7 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
         "routing_gap": draw.routing_gap,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "probes": [asdict(probe) for probe in draw.probes],
+        "files": file_digests(folder),
     }
     (folder / MARKER).write_text(json.dumps(notes, indent=1), encoding="utf-8")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from rayk.types.errors import CheckpointError, UserError
 
 _SAMPLE_BYTES = 1 << 20
+_NUM_SAMPLES = 16
 _WHOLE_FILE_BYTES = 64 << 20
 _MODEL_SUFFIXES = frozenset({".json", ".safetensors"})
 
@@ -46,6 +47,24 @@ def checkpoint_hash(folder: Path) -> str:
             file.seek(-_SAMPLE_BYTES, os.SEEK_END)
             digest.update(file.read())
     return digest.hexdigest()
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Name -> hash of the contents of the config, tokenizer and weight files; of files over 64 MiB: of their
+    size and of pieces."""
+    found = {}
+    for path in sorted(p for p in folder.iterdir() if p.suffix in _MODEL_SUFFIXES and p.is_file()):
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE_FILE_BYTES:
+                digest.update(file.read())
+            else:
+                for i in range(_NUM_SAMPLES):
+                    file.seek((size - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        found[path.name] = digest.hexdigest()
+    return found
 
 
 def is_whole(folder: Path) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
-from rayk.oracle.checkpoint import read_marker
+from rayk.oracle.checkpoint import SUPPORTED, changed_files, read_marker
 from rayk.oracle.tiny import FAMILIES
 
 
@@ -18,10 +18,16 @@ def checkpoint_commands(models: Iterable[str]) -> dict[str, list[str]]:
     return {model: command for model, command in commands.items() if command}
 
 
+def changed_checkpoints(models: Iterable[str]) -> dict[str, list[str]]:
+    """Folder -> its files that are not as `rayk checkpoint` wrote them, of folders with such files."""
+    changed = {model: changed_files(model) for model in models}
+    return {model: names for model, names in changed.items() if names}
+
+
 def checkpoint_command(folder: str) -> list[str]:
-    """Empty where `rayk checkpoint` did not write the folder, or this rayk has no such family."""
+    """Empty where `rayk checkpoint` did not write what is in the folder, or this rayk has no such family."""
     parameters = read_marker(Path(folder)).get("parameters")
-    if not isinstance(parameters, dict) or parameters.get("family") not in FAMILIES:
+    if not _is_known(parameters) or changed_files(folder):
         return []
     family = parameters["family"]
     own = FAMILIES[family]
@@ -38,6 +44,14 @@ def checkpoint_command(folder: str) -> list[str]:
     if parameters["dtype"] != "float32":
         options += ["--dtype", parameters["dtype"]]
     return ["rayk", "checkpoint", family, folder, *options]
+
+
+def _is_known(parameters: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether these are parameters of a checkpoint: anybody can write a marker."""
+    if not isinstance(parameters, dict) or parameters.get("family") not in SUPPORTED:
+        return False
+    kinds = {"config": dict, "seed": int, "dtype": str, "max_shard_size": str | None}
+    return all(name in parameters and isinstance(parameters[name], kind) for name, kind in kinds.items())
 
 
 def _yaml(value: Any) -> str:

@@ -28,8 +28,12 @@ def run_commands(result: Result) -> str:
     lines = _checkout(result.environment)
     run = ["rayk", "run", "spec.yaml", "--out", f"runs/{name}-again"]
     made = _made(result.environment)
-    lines += [shlex.join(_placed(command, folder)) for folder, command in made.items()]
     model = spec.get("model")
+    # Only `model` can be given another place; what a matrix names is written where it lay.
+    lines += [
+        shlex.join(_placed(command, folder) if folder == model else command)
+        for folder, command in made.items()
+    ]
     if isinstance(model, str) and Path(model).is_absolute() and model in made:
         run += ["--set", f"model={_relative(model)}"]
     return "\n".join([*lines, shlex.join(run)])
@@ -51,6 +55,12 @@ def run_needs(result: Result) -> str:
         texts.append(
             f"It reads what no command here makes: {', '.join(lacking)} (hashes are under `inputs` in the "
             "environment)."
+        )
+    changed = result.environment.get("changed_checkpoints")
+    for folder, names in changed.items() if isinstance(changed, Mapping) else ():
+        texts.append(
+            f"{folder} was not as `rayk checkpoint` had written it: {', '.join(map(str, names))} had been "
+            "changed."
         )
     return " ".join(texts)
 

@@ -278,6 +278,25 @@ def test_a_damaged_or_outdated_folder_is_written_again(
     assert is_whole(path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model-00002", "tokenizer.json"])
+def test_a_folder_that_somebody_changed_is_neither_left_nor_lost(
+    shards: Path, tmp_path: Path, name: str
+) -> None:
+    """Whole, and of the same parameters by what it says of itself: yet not what the command gives."""
+    path = Path(shutil.copytree(shards, tmp_path / "model"))
+    file = next(file for file in path.iterdir() if file.name.startswith(name))
+    changed = bytearray(file.read_bytes())
+    # Of a tensor or a text, the length as it was.
+    changed[-3] ^= 1
+    file.write_bytes(changed)
+    for options in ({}, {"seed": 1}):
+        with pytest.raises(UserError, match=f"changed after it was written: {file.name}\n  mend: --force"):
+            write_small(path, max_shard_size="10KB", **options)
+        assert file.read_bytes() == changed
+    write_small(path, max_shard_size="10KB", force=True)
+    assert checkpoint_hash(path) == checkpoint_hash(shards)
+
+
 def note(folder: Path, **changes: object) -> None:
     marker = json.loads((folder / MARKER).read_text())
     (folder / MARKER).write_text(json.dumps(marker | changes, indent=1))

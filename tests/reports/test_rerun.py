@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from rayk.cli.checkpoint import parse_overrides
 from rayk.cli.main import app
-from rayk.oracle.remake import checkpoint_command, checkpoint_commands
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.oracle.remake import changed_checkpoints, checkpoint_command, checkpoint_commands
 from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.reports import Result
 from rayk.reports.rerun import bench_commands, run_commands, run_needs
@@ -109,7 +110,40 @@ def test_a_checkpoints_command_writes_that_checkpoint(
     )
 
 
+def test_a_checkpoint_that_was_changed_has_no_command(tmp_path: Path) -> None:
+    """The command would write other weights than the run's."""
+    folder = str(write_checkpoint("qwen3", tmp_path / "model", overrides={"num_hidden_layers": 1}))
+    assert changed_checkpoints([folder]) == {}
+    assert checkpoint_commands([folder])
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    changed = changed_checkpoints([folder])
+    assert changed == {folder: ["model.safetensors"]}
+    assert checkpoint_commands([folder]) == {}
+    of = result(
+        f"name: n\nmodel: {folder}\n", inputs={folder: "1"}, checkpoints={}, changed_checkpoints=changed
+    )
+    assert f"no command here makes: {folder}" in run_needs(of)
+    assert "as `rayk checkpoint` had written it: model.safetensors had been changed" in run_needs(of)
+
+
+def test_models_of_a_matrix_are_written_where_they_lay() -> None:
+    """spec.yaml names them there, and no --set gives them another place."""
+    made = {f"/a/{name}": ["rayk", "checkpoint", "llama", f"/a/{name}"] for name in ("m", "n")}
+    of = result("name: n\nmatrix: {model: [/a/m, /a/n]}\n", checkpoints=made)
+    assert run_commands(of).splitlines() == [
+        "rayk checkpoint llama /a/m",
+        "rayk checkpoint llama /a/n",
+        "rayk run spec.yaml --out runs/n-again",
+    ]
+
+
 def test_folders_that_it_did_not_write_have_no_command(tmp_path: Path) -> None:
     (tmp_path / "rayk_checkpoint.json").write_text('{"parameters": {"family": "unheard of"}}')
     assert checkpoint_command(str(tmp_path)) == []
+    for config in ("[]", '{"a": ' * 9 + "1" + "}" * 9):
+        (tmp_path / "rayk_checkpoint.json").write_text(
+            f'{{"parameters": {{"family": "qwen3", "config": {config}, "seed": "rm -rf"}}}}'
+        )
+        assert checkpoint_command(str(tmp_path)) == [], "not as rayk writes it"
     assert checkpoint_commands(["Qwen3-0.6B", str(tmp_path), os.devnull]) == {}
