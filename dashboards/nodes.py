@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rayk.actors.environment import check_address, prepare_environment, wanted_address
+from rayk.actors.environment import wanted_address
 from rayk.types.errors import DeviceError
 
 PERIOD_S = 3.0
@@ -29,30 +29,28 @@ def main(arguments: list[str]) -> int:
     """Until whoever started this is gone, or the cluster. 2: there is none."""
     path, address = Path(arguments[0]), wanted_address(arguments[1] if len(arguments) > 1 else None)
     parent = os.getppid()
-    prepare_environment()
     try:
-        _connect(address)
+        return _watch(path, address, parent)
     except DeviceError as error:
         print(f"{error.problem}; {error.mend}", file=sys.stderr)
         return 2
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         print(f"no Ray cluster: {next(iter(str(error).splitlines()), '')}", file=sys.stderr)
         return 2
+
+
+def _watch(path: Path, address: str | None, parent: int) -> int:
     import ray
 
-    while os.getppid() == parent:
-        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        write_targets(path, [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes])
-        time.sleep(PERIOD_S)
+    from rayk.actors.ray_private import joining
+
+    with joining(address or "auto") as found:
+        ray.init(address=found, log_to_driver=False, configure_logging=False)
+        while os.getppid() == parent:
+            nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+            write_targets(path, [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in nodes])
+            time.sleep(PERIOD_S)
     return 0
-
-
-def _connect(address: str | None) -> None:
-    if address is not None:
-        check_address(address)
-    import ray
-
-    ray.init(address=address or "auto", log_to_driver=False, configure_logging=False)
 
 
 if __name__ == "__main__":

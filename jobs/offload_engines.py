@@ -14,23 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayk.actors.environment import prepare_environment
-
-prepare_environment()
-
-from rayk.actors.engines import CONTROL_S, EngineHandle  # noqa: E402
-from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops  # noqa: E402
-from rayk.actors.lines import Line  # noqa: E402
-from rayk.actors.nodes import EngineAsk, worker_resources  # noqa: E402
-from rayk.actors.placement import line_host  # noqa: E402
-from rayk.actors.pool import WorkerPool  # noqa: E402
-from rayk.actors.rank_spec import RankSpec  # noqa: E402
-from rayk.actors.tiers import HostTiers  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
-from rayk.types.errors import DeadlineExceeded  # noqa: E402
-from rayk.types.offload import OffloadSettings  # noqa: E402
-from rayk.types.request import Request, SamplingParams  # noqa: E402
-from rayk.types.rows import TransferRow  # noqa: E402
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
+from rayk.actors.lines import Line
+from rayk.actors.nodes import EngineAsk, worker_resources
+from rayk.actors.placement import line_host
+from rayk.actors.pool import WorkerPool
+from rayk.actors.rank_spec import RankSpec
+from rayk.actors.tiers import HostTiers
+from rayk.types.config import EngineConfig
+from rayk.types.errors import DeadlineExceeded
+from rayk.types.offload import OffloadSettings
+from rayk.types.request import Request, SamplingParams
+from rayk.types.rows import TransferRow
 
 REQUEST_S = 300.0
 SETTLE_S = 120.0

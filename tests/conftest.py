@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 
-# Ray's modes and the size of OpenMP's pool are read once, at import.
+# The size of OpenMP's pool is read once, at import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import atexit
@@ -28,6 +24,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
+from tests.clusters import cluster
 from tests.helpers import poison
 from tests.quick_triton import quicken
 
@@ -137,22 +134,8 @@ def reference() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """Address of a cluster of this test session: two logical GPUs, no dashboard."""
-    from rayk.actors.environment import prepare_environment
-
-    prepare_environment()
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 4,
-            "num_gpus": 2,
-            "object_store_memory": 150 << 20,
-            "include_dashboard": False,
-        },
-    )
-    yield cluster.address
-    cluster.shutdown()
+    with cluster(num_cpus=4, num_gpus=2, object_store_memory=150 << 20) as found:
+        yield found.address
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ import tempfile
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,11 +42,12 @@ from typing import Any
 import torch
 
 from rayk.actors.commands import Connect, Describe
-from rayk.actors.environment import prepare_environment
+from rayk.actors.environment import own_cluster
 from rayk.actors.extension import TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.rank_meter import make_meter
 from rayk.actors.ray_metrics import RaySink
+from rayk.actors.ray_private import ray_environment
 from rayk.actors.request_meter import begin_outcomes, report_request
 from rayk.engine.build import ThreadEngine
 from rayk.engine.leader import Leader, RequestEvent
@@ -190,8 +191,9 @@ def price_calls() -> dict[str, float]:
     import ray
     from ray.util.metrics import Counter
 
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
-    try:
+    with ray_environment(own_cluster()), ExitStack() as stack:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
+        stack.callback(ray.shutdown)
         sink = RaySink(**KNOWN)
         bucket = Counter("rayk_priced_bucket_total", "-", tag_keys=(*KNOWN, "phase", "le"))
         actions: dict[str, Callable[[], None]] = {
@@ -201,8 +203,6 @@ def price_calls() -> dict[str, float]:
             "record": lambda: bucket._record(3.0, KNOWN | {"phase": "decode", "le": "0.003"}),
         }
         return {kind: statistics.median(_time(action) for _ in range(10)) for kind, action in actions.items()}
-    finally:
-        ray.shutdown()
 
 
 def price_clock() -> float:
@@ -430,7 +430,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail where the share is above the limit")
     args = parser.parse_args()
-    prepare_environment()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     prices = Prices(price_calls(), price_clock())

@@ -32,10 +32,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from rayk.actors.environment import prepare_environment  # noqa: E402
-
-prepare_environment()
-
 from jobs.checks import ending  # noqa: E402
 from jobs.recorded import command_line, machine  # noqa: E402
 from rayk.actors.engines import EngineHandle  # noqa: E402

@@ -1,31 +1,94 @@
-"""What can be said about Ray before `import ray`: settings it reads once, and where the cluster is."""
+"""What can be said about Ray before `import ray`: its environment, where a cluster is, and who gets in."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 
 from rayk.types.errors import DeviceError
 
+FOLLOW_UV = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 RAY_DEFAULTS = {
-    # A local `ray.init` would else turn token authentication on for every later cluster of this user.
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_metrics_report_interval_ms": "1000",
     # Under `uv run`, Ray would start workers through uv inside the uploaded working directory.
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    FOLLOW_UV: "0",
     # An actor without a GPU sees none; by default Ray leaves it all of the machine's.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     # On a busy machine, five seconds are too few for a proxy to start in: Serve would kill it, and give up.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
-"""Applied where the user has not set them."""
+"""Of clusters and drivers, where the user has not set them."""
+BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""0: Ray takes 127.0.0.1 for this node's address, and listens there alone. Ray means it for other systems."""
+AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_TOKEN_BYTES = 32
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+Environment = dict[str, str | None]
+"""Variables and their values; None: not set."""
 
 
-def prepare_environment() -> None:
-    """Set the defaults. Call before the first `import ray`."""
-    for name, value in RAY_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+def own_cluster(*, is_one_node: bool = True) -> Environment:
+    """What a new cluster of ours is started with: a token that only its processes know; of one node, it
+    listens on loopback alone."""
+    return {
+        **_defaults(),
+        AUTH_MODE: "token",
+        TOKEN: secrets.token_hex(_TOKEN_BYTES),
+        TOKEN_FILE: None,
+        "RAY_ENABLE_K8S_TOKEN_AUTH": None,
+        BEYOND_LOOPBACK: "0" if is_one_node else None,
+    }
+
+
+def joined_cluster(address: str, own_host: str) -> Environment:
+    """What a driver needs to join the cluster at HOST:PORT; this machine is `own_host` to others.
+
+    Tokens are sent where they are asked for, whatever the user's mode: where that differs from the
+    cluster's, Ray only half works.
+    """
+    host, _, port = address.rpartition(":")
+    protected = is_protected(address)
+    is_hidden = host in _LOOPBACK and not _answers(own_host, int(port))
+    return {
+        **_defaults(),
+        **({} if protected is None else {AUTH_MODE: "token" if protected else "disabled"}),
+        BEYOND_LOOPBACK: "0" if is_hidden else None,
+    }
+
+
+def _defaults() -> Environment:
+    return {name: os.environ.get(name, value) for name, value in RAY_DEFAULTS.items()}
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_protected(address: str) -> bool | None:
+    """Whether the cluster at HOST:PORT refuses who has no token; None where TLS hides it.
+
+    Raises DeviceError where no Ray answers.
+    """
+    if os.environ.get("RAY_USE_TLS"):
+        return None
+    import grpc  # type: ignore[import-untyped]
+
+    with grpc.insecure_channel(address) as channel:
+        ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        try:
+            ask(b"", timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            raise _nobody(address, f"{error.code().name}: {error.details()}") from error
+    return False
 
 
 CONNECT_S = 5.0
@@ -44,25 +107,35 @@ def wanted_address(address: str | None) -> str | None:
     return address or os.environ.get("RAY_ADDRESS") or None
 
 
+def is_host_and_port(address: str) -> bool:
+    """Not `auto`, `ray://...`."""
+    host, colon, port = address.rpartition(":")
+    return bool(colon) and port.isdigit() and "/" not in host
+
+
 def check_address(address: str) -> None:
     """Refuse a HOST:PORT where nobody listens, or no Ray, which Ray would try for minutes. Raises
     DeviceError.
 
     Other forms of address (auto, ray://...) are Ray's to judge.
     """
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
+    if not is_host_and_port(address):
         return
+    host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
             if not os.environ.get("RAY_USE_TLS"):
                 _check_greeting(connection)
     except (OSError, OverflowError) as error:
-        raise DeviceError(
-            problem=f"no Ray cluster answers at {address!r}: {error}",
-            where="the address",
-            mend="start one with `ray start --head`, or leave the address out",
-        ) from error
+        raise _nobody(address, error) from error
+
+
+def _nobody(address: str, why: object) -> DeviceError:
+    return DeviceError(
+        problem=f"no Ray cluster answers at {address!r}: {why}",
+        where="the address",
+        mend="start one with `ray start --head`, or leave the address out",
+    )
 
 
 def _check_greeting(connection: socket.socket) -> None:

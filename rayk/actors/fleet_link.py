@@ -8,18 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rayk.actors.environment import prepare_environment
+import ray
+from ray.exceptions import RayActorError, RayError
 
-prepare_environment()
-
-import ray  # noqa: E402 - reads its environment once, when imported
-from ray.exceptions import RayActorError, RayError  # noqa: E402
-
-from rayk.actors.bugs import lasting  # noqa: E402
-from rayk.actors.engines import EngineHandle, translate  # noqa: E402
-from rayk.actors.lines import Line, LineLost  # noqa: E402
-from rayk.actors.serving import News  # noqa: E402
-from rayk.types.errors import EngineDied, RaykError  # noqa: E402
+from rayk.actors.bugs import lasting
+from rayk.actors.engines import EngineHandle, translate
+from rayk.actors.lines import Line, LineLost
+from rayk.actors.serving import News
+from rayk.types.errors import EngineDied, RaykError
 
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""

@@ -11,16 +11,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-from rayk.actors.environment import check_address, prepare_environment, wanted_address
+import ray
+from ray.job_config import JobConfig
 
-prepare_environment()
-
-import ray  # noqa: E402 - reads its environment once, when imported
-from ray.job_config import JobConfig  # noqa: E402
-
-from rayk.actors.coordinator import Coordinator  # noqa: E402
-from rayk.actors.fleet import Fleet  # noqa: E402
-from rayk.actors.nodes import (  # noqa: E402
+from rayk.actors.coordinator import Coordinator
+from rayk.actors.environment import own_cluster, wanted_address
+from rayk.actors.fleet import Fleet
+from rayk.actors.nodes import (
     Node,
     cell_asks,
     engine_ask,
@@ -28,11 +25,12 @@ from rayk.actors.nodes import (  # noqa: E402
     placement_of,
     plan_nodes,
 )
-from rayk.actors.placement import live_nodes, on_this_node, this_node  # noqa: E402
-from rayk.actors.sessions import kept_sigterm, session_folder  # noqa: E402
-from rayk.specs import Cell  # noqa: E402
-from rayk.specs.serving import ServerSettings  # noqa: E402
-from rayk.types.errors import DeadlineExceeded, DeviceError  # noqa: E402
+from rayk.actors.placement import live_nodes, on_this_node, this_node
+from rayk.actors.ray_private import joining, ray_environment
+from rayk.actors.sessions import kept_sigterm, session_folder
+from rayk.specs import Cell
+from rayk.specs.serving import ServerSettings
+from rayk.types.errors import DeadlineExceeded, DeviceError
 
 NAMESPACE = "rayk"
 OBJECT_STORE_BYTES = 160 << 20
@@ -53,8 +51,6 @@ def connect(
     there is none at that address, or none starts.
     """
     address = wanted_address(address)
-    if address is not None:
-        check_address(address)
     settings: dict[str, Any] = {
         "namespace": NAMESPACE,
         "configure_logging": True,
@@ -73,8 +69,9 @@ def connect(
             }
             if num_gpus is not None:
                 settings["num_gpus"] = num_gpus
+            stack.enter_context(ray_environment(own_cluster()))
         else:
-            settings["address"] = address
+            settings["address"] = stack.enter_context(joining(address))
         stack.callback(ray.shutdown)
         try:
             with kept_sigterm():

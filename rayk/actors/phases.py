@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ray._private import profiling
-
+from rayk.actors.ray_private import profiling
 from rayk.engine.leader import RequestEvent
 
 FIRST = {"whole": "prefill", "prefill": "prefill", "decode": "transfer", "reserve": "reserve"}
@@ -65,7 +64,6 @@ class _Spans:
 
     def _begin(self, phase: str) -> None:
         self.end()
-        # Ray has no public name for spans of one's own.
         self._span = profiling.profile(phase, extra_data=self._about)
         self._span.__enter__()
         self._phase = phase

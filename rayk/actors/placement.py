@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from rayk.actors.environment import prepare_environment
-
-prepare_environment()
-
-import ray  # noqa: E402 - reads its environment once, when imported
-from ray._private.state import available_resources_per_node  # noqa: E402
-from ray.util.placement_group import (  # noqa: E402
+import ray
+from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import (  # noqa: E402
+from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
-from rayk.actors.nodes import Node  # noqa: E402
-from rayk.actors.worker import Worker  # noqa: E402
+from rayk.actors.nodes import Node
+from rayk.actors.ray_private import free_resources
+from rayk.actors.worker import Worker
 
 NODE_ID_LABEL = "ray.io/node-id"
 """A label Ray gives every node."""
@@ -34,7 +30,7 @@ CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
 
 def live_nodes() -> list[Node]:
     """The nodes Ray believes to be alive. A node that was killed is missed after its health check alone."""
-    free = available_resources_per_node()  # type: ignore[no-untyped-call]  # Ray has no public name
+    free = free_resources()
     return [
         Node(
             node_id=n["NodeID"],

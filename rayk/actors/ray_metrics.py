@@ -14,6 +14,10 @@ class RaySink:
 
     def __init__(self, **known: str) -> None:
         """`known`: labels of every value, such as model, engine, role and rank."""
+        # Here, so that a worker whose values nobody takes does without Ray.
+        from rayk.actors.ray_private import record
+
+        self._record = record
         self._known = known
         self._told: set[tuple[str, frozenset[tuple[str, str]]]] = set()
         """Folded histograms that are there."""
@@ -23,7 +27,7 @@ class RaySink:
         if value:
             _metric(name).inc(value, self._known | labels)
         else:
-            _metric(name)._record(0.0, self._known | labels)  # `inc` refuses what a counter begins with
+            self._record(_metric(name), 0.0, self._known | labels)  # what a counter begins with
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge. Ray forgets it two seconds later."""
@@ -44,10 +48,10 @@ class RaySink:
         for border, number in zip(_borders(METRICS[name]), counts, strict=True):
             num_below += number
             if num_below or is_new:  # without those below it, a quantile would begin at 0
-                buckets._record(num_below, tags | {"le": border})
+                self._record(buckets, num_below, tags | {"le": border})
         if num_below or is_new:
-            count._record(num_below, tags)
-            added._record(total, tags)
+            self._record(count, num_below, tags)
+            self._record(added, total, tags)
 
     def relabel(self, **labels: str) -> None:
         """What follows has these values of known labels."""

@@ -16,26 +16,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rayk.actors.environment import prepare_environment
-
-prepare_environment()
-
-from rayk.actors.bugs import lasting  # noqa: E402
-from rayk.actors.commands import CapturedRows  # noqa: E402
-from rayk.actors.engines import EngineHandle  # noqa: E402
-from rayk.actors.fleet_link import FleetLink  # noqa: E402
-from rayk.actors.flight import Flight, FlightRules, Way, note_failure  # noqa: E402
-from rayk.actors.ray_metrics import make_sink, model_label  # noqa: E402
-from rayk.actors.request_meter import beat, begin_outcomes, report_request  # noqa: E402
-from rayk.actors.serving import Seat  # noqa: E402
-from rayk.engine.admission import bad_sampling, seeded  # noqa: E402
-from rayk.engine.leader import RequestEvent  # noqa: E402
-from rayk.sched.asking import Asker  # noqa: E402
-from rayk.sched.policies import Asked  # noqa: E402
-from rayk.specs.serving import ServerSettings  # noqa: E402
-from rayk.transfer.recovery import Cause, attempt_id, cause_of  # noqa: E402
-from rayk.transfer.ticket import Reservation  # noqa: E402
-from rayk.types.errors import (  # noqa: E402
+from rayk.actors.bugs import lasting
+from rayk.actors.commands import CapturedRows
+from rayk.actors.engines import EngineHandle
+from rayk.actors.fleet_link import FleetLink
+from rayk.actors.flight import Flight, FlightRules, Way, note_failure
+from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.request_meter import beat, begin_outcomes, report_request
+from rayk.actors.serving import Seat
+from rayk.engine.admission import bad_sampling, seeded
+from rayk.engine.leader import RequestEvent
+from rayk.sched.asking import Asker
+from rayk.sched.policies import Asked
+from rayk.specs.serving import ServerSettings
+from rayk.transfer.recovery import Cause, attempt_id, cause_of
+from rayk.transfer.ticket import Reservation
+from rayk.types.errors import (
     DeadlineExceeded,
     EngineDied,
     Overloaded,
@@ -43,9 +39,9 @@ from rayk.types.errors import (  # noqa: E402
     ServerEnded,
     UserError,
 )
-from rayk.types.request import FinishReason, Request  # noqa: E402
-from rayk.types.rows import RequestRow, TransferRow  # noqa: E402
-from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard  # noqa: E402
+from rayk.types.request import FinishReason, Request
+from rayk.types.rows import RequestRow, TransferRow
+from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard
 
 NAMESPACE = "rayk"
 ENDED = "the server ends"

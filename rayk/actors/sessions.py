@@ -34,7 +34,10 @@ def session_folder() -> Iterator[str]:
         # Locked before it has its name: nobody ever sees a mark of a living run without a lock.
         fcntl.flock(handle, fcntl.LOCK_EX)
         (folder / "new").rename(folder / MARK)
-        yield str(folder)
+        # Ray opens what it is given to all users: it lies in a folder that is closed to them.
+        inner = folder / "ray"
+        inner.mkdir()
+        yield str(inner)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)

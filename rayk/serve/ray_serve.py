@@ -9,12 +9,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private import state
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from rayk.actors.naming import models_in_words
+from rayk.actors.ray_private import live_jobs
 from rayk.serve.fronts import FrontPlan, open_app
 from rayk.types.errors import UserError
 
@@ -58,8 +58,7 @@ async def end_serve_after(driver: str) -> None:
 
 
 def _lives(driver: str) -> bool:
-    listed = state.jobs()  # type: ignore[no-untyped-call]  # Ray has no public name
-    return any(job["JobID"] == driver and not job["IsDead"] for job in listed)
+    return driver in live_jobs()
 
 
 class RayServePart:

@@ -24,7 +24,7 @@ def nodes() -> Iterator[Nodes]:
     found = Nodes()
     with launch.connect(found.cluster.address):
         yield found
-    found.cluster.shutdown()
+    found.close()
 
 
 def test_an_engine_whose_node_is_lost_comes_back_elsewhere_and_its_streams_go_on(

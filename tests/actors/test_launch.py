@@ -34,12 +34,13 @@ def test_a_local_cluster_that_does_not_start(
 
 
 def test_a_cluster_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayk.actors import launch
+    from rayk.actors import environment, launch
 
     def init(**settings: object) -> None:
         raise RuntimeError(f"Failed to connect to {settings['address']}")
 
     monkeypatch.setattr(launch.ray, "init", init)
+    monkeypatch.setattr(environment, "is_protected", lambda _: True)
     with (
         listening(SETTINGS) as address,
         pytest.raises(DeviceError, match=f"no Ray cluster answers at '{address}'") as caught,

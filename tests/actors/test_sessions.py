@@ -41,16 +41,17 @@ def owner() -> tuple[subprocess.Popen[str], Path]:
 
 
 def test_a_killed_runs_folder_is_removed_by_the_next_run(temporary: Path) -> None:
-    process, folder = owner()
+    process, inner = owner()
+    folder = inner.parent
     assert folder.parent == temporary
     with session_folder() as mine:
         assert folder.is_dir(), "its run is alive"
         assert remove_dead_sessions() == []
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-        assert (folder / "session_1" / "logs").is_dir(), "a killed run cleans nothing up"
+        assert (inner / "session_1" / "logs").is_dir(), "a killed run cleans nothing up"
         assert remove_dead_sessions() == [folder]
-        assert [p.name for p in temporary.iterdir()] == [Path(mine).name]
+        assert [p.name for p in temporary.iterdir()] == [Path(mine).parent.name]
         (Path(mine) / "sockets").mkdir()
     assert not list(temporary.iterdir())
 

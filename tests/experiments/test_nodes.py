@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import yaml
 
 from rayk import Experiment, load
 from rayk.types.errors import CheckpointError, DeviceError
+from tests.clusters import cluster
 from tests.experiments.conftest import wait_until, worker_processes
 from tests.markers import nixl, ray, slow
 
@@ -35,13 +37,10 @@ class Nodes:
     """A head that holds no engine (the driver's and the coordinator's node) and nodes that do."""
 
     def __init__(self) -> None:
-        from rayk.actors.environment import prepare_environment
-
-        prepare_environment()
-        from ray.cluster_utils import Cluster
-
-        head = {"num_cpus": 0, "object_store_memory": 100 << 20, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": HEALTH_CHECK})
+        self._stack = ExitStack()
+        head = {"num_cpus": 0, "object_store_memory": 100 << 20, "_system_config": HEALTH_CHECK}
+        self.cluster = self._stack.enter_context(cluster(is_one_node=False, **head))
+        self.close = self._stack.close
         self._nodes: dict[str, Any] = {}
         self.add("a")
         self.add("b")
@@ -70,7 +69,7 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     found = Nodes()
     yield found
-    found.cluster.shutdown()
+    found.close()
 
 
 class Hooks:

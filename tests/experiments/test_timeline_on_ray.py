@@ -19,17 +19,15 @@ PHASES = ("prefill", "transfer", "decode")
 SCRIPT = """
 import json, sys
 import ray
-from ray.cluster_utils import Cluster
 from rayk import Experiment
+from tests.clusters import cluster
 spec, out = json.loads(sys.argv[1]), sys.argv[2]
-head = {"num_cpus": 4, "object_store_memory": 150 << 20, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args=head)
-result = Experiment(spec).run(out + "/run", address=cluster.address)
-ray.init(address=cluster.address, namespace="rayk")
-with open(out + "/timeline.json", "w") as file:
-    json.dump(ray.timeline(), file)
-ray.shutdown()
-cluster.shutdown()
+with cluster(num_cpus=4, object_store_memory=150 << 20) as found:
+    result = Experiment(spec).run(out + "/run", address=found.address)
+    ray.init(address=found.address, namespace="rayk")
+    with open(out + "/timeline.json", "w") as file:
+        json.dump(ray.timeline(), file)
+    ray.shutdown()
 print(result.cells["verdict"].tolist(), flush=True)
 """
 """A process of its own: Ray reads whether to profile when it is imported."""

@@ -1,0 +1,91 @@
+"""All that rayk uses of Ray without a public name. pyproject.toml names the releases that have it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ray import _raylet
+from ray._private import profiling, ray_constants, services, state
+
+from rayk.actors.environment import (
+    BEYOND_LOOPBACK,
+    FOLLOW_UV,
+    check_address,
+    is_host_and_port,
+    joined_cluster,
+)
+
+__all__ = ["profiling"]
+_core: Any = _raylet
+_services: Any = services
+_state: Any = state
+
+
+@contextmanager
+def ray_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Within the block these variables are set (None: not set) and Ray goes by them; then the former ones.
+
+    Ray remembers what it read of them when it was imported. No cluster may be joined as the block begins or
+    ends.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    ray_constants.ENABLE_RAY_CLUSTER = _is_on(BEYOND_LOOPBACK)
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = _is_on(FOLLOW_UV)
+    # In this order: a thread that still ends must not miss a token that nobody asks for any more.
+    _core.Config.initialize("")
+    _core.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "1").lower() in ("1", "true")
+
+
+@contextmanager
+def joining(address: str) -> Iterator[str]:
+    """What ray.init takes for this address; within the block Ray goes by what the cluster there asks for.
+
+    Raises DeviceError where none answers.
+    """
+    if address == "auto":
+        with suppress(ConnectionError):  # ray.init will say so
+            address = _services.get_ray_address_from_environment(address, None)
+    check_address(address)
+    if not is_host_and_port(address):
+        yield address
+        return
+    # What other machines call this one.
+    own_host = _services.node_ip_address_from_perspective()
+    with ray_environment(joined_cluster(address, own_host)):
+        yield address
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Id of each live node -> what nobody has reserved of it."""
+    found: dict[str, dict[str, float]] = _state.available_resources_per_node()
+    return found
+
+
+def live_jobs() -> set[str]:
+    """Ids of the cluster's jobs that have not ended."""
+    return {job["JobID"] for job in _state.jobs() if not job["IsDead"]}
+
+
+def record(counter: Any, value: float, tags: Mapping[str, str]) -> None:
+    """Add to a counter, be it 0, which `inc` refuses."""
+    counter._record(value, tags)
