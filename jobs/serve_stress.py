@@ -212,9 +212,9 @@ def run_job(options: argparse.Namespace) -> int:
     environment = collect_environment(command=sys.argv, seeds={"prompts, load and kills": options.seed})
     write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
-    with launch.connect(options.address) as address:
+    with launch.connect(options.address) as joined:
         for family in options.families:
-            add_family(family, options, address, tables)
+            add_family(family, options, joined.address, tables)
             # After each family: what is interrupted later has been seen still.
             write_tables(tables, options.out)
     text = markdown(tables, about(options))

@@ -249,8 +249,8 @@ def run_job(options: argparse.Namespace) -> int:
     )
     write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     prompts, expected, references = prepare(options.family, options)
-    with launch.connect(options.address) as address:
-        found = asyncio.run(serve_and_ask(prompts, options, address))
+    with launch.connect(options.address) as joined:
+        found = asyncio.run(serve_and_ask(prompts, options, joined.address))
     environment |= {"load_at_end": os.getloadavg()[0]}
     write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}

@@ -71,6 +71,8 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "prometheus_client": ("rayk/serve/", "rayk/actors/"),
 }
 """heavy package -> the only places that may import it."""
+RAY_PRIVATE = ("rayk/actors/ray_private.py",)
+"""The home of what Ray has no public name for."""
 
 TORCH_FREE = (
     "rayk",
@@ -238,7 +240,9 @@ def check_homes(root: Path) -> list[str]:
     for path in python_files(root, "rayk", "jobs"):
         where = path.relative_to(root).as_posix()
         for item in find_imports(path, module_name(root, path)):
-            homes = HOMES.get(item.name.split(".")[0])
+            package, *names = item.name.split(".")
+            is_private = package == "ray" and any(name.startswith("_") for name in names)
+            homes = RAY_PRIVATE if is_private else HOMES.get(package)
             if homes is not None and not where.startswith(homes):
                 found.append(f"{where}:{item.line}: imports {item.name}; home: {', '.join(homes)}")
     return found

@@ -118,6 +118,9 @@ def test_import_table_allows(plant: Plant) -> None:
     [
         ("rayk/engine/a.py", "import ray"),
         ("rayk/engine/a.py", "def f():\n    from ray.util import placement_group"),
+        ("rayk/actors/a.py", "from ray._private import state"),
+        ("rayk/serve/a.py", "from ray.serve._private.constants import X"),
+        ("jobs/a.py", "from ray import _raylet"),
         ("rayk/transfer/session.py", "from nixl._api import nixl_agent"),
         ("rayk/transfer/session.py", "import nixl_cu13"),
         ("rayk/attention/a.py", "import triton.language as tl"),
@@ -140,6 +143,7 @@ def test_homes_allow(plant: Plant) -> None:
     root = plant(
         **{
             "rayk/actors/a.py": "import ray\nfrom transformers import AutoTokenizer",
+            "rayk/actors/ray_private.py": "from ray._private import state",
             "rayk/transfer/nixl_agent.py": "import nixl_cu13",
             "rayk/kernels/op/triton.py": "import triton",
             "rayk/reports/a.py": "import pandas, pyarrow, plotly",

@@ -43,14 +43,13 @@ def own_cluster(*, is_one_node: bool = True) -> Environment:
     }
 
 
-def joined_cluster(address: str, own_host: str) -> Environment:
+def joined_cluster(address: str, own_host: str, *, protected: bool | None) -> Environment:
     """What a driver needs to join the cluster at HOST:PORT; this machine is `own_host` to others.
 
     Tokens are sent where they are asked for, whatever the user's mode: where that differs from the
     cluster's, Ray only half works.
     """
     host, _, port = address.rpartition(":")
-    protected = is_protected(address)
     is_hidden = host in _LOOPBACK and not _answers(own_host, int(port))
     return {
         **_defaults(),
@@ -71,19 +70,19 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-def is_protected(address: str) -> bool | None:
-    """Whether the cluster at HOST:PORT refuses who has no token; None where TLS hides it.
+def is_protected(address: str, token: str = "") -> bool | None:
+    """Whether the cluster at HOST:PORT refuses who has no token, or this one; None where TLS hides it.
 
     Raises DeviceError where no Ray answers.
     """
     if os.environ.get("RAY_USE_TLS"):
         return None
-    import grpc  # type: ignore[import-untyped]
+    import grpc
 
     with grpc.insecure_channel(address) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
         try:
-            ask(b"", timeout=ANSWER_S)
+            ask(b"", timeout=ANSWER_S, metadata=[("authorization", f"Bearer {token}")] if token else None)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 return True

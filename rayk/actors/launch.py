@@ -8,14 +8,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ray
 from ray.job_config import JobConfig
 
 from rayk.actors.coordinator import Coordinator
-from rayk.actors.environment import own_cluster, wanted_address
+from rayk.actors.environment import TOKEN, is_protected, own_cluster, wanted_address
 from rayk.actors.fleet import Fleet
 from rayk.actors.nodes import (
     Node,
@@ -25,9 +25,10 @@ from rayk.actors.nodes import (
     placement_of,
     plan_nodes,
 )
-from rayk.actors.placement import live_nodes, on_this_node, this_node
+from rayk.actors.placement import LOOPBACK, live_nodes, on_this_node, this_node
 from rayk.actors.ray_private import joining, ray_environment
 from rayk.actors.sessions import kept_sigterm, session_folder
+from rayk.actors.token_file import TokenFile
 from rayk.specs import Cell
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, DeviceError
@@ -41,14 +42,44 @@ NAME_S, NAME_POLL_S = 30.0, 0.2
 """How long the name of a lost actor may take to be free."""
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The cluster that this process is in."""
+
+    address: str
+    is_own: bool
+    """It ends with this process."""
+    pages: str
+    """HOST:PORT of Ray's pages; empty: it has none."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it lets in who has no token, as far as can be told."""
+        return not self.is_own and is_protected(self.address) is False
+
+    def in_words(self) -> str:
+        """Who gets in."""
+        if self.is_open:
+            return (
+                f"the Ray cluster at {self.address} asks for no token: whoever reaches its ports can run "
+                "commands as its user (started with RAY_AUTH_MODE=token, it asks)"
+            )
+        return f"the Ray cluster at {self.address} asks for a token"
+
+
 @contextmanager
 def connect(
-    address: str | None, *, num_gpus: int | None = None, about: Mapping[str, str] | None = None
-) -> Iterator[str]:
+    address: str | None,
+    *,
+    num_gpus: int | None = None,
+    about: Mapping[str, str] | None = None,
+    token_file: TokenFile | None = None,
+) -> Iterator[Joined]:
     """Join the cluster at `address` or $RAY_ADDRESS, else start a local one that ends with the block.
 
-    `about` becomes metadata of the driver's job in Ray. Yields the cluster's address. Raises DeviceError when
-    there is none at that address, or none starts.
+    `about` becomes metadata of the driver's job in Ray. `token_file`: where a local one's owner finds its
+    token; then it has Ray's pages, too. Raises DeviceError when there is none at that address, or none
+    starts.
     """
     address = wanted_address(address)
     settings: dict[str, Any] = {
@@ -63,7 +94,8 @@ def connect(
             settings |= {
                 "address": "local",
                 "num_cpus": max(4, os.cpu_count() or 1),
-                "include_dashboard": False,
+                "include_dashboard": token_file is not None,
+                "dashboard_host": LOOPBACK,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 "_temp_dir": stack.enter_context(session_folder()),
             }
@@ -78,7 +110,11 @@ def connect(
                 context: Any = ray.init(**settings)
         except Exception as error:  # noqa: BLE001 - Ray raises bare ones, of all that it waited for in vain
             raise _no_cluster(address, error) from error
-        yield str(context["gcs_address"])
+        if token_file is not None:
+            stack.callback(token_file.remove)
+            token_file.write(os.environ[TOKEN])
+        pages = "" if token_file is None else str(context["webui_url"])
+        yield Joined(str(context["gcs_address"]), is_own=address is None, pages=pages)
 
 
 def _no_cluster(address: str | None, error: Exception) -> DeviceError:

@@ -15,8 +15,10 @@ from rayk.actors.environment import (
     FOLLOW_UV,
     check_address,
     is_host_and_port,
+    is_protected,
     joined_cluster,
 )
+from rayk.types.errors import DeviceError
 
 __all__ = ["profiling"]
 _core: Any = _raylet
@@ -71,8 +73,23 @@ def joining(address: str) -> Iterator[str]:
         return
     # What other machines call this one.
     own_host = _services.node_ip_address_from_perspective()
-    with ray_environment(joined_cluster(address, own_host)):
+    protected = is_protected(address)
+    with ray_environment(joined_cluster(address, own_host, protected=protected)):
+        if protected:
+            _check_token(address)
         yield address
+
+
+def _check_token(address: str) -> None:
+    """Ray itself would try a wrong one for half a minute, and then not say that it is."""
+    loader = _core.AuthenticationTokenLoader.instance()
+    token = loader.get_raw_token() if loader.has_token() else ""
+    if not token or is_protected(address, token):
+        raise DeviceError(
+            f"the Ray cluster at {address} asks for a token; {'this is another' if token else 'none is set'}",
+            where="RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN",
+            mend="RAY_AUTH_TOKEN_PATH=FILE where `rayk serve --ray-token-file FILE` started it",
+        )
 
 
 def free_resources() -> dict[str, dict[str, float]]:

@@ -200,7 +200,11 @@ def _run_on_cluster(
             judges = {name: CellJudge(name, config, writer.directory) for name, config in configs.items()}
             _ask_all(left, judges, progress)  # the workers start meanwhile
             progress.phase("waiting for the workers")
-            cluster = {"ray_address": joined, "nodes": launch.describe_nodes(), "workers": runner.ready()}
+            cluster = {
+                "ray_address": joined.address,
+                "nodes": launch.describe_nodes(),
+                "workers": runner.ready(),
+            }
             writer.write_environment(environment | cluster)
             decided = {cell.cell_id: cell for cell in cells}
             for cell, prompts in left:

@@ -34,13 +34,13 @@ def test_a_local_cluster_that_does_not_start(
 
 
 def test_a_cluster_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayk.actors import environment, launch
+    from rayk.actors import launch, ray_private
 
     def init(**settings: object) -> None:
         raise RuntimeError(f"Failed to connect to {settings['address']}")
 
     monkeypatch.setattr(launch.ray, "init", init)
-    monkeypatch.setattr(environment, "is_protected", lambda _: True)
+    monkeypatch.setattr(ray_private, "is_protected", lambda _: None)
     with (
         listening(SETTINGS) as address,
         pytest.raises(DeviceError, match=f"no Ray cluster answers at '{address}'") as caught,

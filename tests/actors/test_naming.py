@@ -134,6 +134,6 @@ def test_the_driver_s_job_has_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(launch.ray, "init", init)
-    with launch.connect(None, about={"experiment": "hetero-tp"}) as address:
-        assert address == "here"
+    with launch.connect(None, about={"experiment": "hetero-tp"}) as joined:
+        assert joined.address == "here"
     assert seen["job_config"].metadata == {"experiment": "hetero-tp"}

@@ -1,0 +1,51 @@
+"""The file through which a cluster's owner reaches it: the token of a cluster that rayk started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rayk.types.errors import UserError
+
+WHERE = "--ray-token-file"
+
+
+class TokenFile:
+    """A file that is written once Ray has started, for its owner's eyes, and is gone when the cluster is."""
+
+    def __init__(self, path: Path, *, is_own_cluster: bool) -> None:
+        """Raises UserError where it cannot be: there is a file, or the cluster has a token of somebody's."""
+        if not is_own_cluster:
+            raise UserError("who started that cluster has its token", where=f"{WHERE}, --address")
+        if path.is_symlink() or path.exists():
+            raise _exists(path)
+        if not path.parent.is_dir():
+            raise UserError("no such folder", where=f"{WHERE} {path}")
+        self.path = path.absolute()
+        self._written: os.stat_result | None = None
+
+    def write(self, token: str) -> None:
+        """Readable for this user alone. Raises UserError: somebody made the file meanwhile, or the disk."""
+        try:
+            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError as error:
+            raise _exists(self.path) from error
+        except OSError as error:
+            raise UserError(f"cannot be written: {error.strerror}", where=f"{WHERE} {self.path}") from error
+        with os.fdopen(handle, "w") as file:
+            self._written = os.fstat(handle)
+            file.write(token)
+
+    def remove(self) -> None:
+        """Unless it is another file by now. A second call does nothing."""
+        try:
+            if self._written is not None and os.path.samestat(self._written, self.path.lstat()):
+                self.path.unlink()
+        except FileNotFoundError:
+            pass  # somebody removed it
+
+
+def _exists(path: Path) -> UserError:
+    return UserError(
+        "there is a file already", where=f"{WHERE} {path}", mend="remove it if no server uses it"
+    )
