@@ -17,6 +17,7 @@ import aiohttp
 
 from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
+from rayk.types.reaching import why_unreached
 
 OK, REFUSED, TIMEOUT, FAILED, ABORTED = "ok", "refused", "timeout", "failed", "aborted"
 """How a request ended: answered; turned away with 429; later than its deadline; any other error; cancelled by
@@ -111,7 +112,8 @@ async def send(
     except TimeoutError:
         seen.outcome, seen.error = TIMEOUT, f"no end within {timeout_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
-        seen.outcome, seen.error = FAILED, f"{type(error).__name__}: {error}"[:_SHOWN]
+        told = "no server answers" if seen.status is None else "the stream broke"
+        seen.outcome, seen.error = FAILED, f"{told}: {why_unreached(error)}"[:_SHOWN]
     finally:
         seen.ended_ns = time.monotonic_ns()
 

@@ -18,6 +18,7 @@ from rayk.bench.prompts import Planned, plan_requests
 from rayk.bench.summary import summarize
 from rayk.reports.load_tables import LoadWriter
 from rayk.types.errors import UserError
+from rayk.types.reaching import why_unreached
 
 PROBE_S = 10.0
 LOWEST_ID = 4
@@ -113,7 +114,7 @@ async def probe(load: Load) -> tuple[str, Callable[[Load], tuple[int, int]]]:
                 raise UserError(problem=f"HTTP {response.status}: {text[:200]}", where=url)
             cards = {card["id"]: card for card in json.loads(text)["data"]}
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        cause = str(error) or f"no answer within {PROBE_S:g} s"
+        cause = why_unreached(error) or f"no answer within {PROBE_S:g} s"
         raise UserError(problem=f"no server answers: {cause}", where=url, mend="rayk serve MODEL") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(problem="the answer is no list of models", where=url) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
@@ -21,6 +22,7 @@ from rich.text import Text
 from rayk.cli.guard import guarded, stdout
 from rayk.cli.plain import plain_lines
 from rayk.types.errors import UserError
+from rayk.types.reaching import why_unreached
 
 ANSWER_S = 10.0
 """A server that does not tell in this time is asked again."""
@@ -222,8 +224,8 @@ def _ask_server(url: str, api_key: str | None) -> Ask:
         except urllib.error.HTTPError as error:
             with error:
                 raise _refused(error.code, address) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = why_unreached(error) or f"no answer within {ANSWER_S:g} s"
             raise UserError(
                 problem=f"no server answers: {reason}",
                 where=address,

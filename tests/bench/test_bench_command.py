@@ -199,7 +199,7 @@ def test_a_folder_with_tables_and_a_server_without_vocabulary_are_refused(tmp_pa
         assert [seen.body["prompt"] for seen in server.seen] == [[7] * 128] * 2
     gone = bench("--url", server.url, *options)
     assert gone.exit_code == 2
-    assert "no server answers" in gone.stderr
+    assert "no server answers: nothing listens there" in gone.stderr
 
 
 def test_a_key_is_sent_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_closed_load_has_so_many_in_flight_and_no_more(concurrency: int) -> No
 FAULTS: dict[str, tuple[Script, str, str]] = {
     "429": (Script(status=429), REFUSED, "HTTP 429: scripted 429"),
     "500": (Script(status=500), FAILED, "HTTP 500: scripted 500"),
-    "cut": (Script(breaks_after=2), FAILED, "Client"),
+    "cut": (Script(breaks_after=2), FAILED, "the stream broke: "),
     "error": (Script(error_after=2), FAILED, "in the stream: scripted failure"),
     "nothing": (Script(num_tokens=0), FAILED, "without a finish reason"),
 }
@@ -146,6 +146,7 @@ def test_a_server_that_is_gone_fails_every_request() -> None:
         pass
     sent = sent_to(server, rate=100.0, num_requests=5)
     assert [seen.outcome for seen in sent.requests] == [FAILED] * 5
+    assert {seen.error for seen in sent.requests} == {"no server answers: nothing listens there"}
 
 
 def test_tokens_are_not_chunks() -> None:

@@ -171,7 +171,7 @@ def test_what_answers_nothing_or_something_else_is_refused(engines: WorkingEngin
         held.bind(("127.0.0.1", 0))  # nobody listens
         answer = top("--url", f"http://127.0.0.1:{held.getsockname()[1]}")
     assert answer.exit_code == 2
-    assert "no server answers" in answer.stderr
+    assert "no server answers: nothing listens there" in answer.stderr
     assert "rayk serve" in answer.stderr
     engines.error = EngineDied("fleet", "it is gone")
     with running(engines) as url:
