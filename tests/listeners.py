@@ -1,12 +1,16 @@
-"""Somebody who listens, and says one thing to whoever connects."""
+"""Who listens: somebody who says one thing to whoever connects, and this process itself."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
 """What servers of HTTP/2 say first."""
@@ -36,3 +40,16 @@ def listening(says: bytes, *, closes: bool = False) -> Iterator[str]:
             thread.join(60)
             for connection in kept:
                 connection.close()
+
+
+def listened_at() -> set[tuple[Any, ...]]:
+    """The addresses at which this process listens."""
+    found = set()
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # it is closed meanwhile
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as copy:
+                    is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if is_listening and copy.family != socket.AF_UNIX:
+                        found.add(copy.getsockname())
+    return found

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rayk.actors.agents import make_agent
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.stack_watch import StackWatch
 from rayk.actors.tier_meter import NAME, report_tier
@@ -97,10 +98,7 @@ class TierHost:
     ) -> TierFacts:
         """Allocate the tier for engines like this one, and begin to turn it. `may_lack_disk`: see open_tier.
         Raises UserError for a tier that cannot be, or a folder that cannot be used."""
-        # NIXL loads UCX.
-        from rayk.transfer.nixl_agent import NixlAgent
-
-        agent = NixlAgent(f"{self.name}-{os.getpid()}-{epoch}", error_handling="peer")
+        agent = make_agent(f"{self.name}-{os.getpid()}-{epoch}", "peer")
         tier = open_tier(agent, config, settings, like, epoch, may_lack_disk=may_lack_disk)
         self._tier, self._identity = tier, tier_identity(config, settings, like)
         self._metrics = make_sink(model=model_label(config.model), engine=NAME)

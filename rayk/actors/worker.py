@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rayk.actors.agents import make_agent
 from rayk.actors.bugs import bug
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
@@ -445,14 +446,11 @@ class Worker:
     def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
         if spec.role == "aggregated" and spec.offload is None:
             return CaptureExtension(rank)
-        # NIXL loads UCX: only workers that move KV pay for it.
-        from rayk.transfer.nixl_agent import NixlAgent
-
         # A host tier may die, and both ends of a link must look out for that, or neither.
         is_watched = spec.spans_nodes or spec.notices_deaths or spec.offload is not None
         handling = "peer" if is_watched else "none"
         name = f"{self.name}-{os.getpid()}-{spec.epoch}"
-        agent = NixlAgent(name, error_handling=handling)
+        agent = make_agent(name, handling)
         settings: dict[str, Any] = {
             "engine": spec.engine,
             "epoch": spec.epoch,
@@ -467,7 +465,7 @@ class Worker:
         if spec.push is not None:
             settings["push_layers"] = spec.push.layers
             settings["make_push_agent"] = lambda: struck_pusher(
-                NixlAgent(f"{name}-push", error_handling=handling), spec.role, strikes
+                make_agent(f"{name}-push", handling), spec.role, strikes
             )
         if not strikes:
             return TransferExtension(rank, agent, **settings)

@@ -13,8 +13,11 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +36,7 @@ from rayk.transfer.agent import (
 from rayk.types.errors import DeviceError, TransferError
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+_NET_DEVICES = "UCX_NET_DEVICES"
 _LOCAL_SIDE = "NIXL_INIT_AGENT"
 
 
@@ -87,10 +91,13 @@ class NixlAgent:
     error_handling: "none" for engines of one host: small messages go through shared memory, wiring does not
     wait for the peer, and reads from a dead process still fail. "peer" across hosts, where only it notices
     dead peers; the first read then waits until the peer polls.
+    is_one_node: all peers are on this machine; UCX then listens on loopback alone.
     Raises DeviceError when NIXL or its backend cannot be used.
     """
 
-    def __init__(self, name: str, *, backend: str = "UCX", error_handling: str = "none") -> None:
+    def __init__(
+        self, name: str, *, backend: str = "UCX", error_handling: str = "none", is_one_node: bool = False
+    ) -> None:
         assert error_handling in ("none", "peer"), error_handling
         api = nixl_api()
         self._name = name
@@ -99,7 +106,8 @@ class NixlAgent:
         options = {"ucx_error_handling_mode": error_handling} if backend == "UCX" else {}
         try:
             self._nixl = api.nixl_agent(name, config)
-            self._nixl.create_backend(backend, options)
+            with _net_devices(is_one_node=is_one_node):
+                self._nixl.create_backend(backend, options)
         except nixl_errors() as error:
             raise DeviceError(
                 f"NIXL's backend {backend} does not start: {error!r}",
@@ -277,6 +285,21 @@ class NixlAgent:
         raise AssertionError(f"{address:#x} is not registered")
 
 
+@contextmanager
+def _net_devices(*, is_one_node: bool) -> Iterator[None]:
+    """For a backend that starts here: of the network's devices loopback and RDMA alone, for peers on this
+    machine. What the user has set stays."""
+    if not is_one_node or _NET_DEVICES in os.environ:
+        yield
+        return
+    ports = Path("/sys/class/infiniband").glob("*/ports/*")
+    os.environ[_NET_DEVICES] = ",".join(["lo", *sorted(f"{p.parent.parent.name}:{p.name}" for p in ports)])
+    try:
+        yield
+    finally:
+        del os.environ[_NET_DEVICES]
+
+
 def measure(num_bytes: int = 32 << 20, *, device: str = "cpu", backend: str = "UCX") -> AgentFacts:
     """What NIXL does on this machine, by reading `num_bytes` between two agents of this process.
 
@@ -286,8 +309,8 @@ def measure(num_bytes: int = 32 << 20, *, device: str = "cpu", backend: str = "U
     facts: AgentFacts = {"transport": f"nixl/{backend}", "device": device, "num_bytes": num_bytes}
     try:
         errors: tuple[type[Exception], ...] = (TransferError, RuntimeError, *nixl_errors())
-        producer = NixlAgent(f"rayk-measure-{os.getpid()}-p", backend=backend)
-        consumer = NixlAgent(f"rayk-measure-{os.getpid()}-d", backend=backend)
+        producer = NixlAgent(f"rayk-measure-{os.getpid()}-p", backend=backend, is_one_node=True)
+        consumer = NixlAgent(f"rayk-measure-{os.getpid()}-d", backend=backend, is_one_node=True)
     except DeviceError as error:
         return {**facts, "error": str(error)}
     try:

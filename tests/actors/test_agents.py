@@ -1,4 +1,4 @@
-"""Which error handling a worker asks NIXL for."""
+"""What a worker asks NIXL for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ class _Asked(Exception):
     pass
 
 
-@pytest.mark.parametrize(("spans_nodes", "expected"), [(False, "none"), (True, "peer")])
-def test_only_engines_on_several_nodes_have_nixl_watch_their_peers(monkeypatch, spans_nodes, expected):
-    def agent(name: str, *, error_handling: str) -> Any:
-        raise _Asked(error_handling)
+@pytest.mark.parametrize(
+    ("spans_nodes", "address", "expected"),
+    [(False, "127.0.0.1", "none True"), (False, "10.0.0.7", "none False"), (True, "10.0.0.7", "peer False")],
+)
+def test_nixl_watches_peers_of_other_nodes_and_listens_where_they_can_be(
+    monkeypatch, spans_nodes, address, expected
+):
+    def agent(name: str, *, error_handling: str, is_one_node: bool) -> Any:
+        raise _Asked(f"{error_handling} {is_one_node}")
 
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: address)
     monkeypatch.setattr("rayk.transfer.nixl_agent.NixlAgent", agent)
     spec = RankSpec(
         engine="decode0",

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import socket
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ from rayk.parallel import shm_link
 from rayk.parallel.proof import Proofs
 from rayk.parallel.torch_group import TorchComm
 from rayk.types.errors import CommError
+from tests.listeners import listened_at
 from tests.parallel import strangers
 from tests.parallel.crew import free_address
 
@@ -123,19 +121,6 @@ def comms(address: str, *secrets: bytes) -> list[TorchComm]:
             *range(len(secrets)),
         )
     )
-
-
-def listened_at() -> set[tuple[Any, ...]]:
-    """The addresses at which this process listens."""
-    found = set()
-    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        with suppress(OSError):  # it is closed meanwhile
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as copy:
-                    is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if is_listening and copy.family != socket.AF_UNIX:
-                        found.add(copy.getsockname())
-    return found
 
 
 def together(call: Callable[[Any], Any], *arguments: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from rayk.transfer import nixl_agent
 from rayk.transfer.agent import DescriptorList, TransferState
 from rayk.transfer.nixl_agent import NixlAgent, measure
 from rayk.types.errors import DeviceError, TransferError
+from tests.listeners import listened_at
 from tests.transfer.cluster import Pair, Shape, make_engine
 from tests.transfer.far_peer import two_processes
 
@@ -115,6 +117,15 @@ def test_every_kind_of_cache_crosses_processes():
         assert {row.group for row in outcome.rows} == set(range(7))
         assert {row.transport for row in outcome.rows} == {"nixl/UCX"}
         assert producer("released") == [["lease-r"]] * 3
+
+
+@pytest.mark.parametrize("error_handling", ["none", "peer"])
+def test_agents_of_one_node_listen_on_loopback_alone(error_handling: str):
+    before, environment = listened_at(), dict(os.environ)
+    agent = NixlAgent(f"alone-{next(NAMES)}", error_handling=error_handling, is_one_node=True)
+    assert {host for host, *_ in listened_at() - before} == {"127.0.0.1"}
+    assert os.environ == environment
+    agent.close()
 
 
 CHILD = """
