@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rayk.bench.sharegpt import read_sharegpt
 from rayk.bench.trace import prompt_tokens, read_trace, scaled
 from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
+from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 NUM_REQUESTS = 100
 OUTPUT_TOKENS = 64
@@ -91,7 +91,7 @@ def draw_lengths(lengths: Lengths, count: int, seed: list[int]) -> list[int]:
 def read_prompts(path: Path) -> list[str | list[int]]:
     """Prompts of a file of JSON lines, as experiments read them. Raises UserError that names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, PROMPTS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(problem=f"cannot read the prompts: {error}", where=str(path)) from error
     found = [_read(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
@@ -103,8 +103,8 @@ def read_prompts(path: Path) -> list[str | list[int]]:
 def _read(line: str, where: str) -> str | list[int]:
     mend = '{"prompt": "text"} or {"prompt_token_ids": [1, 2]}'
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError(problem=f"not JSON: {error}", where=where, mend=mend) from error
     row = row if isinstance(row, dict) else {}
     text, ids = row.get("prompt"), row.get("prompt_token_ids")

@@ -8,7 +8,6 @@ traces are in kvcache-ai/Mooncake, FAST25-release/traces.)
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -16,6 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from rayk.types.errors import UserError
+from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 BLOCK_TOKENS = 512
 NS_PER_MS = 1e6
@@ -37,7 +37,7 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[Recorded]:
     limit: the first so many.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, PROMPTS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(problem=f"cannot read the trace: {error}", where=str(path)) from error
     rows = [_read(line, f"{path}:{n}") for n, line in enumerate(lines, start=1) if line.strip()]
@@ -48,8 +48,8 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[Recorded]:
 
 def _read(line: str, where: str) -> Recorded:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError(problem=f"not JSON: {error}", where=where) from error
     if not isinstance(row, dict):
         raise UserError(problem="not an object", where=where)

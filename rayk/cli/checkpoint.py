@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from rayk.cli.guard import guarded, stderr
 from rayk.models.families import FAMILIES as FAMILY_PARSERS
 from rayk.models.families import parse_config
 from rayk.oracle.tiny import FAMILIES, family_values
+from rayk.specs.marks import parse_scalar
 from rayk.types.errors import UserError
 
 _QUOTED = re.compile(r"`(\w+)")
@@ -95,7 +95,7 @@ def parse_overrides(texts: list[str]) -> dict[str, Any]:
         if not equals or not key:
             raise UserError(problem="not of the form KEY=VALUE", where=f"--set {text}")
         try:
-            values[key.strip()] = yaml.safe_load(raw)
-        except yaml.YAMLError as error:
+            values[key.strip()] = parse_scalar(raw)
+        except ValueError as error:
             raise UserError(problem="the value is not valid YAML", where=f"--set {text}") from error
     return values

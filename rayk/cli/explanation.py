@@ -27,7 +27,7 @@ from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
-from rayk.models.families import load_config
+from rayk.models.families import read_config
 from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
@@ -153,10 +153,10 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
 
     Raises UserError for bad input; what is merely not possible is an answer.
     """
-    config = load_config(model)
+    config = read_config(model)
     cell, refused = _cell(model, settings, config)
     assert cell.decode is not None
-    about: dict[str, Any] = {"model": Path(model).resolve().name}
+    about: dict[str, Any] = {"model": _name(Path(model).resolve())}
     about["engines"] = {"prefill": _engine_text(cell.prefill), "decode": _engine_text(cell.decode)}
     asked = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if refused:
@@ -203,7 +203,7 @@ def locate(
     find: str | None,
 ) -> list[dict[str, Any]]:
     """Coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
-    config = load_config(model)
+    config = read_config(model)
     cell, refused = _cell(model, settings, config)
     if refused:
         raise UserError(problem=refused)
@@ -228,6 +228,11 @@ def locate(
 def _sources(config: DecoderConfig) -> dict[int, int]:
     """Layer that keeps nothing -> the one whose pages it uses."""
     return {n: s for n in config.sharing_layers if (s := config.layers[n].kv_source) is not None}
+
+
+def _name(model: Path) -> str:
+    """Of a folder, or of the one that a config.json lies in."""
+    return (model if model.is_dir() else model.parent).name
 
 
 def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tuple[Cell, str]:

@@ -17,12 +17,17 @@ from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from rayk.oracle.trials import TRIALS, trial_key
 from rayk.types.errors import UserError
+from rayk.types.files import parse_json, read_text
 
 SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
 """Families that can be written."""
 
 MARKER = "rayk_checkpoint.json"
 """The file in a finished folder: the parameters it was made from and what was promised of it."""
+
+MARKER_BYTES = 4 << 20
+_NOTED = {"family": str, "seed": int, "config": dict, "max_shard_size": str | None, "dtype": str}
+"""Parameters in that file that others go by, and what each is."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -106,10 +111,13 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
     """What write_checkpoint noted about a folder; empty if it did not write it, or the note is damaged."""
     path = Path(directory) / MARKER
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        found = parse_json(read_text(path, MARKER_BYTES))
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    told = found.get("parameters") if isinstance(found, dict) else None
+    if not isinstance(told, dict) or not all(isinstance(told.get(k), kind) for k, kind in _NOTED.items()):
+        return {}
+    return dict(found)
 
 
 def changed_files(directory: str | Path) -> list[str]:

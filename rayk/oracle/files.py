@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rayk.types.errors import CheckpointError, UserError
+from rayk.types.files import JSON_BYTES, PROMPTS_BYTES, open_plain, parse_json, read_bytes, read_text
 
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 16
@@ -75,23 +75,23 @@ def is_whole(folder: Path) -> bool:
     if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
         return False
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = parse_json(read_text(folder / "model.safetensors.index.json", JSON_BYTES))
         names = set(index["weight_map"].values())
     except FileNotFoundError:
         names = {"model.safetensors"}
-    except (ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
     return all(_is_whole_file(folder / name) for name in names)
 
 
 def _is_whole_file(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
+            header = parse_json(file.read(min(size, JSON_BYTES)))
         ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
         return path.stat().st_size == 8 + size + max(ends)
-    except (FileNotFoundError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
 
 
@@ -110,7 +110,7 @@ def input_hashes(models: Iterable[str], files: Iterable[str] = ()) -> dict[str, 
     hashes = {name: checkpoint_hash(Path(name)) for name in folders}
     for name in files:
         if Path(name).is_file():
-            hashes[name] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+            hashes[name] = hashlib.sha256(read_bytes(name, PROMPTS_BYTES)).hexdigest()
     return hashes
 
 

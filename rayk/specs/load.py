@@ -17,7 +17,9 @@ from rayk.specs.experiment import AXES, ExperimentSpec, dotted_keys, section_mod
 from rayk.specs.marks import Marks, parse_scalar, parse_yaml
 from rayk.specs.marks import Path as KeyPath
 from rayk.types.errors import SpecError
+from rayk.types.files import read_text
 
+SPEC_BYTES = 1 << 20
 LIST_KEYS = ("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids", "sampling.stop")
 """Keys whose value is itself a list: `--set KEY=[..]` sets them, and does not make an axis."""
 
@@ -87,7 +89,7 @@ def _read(spec: str | Path | Mapping[str, Any] | ExperimentSpec, source: str) ->
         return copy.deepcopy(dict(spec)), Marks(source=source)
     path = Path(spec)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, SPEC_BYTES)
     except FileNotFoundError as error:
         raise SpecError(problem="no such spec file", where=str(path)) from error
     except (OSError, UnicodeDecodeError) as error:
@@ -107,8 +109,8 @@ def _override(data: dict[str, Any], marks: Marks, text: str) -> None:
         raise SpecError(problem="not of the form KEY=VALUE", where=where)
     try:
         value = parse_scalar(raw)
-    except yaml.YAMLError as error:
-        raise SpecError(problem="the value is not valid YAML", where=where) from error
+    except ValueError as error:
+        raise SpecError(problem=f"the value is {error}", where=where) from error
     if key.startswith("matrix."):
         key = key.removeprefix("matrix.")
         _set_axis(data, marks, key, value, where)

@@ -14,8 +14,38 @@ Path = tuple[str | int, ...]
 """Keys and list indexes from the document's root."""
 
 
+MAX_DEPTH = 32
+MAX_NODES = 50_000
+"""Of a document whose aliases are written out."""
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads `1e-3` as a float, as YAML 1.2 does."""
+    """SafeLoader that also reads `1e-3` as a float, as YAML 1.2 does, and within bounds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth = 0
+        self.num_nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One more level."""
+        self.depth += 1
+        self.count(self.peek_event())  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def count(self, place: Any) -> None:
+        """One more node, at this depth. Raises MarkedYAMLError where that is too many or too deep."""
+        self.num_nodes += 1
+        if self.depth > MAX_DEPTH:
+            problem = f"nested deeper than {MAX_DEPTH} levels"
+        elif self.num_nodes > MAX_NODES:
+            problem = f"more than {MAX_NODES:,} items, aliases written out"
+        else:
+            return
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 _Loader.add_implicit_resolver(
@@ -43,55 +73,94 @@ class Marks:
 
 def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], Marks]:
     """Data and marks of a YAML mapping. Raises SpecError with the line on bad YAML."""
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        marks = Marks(source=source)
-        if node is None:
-            raise SpecError(problem="the file is empty", where=source, mend="write at least `model:`")
-        data = _build(loader, node, (), marks)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise SpecError(problem=f"not valid YAML: {error.problem}", where=where) from error
-    except yaml.YAMLError as error:
-        raise SpecError(problem=f"not valid YAML: {error}", where=source) from error
-    finally:
-        loader.dispose()
+    marks = Marks(source=source)
+    data = _parse(text, marks)
+    if data is None:
+        raise SpecError(problem="the file is empty", where=source, mend="write at least `model:`")
     if not isinstance(data, dict):
         raise SpecError(problem="the file must be a mapping of keys to values", where=f"{source}:1")
     return data, marks
 
 
 def parse_scalar(text: str) -> Any:
-    """The value part of a `--set KEY=VALUE`, read as YAML. Raises yaml.YAMLError."""
-    loader = _Loader(text)
+    """The value part of a `--set KEY=VALUE`, read as YAML. Raises ValueError."""
     try:
-        return loader.get_single_data()
+        return _parse(text, Marks(source="value"))
+    except SpecError as error:
+        raise ValueError(error.problem) from error
+
+
+def _parse(text: str, marks: Marks) -> Any:
+    """The document's data, None where there is none. Raises SpecError with the line."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        loader.depth = loader.num_nodes = 0
+        return None if node is None else _build(loader, node, (), marks)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{marks.source}:{mark.line + 1}" if mark else marks.source
+        raise SpecError(problem=f"not valid YAML: {error.problem}", where=where) from error
+    except yaml.YAMLError as error:
+        raise SpecError(problem=f"not valid YAML: {error}", where=marks.source) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _build(loader: _Loader, node: yaml.Node, path: Path, marks: Marks) -> Any:
     marks.lines.setdefault(path, node.start_mark.line + 1)
+    loader.depth += 1
+    loader.count(node)
+    found: Any
     if isinstance(node, yaml.MappingNode):
-        return _build_mapping(loader, node, path, marks)
-    if isinstance(node, yaml.SequenceNode):
-        return [_build(loader, item, (*path, i), marks) for i, item in enumerate(node.value)]
-    return loader.construct_object(node, deep=True)
+        found = _build_mapping(loader, node, path, marks)
+    elif isinstance(node, yaml.SequenceNode):
+        found = [_build(loader, item, (*path, i), marks) for i, item in enumerate(node.value)]
+    else:
+        found = _scalar(loader, node, marks)
+    loader.depth -= 1
+    return found
+
+
+def _scalar(loader: _Loader, node: yaml.Node, marks: Marks) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except ValueError as error:  # a date that no calendar has, a number of ten thousand digits
+        where = f"{marks.source}:{node.start_mark.line + 1}"
+        raise SpecError(problem=f"not valid YAML: {error}", where=where) from error
 
 
 def _build_mapping(loader: _Loader, node: yaml.MappingNode, path: Path, marks: Marks) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            for more in _merged(loader, value_node, path, marks):
+                merged = more | merged
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        if key_node.tag == _MERGE:
+            continue
         where = f"{marks.source}:{key_node.start_mark.line + 1}"
+        key = _scalar(loader, key_node, marks) if isinstance(key_node, yaml.ScalarNode) else None
         if type(key) is int:
             key = str(key)  # the number of a layer
         if not isinstance(key, str):
-            raise SpecError(problem=f"key {key!r} is not a text", where=where)
+            said = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "of several parts"
+            raise SpecError(problem=f"key {said} is not a text", where=where)
         if key in result:
             raise SpecError(problem=f"key {key!r} is given twice", where=where)
         marks.lines[(*path, key)] = key_node.start_mark.line + 1
         result[key] = _build(loader, value_node, (*path, key), marks)
-    return result
+    return merged | result
+
+
+def _merged(loader: _Loader, node: yaml.Node, path: Path, marks: Marks) -> list[dict[str, Any]]:
+    """What `<<` brings: a mapping, or several of which the first that has a key counts. Raises SpecError."""
+    found = _build(loader, node, path, marks)
+    mappings = found if isinstance(found, list) else [found]
+    if not all(isinstance(mapping, dict) for mapping in mappings):
+        where = f"{marks.source}:{node.start_mark.line + 1}"
+        raise SpecError(problem="`<<` merges mappings, and this is none", where=where, mend="<<: *anchor")
+    return mappings

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rayk.models.config import DecoderConfig
-from rayk.models.families.raw import read_json
+from rayk.models.families.raw import RawConfig, read_json
 from rayk.specs.experiment import ExperimentSpec, RandomPrompts
 from rayk.types.errors import SpecError
+from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 Encode = Callable[[str], list[int]]
 TokenizerLoader = Callable[[str], Encode]
@@ -32,19 +33,25 @@ def resolve_prompts(
 def random_prompts(spec: RandomPrompts, vocab_size: int, special: Iterable[int]) -> list[list[int]]:
     """`count` prompts of cycling lengths, ids uniform over the vocabulary without `special`. Prompts in turn
     begin with one of the shared prefixes, or with as much of it as they have room for."""
-    excluded = set(special)
-    allowed = [i for i in range(vocab_size) if i not in excluded]
+    excluded = sorted({i for i in special if 0 <= i < vocab_size})
+    # How many ids that may be drawn lie below each that may not: the vocabulary itself is never listed.
+    below = [i - nth for nth, i in enumerate(excluded)]
+    allowed = range(vocab_size - len(excluded))
     if not allowed:
         raise SpecError(problem="every token of the vocabulary is special", where="prompts.random")
     draw = random.Random(spec.seed)
     # Prefixes are drawn on their own: prompts without any are those of the seed, as ever.
     shared = random.Random(f"prefixes of {spec.seed}")
-    prefixes = [shared.choices(allowed, k=spec.prefix_tokens) for _ in range(spec.num_prefixes)]
+
+    def ids(draw: random.Random, count: int) -> list[int]:
+        return [i + bisect_right(below, i) for i in draw.choices(allowed, k=count)]
+
+    prefixes = [ids(shared, spec.prefix_tokens) for _ in range(spec.num_prefixes)]
     found = []
     for i in range(spec.count):
         length = spec.input_tokens[i % len(spec.input_tokens)]
         prefix = prefixes[i % spec.num_prefixes][:length]
-        found.append([*prefix, *draw.choices(allowed, k=length - len(prefix))])
+        found.append([*prefix, *ids(draw, length - len(prefix))])
     return found
 
 
@@ -54,13 +61,13 @@ def special_token_ids(model: str) -> set[int]:
     path = Path(model) / "tokenizer.json"
     if path.is_file():
         added = read_json(path).get("added_tokens", [])
-        ids |= {token["id"] for token in added if token.get("special")}
+        tokens = [t for t in added if isinstance(t, dict)] if isinstance(added, list) else []
+        ids |= {t["id"] for t in tokens if t.get("special") and isinstance(t.get("id"), int)}
     path = Path(model) / "config.json"
     if path.is_file():
-        config = read_json(path)
+        config = RawConfig(read_json(path), str(path))
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = config.get(key)
-            ids |= set(value if isinstance(value, list) else [value]) - {None}
+            ids |= set(config.token_ids(key))
     return ids
 
 
@@ -68,7 +75,7 @@ def _file_prompts(
     path: Path, model: str, config: DecoderConfig, tokenizer_loader: TokenizerLoader | None
 ) -> list[list[int]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, PROMPTS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(problem=f"cannot read the prompts file: {error}", where=str(path)) from error
     encode: Encode | None = None
@@ -96,9 +103,9 @@ def _file_prompts(
 def _entry(line: str, where: str) -> dict[str, Any]:
     """One line of the file: {"prompt": text} or {"prompt_token_ids": [ids]}."""
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SpecError(problem=f"not valid JSON: {error.msg}", where=where) from error
+        entry = parse_json(line)
+    except ValueError as error:
+        raise SpecError(problem=f"not valid JSON: {error}", where=where) from error
     keys = set(entry) if isinstance(entry, dict) else set()
     if keys not in ({"prompt"}, {"prompt_token_ids"}):
         raise SpecError(

@@ -28,6 +28,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MAX_CHARACTERS = 3000
+"""Of a part of a message."""
+
 
 @dataclass
 class RaykError(Exception):
@@ -47,6 +50,15 @@ def _rebuild(cls: type[RaykError], fields: dict[str, object]) -> RaykError:
     return error
 
 
+def _bounded(text: str) -> str:
+    """What is wrong may quote what somebody wrote, which may be anything."""
+    left_out = len(text) - MAX_CHARACTERS
+    if left_out <= 0:
+        return text
+    half = MAX_CHARACTERS // 2
+    return f"{text[:half]} [{left_out:,} characters] {text[-half:]}"
+
+
 @dataclass
 class UserError(RaykError):
     """Bad input. `where` names the file, line or option; `mend` says what would work."""
@@ -56,8 +68,9 @@ class UserError(RaykError):
     mend: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.problem}" if self.where else self.problem
-        return f"{text}\n  mend: {self.mend}" if self.mend else text
+        where, problem, mend = map(_bounded, (self.where, self.problem, self.mend))
+        text = f"{where}: {problem}" if where else problem
+        return f"{text}\n  mend: {mend}" if mend else text
 
 
 @dataclass

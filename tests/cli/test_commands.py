@@ -63,6 +63,16 @@ def test_explain_has_an_option_for_every_axis_of_a_side() -> None:
             assert f"--{side}-{name.replace('_', '-')}" in text
 
 
+def test_explain_needs_config_json_alone(model: Path, tmp_path: Path) -> None:
+    """In a folder, or the file itself."""
+    (tmp_path / model.name).mkdir()
+    file = tmp_path / model.name / "config.json"
+    file.write_text((model / "config.json").read_text())
+    wanted = explain(model, "--prefill-tp", "2")
+    assert explain(file.parent, "--prefill-tp", "2") == explain(file, "--prefill-tp", "2") == wanted
+    assert invoke("explain", "--model", tmp_path / "none").exit_code == 2
+
+
 def test_explain_counts_every_byte_of_every_rank(model: Path) -> None:
     """Independent of the plan: each decode rank receives all bytes of the heads it holds."""
     config = load_config(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -17,7 +18,7 @@ from rayk.models.fingerprint import fingerprint
 from rayk.models.headers import INDEX_FILE, stored_tensors
 from rayk.models.loader import note_unused, unused_tensors
 from rayk.parallel.local import LocalComm
-from rayk.types.errors import CheckpointError
+from rayk.types.errors import CheckpointError, UserError
 from tests.models.tiny import CLASSES, Checkpoint, load, write_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -130,3 +131,53 @@ def test_a_named_file_is_no_link_out_of_the_folder_but_to_a_caches_blobs(tmp_pat
     (folder / "a.safetensors").unlink()
     (folder / "a.safetensors").symlink_to(Path("..", "..", "blobs", "9c"))
     assert stored_tensors(folder).keys() == {"x"}
+
+
+LIES = [
+    ("vocab_size", 10**12), ("num_hidden_layers", 10**9), ("num_attention_heads", 1 << 40),
+    ("head_dim", 10**9),
+    ("max_position_embeddings", 10**400), ("rope_theta", 10**400), ("bos_token_id", 10**400),
+    ("model_type", "gpt2"), ("model_type", ["llama"]), ("num_key_value_heads", -1),
+    ("architectures", [["x"] * 9999]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), LIES, ids=lambda v: str(v)[:12])
+def test_configs_that_lie(saved: Checkpoint, key: str, value: Any) -> None:
+    """A number that nothing has been held against allocates nothing; another family's name is refused."""
+    file = saved.path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=key if key != "architectures" else "not supported") as caught:
+        load_config(saved.path)
+    assert len(str(caught.value)) < 8000
+
+
+def test_settings_of_kimi_are_deepseeks(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "deepseek_v3")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "kimi_k2"}))
+    assert load_config(tmp_path).family == "deepseek_v3"
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 9999 + b"}"])
+def test_configs_that_no_parser_should_end_at(saved: Checkpoint, content: bytes) -> None:
+    (saved.path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON: "):
+        load_config(saved.path)
+
+
+def read(folder: Path) -> None:
+    load_config(folder)
+    stored_tensors(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_is_not_waited_for(saved: Checkpoint, name: str) -> None:
+    (saved.path / name).unlink()
+    os.mkfifo(saved.path / name)
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        read(saved.path)
+    (saved.path / name).unlink()
+    (saved.path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        read(saved.path)

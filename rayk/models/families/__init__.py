@@ -35,7 +35,7 @@ from rayk.models.families.raw import RawConfig, read_json
 from rayk.models.families.sharing import apply_sharing
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
-__all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config"]
+__all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config", "read_config"]
 
 _MODULES = (
     *(llama, llama4, mistral, qwen2, qwen3, phi3, gemma2, gemma3, gemma3n, cohere2, gpt_oss),
@@ -49,6 +49,9 @@ _BY_ARCHITECTURE = {name: family for family in FAMILIES.values() for name in fam
 SUPPORTED: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
 """Architectures, as config.json names them."""
 
+CONFIG_BYTES = 4 << 20
+"""Of a config.json: those of released models have 100 kB at most."""
+
 
 def load_config(model_path: str | Path) -> DecoderConfig:
     """The decoder that a Hugging Face checkpoint folder describes.
@@ -58,22 +61,34 @@ def load_config(model_path: str | Path) -> DecoderConfig:
     """
     folder = Path(model_path)
     if not folder.is_dir():
-        raise CheckpointError(
-            "no such checkpoint folder",
-            where=str(folder),
-            mend="pass a local folder, or write a small one with `rayk checkpoint FAMILY DIR`",
-        )
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise CheckpointError(
-            "the checkpoint folder has no config.json",
-            where=str(folder),
-            mend="pass a folder in Hugging Face format",
-        )
-    values = read_json(config_file)
-    config = parse_config(values | _generation_eos(folder), where=str(config_file))
+        raise _no_such(folder)
+    config = read_config(folder)
     _require_weights(folder)
     return config
+
+
+def read_config(path: str | Path) -> DecoderConfig:
+    """The decoder that a config.json describes: the file, or the one of a folder. Raises as `load_config`
+    does, but for weights: they are not looked for."""
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise _no_such(path)
+    if not file.exists():
+        raise CheckpointError(
+            "the checkpoint folder has no config.json",
+            where=str(path),
+            mend="pass a folder in Hugging Face format",
+        )
+    return parse_config(read_json(file, CONFIG_BYTES) | _generation_eos(file.parent), where=str(file))
+
+
+def _no_such(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        "no such checkpoint folder",
+        where=str(folder),
+        mend="pass a local folder, or write a small one with `rayk checkpoint FAMILY DIR`",
+    )
 
 
 def parse_config(values: dict[str, object], where: str = "config.json") -> DecoderConfig:
@@ -89,6 +104,13 @@ def parse_config(values: dict[str, object], where: str = "config.json") -> Decod
             mend="supported: " + ", ".join(SUPPORTED),
             architecture=str(names[0]),
             supported=SUPPORTED,
+        )
+    model_type, known = values.get("model_type"), family.model_types or (family.name,)
+    if model_type not in (None, *known):
+        raise CheckpointError(
+            f"`model_type` {model_type!r} is not that of architecture {names[0]}",
+            where=where,
+            mend=f"`model_type`: {' or '.join(known)}, or the architecture that belongs to it",
         )
     raw = RawConfig(values, where, str(names[0]))
     return apply_sharing(raw, family.parse(raw))

@@ -88,6 +88,8 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     """As config.json names them."""
+    model_types: tuple[str, ...] = ()
+    """As config.json may name the family besides, by which transformers chooses; none: `name` alone."""
     parse: Callable[[RawConfig], DecoderConfig]
     """config.json -> DecoderConfig. Raises CheckpointError and UnsupportedArchitecture."""
     weights: WeightNames

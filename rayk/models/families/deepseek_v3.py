@@ -112,6 +112,8 @@ _MLP = "model.layers.{i}.mlp"
 FAMILY = common.Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
+    # Kimi K2's settings have another name.
+    model_types=("deepseek_v3", "kimi_k2"),
     parse=parse,
     weights=common.WeightNames(
         layer=MappingProxyType(

@@ -118,6 +118,7 @@ LAYER = MappingProxyType(
 FAMILY = common.Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    model_types=("gemma3", "gemma3_text"),
     parse=parse,
     weights=common.WeightNames(
         layer=LAYER,

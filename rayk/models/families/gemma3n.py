@@ -170,6 +170,7 @@ LAYER = MappingProxyType(
 FAMILY = common.Family(
     name="gemma3n",
     architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    model_types=("gemma3n", "gemma3n_text"),
     parse=parse,
     weights=common.WeightNames(
         layer=LAYER,

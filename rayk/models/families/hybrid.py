@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import LayerConfig, Mamba2Config
+from rayk.models.families.raw import MAX_LAYERS
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -43,12 +44,16 @@ def layer_kinds(raw: RawConfig, keys: Sequence[str], num_layers: int | None) -> 
     if key is None:
         return None
     kinds = raw.get(key)
-    if not isinstance(kinds, list) or not kinds or len(kinds) != (num_layers or len(kinds)):
+    if (
+        not isinstance(kinds, list)
+        or not 0 < len(kinds) <= MAX_LAYERS
+        or num_layers not in (None, len(kinds))
+    ):
         raise CheckpointError(
             f"`{key}` must list {num_layers or 'the'} layers" + " (`num_hidden_layers`)" * bool(num_layers),
             where=raw.where,
         )
-    return tuple(_OLD_KINDS.get(kind, str(kind)) for kind in kinds)
+    return tuple(_OLD_KINDS.get(str(kind), str(kind)) for kind in kinds)
 
 
 def require_kinds(raw: RawConfig, kinds: Sequence[str], known: Sequence[str]) -> None:

@@ -181,6 +181,7 @@ _FEED_FORWARD = "model.layers.{i}.feed_forward"
 FAMILY = common.Family(
     name="llama4",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    model_types=("llama4", "llama4_text"),
     parse=parse,
     weights=common.WeightNames(
         layer=MappingProxyType(

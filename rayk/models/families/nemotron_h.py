@@ -33,6 +33,7 @@ _OLD_NAMES = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_min": "time_step_min",
 }
+_OLD_KEY = "hybrid_override_pattern"
 _PATTERN = {"M": hybrid.RECURRENT, "*": hybrid.ATTENTION, "-": "mlp", "E": "moe"}
 _DEFAULT_KINDS = (hybrid.RECURRENT, "moe", hybrid.ATTENTION, "mlp")
 MAX_TIME_STEP_MIN = 1e-3
@@ -67,9 +68,9 @@ def parse(raw: RawConfig) -> DecoderConfig:
 def _kinds(raw: RawConfig) -> tuple[str, ...]:
     # Released files have `num_hidden_layers` besides, which transformers leaves unread too.
     kinds = hybrid.layer_kinds(raw, ("layers_block_type", "layer_types"), None)
-    pattern = raw.get("hybrid_override_pattern")
-    if kinds is None and pattern is not None:
-        kinds = tuple(_PATTERN.get(letter, letter) for letter in str(pattern))
+    if kinds is None and raw.get(_OLD_KEY) is not None:
+        letters = [_PATTERN.get(letter, letter) for letter in str(raw.get(_OLD_KEY))]
+        kinds = hybrid.layer_kinds(RawConfig({_OLD_KEY: letters}, raw.where), (_OLD_KEY,), None)
     kinds = kinds or _DEFAULT_KINDS
     hybrid.require_kinds(raw, kinds, tuple(_PATTERN.values()))
     return kinds

@@ -91,7 +91,7 @@ def _mlps(raw: RawConfig, num_layers: int) -> list[MlpConfig | ExpertsConfig]:
     """Experts in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
     step, dense = raw.count("decoder_sparse_step"), common.parse_mlp(raw)
     left_out = raw.get("mlp_only_layers", [])
-    if not isinstance(left_out, list):
+    if not isinstance(left_out, list) or len(left_out) > num_layers:
         raise CheckpointError(f"`mlp_only_layers` must list layers, not {left_out!r}", where=raw.where)
     num_experts = raw.whole("num_experts")
     if num_experts == 0:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 from rayk.types.files import JSON_BYTES, parse_json, read_text
+
+_MOST = (
+    (1 << 10, ("num_hidden_layers",)),
+    # Positions of a state's convolution are gone through one by one, as layers, heads and experts are.
+    (1 << 6, ("conv",)),
+    (1 << 12, ("num_", "_n_", "n_group", "n_routed", "n_shared", "expand")),
+    (1 << 14, ("head_dim", "d_head", "state")),
+    (1 << 24, ("vocab", "position", "window", "chunk")),
+)
+"""What numbers under keys with one of these parts may be: much is allocated by them before there is a header
+to hold them against. Released models are below a sixth of any."""
+_MOST_ELSE = 1 << 18
+MAX_NUMBER = 1e300
+"""Of any real number: times a size it is still one."""
+MAX_LAYERS = _MOST[0][0]
+
+
+def most_of(key: str) -> int:
+    """What the number under a key of config.json may be at most."""
+    return next((most for most, parts in _MOST if any(part in key for part in parts)), _MOST_ELSE)
 
 
 class RawConfig:
@@ -37,23 +56,22 @@ class RawConfig:
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer. Raises CheckpointError when absent without default, or not one."""
-        value = self.get(key, default)
-        if value is None:
-            raise CheckpointError(f"`{key}` is missing", where=self.where)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"`{key}` must be a positive integer, not {value!r}", where=self.where)
-        return value
+        """A positive integer that a model may have. Raises CheckpointError when absent without default, or
+        none."""
+        return self._integer(key, default, least=1)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """An integer of zero or more. Raises CheckpointError when absent without default, or not one."""
-        value = self.get(key, default)
+        """As `count`, or zero."""
+        return self._integer(key, default, least=0)
+
+    def _integer(self, key: str, default: int | None, *, least: int) -> int:
+        value, most = self.get(key, default), most_of(key)
         if value is None:
             raise CheckpointError(f"`{key}` is missing", where=self.where)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise CheckpointError(
-                f"`{key}` must be an integer of zero or more, not {value!r}", where=self.where
-            )
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            kind = "a positive integer" if least else "an integer of zero or more"
+            bound = f" of at most {most}" if isinstance(value, int) and value > most else ""
+            raise CheckpointError(f"`{key}` must be {kind}{bound}, not {value!r}", where=self.where)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -61,7 +79,8 @@ class RawConfig:
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"`{key}` is missing", where=self.where)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= MAX_NUMBER:
             raise CheckpointError(f"`{key}` must be a positive number, not {value!r}", where=self.where)
         return float(value)
 
@@ -85,7 +104,7 @@ class RawConfig:
         """One id or a list of ids as a tuple; empty when absent."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 31 for i in ids):
             raise CheckpointError(f"`{key}` must be token ids, not {value!r}", where=self.where)
         return tuple(ids)
 
@@ -94,10 +113,10 @@ class RawConfig:
         return UnsupportedArchitecture(problem, where=self.where, mend=mend, architecture=self.architecture)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError when it cannot be read or is no object."""
     try:
-        values = parse_json(read_text(path, JSON_BYTES))
+        values = parse_json(read_text(path, max_bytes))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error
     except ValueError as error:
