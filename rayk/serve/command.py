@@ -13,7 +13,7 @@ from rayk.actors.naming import JOB_NAME, models_in_words
 from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
-from rayk.serve.supervisor import GaveUp, Part, Supervisor, stop_parts
+from rayk.serve.supervisor import READY_S, GaveUp, Part, Supervisor, stop_parts
 from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
@@ -21,8 +21,6 @@ from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, Ray
 if TYPE_CHECKING:
     from rayk.serve.fronts import FrontPlan
 
-READY_S = 600.0
-"""From the first actor to the first request: weights may be large."""
 PROBE_S = 0.05
 STOP_S = 60.0
 """Deadline for each part's end, once nothing runs any more."""

@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayError
 from rayk.actors import launch
 from rayk.actors.serving import EngineAccount
 from rayk.serve.engine_news import EngineNews
+from rayk.serve.supervisor import READY_S
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError
 
@@ -44,11 +45,16 @@ class FleetPart:
         """What each engine left, once the fleet was stopped."""
 
     async def start(self) -> None:
-        """Form every engine. Raises RaykError where one cannot be."""
+        """Form every engine. Raises RaykError where one cannot be, DeadlineExceeded after READY_S."""
         if self._actor is not None:
             ray.kill(self._actor, no_restart=True)  # a dead actor keeps its name as long as it has a handle
         self._actor = await asyncio.to_thread(launch.start_fleet, self._actor_name, self._settings)
-        await _answer(self._actor.start.remote())
+        try:
+            async with asyncio.timeout(READY_S):
+                await _answer(self._actor.start.remote())
+        except TimeoutError:
+            ray.kill(self._actor, no_restart=True)
+            raise DeadlineExceeded(f"the start of {self.name}", READY_S) from None
 
     async def lost(self) -> str:
         """What its process ended of; one that hangs is ended. Tells of its engines meanwhile. Raises

@@ -101,17 +101,23 @@ class UvicornPart:
             run.cancel()
 
     async def _hangs(self) -> str:
+        pid, patience_s = None, START_S
         try:
-            pid = await self._actor.ping.remote()  # its process takes as long to start as it takes
+            async with asyncio.timeout(START_S):
+                pid = await self._actor.ping.remote()
+            patience_s = PATIENCE_S
             while True:
                 await asyncio.sleep(LOOK_S)
                 async with asyncio.timeout(PATIENCE_S):
                     await self._actor.ping.remote()
         except TimeoutError:
             # Ray asks a process to end and waits for seconds, in which it still holds the port.
-            os.kill(pid, signal.SIGKILL)
-            await self._ended()
-            return f"it hangs: no answer in {PATIENCE_S:g} s"
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                await self._ended()
+            else:
+                ray.kill(self._actor, no_restart=True)
+            return f"it hangs: no answer in {patience_s:g} s"
         except RayError:
             return await self._ended()
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import logging
-import secrets
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rayk.actors.environment import wanted_address
-from rayk.serve.supervisor import Supervisor, stop_parts
+from rayk.serve.llm_engines import LLMEngines
 from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.types.errors import CheckpointError, UserError
-from rayk.types.request import Request, SamplingParams, TokenLogprobs
-from rayk.types.serving import Ask, Completer, Delta
+from rayk.types.request import SamplingParams, TokenLogprobs
+from rayk.types.serving import Delta
 
 if TYPE_CHECKING:
     from rayk.serve.text import Text
-
-T = TypeVar("T")
-
-READY_POLL_S = 0.05
-STOP_S = 60.0
-"""Deadline for the engines' end."""
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -124,8 +115,8 @@ class LLM:
         """Complete prompts, all at once as far as the engines have room; answers in order.
 
         `prompts`: texts or lists of token ids, or one of them. `sampling`: of all, or one per prompt. Raises
-        UserError (bad input), or whatever else the first request to fail ended with; the others are then
-        aborted.
+        UserError (bad input), ServerEnded where it is closed meanwhile, or whatever else the first request to
+        fail ended with; the others are then aborted.
         """
         listed = _listed(prompts)
         if isinstance(sampling, SamplingParams):
@@ -134,7 +125,7 @@ class LLM:
             raise UserError(f"{len(listed)} prompts and {len(sampling)} sampling parameters")
         ids = [self._token_ids(i, prompt) for i, prompt in enumerate(listed)]
         requests = list(zip(ids, sampling, strict=True))
-        answers = self._engines.run(lambda: self._engines.complete(requests))
+        answers = self._engines.complete(requests)
         return [
             self._completion(prompt, token_ids, params, deltas)
             for prompt, token_ids, params, deltas in zip(listed, ids, sampling, answers, strict=True)
@@ -205,7 +196,7 @@ class LLM:
 
 
 class _Engines:
-    """The cluster, the fleet and a router on a thread of their own."""
+    """The cluster, and the engines on it."""
 
     def __init__(self, options: ServerOptions, address: str | None) -> None:
         # Ray is imported here so that bad input is refused in a second.
@@ -218,8 +209,6 @@ class _Engines:
 
         self._stack = ExitStack()
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._stack.callback(self._loop.close)
         try:
             if not ray.is_initialized():
                 model = models_in_words([options.model])
@@ -228,84 +217,20 @@ class _Engines:
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))
             name = fleet_name(self.settings.model.model_id)
-            self._fleet = FleetPart(name, self.settings)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rayk-llm", daemon=True)
-            self._thread.start()
-            self._stack.callback(self._end_thread)
-            namespace = ray.get_runtime_context().namespace
-            self._router = Router(name, self.settings, namespace=namespace)
-            self._stack.callback(lambda: self.run(self._end))
-            self.run(self._begin)
+            router = Router(name, self.settings, namespace=ray.get_runtime_context().namespace)
+            num_at_once = sum(e.config.max_seqs for e in self.settings.engines)
+            engines = LLMEngines(FleetPart(name, self.settings), router, num_at_once)
+            self._stack.callback(engines.close)
+            engines.start()
         except BaseException:
             self._stack.close()
             raise
-
-    def run(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of a coroutine on the engines' loop; an interrupt cancels it."""
-        if not self._loop.is_running():
-            raise UserError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(start(), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def complete(self, requests: Sequence[tuple[tuple[int, ...], SamplingParams]]) -> list[list[Delta]]:
-        """Every request's news."""
-        # The waiting room is for strangers: who asks for much here waits in line.
-        room = asyncio.Semaphore(sum(e.config.max_seqs for e in self.settings.engines))
-        tasks = [
-            asyncio.create_task(_follow(self._router, room, prompt, params)) for prompt, params in requests
-        ]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self.complete = engines.complete
 
     def close(self) -> None:
         """End everything. A second call does nothing."""
         with self._lock:
             self._stack.close()
-
-    async def _begin(self) -> None:
-        ready = asyncio.Event()
-        self._stop = asyncio.Event()
-        supervisor = Supervisor((self._fleet,), self._stop, logging.getLogger("rayk").warning)
-        self._keeper = asyncio.create_task(
-            supervisor.run(lambda: asyncio.ensure_future(self._until_ready()), ready.set)
-        )
-        waiting = asyncio.create_task(ready.wait())
-        await asyncio.wait({self._keeper, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if self._keeper.done():
-            await self._keeper
-
-    async def _until_ready(self) -> None:
-        while not (await self._router.health()).is_ready:
-            await asyncio.sleep(READY_POLL_S)
-
-    async def _end(self) -> None:
-        keeper = getattr(self, "_keeper", None)
-        if keeper is not None:
-            self._stop.set()
-            await asyncio.gather(keeper, return_exceptions=True)
-        await self._router.close()
-        await stop_parts((self._fleet,), STOP_S, logging.getLogger("rayk").warning)
-
-    def _end_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-
-async def _follow(
-    completer: Completer, room: asyncio.Semaphore, prompt: tuple[int, ...], params: SamplingParams
-) -> list[Delta]:
-    async with room:
-        request = Request(request_id=secrets.token_hex(8), prompt_token_ids=prompt, sampling=params)
-        return [delta async for delta in completer.generate(Ask(request=request))]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from rayk.types.errors import DeadlineExceeded, EngineDied
 
+READY_S = 600.0
+"""From a part's start to its first request: weights may be large."""
 STEADY_S = 60.0
 """A part that lived so long after its start is steady: what befell it before does not count any more."""
 MAX_LOSSES = 8

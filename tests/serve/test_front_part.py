@@ -1,0 +1,56 @@
+"""Parts whose processes never say their first word: each is ended at its deadline. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayk.serve import fleet_part, front_actor
+from rayk.serve.fleet_part import FleetPart
+from rayk.serve.front_actor import UvicornPart
+from rayk.types.errors import DeadlineExceeded
+
+LIMIT_S = 60.0
+
+
+def never(*_: object) -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+class Silent:
+    """An actor whose process hangs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=never)
+
+
+def test_a_front_that_never_says_a_word_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[object] = []
+    monkeypatch.setattr(front_actor, "START_S", 0.05)
+    monkeypatch.setattr(front_actor.ray, "kill", lambda actor, **_: killed.append(actor))
+
+    async def run() -> None:
+        part = UvicornPart(Any)
+        part._actor, part._run = Silent(), never()
+        assert await asyncio.wait_for(part.lost(), LIMIT_S) == "it hangs: no answer in 0.05 s"
+        assert killed == [part._actor]
+
+    asyncio.run(run())
+
+
+def test_a_fleet_that_never_says_that_it_started_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[object] = []
+    fleet = Silent()
+    monkeypatch.setattr(fleet_part, "READY_S", 0.05)
+    monkeypatch.setattr(fleet_part.ray, "kill", lambda actor, **_: killed.append(actor))
+    monkeypatch.setattr(fleet_part.launch, "start_fleet", lambda *_: fleet)
+
+    async def run() -> None:
+        with pytest.raises(DeadlineExceeded, match="the start of the fleet of engines"):
+            await asyncio.wait_for(FleetPart("rayk/fleet/m", Any).start(), LIMIT_S)
+
+    asyncio.run(run())
+    assert killed == [fleet]
