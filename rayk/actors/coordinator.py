@@ -107,7 +107,7 @@ class Coordinator:
         self._losses.is_over = True
         await asyncio.gather(*(self._end(e, cell, outcome) for e in self._in_use))
         await self._end_tiers(cell, outcome)
-        name_lost_nodes(outcome.errors, self._nodes)
+        await name_lost_nodes(outcome.errors, self._nodes)
         self._in_use = []
         outcome.facts = {e.name: e.facts for e in engines}
         outcome.wall_ns = time.monotonic_ns() - started
@@ -176,7 +176,7 @@ class Coordinator:
             (outcome.survived if survives else outcome.errors).append(error)
         self._epoch += 1
         self._in_use.remove(lost)
-        self._pool.replace_workers(lost.name, len(lost.workers))
+        await self._pool.replace_workers(lost.name, len(lost.workers))
         asks = cell_asks(cell, this_node())
         await self._pool.prepare(asks, placement_of(cell), cell.prefill.model)
         workers, self._nodes[lost.name] = self._pool.engine(lost.name, lost.config.tp)
@@ -236,7 +236,7 @@ class Coordinator:
                 (outcome.survived if survives else outcome.errors).append(error)
         except RaykError as error:
             outcome.errors.append(error)
-        self._pool.replace_workers(engine.name, len(engine.workers))
+        await self._pool.replace_workers(engine.name, len(engine.workers))
 
     async def _stop(self, engine: EngineHandle, cell: Cell, outcome: CellOutcome) -> bool:
         """Let the loops end, then let the workers forget the engine; False where they must be replaced.

@@ -446,7 +446,7 @@ class Fleet:
                 ends("joined_s")
             except (RaykError, RayError) as error:
                 found = error if isinstance(error, RaykError) else translate(error, member.name)
-                name_lost_nodes([found], self._nodes)
+                await name_lost_nodes([found], self._nodes)
                 member.state, member.trouble = "lost", str(found)
                 member.life.declare_dead(member.trouble)
                 if isinstance(found, InternalError):
@@ -457,7 +457,7 @@ class Fleet:
     async def _replace_workers(self, member: Member) -> int:
         """Others in a lost engine's place, or in those of its ranks that cannot be used again; how many."""
         tp = member.entry.config.tp
-        if not self._pool.is_placed(member.name):
+        if not await self._pool.is_placed(member.name):
             self._pool.drop(member.name)
             ask, *others = (
                 engine_ask(m.entry, self._settings)

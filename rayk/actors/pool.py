@@ -7,8 +7,9 @@ cannot hold the engine, that is said at once: Ray itself would wait for a node f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ ANSWER_S = 15.0
 WATCH_S = 0.5
 """How often the list of live nodes is looked at while something is waited for."""
 PLACED_POLL_S = 0.02
+NODES_S = 10.0
+"""How long Ray's GCS may take to say which nodes live, or where a group is."""
 
 
 @dataclass(eq=False)
@@ -125,19 +128,23 @@ class WorkerPool:
                     self._free(name)
 
     def engine(self, name: str, num_workers: int) -> tuple[list[Any], Node]:
-        """The first workers of a prepared slot, and their node."""
-        slot = self._slots[name]
-        assert slot.node is not None
+        """The first workers of a prepared slot, and their node. Raises EngineDied where its node died."""
+        slot = self._slot(name)
+        if slot.node is None:
+            raise EngineDied(name, "its place is not there yet")
         return slot.workers[:num_workers], slot.node
 
-    def replace_workers(self, name: str, num_workers: int) -> None:
-        """End the first workers of a slot at once and start others, if their node lives."""
+    async def replace_workers(self, name: str, num_workers: int) -> None:
+        """End the first workers of a slot and start others, if their node lives."""
+        lives = True
+        with contextlib.suppress(DeadlineExceeded):  # nobody says that it is lost
+            lives = await self.is_placed(name)
         slot = self._slots.get(name)
         if slot is None:
             return
         for worker in slot.workers[:num_workers]:
             placement.kill(worker)
-        if not self.is_placed(name):
+        if not lives:
             self._free(name)
             return
         for index in range(num_workers):
@@ -156,14 +163,20 @@ class WorkerPool:
         if name in self._slots:
             self._free(name)
 
-    def is_placed(self, name: str) -> bool:
-        """Whether there is such a slot, on a node that lives."""
+    async def is_placed(self, name: str) -> bool:
+        """Whether there is such a slot, on a node that lives. Raises DeadlineExceeded."""
+        alive = {n.node_id for n in await live_nodes()}
         slot = self._slots.get(name)
-        return slot is not None and slot.node_id in {n.node_id for n in placement.live_nodes()}
+        return slot is not None and slot.node_id in alive
+
+    def worker(self, name: str) -> Any:
+        """The first worker of a slot as it is now; None without one."""
+        return next(iter(self._slots[name].workers), None) if name in self._slots else None
 
     def replace_worker(self, name: str, index: int) -> None:
-        """End one worker of a slot at once and start another in its place."""
-        slot = self._slots[name]
+        """End one worker of a slot at once and start another in its place. Raises EngineDied where the slot
+        is gone."""
+        slot = self._slot(name)
         placement.kill(slot.workers[index])
         slot.has_answered = False
         slot.workers[index] = self._start(name, slot, index)
@@ -171,8 +184,8 @@ class WorkerPool:
     def exchange(self, name: str, index: int, spare: str) -> bool:
         """End one worker of a slot at once; the only one of a spare slot, which may be starting still, takes
         its place, and a new one starts as the spare's. False, and nothing changed, where they are not on one
-        node."""
-        slot, other = self._slots[name], self._slots.get(spare)
+        node. Raises EngineDied where the slot is gone."""
+        slot, other = self._slot(name), self._slots.get(spare)
         if other is None or not other.workers or other.node_id != slot.node_id:
             return False
         placement.kill(slot.workers[index])
@@ -189,7 +202,7 @@ class WorkerPool:
     async def answers(self, name: str, index: int = 0) -> None:
         """Wait until a worker of a slot says that it is there, or is exchanged. Raises EngineDied where it is
         gone, DeadlineExceeded."""
-        slot = self._slots[name]
+        slot = self._slot(name)
         worker = slot.workers[index]
         limit_s = ANSWER_S if slot.has_answered else FORM_S
         try:
@@ -219,7 +232,7 @@ class WorkerPool:
     ) -> dict[str, int]:
         failures: Counter[str] = Counter()
         while True:
-            nodes = placement.live_nodes()
+            nodes = await live_nodes()
             try:
                 return await _while_alive(self._settle(asks, how, model, nodes, alone, beside), nodes)
             except _NodeLost:
@@ -311,7 +324,7 @@ class WorkerPool:
         self._waiting_for = (
             f"placing {ask.num_workers} workers of {ask.name} on one node, each {slot.resources}"
         )
-        while (node_id := placement.node_of(slot.group)) is None:
+        while (node_id := await _in_time(placement.node_of, slot.group)) is None:
             await asyncio.sleep(PLACED_POLL_S)
         slot.node = next((n for n in nodes if n.node_id == node_id), None)
         if slot.node is None:  # it joined just now
@@ -333,10 +346,10 @@ class WorkerPool:
     async def _describe(self, name: str, model: str | None) -> list[dict[str, Any]]:
         """Facts of a slot's workers, once they answer."""
         slot = self._slots[name]
-        slot.is_asked = True
+        slot.is_asked, workers = True, tuple(slot.workers)
         try:
             async with asyncio.timeout(ANSWER_S if slot.has_answered else None):
-                found = list(await asyncio.gather(*(w.describe.remote() for w in slot.workers)))
+                found = list(await asyncio.gather(*(w.describe.remote() for w in workers)))
             slot.has_answered, slot.is_asked = True, False
             if model is not None and model not in slot.models:
                 await slot.workers[0].check_model.remote(model)
@@ -344,6 +357,8 @@ class WorkerPool:
         except TimeoutError:
             raise _WorkerGone(name, DeadlineExceeded(f"a word from {name}", ANSWER_S)) from None
         except RayActorError as error:
+            if workers != tuple(slot.workers):
+                return await self._describe(name, model)  # others are in their places by now
             died = translate(error, name, node=str(slot.node))
             is_certain = not isinstance(error, ActorUnavailableError)
             raise _WorkerGone(name, died, is_certain=is_certain) from None
@@ -365,6 +380,11 @@ class WorkerPool:
         for group in {id(g): g for g in slot.groups if id(g) not in others}.values():
             placement.free_group(group)
 
+    def _slot(self, name: str) -> Slot:
+        if name not in self._slots:  # its node died, and somebody who looked for places saw it first
+            raise EngineDied(name, "its place was given up")
+        return self._slots[name]
+
     def _slots_of(self, asks: Sequence[EngineAsk]) -> dict[str, Slot]:
         return {a.name: self._slots[a.name] for a in asks if a.name in self._slots}
 
@@ -377,21 +397,39 @@ async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
             done, _ = await asyncio.wait({task}, timeout=WATCH_S)
             if done:
                 return task.result()
-            now = placement.live_nodes()
-            if not {n.node_id for n in nodes} <= {n.node_id for n in now}:
-                raise _NodeLost
+            with contextlib.suppress(DeadlineExceeded):  # nobody says that any is lost
+                now = await live_nodes()
+                if not {n.node_id for n in nodes} <= {n.node_id for n in now}:
+                    raise _NodeLost
     finally:
         task.cancel()
         # Its end is awaited, its result is not wanted. Not `suppress`: this may be cancelled meanwhile.
         await asyncio.gather(task, return_exceptions=True)
 
 
-def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:
-    """Say of engines that died with their node that this is why. `nodes` by engine name."""
+async def live_nodes() -> list[Node]:
+    """The nodes Ray believes to be alive. Raises DeadlineExceeded."""
+    return await _in_time(placement.live_nodes)
+
+
+async def _in_time(ask: Callable[..., T], *args: Any) -> T:
+    """What Ray's GCS says, asked on a thread: an event loop that waits for it answers nobody meanwhile."""
+    try:
+        async with asyncio.timeout(NODES_S):
+            return await asyncio.to_thread(ask, *args)
+    except TimeoutError:
+        raise DeadlineExceeded("an answer of Ray's GCS", NODES_S) from None
+
+
+async def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:
+    """Say of engines that died with their node that this is why, where Ray knows. `nodes` by engine name."""
     dead = [e for e in errors if isinstance(e, EngineDied) and e.engine in nodes]
     if not dead:
         return
-    alive = {n.node_id for n in placement.live_nodes()}
+    try:
+        alive = {n.node_id for n in await live_nodes()}
+    except DeadlineExceeded:
+        return
     for error in dead:
         if nodes[error.engine].node_id not in alive:
             error.cause, error.rank = f"node {nodes[error.engine]} is lost", None

@@ -93,12 +93,16 @@ class Spares:
                 _say(error)
 
     async def _look(self, name: str) -> None:
+        worker = self._pool.worker(name)
         try:
             await self._pool.answers(name)
             self._ready.add(name)
         except RaykError:
             self._ready.discard(name)
-            if self._pool.is_placed(name):
+            is_placed = await self._pool.is_placed(name)
+            if self._pool.worker(name) is not worker:
+                return  # it was taken meanwhile, and another one starts
+            if is_placed:
                 self._pool.replace_worker(name, 0)
                 self._began(name)
             else:

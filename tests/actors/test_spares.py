@@ -125,7 +125,7 @@ def run(
         spares = Spares(pool, [D, P], num_spares, "model")
         await pool.prepare([D, P], "auto")
         spares.start()
-        await until(lambda: sum(w.name.startswith("spare") for w in cluster.workers) == num_spares)
+        await until(lambda: spares.num_ready == num_spares)
         try:
             await body(pool, spares)
         finally:

@@ -182,7 +182,11 @@ def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.Monk
 
     async def end() -> tuple[CellOutcome, float]:
         coordinator = Coordinator("rayk/coordinator/x")
-        monkeypatch.setattr(coordinator._pool, "replace_workers", lambda *which: replaced.append(which))
+
+        async def replace(*which: Any) -> None:
+            replaced.append(which)
+
+        monkeypatch.setattr(coordinator._pool, "replace_workers", replace)
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [worker])
         engine.start()
         outcome, started = CellOutcome(), time.monotonic()
