@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
