@@ -155,10 +155,12 @@ def test_the_worst_relative_error_is_reached_and_not_passed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_nan_stays_nan_and_the_rest_finite(impl: str, name: str) -> None:
+def test_nan_stays_nan_and_the_rest_finite(impl: str, name: str, bad: float) -> None:
+    """An infinity, too: one that saturates would never be seen again."""
     x = torch.ones(3, 32)
-    x[0, 3], x[1, 5] = float("nan"), 1e38
+    x[0, 3], x[1, 5] = bad, 1e38
     back = dequantise(quantise(x, FORMATS[name], impl=impl), FORMATS[name], impl=impl)
     shared = {"fp8_e4m3": slice(3, 4), "fp8_e4m3_token_head": slice(None), "nvfp4": slice(0, 16)}[name]
     wanted = torch.zeros(3, 32, dtype=torch.bool)

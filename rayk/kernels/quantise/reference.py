@@ -31,6 +31,7 @@ def quantise_reference(values: torch.Tensor, kv_format: KVFormat, scale: float) 
     if not kv_format.is_quantised:
         return Quantised(values.to(getattr(torch, kv_format.storage)), None)
     values, scale = values.float(), _as_float32(scale)
+    values = values.masked_fill(values.isinf(), torch.nan)
     if kv_format.scales == "block":
         return _quantise_blocks(values, scale)
     if kv_format.scales == "tensor":

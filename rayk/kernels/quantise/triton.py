@@ -63,6 +63,13 @@ def _largest(x, axis: tl.constexpr):
 
 
 @triton.jit
+def _load(p_x, mask):
+    """As float32, infinities as NaN."""
+    b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(tl.abs(b_x) == float("inf"), float("nan"), b_x)
+
+
+@triton.jit
 def quantise_tile(
     p_values,
     p_data,
@@ -79,8 +86,7 @@ def quantise_tile(
         o_block = tl.arange(0, PADDED // 16)
         o_d = o_block[:, None] * 16 + tl.arange(0, 16)[None, :]
         m_block = m_row[:, None] & (o_block < D // 16)[None, :]
-        b_x = tl.load(p_values[:, None, None] + o_d[None, :, :], mask=m_block[:, :, None], other=0.0)
-        b_x = b_x.to(tl.float32)
+        b_x = _load(p_values[:, None, None] + o_d[None, :, :], m_block[:, :, None])
         b_code = encode_e4m3(tl.div_rn(_largest(b_x, 2), 6.0 * scale))
         tl.store(p_scales[:, None] + o_block[None, :], b_code.to(tl.uint8), mask=m_block)
         b_divisor = (decode_e4m3(b_code) * scale)[:, :, None]
@@ -94,7 +100,7 @@ def quantise_tile(
     else:
         o_d = tl.arange(0, PADDED)
         m_d = m_row[:, None] & (o_d < D)[None, :]
-        b_x = tl.load(p_values[:, None] + o_d[None, :], mask=m_d, other=0.0).to(tl.float32)
+        b_x = _load(p_values[:, None] + o_d[None, :], m_d)
         if SCALES == "token_head":
             b_scale = tl.div_rn(_largest(b_x, 1), 448.0)
             # Not a maximum, which would pass over NaN. The least is the smallest normal float32.
