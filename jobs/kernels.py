@@ -206,6 +206,7 @@ def _digest(case: Case) -> None:
         rows_per_group=256,
         first_group=0,
         num_groups=1,
+        not_finite=torch.zeros(1, dtype=torch.int64),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayk.actors.commands import (
+    BlockTables,
     Capture,
     CapturedRows,
     Connect,
@@ -48,8 +49,15 @@ from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.reserving import Reserved
 from rayk.transfer.staging import StagingSettings
-from rayk.transfer.verify import LayerView, fetch_rows, make_layer_view
-from rayk.types.errors import KVMismatch, RaykError
+from rayk.transfer.verify import (
+    Digests,
+    LayerView,
+    compute_digests,
+    fetch_rows,
+    make_layer_view,
+    sorted_views,
+)
+from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,7 @@ class TransferExtension:
     ) -> None:
         """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
         Pusher. `on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
-        self._views = layer_views(rank)
+        self._views = sorted_views(layer_views(rank))
         self._inspect = Inspection(rank, self._views)
         self._faults = FaultBox(faults)
         self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
@@ -200,6 +208,7 @@ class TransferExtension:
             case Capture():
                 return capture(self._views, command)
             case Inspect():
+                self.transfer.end_lease(command.lease_id)
                 return self._inspect(command)
             case _:
                 return self._on_ticket(command)
@@ -295,7 +304,7 @@ class TransferExtension:
         self._on_point("transfer", self._num_handovers)
         began = time.monotonic_ns()
         self.transfer.lease(command.lease_id, began + self._lease_ns, self._renewed_ns)
-        digests = self.transfer.digests(command.num_tokens, command.block_tables)
+        digests = self._finite_digests(command.request_id, command.num_tokens, command.block_tables)
         digest_ns = time.monotonic_ns() - began
         generations = self.transfer.generations(command.block_tables)
         part = TicketPart(digests, generations, self._renewed_ns, digest_ns)
@@ -311,10 +320,22 @@ class TransferExtension:
         def digest() -> TicketPart:
             began = time.monotonic_ns()
             what = command.num_tokens, command.block_tables, command.first_row
-            found = self.transfer.digests(*what)
+            found = self._finite_digests(command.name, *what)
             return TicketPart(found, generations, self._renewed_ns, time.monotonic_ns() - began)
 
         self._digesting.begin(command.name, digest)
+
+    def _finite_digests(
+        self, name: str, num_tokens: int, block_tables: BlockTables, first_row: int = 0
+    ) -> Digests:
+        """Raises NotFiniteError where any value that they are of is not finite."""
+
+        def refuse() -> None:
+            place = first_not_finite(self._views, block_tables, num_tokens, first_row)
+            raise NotFiniteError(name, "KV is", kv=str(place))
+
+        what = block_tables, num_tokens, self.transfer.description.rows_per_group, first_row
+        return compute_digests(self._views, *what, on_not_finite=refuse)
 
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1

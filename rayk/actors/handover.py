@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import Capture, Inspect, Inspected, MakeStore, MakeTicket, Prove, Reserve
+from rayk.actors.commands import (
+    Capture,
+    EndPush,
+    Inspect,
+    Inspected,
+    MakeStore,
+    MakeTicket,
+    Prove,
+    Reserve,
+)
 from rayk.actors.lending import Lending
 from rayk.actors.offloading import Offloading
 from rayk.actors.pushing import Pushing
@@ -44,6 +53,8 @@ class TransferHandover:
         self._engine = engine
         self._not_finite: dict[str, NotFiniteError] = {}
         """Of requests that are being looked into."""
+        self._leaving: dict[str, RequestState] = {}
+        """Requests whose tickets are being written."""
         self.lending = Lending(engine=engine, epoch=epoch, tp=tp)
         self.receiving = Receiving(tp=tp, commands=self._commands)
         self.pushing = Pushing(self._commands)
@@ -205,6 +216,7 @@ class TransferHandover:
         if capture:
             self._commands.append(Capture(request_id, state.num_computed, tables))
         if hand_over:
+            self._leaving[request_id] = state
             ticket = self.lending.lend(request_id, state.num_computed, tables)
             reservation = self.pushing.take(request_id)
             if reservation is not None:
@@ -256,14 +268,29 @@ class TransferHandover:
         self._hand_over.discard(request_id)
         self._capture.discard(request_id)
         self.pushing.end(request_id, "its logits are not finite")
-        if self.offloading is not None:
-            self.offloading.left(request_id)
         tables = self.leader.manager.block_tables(request_id)
         self.leader.manager.lease(request_id, lease_id)
-        self._not_finite[request_id] = error
-        self._commands.append(Inspect(request_id, lease_id, num_tokens, tables))
+        self._look_into(error, Inspect(request_id, lease_id, num_tokens, tables))
+
+    def _look_into(self, error: NotFiniteError, command: Inspect) -> None:
+        self._not_finite[command.request_id] = error
+        if self.offloading is not None:
+            self.offloading.storing.drop(command.request_id)
+        self._commands.append(command)
+
+    def _on_ticket(self, command: MakeTicket, answers: list[Any], error: RaykError | None) -> None:
+        state = self._leaving.pop(command.request_id, None)
+        if not isinstance(error, NotFiniteError) or state is None:
+            self.lending.on_ticket(command, answers, error)
+            return
+        self.leader.forget(state)
+        if command.reservation_id is not None:
+            self._commands.append(EndPush(command.reservation_id, "its KV is not finite"))
+        what = command.request_id, command.lease_id, command.num_tokens, command.block_tables
+        self._look_into(error, Inspect(*what))
 
     def _on_inspected(self, command: Inspect, answers: list[Any]) -> None:
+        self.lending.end(command.lease_id)
         self.leader.manager.release(command.lease_id)
         error = self._not_finite.pop(command.request_id)
         found = [a for a in answers if isinstance(a, Inspected)]
@@ -308,6 +335,7 @@ class TransferHandover:
         self.pushing.clear()
         self.reservations.clear()
         self._not_finite.clear()
+        self._leaving.clear()
         if self.offloading is not None:
             self.offloading.clear()
 
@@ -332,7 +360,7 @@ class TransferHandover:
             case Reserve():
                 self.reservations.on_refused(command, error)
             case MakeTicket():
-                self.lending.on_ticket(command, answers, error)
+                self._on_ticket(command, answers, error)
             case MakeStore():
                 assert self.offloading is not None
                 self.offloading.on_refused(command, error)

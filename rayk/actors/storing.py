@@ -124,6 +124,15 @@ class Storing:
         if whole > asked and (is_over or is_new or is_prompt):
             self._put_aside(state, whole)
 
+    def drop(self, request_id: str) -> None:
+        """What was computed for a request is worth nothing: no store of it begins, or goes on."""
+        for store in [s for s in self._queued if s.request_id == request_id]:
+            self._queued.remove(store)
+            self.end(store.name)
+        for name in [s.name for s in self._begun.values() if s.request_id == request_id]:
+            self._answered(StoreAnswer(name=name, reason="what was computed for its request is not finite"))
+        self.left(request_id)
+
     def left(self, request_id: str) -> None:
         """A request computes no more here."""
         self._asked.pop(request_id, None)

@@ -337,6 +337,14 @@ class Leader:
             for token in state.output_token_ids:
                 state.stop_text.feed(token)  # a stop string may have begun in them
 
+    def forget(self, state: RequestState) -> None:
+        """No block of a request's tokens is found any more, whoever computed it, and whether or not the
+        request has it still."""
+        if self.manager.prefixes is not None:
+            keys = self.manager.prefixes.make_keys()
+            keys.extend(state.tokens, len(state.tokens))
+            self.manager.forget(self.manager.prefixes.holding(keys))
+
     def check_integrity(self) -> None:
         """Blocks and rows add up. AssertionError otherwise."""
         self.scheduler.check_integrity()
@@ -384,9 +392,7 @@ class Leader:
             state = self.scheduler.remove(request_id, keep_blocks=True)
             if state is None:
                 continue  # aborted while the step ran
-            if self.manager.prefixes is not None:
-                keys = self.manager.prefix_keys(request_id, state.tokens, state.num_computed)
-                self.manager.forget(self.manager.prefixes.holding(keys))
+            self.forget(state)
             error = NotFiniteError(request_id, f"logits at token {num_tokens - 1} are")
             if self._handover is not None:
                 self._handover.inspect(error, num_tokens)

@@ -9,8 +9,8 @@ Plain formats hold elements as they are. Quantised ones hold `element * scale`, 
 - one per (head, token) and side, float32, in the page (`fp8_e4m3_token_head`);
 - one per 16 elements, e4m3, in the page (`nvfp4`: NVIDIA, "Introducing NVFP4", developer.nvidia.com, 2025).
 
-Rounding is to nearest, ties to even, and saturates: nothing finite becomes infinite or NaN. What is either is NaN
-in every quantised format: of itself, or of its scale.
+Rounding is to nearest, ties to even, and saturates: nothing finite becomes infinite or NaN. What is either is
+NaN in every quantised format: by itself, or by its scale.
 
 How far off values are after a round trip is `format_bounds`'. Free of torch and numpy.
 """

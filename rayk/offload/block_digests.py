@@ -227,7 +227,7 @@ class BlockDigests:
                 np.zeros((len(kept.lanes), len(cells)), dtype=np.int64)
                 for kept, cells in zip(self._kept, cells_of, strict=True)
             ]
-        made = digest_views(self._views.digested, places, rows_per_group=self._cell).numpy()
+        made = digest_views(self._views.digested, places, rows_per_group=self._cell)[:-1].numpy()
         before = self._before([len(cells) for cells in cells_of])
         return [
             made[before[kept.lanes][:, None] + np.arange(len(cells))]

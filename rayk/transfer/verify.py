@@ -228,8 +228,10 @@ def compute_digests(
     num_tokens: int,
     rows_per_group: int,
     first_row: int = 0,
+    on_not_finite: Callable[[], None] = lambda: None,
 ) -> Digests:
-    """Digests of a sequence's live rows, [words]; `views` in canonical order.
+    """Digests of a sequence's live rows, [words]; `views` in canonical order. `on_not_finite`: told where any
+    value is NaN or infinite.
 
     Zero where this rank holds no such unit, and of rows before `first_row`, which begins a row group.
     `block_tables` per group, manager's ids.
@@ -244,10 +246,12 @@ def compute_digests(
         )
         for view, groups in zip(views.kinds, row_groups, strict=True)
     ]
-    made = digest_views(views.digested, places, rows_per_group=rows_per_group)
-    found = np.zeros(words.num_in_all, dtype=np.int64)
     # The only wait for the device.
-    found[words.index] = made.cpu().numpy()
+    made = digest_views(views.digested, places, rows_per_group=rows_per_group).cpu().numpy()
+    if made[-1]:
+        on_not_finite()
+    found = np.zeros(words.num_in_all, dtype=np.int64)
+    found[words.index] = made[:-1]
     return found
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors.extension import CaptureExtension
+from rayk.actors.commands import MakeTicket
+from rayk.actors.extension import CaptureExtension, layer_views
 from rayk.actors.handover import TransferHandover
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.finite import not_finite_weights
@@ -137,6 +138,42 @@ def test_a_prefill_engine_hands_nothing_over(bad_token: Path, push: bool) -> Non
             else:
                 assert pair.complete([request])[0].error is None
         pair.check_all_free()
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_kv_that_no_logits_show_is_found_by_its_digest(checkpoint: Callable[..., Path], push: bool) -> None:
+    """A value changes at P after its step: both sides would hold the same bytes, and digests agree."""
+    settings = {"prefix_caching": True, "kv_dtype": "fp8_e4m3"}
+    with Pair.open(checkpoint("qwen3"), tp=(2, 1), push=push, **settings) as pair:
+        extension = pair.p.extensions[1]
+        execute = extension.execute
+
+        def planting(command: object) -> object:
+            if isinstance(command, MakeTicket) and command.request_id == "bad":
+                view = next(v for v in layer_views(pair.p.engine.ranks[1]) if v.layer == 2).fields[1].view
+                view[command.block_tables[0][1], 0, 3, 5] = float("nan")
+            return execute(command)
+
+        extension.execute = planting  # type: ignore[method-assign]
+        with pytest.raises(NotFiniteError) as caught:
+            pair.complete([make_request("bad", PROMPT, 3)])
+        assert (caught.value.what, caught.value.kv) == ("KV is", "layer 2, v, head 1, token 19")
+        assert caught.value.weights == ()
+        assert pair.p.engine.leader.num_not_finite == 1
+        assert pair.p.engine.leader.manager.prefixes.named == ()
+        assert pair.complete([make_request("good", PROMPT, 3)])[0].error is None
+        pair.check_all_free()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "nvfp4"])
+def test_an_infinite_weight_passes_in_no_kv_format(
+    engine_of: Any, checkpoint: Callable[..., Path], tmp_path: Path, kv_dtype: str
+) -> None:
+    name = "model.layers.1.self_attn.v_proj.weight"
+    model = spoil(checkpoint("llama"), tmp_path, {name: (3, 7)}, value=float("inf"))
+    error = error_of(engine_of(model, kv_dtype=kv_dtype).generate([make_request("r", PROMPT, 3)])[0])
+    assert error.kv.startswith(("layer 1, v, head 0, token 0", "layer 1, v_scale, head 0, token 0"))
+    assert error.weights
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,19 @@ __all__ = ["DigestedView", "DigestedViews", "RowPlaces", "digest_rows", "digest_
 def digest_views(
     digested: DigestedViews, places: Sequence[RowPlaces], *, rows_per_group: int, impl: str | None = None
 ) -> torch.Tensor:
-    """Digests of a request's rows in all views of a rank: int64 [words], view by view [F, H, num_groups].
+    """Digests of a request's rows in all views of a rank: int64 [words + 1], view by view [F, H, num_groups],
+    and behind them 1 where any value of these rows is NaN or infinite, else 0.
 
     View i holds the rows at `places[digested.place_of[i]]`, which the caller knows to be in range: to look at
     them here would wait for the device. `impl` and integers as in `digest_rows`; native code is called once.
     """
     if not digested.views:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64)
     name = impl or _default(digested.views[0].kv_cache.device)
     if name == "native":
         return digest_views_native(digested, places, rows_per_group)
     words = []
+    not_finite = torch.zeros(1, dtype=torch.int64, device=digested.views[0].kv_cache.device)
     for view, index in zip(digested.views, digested.place_of, strict=True):
         at = places[index]
         word = _implementation(name)(
@@ -40,9 +42,10 @@ def digest_views(
             rows_per_group=rows_per_group,
             first_group=at.first_group,
             num_groups=at.num_groups,
+            not_finite=not_finite,
         )
         words.append(word.reshape(-1))
-    return torch.cat(words)
+    return torch.cat([*words, not_finite])
 
 
 def digest_rows(
@@ -76,7 +79,7 @@ def digest_rows(
         _check_range(slots, kv_cache.shape[2], "slot")
         _check_range(rows // rows_per_group - first_group, num_groups, "row group")
     words = digest_views(DigestedViews((view,), (0,)), [at], rows_per_group=rows_per_group, impl=impl)
-    return words.view(len(fields), len(units), num_groups)
+    return words[:-1].view(len(fields), len(units), num_groups)
 
 
 def _default(device: torch.device) -> str:

@@ -18,10 +18,10 @@ struct Bundle {
     int64_t base, stride_b, stride_n, first, stop, place;
 };
 
-// One field of one unit: where it lies in a bundle's row, and K of (layer, field, unit).
+// One field of one unit: where it lies in a bundle's row, K of (layer, field, unit), and not_finite_bits.
 struct Entry {
     int64_t offset, bytes;
-    uint64_t key;
+    uint64_t key, mask, step;
 };
 
 // Row i (block_ids[i], slots[i]) holds position rows[i].
@@ -36,24 +36,29 @@ inline uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// Sum of mix(word ^ (key + index_keys[i])) over the words of one row of one field.
+// Sum of mix(word ^ (key + index_keys[i])) over the words of one row of one field. `bad` is given bits of
+// mask + step where a word holds a value that is not finite.
 template <class Word>
-uint64_t row_sum(const char* row, int64_t num_bytes, uint64_t key, const uint64_t* index_keys) {
-    const int64_t n = num_bytes / static_cast<int64_t>(sizeof(Word));
-    uint64_t total = 0;
+uint64_t row_sum(const char* row, const Entry& entry, uint64_t key, const uint64_t* index_keys, uint64_t& bad) {
+    const int64_t n = entry.bytes / static_cast<int64_t>(sizeof(Word));
+    const uint64_t mask = entry.mask, step = entry.step;
+    uint64_t total = 0, found = 0;
     for (int64_t i = 0; i < n; ++i) {
         Word word;
         memcpy(&word, row + i * sizeof(Word), sizeof(Word));
-        total += mix(static_cast<uint64_t>(static_cast<int64_t>(word)) ^ (key + index_keys[i]));
+        const uint64_t wide = static_cast<uint64_t>(static_cast<int64_t>(word));
+        total += mix(wide ^ (key + index_keys[i]));
+        found |= (wide & mask) + step;
     }
+    bad |= found & (mask + step);
     return total;
 }
 
-uint64_t field_sum(const char* row, int64_t num_bytes, uint64_t key, const uint64_t* index_keys) {
-    if (num_bytes % 8 == 0) return row_sum<int64_t>(row, num_bytes, key, index_keys);
-    if (num_bytes % 4 == 0) return row_sum<int32_t>(row, num_bytes, key, index_keys);
-    if (num_bytes % 2 == 0) return row_sum<int16_t>(row, num_bytes, key, index_keys);
-    return row_sum<int8_t>(row, num_bytes, key, index_keys);
+uint64_t field_sum(const char* row, const Entry& entry, uint64_t key, const uint64_t* index_keys, uint64_t& bad) {
+    if (entry.bytes % 8 == 0) return row_sum<int64_t>(row, entry, key, index_keys, bad);
+    if (entry.bytes % 4 == 0) return row_sum<int32_t>(row, entry, key, index_keys, bad);
+    if (entry.bytes % 2 == 0) return row_sum<int16_t>(row, entry, key, index_keys, bad);
+    return row_sum<int8_t>(row, entry, key, index_keys, bad);
 }
 
 // Rows begin .. end of a place, all in one block.
@@ -64,7 +69,7 @@ struct Tile {
 };
 
 void digest_tile(const Tile& tile, const Bundle& bundle, const Entry* entries, const int64_t* outs,
-                 const uint64_t* index_keys, std::vector<uint64_t>& row_keys, uint64_t* out) {
+                 const uint64_t* index_keys, std::vector<uint64_t>& row_keys, uint64_t* out, uint64_t& bad) {
     const int64_t num_entries = bundle.stop - bundle.first;
     row_keys.resize(num_entries * kTileRows);
     for (int64_t e = 0; e < num_entries; ++e) {
@@ -80,7 +85,7 @@ void digest_tile(const Tile& tile, const Bundle& bundle, const Entry* entries, c
         for (int64_t e = 0; e < num_entries; ++e) {
             const Entry& entry = entries[bundle.first + e];
             out[outs[bundle.first + e] + tile.groups[i]] += field_sum(
-                row + entry.offset, entry.bytes, row_keys[e * kTileRows + i - tile.begin], index_keys);
+                row + entry.offset, entry, row_keys[e * kTileRows + i - tile.begin], index_keys, bad);
         }
     }
 }
@@ -88,10 +93,12 @@ void digest_tile(const Tile& tile, const Bundle& bundle, const Entry* entries, c
 }  // namespace
 
 // bundles in order of (place, base). outs: of each entry, its first word in `out`, one word a row group, which
-// is added to. most_words: of any entry. The caller has checked every index.
+// is added to. not_finite: whether any value is NaN or infinite. most_words: of any entry. The caller has
+// checked every index.
 extern "C" void rayk_digest(const Place* places, const Bundle* bundles, int64_t num_bundles,
                             const Entry* entries, const int64_t* outs, int64_t rows_per_group,
-                            int64_t most_words, uint64_t* out) {
+                            int64_t most_words, uint64_t* out, uint64_t* not_finite) {
+    uint64_t bad = 0;
     std::vector<uint64_t> index_keys(most_words), row_keys;
     for (int64_t i = 0; i < most_words; ++i) index_keys[i] = mix(~kGolden ^ static_cast<uint64_t>(i));
     std::vector<int64_t> groups;
@@ -109,8 +116,9 @@ extern "C" void rayk_digest(const Place* places, const Bundle* bundles, int64_t 
             }
             const Tile tile{place, begin, end, groups.data()};
             for (int64_t b = first; b < stop; ++b) {
-                digest_tile(tile, bundles[b], entries, outs, index_keys.data(), row_keys, out);
+                digest_tile(tile, bundles[b], entries, outs, index_keys.data(), row_keys, out, bad);
             }
         }
     }
+    *not_finite = bad != 0;
 }

@@ -13,7 +13,7 @@ from rayk.kernels.digest.views import DigestedViews, RowPlaces
 from rayk.kernels.native import NativeKernels
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER)
+_ARGUMENTS = (_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER)
 
 
 _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_digest": _ARGUMENTS})
@@ -35,7 +35,7 @@ def digest_views_native(
     stops = np.cumsum(table.view_lanes * num_groups)
     starts = stops - table.view_lanes * num_groups
     outs = starts[table.entry_view] + table.entry_lane * num_groups[table.entry_view]
-    out = torch.zeros(int(stops[-1]), dtype=torch.int64)
+    out = torch.zeros(int(stops[-1]) + 1, dtype=torch.int64)
     # Held by name: the table keeps addresses only.
     held = [tuple(t.contiguous() for t in (p.block_ids, p.slots, p.rows)) for p in places]
     at = [
@@ -52,5 +52,6 @@ def digest_views_native(
         rows_per_group,
         table.most_words,
         out.data_ptr(),
+        out[-1:].data_ptr(),
     )
     return out

@@ -33,6 +33,14 @@ _SEED = 0x7261796B64696765
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_EXPONENTS = {
+    torch.float64: 0x7FF0 << 48,
+    torch.float32: 0x7F80 << 16,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float8_e4m3fn: 0x7F,
+}
+"""Bits that NaN and infinities have all of; e4m3 has NaN only, of which these are all but the sign."""
 _CHUNK_WORDS = 1 << 15
 """Words mixed at once: small enough that the passes over them stay in a core's own cache."""
 
@@ -71,6 +79,14 @@ def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def not_finite_bits(dtype: torch.dtype, word: int) -> tuple[int, int]:
+    """(mask, step) of words of `word` bytes: (word & mask) + step has the highest bit of an element, which
+    mask + step are all of, where that is NaN or infinite, and only there. Both 0 of integers."""
+    exponent = _EXPONENTS.get(dtype, 0)
+    mask = sum(exponent << 8 * start for start in range(0, word, dtype.itemsize))
+    return mask, sum((exponent & -exponent) << 8 * start for start in range(0, word, dtype.itemsize))
+
+
 def digest_rows_reference(
     kv_cache: torch.Tensor,
     block_ids: torch.Tensor,
@@ -83,8 +99,11 @@ def digest_rows_reference(
     rows_per_group: int,
     first_group: int,
     num_groups: int,
+    not_finite: torch.Tensor,
 ) -> torch.Tensor:
-    """Arguments, all checked by the caller, and result as `digest_rows`. On the view's own device."""
+    """Arguments, all checked by the caller, and result as `digest_rows`. On the view's own device.
+
+    not_finite [1]: is set to 1 where a value of these rows is NaN or infinite."""
     device = kv_cache.device
     out = torch.zeros(len(fields), len(units), num_groups, dtype=torch.int64, device=device)
     groups = rows // rows_per_group - first_group
@@ -92,6 +111,7 @@ def digest_rows_reference(
         row_bytes = num_elems * kv_cache.element_size()
         word_dtype = _WORD_DTYPES[word_bytes(row_bytes)]
         num_words = row_bytes // word_bytes(row_bytes)
+        mask, bit = not_finite_bits(kv_cache.dtype, word_bytes(row_bytes))
         key_H = coordinate_keys(layer, field_id, tuple(units), device) + signed(_GOLDEN)
         index_W = torch.arange(num_words, device=device) ^ ~signed(_GOLDEN)
         mix64_tensor(index_W)
@@ -102,6 +122,7 @@ def digest_rows_reference(
             values = kv_cache[block_ids[part], :, slots[part], start : start + num_elems]
             # Flat: an axis of one may keep a stride that no other word type can have.
             words = values.reshape(-1).view(word_dtype).view(*values.shape[:2], -1).to(torch.int64)
+            not_finite |= (((words & mask) + bit) & signed(mask + bit)).any()
             key_nH = mix64_tensor(key_H ^ rows[part].unsqueeze(1))
             words ^= key_nH.unsqueeze(2) + index_W
             out[f].index_add_(1, groups[part], mix64_tensor(words).sum(2).T)

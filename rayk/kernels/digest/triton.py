@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.digest.reference import coordinate_keys, word_bytes
+from rayk.kernels.digest.reference import coordinate_keys, not_finite_bits, word_bytes
 from rayk.kernels.interpreter import launching
 
 TILE_WORDS = 1024
@@ -40,6 +40,7 @@ def digest_kernel(
     starts,
     num_words,
     out,
+    not_finite,
     num_rows,
     num_heads,
     rows_per_group,
@@ -48,6 +49,8 @@ def digest_kernel(
     stride_b,
     stride_h,
     stride_n,
+    MASK: tl.constexpr,
+    STEP: tl.constexpr,
     WORD: tl.constexpr,
     PIECE: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -55,7 +58,8 @@ def digest_kernel(
     NUM_W_TILES: tl.constexpr,
 ):
     """Grid: (row tiles x word tiles, heads, fields). Strides and starts in bytes; WORD bytes of a word are
-    loaded PIECE at a time. keys [F, H], out [F, H, groups], which is added to."""
+    loaded PIECE at a time. keys [F, H], out [F, H, groups], which is added to. MASK, STEP: see
+    `not_finite_bits`."""
     i_h, i_f = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_tile = tl.program_id(0)
     o_r = (i_tile // NUM_W_TILES) * TILE_R + tl.arange(0, TILE_R)
@@ -81,6 +85,12 @@ def digest_kernel(
     for back in tl.static_range(LAST):
         b_piece = tl.load(p_piece + (LAST - 1 - back), mask=mask, other=0).to(tl.int64)
         b_word = (b_word << (8 * PIECE)) | (b_piece & ((1 << (8 * PIECE)) - 1))
+
+    if MASK != 0:
+        HIGHEST: tl.constexpr = MASK + STEP
+        b_bad = ((b_word.to(tl.uint64, bitcast=True) & MASK) + STEP) & HIGHEST
+        is_bad = tl.max(tl.max((b_bad != 0).to(tl.int32), axis=1), axis=0)
+        tl.store(not_finite, 1, mask=is_bad != 0)
 
     b_key = tl.load(keys + i_f * num_heads + i_h).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
     b_row_key = _mix(b_key ^ b_row.to(tl.uint64, bitcast=True))
@@ -110,8 +120,9 @@ def digest_rows_triton(
     rows_per_group: int,
     first_group: int,
     num_groups: int,
+    not_finite: torch.Tensor,
 ) -> torch.Tensor:
-    """Arguments, all checked by the caller, and result as `digest_rows`."""
+    """Arguments, all checked by the caller, and result as `digest_rows_reference`."""
     itemsize, num_heads = kv_cache.element_size(), kv_cache.shape[1]
     out = torch.zeros(len(fields), num_heads, num_groups, dtype=torch.int64, device=kv_cache.device)
     strides = [stride * itemsize for stride in kv_cache.stride()[:3]]
@@ -127,6 +138,7 @@ def digest_rows_triton(
         tile_r = min(TILE_WORDS // tile_w, triton.next_power_of_2(len(rows)))
         num_w_tiles = triton.cdiv(most_words, tile_w)
         ids = tuple(field_id for field_id, _, _ in fields[first:stop])
+        mask, bit = not_finite_bits(kv_cache.dtype, word)
         keys, starts, num_words = _tables(
             layer,
             ids,
@@ -145,12 +157,15 @@ def digest_rows_triton(
                 starts,
                 num_words,
                 out[first:stop],
+                not_finite,
                 len(rows),
                 num_heads,
                 rows_per_group,
                 first_group,
                 num_groups,
                 *strides,
+                MASK=mask,
+                STEP=bit,
                 WORD=word,
                 PIECE=_piece_bytes(kv_cache, word, offsets),
                 TILE_R=tile_r,

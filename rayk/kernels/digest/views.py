@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayk.kernels.digest.reference import coordinate_keys, word_bytes
+from rayk.kernels.digest.reference import coordinate_keys, not_finite_bits, word_bytes
 
 Ints = npt.NDArray[np.int64]
 
@@ -75,7 +75,8 @@ class AddressTable:
     """[bundles, 6]: address of row 0 of block 0, bytes from block to block and from row to row, first entry
     and the one after its last, index of its places. In order of places, then addresses."""
     entries: Ints
-    """[entries, 3], one for each field of a unit: first byte in a bundle's row, bytes, key."""
+    """[entries, 5], one for each field of a unit: first byte in a bundle's row, bytes, key, and the two
+    `not_finite_bits` of its words."""
     entry_view: Ints
     entry_lane: Ints
     """[entries]: index of the view, and of (field, unit) in it, units within fields."""
@@ -103,7 +104,7 @@ def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) 
         first = num_entries + np.arange(len(step)) * each
         columns = (view.kv_cache.data_ptr() + step, stride_b, stride_n, first, first + each, place)
         bundles.append(np.stack(np.broadcast_arrays(*columns), axis=1))
-        entries.append(of_unit.reshape(-1, 3))
+        entries.append(of_unit.reshape(-1, 5))
         lanes.append(np.arange(num_units * num_fields).reshape(num_fields, num_units).T.reshape(-1))
         num_entries += num_units * num_fields
     all_bundles = np.concatenate(bundles).astype(np.int64)
@@ -121,12 +122,13 @@ def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) 
 
 
 def _entries_of(view: DigestedView) -> Ints:
-    """[units, fields, 3] of `AddressTable.entries`, each as in a row of its own unit."""
+    """[units, fields, 5] of `AddressTable.entries`, each as in a row of its own unit."""
     itemsize = view.kv_cache.element_size()
-    made = np.empty((len(view.units), len(view.fields), 3), dtype=np.int64)
+    made = np.empty((len(view.units), len(view.fields), 5), dtype=np.int64)
     for f, (field_id, start, num_elems) in enumerate(view.fields):
         made[:, f, 0], made[:, f, 1] = start * itemsize, num_elems * itemsize
         made[:, f, 2] = coordinate_keys(view.layer, field_id, view.units).numpy()
+        made[:, f, 3:] = not_finite_bits(view.kv_cache.dtype, word_bytes(num_elems * itemsize))
     return made
 
 

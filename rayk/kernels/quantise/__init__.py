@@ -1,7 +1,7 @@
 """Keys and values into a quantised KV format, and back. What the formats are stands in kv.formats.
 
-Rounding is to nearest, ties to even, and saturates; a quotient is that of float32. NaN and infinities are NaN in
-e4m3; in a format whose scales are computed, one makes all that share its scale NaN.
+Rounding is to nearest, ties to even, and saturates; a quotient is that of float32. NaN and infinities are NaN
+in e4m3; in a format whose scales are computed, one makes all that share its scale NaN.
 """
 
 from __future__ import annotations
