@@ -11,7 +11,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from rayk import LLM, SamplingParams
-from rayk.types.errors import RaykError, SpecError, Unsupported, UserError
+from rayk.oracle.tokenizer import build_tokenizer
+from rayk.serve.text import Text
+from rayk.types.errors import CheckpointError, RaykError, SpecError, Unsupported, UserError
+from rayk.types.request import FinishReason
+from rayk.types.serving import Delta
 from tests.markers import nixl, ray
 
 NUM_TOKENS = 24
@@ -34,6 +38,8 @@ def model(checkpoint: Any) -> Path:
         ({"settings": {"engine.blocks": 3}}, SpecError, "a server has no key 'engine.blocks'"),
         ({"settings": {"engine.num_blocks": [3, 4]}}, SpecError, "engine.num_blocks has a list of values"),
         ({"mode": "aggregated", "decode_tp": 2}, SpecError, "no decode engines"),
+        ({"tensor_parallel_size": 3}, Unsupported, "TP 3 does not divide"),
+        ({"max_model_len": 10**9}, SpecError, "--max-model-len 1000000000: the model has"),
         ({"address": "127.0.0.1:1"}, UserError, "no Ray cluster answers"),
     ],
 )
@@ -45,6 +51,55 @@ def test_bad_options(model: Path, options: dict[str, Any], kind: type[RaykError]
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint folder"):
         LLM(tmp_path / "none")
+
+
+class Scripted:
+    """Engines that answer token 70, the request's number and its prompt's length."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], SamplingParams]] = []
+
+    def complete(self, requests: Any) -> list[list[Delta]]:
+        self.asked += requests
+        ends = [Delta(finish_reason=FinishReason.LENGTH, num_cached_tokens=i) for i in range(len(requests))]
+        return [[Delta(token_ids=(70 + i, len(p))), ends[i]] for i, (p, _) in enumerate(requests)]
+
+
+@pytest.fixture
+def scripted() -> tuple[LLM, Scripted, Any]:
+    llm, engines, tokenizer = object.__new__(LLM), Scripted(), build_tokenizer(300, adds_bos=True)
+    llm._engines, llm._text = engines, Text(tokenizer)  # type: ignore[assignment]
+    return llm, engines, tokenizer
+
+
+def test_results_have_vllms_shape_beside_the_short_one(scripted: tuple[LLM, Scripted, Any]) -> None:
+    llm, engines, tokenizer = scripted
+    drawn = SamplingParams(temperature=1.0, seed=7)
+    found = llm.generate(["how many", [5, 6]], drawn, n=2)
+    assert [c.prompt for c in found] == ["how many", None]
+    assert [[o.token_ids[0] for o in c.outputs] for c in found] == [[70, 71], [72, 73]]
+    assert [o.index for o in found[0].outputs] == [0, 1]
+    assert found[0].outputs[0].text == found[0].text == tokenizer.decode(found[0].token_ids)
+    assert [c.num_cached_tokens for c in found] == [0, 2]
+    seeds = [params.seed for _, params in engines.asked]
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] == 7 != seeds[1]
+    with pytest.raises(UserError, match="n 0"):
+        llm.generate("how many", n=0)
+
+
+def test_chats_are_the_templates(scripted: tuple[LLM, Scripted, Any]) -> None:
+    llm, engines, tokenizer = scripted
+    chats = [[{"role": "user", "content": text}] for text in ("how many", "or few")]
+    told = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+    assert [c.prompt for c in llm.chat(chats)] == told
+    (one,) = llm.chat(chats[0], SamplingParams(max_tokens=3), n=1)
+    assert one.prompt == told[0]
+    expected = tokenizer.apply_chat_template(chats[0], add_generation_prompt=True)["input_ids"]
+    assert list(one.prompt_token_ids) == list(engines.asked[-1][0]) == expected
+    llm._text = CheckpointError("there is no tokenizer")
+    with pytest.raises(CheckpointError):
+        llm.chat(chats)
 
 
 @pytest.fixture(scope="module")

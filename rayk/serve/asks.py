@@ -128,7 +128,7 @@ def open_call(
             own = replace(
                 sampling,
                 max_tokens=max(1, sampling.max_tokens),
-                seed=_seed(sampling.temperature, body.seed, i),
+                seed=choice_seed(sampling.temperature, body.seed, i),
             )
             index = len(choices)
             request = Request(
@@ -244,7 +244,7 @@ def _stops(body: Generation) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def _seed(temperature: float, seed: int | None, index: int) -> int | None:
+def choice_seed(temperature: float, seed: int | None, index: int) -> int | None:
     """Of one choice: None where nothing is drawn. Drawn here where none is given, so that a request goes on
     alike wherever it is placed again."""
     if not temperature:

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+Sampling = SamplingParams | Sequence[SamplingParams]
+"""Of all prompts, or one for each."""
+Message = Mapping[str, Any]
+"""{"role": "user", "content": "..."}"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """What became of one prompt."""
+class Output:
+    """One of a prompt's answers."""
 
-    prompt: str | None
-    """None: it was given as token ids."""
-    prompt_token_ids: tuple[int, ...]
+    index: int
     text: str | None
     """Without special tokens, and without the stop string that ended it; None: the model has no tokenizer."""
     token_ids: tuple[int, ...]
@@ -44,19 +46,55 @@ class Completion:
     """The stop string or token id behind `stop`; None: the model's own end."""
     logprobs: tuple[TokenLogprobs, ...] | None
     """One per token, if asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What became of one prompt. What it does not have itself is its first output's."""
+
+    prompt: str | None
+    """None: it was given as token ids."""
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    """`n` of them."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
     """One per prompt token, if asked for; the first has none."""
     num_cached_tokens: int
     """Prompt tokens whose KV was in a prefix cache."""
 
+    @property
+    def text(self) -> str | None:
+        """See Output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """See Output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """See Output."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """See Output."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """See Output."""
+        return self.outputs[0].logprobs
+
 
 class LLM:
     """A model on engines of its own: `with LLM(model, prefill_tp=2, decode_tp=1) as llm: llm.generate(...)`.
 
-    The options are those of `rayk serve`, `settings` its `--set`: {"engine.num_blocks": 512}; a sequence of
-    TP sizes makes an engine of each. Engines run on the Ray cluster at `address` or $RAY_ADDRESS, on the one
-    that this process has joined already, or else on a local one that `close` ends. Engines that die are
-    started again, and what ran on them goes on.
+    The options are those of `rayk serve`, vLLM's names among them, `settings` its `--set`:
+    {"engine.num_blocks": 512}; a sequence of TP sizes makes an engine of each. Engines run on the Ray cluster
+    at `address` or $RAY_ADDRESS, on the one that this process has joined already, or else on a local one that
+    `close` ends. Engines that die are started again, and what ran on them goes on.
 
     Raises UserError (bad input: before any actor starts), Unsupported where the model cannot run so, and
     whatever kept the engines from starting.
@@ -111,25 +149,60 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 - frozen
+        sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        n: int = 1,
     ) -> list[Completion]:
         """Complete prompts, all at once as far as the engines have room; answers in order.
 
-        `prompts`: texts or lists of token ids, or one of them. `sampling`: of all, or one per prompt. Raises
-        UserError (bad input), ServerEnded where it is closed meanwhile, or whatever else the first request to
-        fail ended with; the others are then aborted.
+        `prompts`: texts or lists of token ids, or one of them. `sampling`: of all, or one per prompt. `n`:
+        outputs of each prompt; of these the i-th draws with a seed made of the prompt's and i, as over HTTP.
+        Raises UserError (bad input), ServerEnded where it is closed meanwhile, or whatever else the first
+        request to fail ended with; the others are then aborted.
         """
         listed = _listed(prompts)
-        if isinstance(sampling, SamplingParams):
-            sampling = [sampling] * len(listed)
-        if len(sampling) != len(listed):
-            raise UserError(f"{len(listed)} prompts and {len(sampling)} sampling parameters")
         ids = [self._token_ids(i, prompt) for i, prompt in enumerate(listed)]
-        requests = list(zip(ids, sampling, strict=True))
+        return self._complete([p if isinstance(p, str) else None for p in listed], ids, sampling, n)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        n: int = 1,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Answer conversations, or one, as `generate` completes prompts: each is the text that the
+        checkpoint's chat template makes of it. Raises UserError where there is none, or it refuses them."""
+        text = self._need_tokenizer()
+        chats: Any = [messages] if all(isinstance(m, Mapping) for m in messages) else messages
+        told = [text.conversation(chat, **(chat_template_kwargs or {})) for chat in chats]
+        ids = [tuple(text.encode(prompt, add_special_tokens=False)) for prompt in told]
+        return self._complete(told, ids, sampling, n)
+
+    def _complete(
+        self, prompts: Sequence[str | None], ids: Sequence[tuple[int, ...]], sampling: Sampling, n: int
+    ) -> list[Completion]:
+        from rayk.serve.asks import choice_seed
+
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(ids)
+        if len(sampling) != len(ids):
+            raise UserError(f"{len(ids)} prompts and {len(sampling)} sampling parameters")
+        if n < 1:
+            raise UserError(f"n {n}: a prompt has at least one output")
+        requests = [
+            (
+                tokens,
+                params if n == 1 else replace(params, seed=choice_seed(params.temperature, params.seed, i)),
+            )
+            for tokens, params in zip(ids, sampling, strict=True)
+            for i in range(n)
+        ]
         answers = self._engines.complete(requests)
         return [
-            self._completion(prompt, token_ids, params, deltas)
-            for prompt, token_ids, params, deltas in zip(listed, ids, sampling, answers, strict=True)
+            self._completion(prompt, ids[k], sampling[k], answers[k * n : (k + 1) * n])
+            for k, prompt in enumerate(prompts)
         ]
 
     def close(self) -> None:
@@ -144,18 +217,18 @@ class LLM:
 
     def _token_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
         where = f"prompt {index}"
-        if isinstance(prompt, str):
-            text = self._tokenizer()
-            if isinstance(text, CheckpointError):
-                raise text
-            found = tuple(text.encode(prompt))
-        else:
-            found = tuple(prompt)
+        found = tuple(self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt)
         if not all(isinstance(t, int) for t in found):
             raise UserError("neither text nor a list of token ids", where=where)
         if not found:
             raise UserError("empty", where=where)
         return found
+
+    def _need_tokenizer(self) -> Text:
+        text = self._tokenizer()
+        if isinstance(text, CheckpointError):
+            raise text
+        return text
 
     def _tokenizer(self) -> Text | CheckpointError:
         """The model's, or why there is none: prompts of token ids need none."""
@@ -169,22 +242,33 @@ class LLM:
         return self._text
 
     def _completion(
-        self, prompt: Prompt, ids: tuple[int, ...], params: SamplingParams, deltas: Sequence[Delta]
+        self,
+        prompt: str | None,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        answers: Sequence[Sequence[Delta]],
     ) -> Completion:
+        first = answers[0]
+        return Completion(
+            prompt=prompt,
+            prompt_token_ids=ids,
+            outputs=tuple(self._output(i, params, deltas) for i, deltas in enumerate(answers)),
+            prompt_logprobs=next((d.prompt_logprobs for d in first if d.prompt_logprobs is not None), None),
+            num_cached_tokens=first[-1].num_cached_tokens or 0,
+        )
+
+    def _output(self, index: int, params: SamplingParams, deltas: Sequence[Delta]) -> Output:
         tokens = tuple(itertools.chain.from_iterable(d.token_ids for d in deltas))
         told = [d.logprobs for d in deltas if d.logprobs is not None]
         last = deltas[-1]
         assert last.finish_reason is not None, "a stream ends with a reason or an error"
-        return Completion(
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=ids,
+        return Output(
+            index=index,
             text=self._decoded(tokens, params.stop),
             token_ids=tokens,
             finish_reason=str(last.finish_reason),
             stop_reason=last.stop_reason,
             logprobs=None if params.logprobs is None else tuple(itertools.chain.from_iterable(told)),
-            prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
-            num_cached_tokens=last.num_cached_tokens or 0,
         )
 
     def _decoded(self, tokens: Sequence[int], stop: Sequence[str]) -> str | None:
