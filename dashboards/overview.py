@@ -12,10 +12,11 @@ OVERVIEW = Dashboard(
     panels=(
         stat(
             "KV mismatches",
-            "Requests whose KV differed between the engines, since Ray started.",
+            "Since Ray started: requests whose KV differed between the engines, or that ended in NaN.",
             total("rayk_nixl_failed_requests_total", reason="KV_MISMATCH")
             .or_zero(total("rayk_turns_total"))
             .named("requests"),
+            total("rayk_not_finite_requests_total").or_zero(total("rayk_turns_total")).named("not finite"),
         ),
         stat(
             "Failed transfers",

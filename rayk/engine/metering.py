@@ -124,6 +124,7 @@ class StepMeter:
         self.sink.observe_all("rayk_batch_requests", _taken(self._num_requests))
         for reason in ENDINGS:
             total("rayk_requests_total", leader.num_ended[reason], finish_reason=reason)
+        total("rayk_not_finite_requests_total", leader.num_not_finite)
         total("rayk_prompt_tokens_total", scheduler.num_prompt_tokens)
         total("rayk_generation_tokens_total", scheduler.num_output_tokens)
         total("rayk_num_preemptions_total", scheduler.num_preemptions)

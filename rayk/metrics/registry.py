@@ -144,6 +144,11 @@ _ENGINE = (
     _gauge("rayk_num_requests_waiting", "requests", "Requests waiting to be scheduled"),
     _gauge("rayk_num_requests_receiving", "requests", "Requests whose KV is awaited from another engine"),
     _counter("rayk_requests_total", "requests", "Requests that ended at this engine", "finish_reason"),
+    _by_leader(
+        "rayk_not_finite_requests_total",
+        "requests",
+        "Requests that ended with an error since their logits or KV were NaN or infinite",
+    ),
     _counter("rayk_prompt_tokens_total", "tokens", "Prompt tokens computed, recomputed ones included"),
     _counter("rayk_generation_tokens_total", "tokens", "Tokens sampled"),
     _counter("rayk_num_preemptions_total", "requests", "Requests preempted for want of blocks"),

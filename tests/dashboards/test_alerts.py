@@ -44,6 +44,7 @@ def test_an_alert_says_how_grave_it_is_and_what_to_do(name: str) -> None:
 def test_what_is_to_be_watched_is_watched() -> None:
     assert {
         "RaykKVMismatch",
+        "RaykNotFinite",
         "RaykLeasesExpiring",
         "RaykEngineLost",
         "RaykHostTierLost",

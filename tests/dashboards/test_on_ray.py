@@ -28,6 +28,7 @@ NEVER_HAPPENED = frozenset(
         "rayk_nixl_staged_total",
         "rayk_num_preemptions_total",
         "rayk_engines_lost_total",
+        "rayk_not_finite_requests_total",
     }
 )
 """Metrics of what does not happen in these runs: panels show 0 for them."""

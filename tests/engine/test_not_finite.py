@@ -23,6 +23,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import NotFiniteError
 from rayk.types.verdicts import verdict_of
 from tests.kv.brute import full
+from tests.metrics.test_engine_metrics import flush, recorded
 from tests.pd import NAN_POISON, Pair, make_request
 from tests.sched.world import one_layer_each
 from tests.weights import spoil
@@ -144,7 +145,8 @@ def test_a_prefill_engine_hands_nothing_over(bad_token: Path, push: bool) -> Non
 def test_kv_that_no_logits_show_is_found_by_its_digest(checkpoint: Callable[..., Path], push: bool) -> None:
     """A value changes at P after its step: both sides would hold the same bytes, and digests agree."""
     settings = {"prefix_caching": True, "kv_dtype": "fp8_e4m3"}
-    with Pair.open(checkpoint("qwen3"), tp=(2, 1), push=push, **settings) as pair:
+    recorders, make_sink = recorded()
+    with Pair.open(checkpoint("qwen3"), tp=(2, 1), push=push, make_sink=make_sink, **settings) as pair:
         extension = pair.p.extensions[1]
         execute = extension.execute
 
@@ -159,10 +161,11 @@ def test_kv_that_no_logits_show_is_found_by_its_digest(checkpoint: Callable[...,
             pair.complete([make_request("bad", PROMPT, 3)])
         assert (caught.value.what, caught.value.kv) == ("KV is", "layer 2, v, head 1, token 19")
         assert caught.value.weights == ()
-        assert pair.p.engine.leader.num_not_finite == 1
         assert pair.p.engine.leader.manager.prefixes.named == ()
         assert pair.complete([make_request("good", PROMPT, 3)])[0].error is None
         pair.check_all_free()
+        flush(pair)
+    assert recorders["p", 0].sum("rayk_not_finite_requests_total") == 1
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "nvfp4"])
