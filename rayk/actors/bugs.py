@@ -5,24 +5,11 @@ by a type of their own, and never taken for the end of an engine, which would be
 from __future__ import annotations
 
 import asyncio
-import logging
-import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from rayk.types.bugs import bug as bug
 from rayk.types.errors import InternalError
-
-LOG = logging.getLogger("rayk")
-
-
-def bug(where: str, error: BaseException, trace: str = "") -> InternalError:
-    """What others are told of an error that was met `where`; logged here and now. `trace`: its traceback in
-    another process."""
-    if isinstance(error, InternalError):
-        return error
-    trace = trace or "".join(traceback.format_exception(error))
-    LOG.error("a bug in %s\n%s", where, trace)
-    return InternalError(where, f"{type(error).__name__}: {error}", trace)
 
 
 def lasting(

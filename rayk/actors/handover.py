@@ -160,7 +160,11 @@ class TransferHandover:
         now = time.monotonic_ns()
 
         def start() -> None:
-            if self.leader.open(request, sink, prefilled=True):
+            num_tokens = len(request.prompt_token_ids) + len(output_token_ids)
+            if ticket.request_id != request.request_id or not 1 <= ticket.num_tokens <= num_tokens:
+                error = TransferError(request.request_id, "its ticket is of other tokens than the request's")
+                sink(RequestEvent(request_id=request.request_id, error=error))
+            elif self.leader.open(request, sink, prefilled=True):
                 wait_s = transfer_s if reserve_s is None else reserve_s
                 incoming = Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now, recompute)
                 self._take_in(incoming)

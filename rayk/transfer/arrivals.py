@@ -40,7 +40,9 @@ class _Attempt:
     @property
     def is_whole(self) -> bool:
         """Every write was told of, and that there are no more."""
-        return self.end is not None and len(self.writes) >= self.end.num_writes
+        if self.end is None or len(self.writes) < self.end.num_writes:
+            return False
+        return all(write in self.writes for write in range(self.end.num_writes))
 
 
 class Arrivals:

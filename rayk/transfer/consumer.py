@@ -32,6 +32,7 @@ from rayk.transfer.verify import (
     num_bytes_checked,
 )
 from rayk.transfer.waiting import send_releases, send_renewals
+from rayk.types.bugs import bug
 from rayk.types.errors import KVMismatch, RaykError, TransferError
 from rayk.types.rows import TransferRow
 
@@ -155,11 +156,21 @@ class Consumption:
         if self._data.refusal is not None:
             self.fail(self._data.refusal)
             return
-        self._run(self.session.start())
+        self._guard(lambda: self._run(self.session.start()))
         self.step(self.clock())
 
     def step(self, now_ns: int) -> None:
         """Poll what is in flight and let time pass."""
+        self._guard(lambda: self._step(now_ns))
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        """A bug ends this transfer, not the engine; what is in flight drains as after any failure."""
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - told, logged with its traceback
+            self.fail(str(bug(f"the transfer of {self.ticket.request_id}", error)))
+
+    def _step(self, now_ns: int) -> None:
         # Handling one may cancel others: look each up when its turn comes.
         for index in self._data.in_flight:
             for event in self._data.poll(index):

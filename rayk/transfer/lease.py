@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayk.transfer.sealed import seal, unseal
+from rayk.transfer.sealed import is_count, seal, unseal
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,10 @@ class ReleaseMessage:
     @staticmethod
     def decode(message: bytes) -> ReleaseMessage | None:
         """None for a message that is no release."""
-        try:
-            kind, lease_id, consumer, num_expected = unseal(message) or [None] * 4
-            is_release = kind == "release"
-            return ReleaseMessage(str(lease_id), str(consumer), int(num_expected)) if is_release else None
-        except (ValueError, TypeError):
-            return None
+        match unseal(message):
+            case ["release", str(lease_id), str(consumer), num] if is_count(num) and num > 0:
+                return ReleaseMessage(lease_id, consumer, num)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +53,10 @@ class RenewMessage:
     @staticmethod
     def decode(message: bytes) -> RenewMessage | None:
         """None for a message that is no renewal."""
-        try:
-            kind, lease_id, consumer, number = unseal(message) or [None] * 4
-            return RenewMessage(str(lease_id), str(consumer), int(number)) if kind == "renew" else None
-        except (ValueError, TypeError):
-            return None
+        match unseal(message):
+            case ["renew", str(lease_id), str(consumer), number] if is_count(number):
+                return RenewMessage(lease_id, consumer, number)
+        return None
 
 
 RENEWALS_PER_LEASE = 3

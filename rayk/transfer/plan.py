@@ -29,6 +29,7 @@ from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
 from rayk.transfer.segments import Kind, Segments, shared_segments
+from rayk.types.errors import HandshakeMismatch, TransferError
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -260,11 +261,12 @@ class TransferPlan:
         `layers`: of these only. `rows`: token positions; of the segments those only whose last live row is
         among them, so that disjoint ranges make disjoint reads, and in order a segment moves when all of it
         is there. Tables may end where these segments do.
+
+        The tables of one side are a peer's: TransferError where a table is missing or too short, or names a
+        block that is none, of either side.
         """
-        assert len(producer_blocks) == len(self.producers[0].groups), "a table per group of the producer"
-        assert len(consumer_blocks) == len(self.consumer.groups), "a table per group of the consumer"
-        sources = [np.asarray(table, dtype=np.int64) for table in producer_blocks]
-        destinations = [np.asarray(table, dtype=np.int64) for table in consumer_blocks]
+        sources = _checked_tables("producer", producer_blocks, self.producers[0])
+        destinations = _checked_tables("consumer", consumer_blocks, self.consumer)
         lowered: list[BlockReads] = []
         cuts: dict[tuple[object, ...], list[_Cut]] = {}
         for read in self.reads:
@@ -310,9 +312,8 @@ class TransferPlan:
                 continue
             starts = segments.starts(chosen)
             here, there = segments.blocks(starts)
-            from_blocks, to_blocks = source_table[here], table[there]
-            assert _has_no_null(from_blocks), "a live row lies in a null block of the producer"
-            assert _has_no_null(to_blocks), "a live row lies in a null block of the consumer"
+            from_blocks = _real_blocks("producer", source_table, here, len(starts))
+            to_blocks = _real_blocks("consumer", table, there, len(starts))
             # All but the first and the last are live as a whole.
             each = starts[0], *starts[1:-1][: segments.per_period], starts[-1]
             kinds = [segments.kind(int(start), live) for start in each]
@@ -381,7 +382,8 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry, tur
     for index, group in enumerate(consumer.groups):
         together: dict[int, list[int]] = {}
         for layer, part in group.group.keys:
-            assert (layer, part) in homes, f"the producer keeps no {part} of layer {layer}"
+            if (layer, part) not in homes:
+                raise HandshakeMismatch(((f"layer {layer}.{part}.cache", "absent", "kept"),))
             together.setdefault(homes[layer, part], []).append(layer)
         for source_group, layers in together.items():
             elected = _elect([p.groups[source_group] for p in producers], group, consumer, turn)
@@ -448,12 +450,18 @@ def _elect(
     elected: dict[int, dict[str, list[int]]] = {}
     for position, geometry in enumerate(group.fields):
         field = geometry.field
-        assert all(s.fields[position].field.name == field.name for s in sides), "fields in one order"
+        names = {
+            side.fields[position].field.name if position < len(side.fields) else "absent" for side in sides
+        }
+        if names != {field.name}:
+            raise HandshakeMismatch(((f"field {position}", ", ".join(sorted(names)), field.name),))
         held = [set(side.fields[position].units) for side in sides]
         wanted = [set(field.shard(consumer.tp_size, rank)) for rank in range(consumer.tp_size)]
         for unit in geometry.units:
             holders = [rank for rank, units in enumerate(held) if unit in units]
-            assert holders, f"no producer rank holds {field.unit_name} {unit} of {field.name}"
+            if not holders:
+                what = f"{field.unit_name} {unit} of {field.name}"
+                raise HandshakeMismatch(((what, "held by no rank", f"wanted by rank {consumer.tp_rank}"),))
             readers = [rank for rank, units in enumerate(wanted) if unit in units]
             first = readers.index(consumer.tp_rank) * len(holders) // len(readers)
             rank = holders[(first + turn) % len(holders)]
@@ -463,9 +471,38 @@ def _elect(
     }
 
 
-def _has_no_null(blocks: Ints) -> bool:
+def _checked_tables(side: str, tables: Sequence[Sequence[int]], rank: RankGeometry) -> list[Ints]:
+    if len(tables) != len(rank.groups):
+        raise TransferError(
+            "", f"{len(tables)} block tables of the {side}, which has {len(rank.groups)} groups"
+        )
+    found = []
+    for index, table in enumerate(tables):
+        try:
+            ids = np.asarray(table, dtype=None if len(table) else np.int64)
+        except (ValueError, TypeError) as error:
+            raise TransferError("", f"the {side}'s block table of group {index} is none") from error
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TransferError("", f"the {side}'s block table of group {index} holds no block ids")
+        if len(ids) and not (ids.min() >= NULL_BLOCK and ids.max() < rank.num_blocks):
+            last = rank.num_blocks - 1
+            raise TransferError(
+                "", f"the {side}'s block table of group {index} names blocks outside 0 .. {last}"
+            )
+        found.append(ids.astype(np.int64, copy=False))
+    return found
+
+
+def _real_blocks(side: str, table: Ints, positions: Ints | slice, count: int) -> Ints:
+    blocks: Ints = (
+        table[positions] if isinstance(positions, slice) else table[positions[positions < len(table)]]
+    )
+    if len(blocks) < count:
+        raise TransferError("", f"a live row lies behind the last block of the {side}'s table")
     # The null block is 0.
-    return int(np.count_nonzero(blocks)) == len(blocks)
+    if int(np.count_nonzero(blocks)) < count:
+        raise TransferError("", f"a live row lies in a null block of the {side}")
+    return blocks
 
 
 def _key(read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> PatternKey:

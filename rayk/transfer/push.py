@@ -235,13 +235,16 @@ class _Side:
         chunk, reservation = self.chunk, self._push.reservation
         assert chunk is not None
         flight = self.flights[action.write] = _Flight()
-        writes = self._plan.lower(
-            reservation.num_tokens,
-            chunk.block_tables,
-            reservation.tables(self.rank),
-            layers={self._push.link.layers[i] for i in action.layers},
-            rows=range(min(action.stop, max(action.start, reservation.num_held_tokens)), action.stop),
-        )
+        try:
+            writes = self._plan.lower(
+                reservation.num_tokens,
+                chunk.block_tables,
+                reservation.tables(self.rank),
+                layers={self._push.link.layers[i] for i in action.layers},
+                rows=range(min(action.stop, max(action.start, reservation.num_held_tokens)), action.stop),
+            )
+        except TransferError as error:  # of the consumer's tables
+            writes, flight.failure = [], error.reason
         for write in (part for whole in writes for part in parts_of(whole, MAX_DESCRIPTORS)):
             flight.failure = self._post_part(flight, write)
             if flight.failure is not None:

@@ -27,13 +27,15 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connector import BaseConnector, Finished, KVRequest, Mode
 from rayk.transfer.connectors import LOCAL_DELAY_POLLS, LOCAL_NETWORK, NS_PER_S, one_engine
 from rayk.transfer.handshake import CacheDescription, check, check_engine, describe_cache
+from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.link import PreparedReads, ProducerLink
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.nixl_agent import NixlAgent
+from rayk.transfer.peer_data import messages
 from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, make_consumer_link
-from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage, decode_push
+from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
 from rayk.transfer.reservation import StoppedTable
 from rayk.transfer.reserving import Reserving
 from rayk.transfer.ticket import Reservation
@@ -270,11 +272,10 @@ class AgentPushConnector(BaseConnector):
         """See Connector."""
         if self._agent is None:
             return []
-        for _, raw in self._agent.notifications():
-            message = decode_push(raw)
+        for message in messages(self._agent):
             if isinstance(message, StopMessage):
                 self._stop(message)
-            elif message is not None:
+            elif not isinstance(message, ReleaseMessage | RenewMessage):
                 self._reserving.arrivals.take(message)
         now = time.monotonic_ns()
         self._poll_sending(now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import ClassVar, NamedTuple
 
-from rayk.transfer.sealed import seal, unseal
+from rayk.transfer.sealed import is_count, seal, unseal
 
 
 class Tally(NamedTuple):
@@ -111,20 +111,20 @@ PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage | Hel
 
 def decode_push(message: bytes) -> PushMessage | None:
     """None for a message that is none of these."""
-    try:
-        kind, *fields = unseal(message) or (None,)
-        match kind, fields:
-            case "arrived", [reservation, attempt, rank, num_writes, tally]:
-                parts = tuple(Tally(*map(int, part)) for part in tally)
-                return ArrivedMessage(str(reservation), int(attempt), int(rank), int(num_writes), parts)
-            case "wrote", [reservation, attempt, rank, write]:
-                return WroteMessage(str(reservation), int(attempt), int(rank), int(write))
-            case "stopped", [reservation, rank, reason]:
-                return StoppedMessage(str(reservation), int(rank), str(reason))
-            case "stop", [reservation, rank, consumer]:
-                return StopMessage(str(reservation), int(rank), str(consumer))
-            case "hello", [rank]:
-                return HelloMessage(int(rank))
-    except (ValueError, TypeError):
-        pass
+    match unseal(message):
+        case ["arrived", str(reservation), attempt, rank, num_writes, list(tally)]:
+            if all(map(_is_tally, tally)) and all(map(is_count, (attempt, rank, num_writes))):
+                return ArrivedMessage(reservation, attempt, rank, num_writes, tuple(Tally(*t) for t in tally))
+        case ["wrote", str(reservation), *numbers] if len(numbers) == 3 and all(map(is_count, numbers)):
+            return WroteMessage(reservation, *numbers)
+        case ["stopped", str(reservation), rank, str(reason)] if is_count(rank):
+            return StoppedMessage(reservation, rank, reason)
+        case ["stop", str(reservation), rank, str(consumer)] if is_count(rank):
+            return StopMessage(reservation, rank, consumer)
+        case ["hello", rank] if is_count(rank):
+            return HelloMessage(rank)
     return None
+
+
+def _is_tally(part: object) -> bool:
+    return isinstance(part, list) and len(part) == len(Tally._fields) and all(map(is_count, part))

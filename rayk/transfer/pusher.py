@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.transfer.options import kept_layers
+from rayk.transfer.peer_data import wrong_reservation
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, make_consumer_link
 from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
@@ -301,6 +302,10 @@ class _Worker:
         if reservation.reservation_id in self._stopped or not is_connected:
             return None
         assert link is not None
+        wrong = wrong_reservation(reservation, link.consumers)
+        if wrong is not None:
+            self._turn_away(reservation.reservation_id, link, wrong)
+            return None
         # The first chunk may be of a later attempt: preempted before anything was pushed.
         push = Push(
             reservation,
@@ -315,6 +320,15 @@ class _Worker:
         )
         self.pushes[reservation.reservation_id] = push
         return push
+
+    def _turn_away(self, reservation_id: str, link: ConsumerLink, why: str) -> None:
+        """Nothing will be written: the consumer's ranks need not wait."""
+        _log.warning("nothing is pushed into reservation %s of %s: %s", reservation_id, link.engine, why)
+        self._stopped.stop(reservation_id)
+        message = StoppedMessage(reservation_id, self._me.tp_rank, why).encode()
+        for rank in link.plans:
+            with contextlib.suppress(TransferError):  # one that is gone waits for nothing
+                self._agent.notify(link.consumers[rank].agent_name, message)
 
     def _turn(self) -> None:
         self._take()

@@ -7,10 +7,10 @@ blocks that are handed out, `lease` before a ticket leaves, `poll` (so that noti
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -18,17 +18,18 @@ from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import Consumption, TransferOutcome, refusal
 from rayk.transfer.convert import Converting, begin_converting
+from rayk.transfer.failed import FailedTransfers
 from rayk.transfer.handshake import CacheDescription, check_sides
 from rayk.transfer.inspection import all_wrong, first_wrong, layer_proofs
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
 from rayk.transfer.locate import Place, find_rows
+from rayk.transfer.peer_data import check_ticket, messages, wrong_lease
 from rayk.transfer.plan import TransferPlan
-from rayk.transfer.push_messages import StopMessage, decode_push
+from rayk.transfer.push_messages import StopMessage
 from rayk.transfer.reserving import Reserved, Reserving
-from rayk.transfer.rooms import FOREVER_NS, Queued, WireQueue
-from rayk.transfer.seal import is_whole
+from rayk.transfer.rooms import FOREVER_NS, BlockTables, Queued, WireQueue
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.try_read import Wirings
@@ -37,7 +38,8 @@ from rayk.transfer.verify import Digests, LayerView, Prove, Rows, compute_digest
 from rayk.transfer.waiting import WaitingTicket
 from rayk.transfer.wire import wire_cache_for
 from rayk.transfer.wire_geometry import can_convert
-from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
+from rayk.types.bugs import bug
+from rayk.types.errors import HandshakeMismatch, KVMismatch, RaykError, TransferError
 
 
 class TransferRank:
@@ -71,11 +73,9 @@ class TransferRank:
         self._waiting: dict[str, WaitingTicket] = {}
         """Request id -> its ticket, whose blocks are not there yet."""
         self._active: dict[str, Consumption] = {}
-        self._over: list[Consumption] = []
-        """Finished, but draining or kept after a mismatch."""
+        self._failed = FailedTransfers()
         self._queue = WireQueue()
         self._refused: list[TransferOutcome] = []
-        self._drained: list[str] = []
         self._leases = LeaseTable()
         self._reserving = Reserving(agent, description.tp_rank, self.generations, clock)
         self.num_unsent: dict[int, int] = {}
@@ -165,9 +165,10 @@ class TransferRank:
 
     def hold(self, ticket: TransferTicket) -> None:
         """A ticket waits for blocks here: its lease is renewed until `start` or `let_go`. Nothing for one of
-        an engine, or of a life of it, that is not connected: `start` refuses it."""
+        an engine, or of a life of it, that is not connected, nor for one that was changed on its way: `start`
+        refuses it."""
         link = self._links.get(ticket.engine)
-        if link is not None and link.epoch == ticket.epoch:
+        if link is not None and link.epoch == ticket.epoch and wrong_lease(ticket) is None:
             self._waiting[ticket.request_id] = WaitingTicket(ticket, link, self._agent)
 
     def let_go(self, request_id: str) -> None:
@@ -186,23 +187,29 @@ class TransferRank:
         """Begin to read a request's KV into these blocks (per group, nulls where nothing is live), from row
         `first_row` on, which begins a row group: others are there. `deadline_ns` is on this object's clock.
 
-        Raises HandshakeMismatch when the ticket is of an engine, or of a life of it, that is not connected.
+        Raises HandshakeMismatch when the ticket is of an engine, or of a life of it, that is not connected,
+        TransferError when it cannot be read by: its lease is then released, if anybody can be told.
         """
-        if ticket.request_id in self._active:
+        if ticket.request_id in self._active or ticket.request_id in self._queue:
             return  # it came twice
-        if not is_whole(ticket):
-            raise TransferError(ticket.request_id, "its ticket was changed on the way: the seal does not fit")
-        if first_row < ticket.first_row:
-            missing = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
-            raise TransferError(ticket.request_id, missing)
+        try:
+            self._start(ticket, consumer_block_tables, deadline_ns, first_row)
+        except RaykError:
+            self._refuse(ticket)
+            raise
+
+    def _start(self, ticket: TransferTicket, tables: BlockTables, deadline_ns: int, first_row: int) -> None:
         link = self._links.get(ticket.engine)
         connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
         if link is None or link.epoch != ticket.epoch:
             raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
+        groups = [g.group.spec for g in self.description.geometry.groups]
+        num_here = min((len(t) * spec.block_size for t, spec in zip(tables, groups, strict=True)), default=0)
+        views = self._views if link.wire is None else link.wire.views
+        check_ticket(ticket, link.producers, views, num_here, first_row, self.description.rows_per_group)
         if link.wire is None:
-            self._begin(ticket, link, consumer_block_tables, deadline_ns, first_row)
+            self._begin(ticket, link, tables, deadline_ns, first_row)
             return
-        tables = consumer_block_tables
         queued = Queued(
             ticket.request_id, ticket.num_tokens, tables, deadline_ns, link, ticket, first_row=first_row
         )
@@ -218,6 +225,12 @@ class TransferRank:
         self._queue.add(queued)
         self._admit(self._clock())
 
+    def _refuse(self, ticket: TransferTicket) -> None:
+        """It will not be read: its lease is released, and no longer renewed."""
+        if ticket.request_id not in self._waiting:
+            self.hold(ticket)
+        self.let_go(ticket.request_id)
+
     def _admit(self, now_ns: int) -> None:
         """Begin transfers that waited for room in a wire cache; end those that wait no longer."""
         for queued in self._queue.ready(now_ns):
@@ -228,12 +241,23 @@ class TransferRank:
                 self.let_go(ticket.request_id)
                 self._refused.append(refusal(ticket, TransferError(ticket.request_id, queued.failure)))
             else:
-                self._begin_converting(queued, ticket)
+                try:
+                    self._begin_converting(queued, ticket)
+                except RaykError as error:
+                    self._refuse(ticket)
+                    self._refused.append(refusal(ticket, error))
 
     def _begin_converting(self, queued: Queued, ticket: TransferTicket) -> None:
         converting = begin_converting(queued, self._views, self.description.kv_scales)
         at = queued.wire_tables, queued.deadline_ns, queued.first_row
-        self._begin(ticket, queued.link, *at, converting)
+        try:
+            self._begin(ticket, queued.link, *at, converting)
+        except RaykError:
+            if ticket.reservation_id is None:
+                converting.give_back()
+            else:  # somebody may still write there
+                self._reserving.unclaim(ticket.reservation_id, converting.wire, queued.wire_tables)
+            raise
 
     def _begin(
         self,
@@ -244,9 +268,10 @@ class TransferRank:
         first_row: int,
         converting: Converting | None = None,
     ) -> None:
-        waiting = self._waiting.pop(ticket.request_id, None)
+        waiting = self._waiting.get(ticket.request_id)
         wire = converting.wire if converting is not None else None
-        consumption = Consumption(
+        make = partial(
+            Consumption,
             ticket=ticket,
             block_tables=block_tables,
             link=link,
@@ -265,6 +290,13 @@ class TransferRank:
             renewals=waiting.renewals if waiting is not None else None,
             clock=self._clock,
         )
+        try:
+            consumption = make()
+        except TransferError as error:
+            raise replace(error, request_id=ticket.request_id) from error
+        except Exception as error:
+            raise bug(f"the start of the read of {ticket.request_id}", error) from error
+        self._waiting.pop(ticket.request_id, None)
         self._active[ticket.request_id] = consumption
         consumption.start()
 
@@ -331,17 +363,16 @@ class TransferRank:
                 outcomes.append(replace(consumption.outcome, is_draining=draining))
                 del self._active[request_id]
                 if draining or isinstance(consumption.outcome.error, KVMismatch):
-                    self._over.append(consumption)
+                    self._failed.add(consumption)
                 else:
                     consumption.close()
-        self._step_over(now_ns)
+        self._failed.step(now_ns)
         self._reserving.ask_to_stop(now_ns)
         return outcomes
 
     def drained(self) -> list[str]:
         """Lease ids of outcomes with `is_draining` whose blocks nothing writes to any more, each once."""
-        drained, self._drained = self._drained, []
-        return drained
+        return self._failed.drained()
 
     def diagnose(
         self, request_id: str, layer: int, group: int, fetched: Mapping[int, Rows]
@@ -351,17 +382,11 @@ class TransferRank:
         `fetched`: every producer rank's rows of the layer, by rank (`fetch_rows`; more fields do no harm).
         None when the bytes are equal. Raises TransferError when nothing is kept of the request (any more).
         """
-        return first_wrong(self._kept(request_id), layer, group, fetched)
+        return first_wrong(self._failed.find(request_id), layer, group, fetched)
 
     def diagnose_all(self, request_id: str, fetched: Sequence[Mapping[int, Rows]]) -> list[KVMismatch]:
         """The same of every cache of the rank that is wrong. `fetched`: by producer rank, rows by layer."""
-        return all_wrong(self._kept(request_id), fetched)
-
-    def _kept(self, request_id: str) -> Consumption:
-        kept = next((c for c in self._over if c.ticket.request_id == request_id), None)
-        if kept is None:
-            raise TransferError(request_id, "nothing is kept of this transfer to look into")
-        return kept
+        return all_wrong(self._failed.find(request_id), fetched)
 
     def proofs(
         self, ticket: TransferTicket, consumer_block_tables: Sequence[Sequence[int]], first_row: int = 0
@@ -386,12 +411,7 @@ class TransferRank:
 
     def release_now(self, request_id: str) -> None:
         """After a KVMismatch: the producer's bytes are needed no longer."""
-        for consumption in self._over:
-            if consumption.ticket.request_id == request_id:
-                consumption.release()
-                if consumption.is_drained:
-                    consumption.close()
-        self._over = [c for c in self._over if not c.is_closed]
+        self._failed.release(request_id)
 
     # Producer
 
@@ -463,38 +483,13 @@ class TransferRank:
         return find_rows(view, field, unit, rows, self.description.tp_rank, self._caches.generations)
 
     def _take_notifications(self) -> None:
-        for peer, message in self._agent.notifications():
-            found = ReleaseMessage.decode(message) or RenewMessage.decode(message) or decode_push(message)
-            match found:
+        for message in messages(self._agent):
+            match message:
                 case ReleaseMessage():
-                    self._leases.on_release(found)
+                    self._leases.on_release(message)
                 case RenewMessage():
-                    self._leases.on_renew(found, self._clock())
+                    self._leases.on_renew(message, self._clock())
                 case StopMessage():
-                    self._stops.append(found)
-                case None:
-                    # Anybody who knows the agent can send one: it must not end the engine.
-                    what = "notification of no meaning from %s: %r", peer, message[:80]
-                    logging.getLogger(__name__).warning(*what)
+                    self._stops.append(message)
                 case _:
-                    self._reserving.arrivals.take(found)
-
-    def _step_over(self, now_ns: int) -> None:
-        """Drain what failed; give up mismatches nobody has released by their deadline."""
-        kept = []
-        for consumption in self._over:
-            was_drained = consumption.is_drained
-            consumption.step(now_ns)
-            if consumption.is_drained and not was_drained:
-                self._drained.append(consumption.ticket.lease_id)
-            is_mismatch = consumption.outcome is not None and isinstance(
-                consumption.outcome.error, KVMismatch
-            )
-            if is_mismatch and now_ns >= consumption.deadline_ns:
-                consumption.release()
-                is_mismatch = False
-            if is_mismatch or not consumption.is_drained:
-                kept.append(consumption)
-            else:
-                consumption.close()
-        self._over = kept
+                    self._reserving.arrivals.take(message)

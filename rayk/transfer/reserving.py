@@ -78,6 +78,10 @@ class Reserving:
         """Its room in a wire cache belongs to the request's transfer from now on; None: it was given up."""
         return self._rooms.pop(reservation_id, (None, None))[1]
 
+    def unclaim(self, reservation_id: str, wire: WireCache, tables: BlockTables) -> None:
+        """The request's transfer did not begin: its room is held until nobody writes there."""
+        self._rooms[reservation_id] = wire, tables
+
     def reads(self, ticket: TransferTicket, link: ProducerLink) -> ArrivalReads | None:
         """What is waited for, where the KV is pushed."""
         if ticket.reservation_id is None:

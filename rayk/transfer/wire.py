@@ -18,7 +18,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import held_blocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
-from rayk.transfer.verify import LayerView, make_layer_view, sorted_views
+from rayk.transfer.verify import CanonicalViews, LayerView, make_layer_view, sorted_views
 from rayk.transfer.wire_geometry import needs_conversion, num_wire_blocks, wire_geometry
 
 
@@ -31,7 +31,7 @@ class WireCache:
     """This rank, with the wire cache in place of its own."""
     consumers: tuple[RankGeometry, ...]
     """Every consumer rank's wire cache: what the producer is read into."""
-    views: tuple[LayerView, ...]
+    views: CanonicalViews
     """In canonical order."""
     _pool: BlockPool = field(init=False)
 

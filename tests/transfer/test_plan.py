@@ -27,6 +27,7 @@ from rayk.transfer.plan import (
     plan_transfer,
     release_senders,
 )
+from rayk.types.errors import TransferError
 from tests.transfer.brute import UNKNOWN, BruteRank, brute_shard, coordinates
 
 NAMES = tuple(LAYOUTS)
@@ -433,9 +434,9 @@ def test_a_null_block_is_never_read():
         make_ranks({0: spec}, "BHLNC", 1, 4, None),
         make_ranks({0: spec}, "BHLNC", 1, 4, None),
     )
-    with pytest.raises(AssertionError, match="null block of the producer"):
+    with pytest.raises(TransferError, match="null block of the producer"):
         plan_transfer([producer], consumer).lower(2, [[0]], [[1]])
-    with pytest.raises(AssertionError, match="null block of the consumer"):
+    with pytest.raises(TransferError, match="null block of the consumer"):
         plan_transfer([producer], consumer).lower(2, [[1]], [[0]])
 
 

@@ -1,0 +1,109 @@
+"""What peers send, looked at before anything is allocated, indexed or released by it.
+
+A peer may be of another version, struck by a fault, or somebody who merely knows an agent's name: what makes
+no sense ends a request, with a typed error, and never the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rayk.transfer.agent import TransferAgent
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.lease import ReleaseMessage, RenewMessage
+from rayk.transfer.push_messages import PushMessage, StopMessage, decode_push
+from rayk.transfer.seal import is_whole
+from rayk.transfer.sealed import is_count
+from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.transfer.verify import CanonicalViews
+from rayk.types.errors import TransferError
+
+Message = ReleaseMessage | RenewMessage | PushMessage
+_log = logging.getLogger(__name__)
+
+
+def messages(agent: TransferAgent) -> Iterator[Message]:
+    """Notifications that mean something, and in which nobody speaks for another consumer rank."""
+    for peer, content in agent.notifications():
+        found = ReleaseMessage.decode(content) or RenewMessage.decode(content) or decode_push(content)
+        if found is None:
+            _log.warning("notification of no meaning from %s: %r", peer, content[:80])
+        elif isinstance(found, ReleaseMessage | RenewMessage | StopMessage) and found.consumer != peer:
+            _log.warning("notification from %s in the name of %s: %r", peer, found.consumer, content[:80])
+        else:
+            yield found
+
+
+def wrong_lease(ticket: TransferTicket) -> str | None:
+    """Why nobody may renew or release a ticket's lease by it; None where one may."""
+    if not is_whole(ticket):
+        return "its ticket was changed on the way: the seal does not fit"
+    lease_ns = ticket.lease_ns
+    return None if lease_ns is None or (is_count(lease_ns) and lease_ns) else "its lease has no length"
+
+
+def check_ticket(
+    ticket: TransferTicket,
+    producers: Sequence[CacheDescription],
+    views: CanonicalViews,
+    num_here: int,
+    first_row: int,
+    rows_per_group: int,
+) -> None:
+    """Raises TransferError unless a ticket of a connected engine can be acted on. `views`: where rows arrive.
+    `num_here`: tokens that there are blocks for. `first_row`: from which on rows are read.
+
+    Its block tables are looked at where the plan is lowered.
+    """
+    wrong = wrong_lease(ticket)
+    numbers = ("num_tokens", "first_row", "attempt")
+    if wrong is None and not all(is_count(getattr(ticket, name)) for name in numbers):
+        wrong = "its ticket lacks a number"
+    if wrong is None and not 1 <= ticket.num_tokens <= num_here:
+        wrong = f"its ticket is of {ticket.num_tokens} tokens, there are blocks for {num_here}"
+    if wrong is None and first_row < ticket.first_row:
+        wrong = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
+    wrong = wrong or _wrong_parts(ticket, len(producers))
+    if wrong is None:
+        words = views.locate(views.row_groups(ticket.num_tokens, rows_per_group)).num_in_all
+        digests, shape = ticket.digests, (len(producers), words)
+        if not isinstance(digests, np.ndarray) or digests.dtype != np.int64 or digests.shape != shape:
+            wrong = f"its digests are not {shape[0]} times {shape[1]} words"
+    if wrong is not None:
+        raise TransferError(ticket.request_id, wrong)
+
+
+def _wrong_parts(ticket: TransferTicket, num_producers: int) -> str | None:
+    times = ticket.digest_ns
+    if not isinstance(times, tuple) or len(times) not in (0, num_producers) or not all(map(is_count, times)):
+        return "it does not say how long its digests took"
+    tables, generations = ticket.block_tables, ticket.generations
+    for sides in (tables, generations):
+        if not isinstance(sides, tuple) or not all(isinstance(side, tuple) for side in sides):
+            return "its block tables are none"
+    if [len(t) for t in tables] != [len(t) for t in generations]:
+        return "its blocks and their generations are not as many"
+    return None if all(is_count(b) for t in tables for b in t) else "its block tables hold no block ids"
+
+
+def wrong_reservation(reservation: Reservation, consumers: Sequence[CacheDescription]) -> str | None:
+    """Why nothing can be pushed into a connected engine's reservation; None where it can. Its block tables
+    are looked at where the plan is lowered."""
+    if not is_whole(reservation):
+        return "its reservation was changed on the way: the seal does not fit"
+    num_tokens, num_held, hold_s = reservation.num_tokens, reservation.num_held_tokens, reservation.hold_s
+    if not (is_count(num_tokens) and is_count(num_held) and num_held <= num_tokens and num_tokens):
+        return f"its reservation is of {num_tokens!r} tokens, {num_held!r} of them held"
+    if not isinstance(hold_s, int | float) or not math.isfinite(hold_s) or not 0 <= hold_s < 1e9:
+        return f"its reservation is held for {hold_s!r} s"
+    wires = reservation.wire_tables
+    if not isinstance(wires, tuple) or len(wires) not in (0, len(consumers)):
+        return "its reservation has no block tables for each rank"
+    tables = wires or (reservation.block_tables,)
+    if not all(isinstance(t, tuple) and all(isinstance(ids, tuple) for ids in t) for t in tables):
+        return "its block tables are none"
+    return None

@@ -1,0 +1,231 @@
+"""What peers send that makes no sense ends a request by name, or nothing at all: never a rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import zlib
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayk.transfer.lease import ReleaseMessage, RenewMessage
+from rayk.transfer.peer_data import wrong_reservation
+from rayk.transfer.plan import plan_transfer
+from rayk.transfer.push_messages import (
+    ArrivedMessage,
+    HelloMessage,
+    StopMessage,
+    StoppedMessage,
+    Tally,
+    WroteMessage,
+    decode_push,
+)
+from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.types.errors import RaykError, TransferError
+from tests.transfer.cluster import Pair, Shape, local_pair
+
+TABLES = [[3, 7, 5]]
+OWN = [[1, 2, 3]]
+TALLY = Tally(0, *range(8))
+MESSAGES = [
+    ReleaseMessage("lease-r", "d0.0", 1),
+    RenewMessage("lease-r", "d0.0", 1),
+    ArrivedMessage("w", 0, 0, 2, (TALLY,)),
+    WroteMessage("w", 0, 0, 1),
+    StoppedMessage("w", 0, "why"),
+    StopMessage("w", 0, "d0.0"),
+    HelloMessage(0),
+]
+NESTED = "[" * 100_000 + "]" * 100_000
+ODD = [
+    *("Infinity", "-Infinity", "NaN", "1e400", "-1", "1.5", "true", "null", '"x"', "{}", "[]", NESTED),
+    *("9" * 30, "9" * 5_000, "[[0]]", '["0"]', "9223372036854775808"),
+]
+"""JSON, or what Python takes for it."""
+
+
+def seal_text(content: str) -> bytes:
+    return b"%08x" % zlib.crc32(content.encode()) + content.encode()
+
+
+def ready() -> tuple[Pair, TransferTicket]:
+    pair = local_pair(Shape())
+    pair.producer.write(pair.producer.shape.values(10), TABLES)
+    return pair, pair.producer.ticket(10, TABLES)
+
+
+def still_works(pair: Pair) -> None:
+    """Another request comes as if nothing had happened."""
+    ticket = pair.producer.ticket(10, TABLES, "after")
+    pair.start(ticket, OWN)
+    assert all(o.ok for o in pair.finish(ticket).values())
+
+
+def test_messages_arrive_as_they_were_sent():
+    for message in MESSAGES:
+        raw = message.encode()
+        assert (ReleaseMessage.decode(raw) or RenewMessage.decode(raw) or decode_push(raw)) == message
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_mutated_messages_change_nothing(data: st.DataObject):
+    """One part of a message, at any depth, is something else. Whole numbers in another's place are none of
+    these: nobody can tell."""
+    parts = json.loads(data.draw(st.sampled_from(MESSAGES)).encode()[8:])
+    marker = "\x00here"
+    target = parts
+    while True:
+        index = data.draw(st.integers(0, len(target) - 1))
+        if not isinstance(target[index], list) or not data.draw(st.booleans()):
+            break
+        target = target[index]
+    target[index] = marker
+    content = json.dumps(parts).replace(json.dumps(marker), data.draw(st.sampled_from(ODD)))
+    action = data.draw(st.sampled_from(["keep", "shorten", "cut"]))
+    if action == "shorten":
+        content = json.dumps(parts[:-1])
+    raw = seal_text(content)[: -1 if action == "cut" else None]
+    found = ReleaseMessage.decode(raw) or RenewMessage.decode(raw) or decode_push(raw)
+    if found is None:
+        return
+    for field in fields(found):
+        value = getattr(found, field.name)
+        numbers = [n for t in value for n in t] if field.name == "tally" else [value]
+        assert all(isinstance(n, str) or (type(n) is int and 0 <= n < 2**63) for n in numbers), found
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda text: text[:12])
+def test_a_rank_outlives_odd_messages(odd: str):
+    pair, ticket = ready()
+    for sender, receiver in ((pair.consumer, pair.producer), (pair.producer, pair.consumer)):
+        notify, name = sender.agents[0].notify, receiver.agents[0].name
+        for content in (odd, f'["release", "lease-r", "d0.0", {odd}]', f'["arrived", "w", 0, 0, {odd}, []]'):
+            notify(name, seal_text(content))
+    assert pair.poll() == []
+    assert pair.producer.ranks[0].released() == []
+    pair.start(ticket, OWN)
+    assert all(o.ok for o in pair.finish(ticket).values())
+
+
+def test_nobody_releases_in_anothers_name():
+    pair = local_pair(Shape(tp=(1, 2)))
+    pair.producer.ticket(10, TABLES)
+    notify, producer = pair.consumer.agents[0].notify, pair.producer.agents[0].name
+    for name in ("d0.0", "d0.1"):
+        notify(producer, ReleaseMessage("lease-r", name, 2).encode())
+    pair.poll()
+    assert pair.producer.ranks[0].released() == []
+    pair.consumer.agents[1].notify(producer, ReleaseMessage("lease-r", "d0.1", 2).encode())
+    pair.poll()
+    assert pair.producer.ranks[0].released() == ["lease-r"]
+
+
+def test_writes_that_were_never_announced_make_no_arrival_whole():
+    from rayk.transfer.arrivals import _Attempt
+
+    attempt = _Attempt(0, {0, 7}, ArrivedMessage("w", 0, 0, 2))
+    assert not attempt.is_whole
+    attempt.writes.add(1)
+    assert attempt.is_whole
+    assert not _Attempt(0, set(), ArrivedMessage("w", 0, 0, 10**15)).is_whole
+
+
+CHANGES: dict[str, Any] = {
+    "no tokens": {"num_tokens": 0},
+    "tokens that no block is for": {"num_tokens": 2**40},
+    "half a token": {"num_tokens": 9.5},
+    "negative first row": {"first_row": -1},
+    "first row from nowhere": {"first_row": 8},
+    "attempt in words": {"attempt": "one"},
+    "no tables": {"block_tables": ()},
+    "a table too many": {"block_tables": ((3, 7, 5), (1,)), "generations": ((0, 0, 0), (0,))},
+    "short table": {"block_tables": ((3, 7),), "generations": ((0, 0),)},
+    "null block": {"block_tables": ((3, 0, 5),)},
+    "block outside": {"block_tables": ((3, 40, 5),)},
+    "negative block": {"block_tables": ((3, -2, 5),)},
+    "block 2^70": {"block_tables": ((3, 2**70, 5),)},
+    "blocks in words": {"block_tables": (("3", "7", "5"),)},
+    "table is a number": {"block_tables": (3,)},
+    "nested table": {"block_tables": (((3,), (7,), (5,)),)},
+    "short generations": {"generations": ((0,),)},
+    "generations are none": {"generations": None},
+    "no digests": {"digests": None},
+    "digests of another request": {"digests": np.zeros((1, 5), dtype=np.int64)},
+    "digests of more ranks": {"digests": np.zeros((2, 6), dtype=np.int64)},
+    "digests of floats": {"digests": np.zeros((1, 6))},
+    "lease of no length": {"lease_ns": 0},
+    "lease of no end": {"lease_ns": math.inf},
+    "times of more ranks": {"digest_ns": (1, 2)},
+    "times in words": {"digest_ns": ("1",)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_senseless_ticket_is_refused_by_name(change: dict[str, Any]):
+    pair, ticket = ready()
+    (rank,) = pair.consumer.ranks
+    wrong = replace(ticket, **change)
+    rank.hold(wrong)
+    pair.poll()
+    with pytest.raises(TransferError, match="of r: ") as caught:
+        rank.start(wrong, OWN, time.monotonic_ns() + 60_000_000_000)
+    assert caught.value.request_id == "r"
+    assert not rank._active
+    assert not rank._waiting
+    still_works(pair)
+
+
+def test_a_ticket_as_it_should_be_is_not_refused():
+    pair, ticket = ready()
+    pair.start(replace(ticket, lease_ns=10**9, digest_ns=(1,)), OWN)
+    assert all(o.ok for o in pair.finish(ticket).values())
+
+
+RESERVATION = Reservation(
+    request_id="r",
+    reservation_id="w",
+    engine="d",
+    epoch=0,
+    num_tokens=10,
+    block_tables=((1, 2, 3),),
+    generations=((0, 0, 0),),
+    hold_s=60.0,
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hold_s": math.inf},
+        {"hold_s": math.nan},
+        {"hold_s": "long"},
+        {"num_tokens": 0},
+        {"num_tokens": 2**70},
+        {"num_held_tokens": 11},
+        {"wire_tables": (((1,),), ((2,),))},
+        {"block_tables": None},
+        {"seal": "0" * 32},
+    ],
+    ids=str,
+)
+def test_a_senseless_reservation_is_not_written_into(change: dict[str, Any]):
+    consumers = local_pair(Shape()).consumer.descriptions
+    assert wrong_reservation(RESERVATION, consumers) is None
+    assert wrong_reservation(replace(RESERVATION, **change), consumers)
+
+
+def test_tables_of_either_side_are_looked_at_where_they_are_used():
+    pair = local_pair(Shape())
+    geometries = [side.descriptions[0].geometry for side in (pair.producer, pair.consumer)]
+    plan = plan_transfer([geometries[0]], geometries[1])
+    assert plan.lower(10, TABLES, OWN)
+    for tables in ([TABLES, [[1, 50, 3]]], [TABLES, [[1]]], [TABLES, []], [[["a", "b", "c"]], OWN]):
+        with pytest.raises(RaykError, match="table"):
+            plan.lower(10, *tables)

@@ -1,0 +1,147 @@
+"""A read that does not begin: the producer gets its blocks back at once, and no room of ours is lost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rayk.transfer import consumer as consumer_module
+from rayk.transfer.local_agent import LocalAgent
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.seal import sealed
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.errors import HandshakeMismatch, InternalError, TransferError
+from tests.transfer.cluster import Pair, Shape, local_pair
+from tests.transfer.test_convert import Link
+
+TABLES = [[3, 7, 5]]
+OWN = [[1, 2, 3]]
+
+
+def pair_with_ticket() -> tuple[Pair, TransferTicket]:
+    pair = local_pair(Shape())
+    pair.producer.write(pair.producer.shape.values(10), TABLES)
+    return pair, replace(pair.producer.ticket(10, TABLES), lease_ns=10**9)
+
+
+def held(pair: Pair, ticket: TransferTicket) -> TransferRank:
+    """The consumer's rank, where a ticket waits for blocks."""
+    (rank,) = pair.consumer.ranks
+    rank.hold(ticket)
+    return rank
+
+
+def later() -> int:
+    return time.monotonic_ns() + 60_000_000_000
+
+
+def in_wire(link: Link) -> int:
+    """Blocks of the wire cache that somebody holds."""
+    wire = link.d.ranks[0]._links["p"].wire
+    assert wire is not None
+    return int(wire._pool.num_blocks - 1 - wire.num_free_blocks)
+
+
+@pytest.mark.parametrize("was_held", [True, False])
+def test_a_refused_read_releases_its_lease(was_held: bool):
+    pair, ticket = pair_with_ticket()
+    rank = held(pair, ticket) if was_held else pair.consumer.ranks[0]
+    with pytest.raises(TransferError, match="neither here nor offered"):
+        rank.start(replace(ticket, first_row=4), OWN, later())
+    assert pair.released() == [["lease-r"]]
+    assert not rank._waiting, "nobody renews it any more"
+
+
+def test_a_changed_ticket_releases_no_lease_of_its_own_choice():
+    """But that of the ticket that was held before."""
+    pair, ticket = pair_with_ticket()
+    changed = replace(sealed(ticket), lease_id="lease-other")
+    for side in pair.producer.ranks:
+        side.lease("lease-other", later())
+    with pytest.raises(TransferError, match="the seal does not fit"):
+        pair.consumer.ranks[0].start(changed, OWN, later())
+    pair.poll()
+    assert pair.producer.ranks[0]._leases.open_leases == ("lease-r", "lease-other")
+    rank = held(pair, ticket)
+    with pytest.raises(TransferError, match="the seal does not fit"):
+        rank.start(changed, OWN, later())
+    assert pair.released() == [["lease-r"]]
+
+
+def test_a_ticket_of_another_life_is_waited_for_no_longer():
+    pair, ticket = pair_with_ticket()
+    rank = held(pair, ticket)
+    with pytest.raises(HandshakeMismatch):
+        rank.start(replace(ticket, epoch=9), OWN, later())
+    assert pair.released() == [["lease-r"]], "by the one that was held"
+
+
+@pytest.mark.parametrize("where", ["begin", "first read", "verify"])
+def test_a_bug_ends_one_read_and_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+):
+    pair, ticket = pair_with_ticket()
+    rank = held(pair, ticket)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    if where == "begin":
+        monkeypatch.setattr(consumer_module.Consumption, "_expected_generations", broken)
+        with pytest.raises(InternalError, match="ZeroDivisionError: planted"):
+            rank.start(ticket, OWN, later())
+    else:
+        what = {"first read": (LocalAgent, "read"), "verify": (consumer_module, "compare_digests")}[where]
+        monkeypatch.setattr(*what, broken)
+        rank.start(ticket, OWN, later())
+        (outcome,) = pair.finish(ticket).values()
+        assert isinstance(outcome.error, TransferError)
+        assert "ZeroDivisionError: planted" in outcome.error.reason
+        assert not outcome.is_draining
+    assert "in broken" in caplog.text, "the traceback is in the log"
+    assert pair.released() == [["lease-r"]]
+    monkeypatch.undo()
+    again = pair.producer.ticket(10, TABLES, "again")
+    pair.start(again, OWN)
+    assert all(o.ok for o in pair.finish(again).values())
+
+
+def test_a_read_that_comes_twice_takes_its_room_once():
+    link = Link(("float16", "fp8_e4m3"))
+    tables, own = link.p.tables(3), link.d.tables(5)
+    link.p.write(tables)
+    wire = link.d.ranks[0]._links["p"].wire
+    assert wire is not None
+    everything = wire._pool.allocate(wire.num_free_blocks)
+    ticket = link.ticket(tables)
+    link.start(ticket, own)  # waits for room
+    link.start(ticket, own)
+    wire._pool.free(everything)
+    (outcome,) = link.finish(1)
+    assert outcome.ok, outcome.error
+    link.poll()
+    assert in_wire(link) == 0
+
+
+def test_a_bug_at_the_start_of_a_conversion_keeps_no_room(monkeypatch: pytest.MonkeyPatch):
+    link = Link(("float16", "fp8_e4m3"))
+    tables, own = link.p.tables(3), link.d.tables(5)
+    link.p.write(tables)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(consumer_module.Consumption, "_expected_generations", broken)
+    link.start(link.ticket(tables), own)
+    (outcome,) = link.finish(1)
+    assert isinstance(outcome.error, InternalError)
+    assert in_wire(link) == 0
+    link.poll()
+    assert link.p.ranks[0].released() == ["lease-r"]
+    monkeypatch.undo()
+    link.start(link.ticket(tables, "again"), own)
+    (outcome,) = link.finish(1)
+    assert outcome.ok
