@@ -70,6 +70,11 @@ class TransferAgent(Protocol):
         """Make a dense int8 tensor readable and writable; its base address. Call before `metadata`."""
         ...
 
+    def deregister(self, address: int) -> None:
+        """Nobody reads or writes the tensor that was registered at this address any more. Nothing where it is
+        not, or no longer, registered."""
+        ...
+
     def metadata(self) -> bytes:
         """What a peer needs for `add_peer`."""
         ...
@@ -79,7 +84,9 @@ class TransferAgent(Protocol):
         ...
 
     def remove_peer(self, name: str) -> None:
-        """Forget a peer and every handle prepared with it."""
+        """Forget a peer and every handle prepared with it, when the last transfer with it has ended: nobody
+        waits for that, and nobody begins a new one. Whoever holds one polls it on: its memory may still be
+        written to."""
         ...
 
     def prepare(

@@ -137,6 +137,11 @@ class FaultyAgent:
         self._regions.append(tensor)
         return self._agent.register(tensor)
 
+    def deregister(self, address: int) -> None:
+        """See TransferAgent."""
+        self._regions = [region for region in self._regions if region.data_ptr() != address]
+        self._agent.deregister(address)
+
     def metadata(self) -> bytes:
         """See TransferAgent."""
         return self._agent.metadata()

@@ -6,11 +6,12 @@ An engine may have several: one for each turn of its replicas.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.link import ProducerLink
+from rayk.transfer.wire import WireCache
 
 
 class Links:
@@ -59,8 +60,18 @@ class Links:
         when that one ends; those of fences with the peer."""
         link = self._links.pop(name)
         link.prepared.retire()
+        if link.wire is not None:
+            link.wire.retire()
         for peer in link.peers:
             self._num_users[peer] -= 1
             if not self._num_users[peer]:
                 del self._num_users[peer]
                 self._agent.remove_peer(peer)
+
+    def undo(self, producers: Iterable[CacheDescription], wire: WireCache | None) -> None:
+        """A link could not be made: what was added and registered for it alone goes."""
+        if wire is not None:
+            wire.retire()
+        for producer in producers:
+            if not self._num_users[producer.agent_name]:
+                self._agent.remove_peer(producer.agent_name)

@@ -85,6 +85,10 @@ class LocalAgent:
         self._regions.append(tensor)
         return base_address(tensor)
 
+    def deregister(self, address: int) -> None:
+        """See TransferAgent."""
+        self._regions = [region for region in self._regions if region.data_ptr() != address]
+
     def metadata(self) -> bytes:
         """The name is all a peer needs."""
         return self.name.encode()

@@ -115,6 +115,8 @@ class NixlAgent:
             ) from error
         self._regions: list[tuple[int, int, str, int, Any]] = []
         self._peers: set[str] = set()
+        self._leaving: set[str] = set()
+        """Peers that were removed while transfers with them were in flight."""
         self._handles: dict[Handle, _Prepared] = {}
         self._in_flight: dict[Transfer, _InFlight] = {}
         self._ids = itertools.count()
@@ -137,6 +139,12 @@ class NixlAgent:
         self._regions.append((address, tensor.numel(), memory, device, registered))
         return address
 
+    def deregister(self, address: int) -> None:
+        """See TransferAgent."""
+        for region in [r for r in self._regions if r[0] == address]:
+            self._regions.remove(region)
+            self._nixl.deregister_memory(region[-1])
+
     def metadata(self) -> bytes:
         """See TransferAgent."""
         return bytes(self._nixl.get_agent_metadata())
@@ -145,26 +153,46 @@ class NixlAgent:
         """See TransferAgent. Raises TransferError when the peer cannot be reached."""
         if name in self._peers:
             return
+        self._see_off()
         try:
+            # One that is leaving may have registered more memory meanwhile.
             found = self._nixl.add_remote_agent(metadata)
         except nixl_errors() as error:
             raise TransferError("", f"peer {name} cannot be added: {error!r}") from error
         found = found.decode() if isinstance(found, bytes) else found
-        assert found == name, f"metadata of {found}, not of {name}"
+        if found != name:
+            raise TransferError("", f"peer {name} cannot be added: its metadata are those of {found}")
+        self._leaving.discard(name)
         self._peers.add(name)
 
     def remove_peer(self, name: str) -> None:
-        """See TransferAgent. Transfers in flight end: nobody is left at the other end."""
+        """See TransferAgent. To forget a peer or a request ends no transfer: one whose other end stands still
+        goes on when that comes to itself."""
+        if name in self._peers:
+            self._peers.discard(name)
+            self._leaving.add(name)
+            self._see_off()
+
+    def _see_off(self) -> None:
+        """Forget those that are leaving and have no transfer in flight any more."""
+        for name in tuple(self._leaving):
+            # Whoever holds one may never ask again; it is told FAILED if it does.
+            for transfer in [t for t, r in self._in_flight.items() if r.peer == name]:
+                self.release(transfer)
+            if not any(r.peer == name for r in self._in_flight.values()):
+                self._forget_peer(name)
+
+    def _forget_peer(self, name: str) -> None:
+        self._peers.discard(name)
+        self._leaving.discard(name)
         for transfer in [t for t, r in self._in_flight.items() if r.peer == name]:
             self._drop(transfer)
         for handle in [h for h, p in self._handles.items() if p.peer == name]:
             self.forget(handle)
-        if name in self._peers:
-            self._peers.discard(name)
-            try:
-                self._nixl.remove_remote_agent(name)
-            except nixl_errors() as error:
-                logging.getLogger(__name__).debug("forgetting peer %s: %r", name, error)
+        try:
+            self._nixl.remove_remote_agent(name)
+        except nixl_errors() as error:
+            logging.getLogger(__name__).debug("forgetting peer %s: %r", name, error)
 
     def prepare(
         self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
@@ -263,6 +291,7 @@ class NixlAgent:
 
     def notifications(self) -> list[tuple[str, bytes]]:
         """See TransferAgent."""
+        self._see_off()
         found: dict[str | bytes, list[bytes]] = self._nixl.get_new_notifs()
         return [
             (peer.decode() if isinstance(peer, bytes) else peer, message)
@@ -272,8 +301,8 @@ class NixlAgent:
 
     def close(self) -> None:
         """See TransferAgent."""
-        for peer in tuple(self._peers):
-            self.remove_peer(peer)
+        for peer in (*self._peers, *self._leaving):
+            self._forget_peer(peer)
         for *_, registered in self._regions:
             self._nixl.deregister_memory(registered)
         self._regions.clear()

@@ -49,16 +49,18 @@ def wrong_lease(ticket: TransferTicket) -> str | None:
 def check_ticket(
     ticket: TransferTicket,
     producers: Sequence[CacheDescription],
+    me: CacheDescription,
     views: CanonicalViews,
-    num_here: int,
+    tables: Sequence[Sequence[int]],
     first_row: int,
-    rows_per_group: int,
 ) -> None:
     """Raises TransferError unless a ticket of a connected engine can be acted on. `views`: where rows arrive.
-    `num_here`: tokens that there are blocks for. `first_row`: from which on rows are read.
+    `tables`: our own blocks for it. `first_row`: from which on rows are read.
 
     Its block tables are looked at where the plan is lowered.
     """
+    sizes = [g.block_size for g in me.geometry.groups]
+    num_here = min(len(table) * size for table, size in zip(tables, sizes, strict=True))
     wrong = wrong_lease(ticket)
     numbers = ("num_tokens", "first_row", "attempt")
     if wrong is None and not all(is_count(getattr(ticket, name)) for name in numbers):
@@ -69,7 +71,7 @@ def check_ticket(
         wrong = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
     wrong = wrong or _wrong_parts(ticket, len(producers))
     if wrong is None:
-        words = views.locate(views.row_groups(ticket.num_tokens, rows_per_group)).num_in_all
+        words = views.locate(views.row_groups(ticket.num_tokens, me.rows_per_group)).num_in_all
         digests, shape = ticket.digests, (len(producers), words)
         if not isinstance(digests, np.ndarray) or digests.dtype != np.int64 or digests.shape != shape:
             wrong = f"its digests are not {shape[0]} times {shape[1]} words"

@@ -233,13 +233,20 @@ class _Worker:
     def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
         """See Pusher."""
         engine = consumers[0].engine
-        old = self.links.get(engine)
+        old = self.links.pop(engine, None)
         if old is not None:
             for push in [q for q in self.pushes.values() if q.link is old]:
                 push.fail(f"consumer engine {engine} is gone")
             for consumer in old.consumers:
                 self._agent.remove_peer(consumer.agent_name)
-        link = make_consumer_link(self._agent, self._me, producers, consumers, push_layers=self._push_layers)
+        try:
+            link = make_consumer_link(
+                self._agent, self._me, producers, consumers, push_layers=self._push_layers
+            )
+        except BaseException:
+            for consumer in consumers:
+                self._agent.remove_peer(consumer.agent_name)
+            raise
         self.links[engine] = link
         self._news_s = time.monotonic()
         for rank in link.plans:

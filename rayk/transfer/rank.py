@@ -112,7 +112,13 @@ class TransferRank:
         wire = wire_cache_for(
             self._agent, producers[0], consumers, me, self._views, self._caches.buffer.device
         )
-        made = make_link(self._agent, self._landing, producers, consumers, me, wire, self.num_unsent, turn)
+        try:
+            made = make_link(
+                self._agent, self._landing, producers, consumers, me, wire, self.num_unsent, turn
+            )
+        except BaseException:
+            self._links.undo(producers, wire)
+            raise
         self._links.add(name, made)
 
     def wire(self, engine: str, timeout_s: float) -> bool:
@@ -203,10 +209,8 @@ class TransferRank:
         connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
         if link is None or link.epoch != ticket.epoch:
             raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
-        groups = [g.group.spec for g in self.description.geometry.groups]
-        num_here = min((len(t) * spec.block_size for t, spec in zip(tables, groups, strict=True)), default=0)
         views = self._views if link.wire is None else link.wire.views
-        check_ticket(ticket, link.producers, views, num_here, first_row, self.description.rows_per_group)
+        check_ticket(ticket, link.producers, self.description, views, tables, first_row)
         if link.wire is None:
             self._begin(ticket, link, tables, deadline_ns, first_row)
             return

@@ -24,8 +24,11 @@ from rayk.transfer.wire_geometry import needs_conversion, num_wire_blocks, wire_
 
 @dataclass(eq=False)
 class WireCache:
-    """One consumer rank's, for one producer engine. Made by `wire_cache_for`."""
+    """One consumer rank's, for one producer engine: it goes with its last block when that is gone. Made by
+    `wire_cache_for`."""
 
+    agent: TransferAgent
+    """With which it is registered."""
     caches: CanonicalKVCaches
     description: CacheDescription
     """This rank, with the wire cache in place of its own."""
@@ -34,6 +37,8 @@ class WireCache:
     views: CanonicalViews
     """In canonical order."""
     _pool: BlockPool = field(init=False)
+    _is_retired: bool = False
+    """Nothing new arrives."""
 
     def __post_init__(self) -> None:
         self._pool = BlockPool(self.caches.geometry.num_blocks)
@@ -64,6 +69,16 @@ class WireCache:
         """Nothing arrives in these blocks any more, and nobody reads them."""
         for table in tables:
             self._pool.free([b for b in table if b != NULL_BLOCK])
+        self._settle()
+
+    def retire(self) -> None:
+        """Nothing arrives any more but in blocks that are held. Once is enough."""
+        self._is_retired = True
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._is_retired and self._pool.num_free_blocks == self._pool.num_blocks - 1:
+            self.agent.deregister(self.description.base_address)
 
     @property
     def num_free_blocks(self) -> int:
@@ -105,7 +120,7 @@ def wire_cache_for(
         for g in caches.geometry.groups
         for layer, part in g.group.keys
     ]
-    return WireCache(caches, description, geometries, sorted_views(views))
+    return WireCache(agent, caches, description, geometries, sorted_views(views))
 
 
 def field_views(
