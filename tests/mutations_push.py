@@ -18,9 +18,9 @@ MESSAGES = (
     Mutation(
         "the last message stands for all",
         "rayk/transfer/arrivals.py",
-        "return self.end is not None and len(self.writes) >= self.end.num_writes",
-        "return self.end is not None",
-        f"{ARRIVALS}::test_an_attempt_is_here_when_all_of_it_is",
+        "return all(write in self.writes for write in range(self.end.num_writes))",
+        "return True",
+        "tests/transfer/test_hostile_peers.py::test_writes_that_were_never_announced_make_no_arrival_whole",
     ),
     Mutation(
         "messages of a void attempt count",

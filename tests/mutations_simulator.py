@@ -42,8 +42,8 @@ SIMULATED = (
     Mutation(
         "messages are read as they come",
         "rayk/transfer/sealed.py",
-        'if check != b"%08x" % zlib.crc32(content):',
-        "if not check:",
+        'or check != b"%08x" % zlib.crc32(content):',
+        "or not check:",
         PUSH,
     ),
     Mutation(

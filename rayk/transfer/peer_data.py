@@ -69,7 +69,7 @@ def check_ticket(
         wrong = f"its ticket is of {ticket.num_tokens} tokens, there are blocks for {num_here}"
     if wrong is None and first_row < ticket.first_row:
         wrong = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
-    wrong = wrong or _wrong_parts(ticket, len(producers))
+    wrong = wrong or _wrong_parts(ticket, len(producers), producers[0].geometry.num_blocks)
     if wrong is None:
         words = views.locate(views.row_groups(ticket.num_tokens, me.rows_per_group)).num_in_all
         digests, shape = ticket.digests, (len(producers), words)
@@ -79,7 +79,13 @@ def check_ticket(
         raise TransferError(ticket.request_id, wrong)
 
 
-def _wrong_parts(ticket: TransferTicket, num_producers: int) -> str | None:
+def _wrong_ids(tables: Sequence[Sequence[int]], num_blocks: int) -> str | None:
+    if all(is_count(block) and block < num_blocks for table in tables for block in table):
+        return None
+    return f"its block tables name what is no block: there are 0 .. {num_blocks - 1}"
+
+
+def _wrong_parts(ticket: TransferTicket, num_producers: int, num_blocks: int) -> str | None:
     times = ticket.digest_ns
     if not isinstance(times, tuple) or len(times) not in (0, num_producers) or not all(map(is_count, times)):
         return "it does not say how long its digests took"
@@ -89,7 +95,7 @@ def _wrong_parts(ticket: TransferTicket, num_producers: int) -> str | None:
             return "its block tables are none"
     if [len(t) for t in tables] != [len(t) for t in generations]:
         return "its blocks and their generations are not as many"
-    return None if all(is_count(b) for t in tables for b in t) else "its block tables hold no block ids"
+    return _wrong_ids(tables, num_blocks)
 
 
 def wrong_reservation(reservation: Reservation, consumers: Sequence[CacheDescription]) -> str | None:
@@ -108,4 +114,11 @@ def wrong_reservation(reservation: Reservation, consumers: Sequence[CacheDescrip
     tables = wires or (reservation.block_tables,)
     if not all(isinstance(t, tuple) and all(isinstance(ids, tuple) for ids in t) for t in tables):
         return "its block tables are none"
-    return None
+    return next(
+        (
+            why
+            for t, c in zip(tables, consumers, strict=False)
+            if (why := _wrong_ids(t, c.geometry.num_blocks))
+        ),
+        None,
+    )

@@ -29,7 +29,8 @@ from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
 from rayk.transfer.segments import Kind, Segments, shared_segments
-from rayk.types.errors import HandshakeMismatch, TransferError
+from rayk.transfer.tables import checked_tables, real_blocks
+from rayk.types.errors import HandshakeMismatch
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
@@ -265,8 +266,8 @@ class TransferPlan:
         The tables of one side are a peer's: TransferError where a table is missing or too short, or names a
         block that is none, of either side.
         """
-        sources = _checked_tables("producer", producer_blocks, self.producers[0])
-        destinations = _checked_tables("consumer", consumer_blocks, self.consumer)
+        sources = checked_tables("producer", producer_blocks, self.producers[0])
+        destinations = checked_tables("consumer", consumer_blocks, self.consumer)
         lowered: list[BlockReads] = []
         cuts: dict[tuple[object, ...], list[_Cut]] = {}
         for read in self.reads:
@@ -312,8 +313,8 @@ class TransferPlan:
                 continue
             starts = segments.starts(chosen)
             here, there = segments.blocks(starts)
-            from_blocks = _real_blocks("producer", source_table, here, len(starts))
-            to_blocks = _real_blocks("consumer", table, there, len(starts))
+            from_blocks = real_blocks("producer", source_table, here, len(starts))
+            to_blocks = real_blocks("consumer", table, there, len(starts))
             # All but the first and the last are live as a whole.
             each = starts[0], *starts[1:-1][: segments.per_period], starts[-1]
             kinds = [segments.kind(int(start), live) for start in each]
@@ -469,40 +470,6 @@ def _elect(
     return {
         rank: {name: tuple(units) for name, units in by_field.items()} for rank, by_field in elected.items()
     }
-
-
-def _checked_tables(side: str, tables: Sequence[Sequence[int]], rank: RankGeometry) -> list[Ints]:
-    if len(tables) != len(rank.groups):
-        raise TransferError(
-            "", f"{len(tables)} block tables of the {side}, which has {len(rank.groups)} groups"
-        )
-    found = []
-    for index, table in enumerate(tables):
-        try:
-            ids = np.asarray(table, dtype=None if len(table) else np.int64)
-        except (ValueError, TypeError) as error:
-            raise TransferError("", f"the {side}'s block table of group {index} is none") from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TransferError("", f"the {side}'s block table of group {index} holds no block ids")
-        if len(ids) and not (ids.min() >= NULL_BLOCK and ids.max() < rank.num_blocks):
-            last = rank.num_blocks - 1
-            raise TransferError(
-                "", f"the {side}'s block table of group {index} names blocks outside 0 .. {last}"
-            )
-        found.append(ids.astype(np.int64, copy=False))
-    return found
-
-
-def _real_blocks(side: str, table: Ints, positions: Ints | slice, count: int) -> Ints:
-    blocks: Ints = (
-        table[positions] if isinstance(positions, slice) else table[positions[positions < len(table)]]
-    )
-    if len(blocks) < count:
-        raise TransferError("", f"a live row lies behind the last block of the {side}'s table")
-    # The null block is 0.
-    if int(np.count_nonzero(blocks)) < count:
-        raise TransferError("", f"a live row lies in a null block of the {side}")
-    return blocks
 
 
 def _key(read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> PatternKey:

@@ -30,7 +30,7 @@ from rayk.kv.specs import (
     SlidingWindowSpec,
 )
 from rayk.transfer.plan import BlockReads
-from tests.kv.brute import Ints, Piece, brute_bundles, brute_rows
+from tests.kv.brute import Ints, Piece, brute_bundles, brute_rows, cuts_blocks
 from tests.transfer.brute import UNKNOWN
 
 HEADS = (6, 8, 12, 24)
@@ -127,7 +127,7 @@ def sides(draw: st.DrawFn, model: Model) -> Side:
         is_scattered=draw(st.booleans()),
         num_spare_blocks=draw(st.integers(0, 3)),
     )
-    if side.layout == "LHBNC" and not is_one_shape(groups_of(model, side)):
+    if cuts_blocks(side.layout) and not is_one_shape(groups_of(model, side)):
         return Side(**{**side.__dict__, "layout": "LBHNC"})
     return side
 
@@ -194,7 +194,7 @@ def groups_of(model: Model, side: Side) -> tuple[KVCacheGroup, ...]:
 
 
 def is_one_shape(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether all have the same heads and bytes of a head: LHBNC can hold only those."""
+    """Whether all have the same heads and bytes of a head."""
     shapes = {
         tuple(
             (b[0].num_units, b[0].num_readers, sum(p.row_bytes for p in b) * brute_rows(g.spec))
@@ -320,7 +320,7 @@ def lay_out(
         _Shape(g, layout, [b[0].units(tp, rank) for b in brute_bundles(g.spec)], kernel)
         for g, kernel in zip(groups, kernels, strict=True)
     ]
-    step = None if layout == "LHBNC" else _pool_step(shapes)
+    step = None if cuts_blocks(layout) else _pool_step(shapes)
     places = []
     for shape in shapes:
         memory = shape.lay(num_blocks, step)

@@ -143,7 +143,7 @@ def check(
         )
         for side in (0, 1)
     ]
-    layouts = [n for n in LAYOUTS if n != "LHBNC" or not sides[0].is_unlike]
+    layouts = [n for n in LAYOUTS if all(side.fits(n) for side in sides)]
     pairs = list(itertools.product(layouts, repeat=2))
     chosen = pairs[index * 7 % len(pairs)]
     producers, consumers = (

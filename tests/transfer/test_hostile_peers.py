@@ -211,6 +211,8 @@ RESERVATION = Reservation(
         {"num_held_tokens": 11},
         {"wire_tables": (((1,),), ((2,),))},
         {"block_tables": None},
+        {"block_tables": ((1, 50, 3),)},
+        {"block_tables": (("1",),)},
         {"seal": "0" * 32},
     ],
     ids=str,
@@ -226,6 +228,6 @@ def test_tables_of_either_side_are_looked_at_where_they_are_used():
     geometries = [side.descriptions[0].geometry for side in (pair.producer, pair.consumer)]
     plan = plan_transfer([geometries[0]], geometries[1])
     assert plan.lower(10, TABLES, OWN)
-    for tables in ([TABLES, [[1, 50, 3]]], [TABLES, [[1]]], [TABLES, []], [[["a", "b", "c"]], OWN]):
-        with pytest.raises(RaykError, match="table"):
+    for tables in ([TABLES, [[1, 0, 3]]], [TABLES, [[1]]], [TABLES, []], [[["a", "b", "c"]], OWN]):
+        with pytest.raises(RaykError, match="table|null block"):
             plan.lower(10, *tables)
