@@ -65,8 +65,8 @@ KV = (
     Mutation(
         "LHBNC accepts unlike groups",
         "rayk/kv/geometry.py",
-        "unlike = (_difference(groups[0], other) for other in groups[1:])",
-        "unlike = (_difference(groups[0], other) for other in groups[2:])",
+        "unlike = [_difference(groups[0], other) for other in groups[1:]]",
+        "unlike = [_difference(groups[0], other) for other in groups[2:]]",
         f"{GEOMETRY}::test_only_lhbnc_refuses_unlike_groups",
     ),
     Mutation(
@@ -233,8 +233,8 @@ KV = (
     Mutation(
         "references include padding positions",
         "rayk/kv/caches.py",
-        "range(len(g.group.layers) * len(sizes))",
-        "range(g.group.num_positions * len(sizes))",
+        "if position is None or position < len(g.group.layers)",
+        "if position is None or position < g.group.num_positions",
         f"{CACHES}::test_tensors_cover_all_pages_once_and_references_hold_their_blocks",
     ),
     Mutation(

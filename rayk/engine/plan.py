@@ -45,14 +45,14 @@ def plan_engine(
     there.
     """
     groups = engine_groups(config, model)
+    kernel_blocks = _kernel_blocks(groups, config, group_chunks(groups, model))
     resolution = resolve_layout(
         config.layout,
         [
-            ("specs", lambda layout: layout_veto(groups, layout)),
+            ("specs", lambda layout: layout_veto(groups, layout, kernel_blocks)),
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
-    kernel_blocks = _kernel_blocks(groups, config, group_chunks(groups, model))
     ranks = tuple(
         plan_rank(
             groups,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -210,25 +211,35 @@ def _tensors(
         # One tensor holds whole blocks, of every group.
         whole = pages.view(blocks, geometry.block_bytes)
         return (whole,), tuple((BlockReference(0, 0, geometry.block_bytes),) for _ in geometry.groups)
-    # One tensor per index of the axes outside B; a group's padding positions come last.
-    positions = geometry.groups[0].group.num_positions
-    if "H" in geometry.layout.name.split("B")[0]:
-        # Groups are alike here: the first one's heads are everybody's.
-        first = geometry.groups[0]
-        sizes = [
-            fields[0].block_stride * first.kernel_blocks_per_block
-            for fields in first.bundles
-            for _ in fields[0].units
-        ]
-    else:
-        sizes = [geometry.block_bytes // positions]
-    stretches = torch.split(pages, [size * blocks for size in sizes * positions])
-    tensors = tuple(stretch.view(blocks, -1) for stretch in stretches)
+    stretches = list(_stretches(geometry))
+    parts = torch.split(pages, [size * blocks for size, _ in stretches])
     references = tuple(
-        tuple(BlockReference(i, 0, tensors[i].shape[1]) for i in range(len(g.group.layers) * len(sizes)))
+        tuple(
+            BlockReference(i, 0, size)
+            for i, (size, position) in enumerate(stretches)
+            if position is None or position < len(g.group.layers)
+        )
         for g in geometry.groups
     )
-    return tensors, references
+    return tuple(part.view(blocks, -1) for part in parts), references
+
+
+def _stretches(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
+    """Bytes of a block, and the position of the layer that has it (None: all have), for every index of the
+    axes outside B, in order. A group's padding positions are the last of all."""
+    first, around = geometry.groups[0], geometry.layout.around_blocks
+    positions = first.group.num_positions
+    if around == "L":
+        yield from ((geometry.block_bytes // positions, position) for position in range(positions))
+        return
+    # Groups are alike here: the first one's bundles are everybody's, inside each layer or around all.
+    outer, inner = ("L", around[1:]) if around[0] == "L" else ("", around)
+    for at in product(*(range(positions) for _ in outer)):
+        for fields in first.bundles:
+            size = fields[0].block_stride * first.kernel_blocks_per_block
+            sizes = {"L": positions, "H": len(fields[0].units), "N": first.kernel_block_size}
+            for index in product(*(range(sizes[axis]) for axis in inner)):
+                yield size, dict(zip(outer + inner, at + index, strict=True)).get("L")
 
 
 def _bundle_view(

@@ -180,15 +180,29 @@ def plan_rank(
     return RankGeometry(tp_size, tp_rank, layout, num_blocks, block_bytes, laid_out)
 
 
-def layout_veto(groups: Sequence[KVCacheGroup], layout: KVCacheLayout) -> str | None:
-    """Why these groups cannot share one pool in this layout, or None.
+def layout_veto(
+    groups: Sequence[KVCacheGroup], layout: KVCacheLayout, kernel_block_sizes: Sequence[int] | None = None
+) -> str | None:
+    """Why these groups cannot share one pool in this layout, or None. `kernel_block_sizes` as of plan_rank.
 
-    Only LHBNC puts blocks inside heads: a block id then means the same bytes in every group only when all
-    groups have the same heads and head bytes.
+    Where blocks lie inside heads or token slots, a block id means the same bytes in every group only when all
+    groups have the same heads and head bytes; and the same rows of a kernel block, where it is cut into its
+    rows (blocks inside token slots) or is padded (several bundles).
     """
-    if layout.name != "LHBNC":
+    if not {"H", "N"} & set(layout.around_blocks):
         return None
-    unlike = (_difference(groups[0], other) for other in groups[1:])
+    unlike = [_difference(groups[0], other) for other in groups[1:]]
+    is_padded = len(_bundles(groups[0].spec.fields())) > 1
+    if "N" in layout.around_blocks or is_padded:
+        rows = kernel_block_sizes or [rows_per_block(g.spec) for g in groups]
+        sizes = [sum(f.row_bytes for f in g.spec.fields()) for g in groups]
+        for g, *shape in zip(groups[1:], rows[1:], sizes[1:], strict=True):
+            if shape[0] != rows[0] or (is_padded and shape[1] != sizes[0]):
+                sides = zip((groups[0], g), ((rows[0], sizes[0]), shape), strict=True)
+                texts = (
+                    f"{h.spec.kind} has kernel blocks of {n} rows of {size:,} bytes" for h, (n, size) in sides
+                )
+                unlike.append(", ".join(texts))
     found = next((text for text in unlike if text), None)
     return f"{layout.name} holds groups of one shape only: {found}" if found else None
 

@@ -32,6 +32,13 @@ class KVCacheLayout:
         """Whether one block of all layers is one contiguous run."""
         return self.name.startswith("B")
 
+    @property
+    def around_blocks(self) -> str:
+        """The axes outside B, outermost first. With H or N among them blocks lie inside heads or token slots:
+        a block is then in pieces within a layer, too, which lie where those of other groups do only if the
+        groups are of one shape."""
+        return self.name.split("B")[0]
+
 
 LAYOUTS: dict[str, KVCacheLayout] = {
     name: KVCacheLayout(name) for name in ("BHLNC", "BLHNC", "BLNHC", "LBHNC", "LBNHC", "LHBNC")

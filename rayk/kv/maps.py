@@ -97,16 +97,18 @@ def page_map(rank: GroupGeometry) -> Runs:
 def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
     """Bytes from what lies at each address of block 0 to the same of the next (manager's) block, int64.
 
-    One number for all, but where blocks lie inside heads (LHBNC): there each bundle has its own.
+    One number for all, but where blocks lie inside heads or token slots: there each bundle has its own.
     """
     strides = {f.block_stride for f in group.fields}
     ratio = group.kernel_blocks_per_block
     if len(strides) == 1:
         return np.full(len(addresses), strides.pop() * ratio, dtype=np.int64)
-    # Layers are outermost there, and a bundle goes from its first field to the next bundle's.
+    # A bundle goes from its first field to the next bundle's: inside each layer, or around all of them.
     starts = np.array([bundle[0].offset for bundle in group.bundles], dtype=np.int64)
     steps = np.array([bundle[0].block_stride * ratio for bundle in group.bundles], dtype=np.int64)
-    found: Ints = steps[np.searchsorted(starts, addresses % group.fields[0].layer_stride, side="right") - 1]
+    layer = group.fields[0].layer_stride
+    inside = addresses % layer if layer > starts[-1] else addresses
+    found: Ints = steps[np.searchsorted(starts, inside, side="right") - 1]
     return found
 
 

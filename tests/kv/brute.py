@@ -119,15 +119,18 @@ class Case:
     def groups(self) -> tuple[KVCacheGroup, ...]:
         return group_layers(keyed(self.specs))
 
-    @property
-    def is_unlike(self) -> bool:
-        """Groups of unlike heads or head bytes: LHBNC cannot hold them."""
-        shapes = {
-            tuple((b[0].num_units, sum(p.row_bytes for p in b) * brute_rows(g.spec)) for b in bundles)
-            for g in self.groups
-            for bundles in [brute_bundles(g.spec)]
-        }
-        return len(shapes) > 1
+    def fits(self, layout: str) -> bool:
+        """Whether a block is the same bytes in every group: always, where it is one stretch of a layer or of
+        all; else where heads and head bytes are alike, and kernel blocks where these are cut or padded."""
+        if not cuts_blocks(layout):
+            return True
+        shapes = set()
+        for g in self.groups:
+            bundles = brute_bundles(g.spec)
+            heads = [(b[0].num_units, sum(p.row_bytes for p in b) * brute_rows(g.spec)) for b in bundles]
+            is_cut = layout.index("N") < layout.index("B") or len(bundles) > 1
+            shapes.add((tuple(heads), self.kernel_rows(g) if is_cut else 0))
+        return len(shapes) == 1
 
     def rank(self, layout: str, tp_rank: int, num_blocks: int | None = None) -> RankGeometry:
         return plan_rank(
@@ -143,6 +146,11 @@ class Case:
         """Rows of a kernel block."""
         rows = brute_rows(group.spec)
         return 1 if rows == 1 else self.kernel_by_kind.get(group.spec.kind, self.kernel) or rows
+
+
+def cuts_blocks(layout: str) -> bool:
+    """Whether a block is in pieces within a layer: blocks lie inside heads or token slots."""
+    return layout.index("B") > min(layout.index("H"), layout.index("N"))
 
 
 def ident(value: object) -> str:
@@ -330,7 +338,7 @@ def brute_addresses(case: Case, layout: str, tp_rank: int) -> list[dict[str, Int
     """Per group, field -> byte addresses [L, B, U, N, bytes] on one rank (L: the real layers)."""
     pens = [_Pen(case, g, layout, tp_rank, case.num_blocks) for g in case.groups]
     step = None
-    if layout != "LHBNC":
+    if not cuts_blocks(layout):
         step = _pool_step(case, layout, tp_rank)
     for pen in pens:
         pen.lay(None if step is None else step // pen.ratio)
@@ -446,7 +454,7 @@ RANK_CASES = [
     (case, layout, rank)
     for case in CASES
     for layout in LAYOUTS
-    if not (case.is_unlike and layout == "LHBNC")
+    if case.fits(layout)
     for rank in sorted({0, case.tp_size // 2})
 ]
 """The first and a middle rank of each; others are like one of them."""
