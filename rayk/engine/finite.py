@@ -16,8 +16,10 @@ def not_finite_weights(rank: EngineRank) -> tuple[str, ...]:
     own = rank.caches.buffer.untyped_storage().data_ptr()
     found = []
     for name, tensor in _tensors(rank.decoder, "", set()):
-        is_weight = tensor.is_floating_point() and tensor.numel() > 0
-        if is_weight and tensor.untyped_storage().data_ptr() != own and not _is_finite(tensor):
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        dense = tensor.to_dense() if tensor.is_mkldnn else tensor
+        if dense.untyped_storage().data_ptr() != own and not _is_finite(dense):
             found.append(name)
     return tuple(found)
 

@@ -14,6 +14,7 @@ from rayk.experiments.culprit import Head, WrongLayer, misplaced, name_culprit
 from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
 from rayk.experiments.references import LayerKV, References
 from rayk.kv.caches import TORCH_DTYPES
+from rayk.kv.fields import PageField
 from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
@@ -36,6 +37,20 @@ class TokenComparison:
     near_tie: bool = False
     """Whether it was a tie by the reference's own logits, and all later tokens are the reference's choice."""
     reason: str = ""
+    is_finite: bool = True
+    """Whether the reference's logits are: else they say nothing."""
+
+    @property
+    def verdict(self) -> str:
+        """What a difference stands for."""
+        return "NEAR_TIE" if self.near_tie else "TOKEN_MISMATCH" if self.is_finite else "NOT_FINITE"
+
+
+def gap_in_words(gap: float) -> str:
+    """How far a token lies below the reference's best; NaN where its logits are not finite."""
+    if math.isnan(gap):
+        return "where the reference's own logits are NaN or infinite"
+    return f"{gap:.3g} logits below the reference's best"
 
 
 def compare_tokens(
@@ -59,13 +74,13 @@ def compare_tokens(
         what = f"{len(found)} tokens, the reference has {len(expected)}"
         return TokenComparison(first, reason=f"request {row.prompt_index}: {what}")
     forced = references.forced(row.prompt_token_ids, found)
-    worst = max(range(first, len(found)), key=lambda i: forced[i].gap)
-    near = forced[worst].gap <= tolerance and len(found) <= sampling.max_tokens
+    gaps = [step.gap for step in forced[first:]]
+    near = all(gap <= tolerance for gap in gaps) and len(found) <= sampling.max_tokens
     what = (
         f"request {row.prompt_index}, token {first}: {found[first]} instead of {expected[first]}, "
-        f"{forced[first].gap:.3g} logits below the reference's best"
+        f"{gap_in_words(gaps[0])}"
     )
-    return TokenComparison(first, near, what)
+    return TokenComparison(first, near, what, not any(map(math.isnan, gaps)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,8 @@ class ValueComparison:
     max_error_of_bound: float
     """Largest difference as a share of its layer's bound."""
     mismatch: KVMismatch | None
+    not_finite: str = ""
+    """Where one of both is NaN or infinite first, in words; no mismatch is looked for from that layer on."""
 
 
 UNBOUNDED = Bound(floor=math.inf, worst=math.inf, typical=0.0)
@@ -112,9 +129,10 @@ def measure_values(
             bounds[layer, name] = UNBOUNDED
             continue
         rough = rough_errors.get((layer, name)) if routed else None
+        sizes = torch.cat(squares[layer, name])
         bounds[layer, name] = measure(
             torch.cat(noise),
-            floor=KV_VALUES_RELATIVE * float(torch.cat(squares[layer, name]).mean().sqrt()),
+            floor=KV_VALUES_RELATIVE * rms(sizes[sizes.isfinite()].sqrt()),
             routed=ROUTED_ROWS if routed else None,
             further=None if rough is None else torch.cat(rough),
         )
@@ -168,6 +186,7 @@ def compare_values(
     """
     num_values, max_error, max_share = 0, 0.0, 0.0
     mismatch: KVMismatch | None = None
+    not_finite = ""
     owners = sorted((layer, g.index, g) for g in groups for layer in g.layers)
     for layer, _, group in owners:
         live = group.seen_by(layer).live_rows(num_tokens)
@@ -183,8 +202,9 @@ def compare_values(
             errors = row_errors(values, truth[name][head])
             if errors.numel() and limits[name] != UNBOUNDED:
                 num_values += values.numel()
-                max_error = max(max_error, float(errors.max()))
-                max_share = max(max_share, float(errors.max()) / limits[name].worst)
+                largest = max(errors[errors.isfinite()].tolist(), default=0.0)
+                max_error = max(max_error, largest)
+                max_share = max(max_share, _share(largest, limits[name].worst))
             is_wrong = broken(errors, limits[name]) | errors.isinf()
             if limits[name].quantiles and not bool(is_wrong.any()):
                 usual = limits[name].quantiles[0].expected(len(errors))
@@ -194,12 +214,39 @@ def compare_values(
                 found[name, head], wrong[name, head] = values, is_wrong
         unseen = [(name, h) for name, t in truth.items() for h in range(len(t)) if (name, h) not in found]
         assert not unseen, f"no rank shows {unseen} of layer {layer}"
-        if mismatch is None and any(bool(rows.any()) for rows in wrong.values()):
+        not_finite = not_finite or _not_finite(layer, live.start, found, truth, fields)
+        if mismatch is None and not not_finite and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
             layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model, group.spec)
             states = [{i: kv[layer] for i, kv in (held or {}).items()} for held in (others, ends)]
             mismatch = _mismatch(request_id, group, layer_of, states)
-    return ValueComparison(num_values, max_error, max_share, mismatch)
+    return ValueComparison(num_values, max_error, max_share, mismatch, not_finite)
+
+
+def _share(error: float, limit: float) -> float:
+    """Of a bound, which is 0 where the reference holds nothing but zeros."""
+    return error / limit if limit else math.inf if error else 0.0
+
+
+def _not_finite(
+    layer: int,
+    first_token: int,
+    found: Mapping[Head, torch.Tensor],
+    truth: Mapping[str, torch.Tensor],
+    fields: Mapping[str, PageField],
+) -> str:
+    """The first token of a layer whose row is not finite; empty if all are."""
+    places = []
+    for (name, head), rows in found.items():
+        for whose, values in (("the prefill engine's", rows), ("the reference's", truth[name][head])):
+            bad = (~values.isfinite().all(-1)).nonzero()
+            if len(bad):
+                places.append((first_token + int(bad[0, 0]), name, head, whose))
+    if not places:
+        return ""
+    token, name, head, whose = min(places)
+    where = f"layer {layer}, {name}, {fields[name].unit_name} {head}, token {token}"
+    return f"{whose} cache is not finite (NaN or infinite), first at {where}"
 
 
 def _bound(bounds: KVBounds | None, layer: int, name: str, truth: Mapping[str, torch.Tensor]) -> Bound:

@@ -135,7 +135,7 @@ def misplaced(
 def _never_written(wrong: WrongLayer) -> str | None:
     rows = wrong.rows(wrong.first)
     held = wrong.found[wrong.first][rows].flatten()
-    if bool(held.isnan().all() or (held == held[0]).all()):
+    if bool((held == held[0]).all()):
         return f"store_kv: {len(rows)} tokens were never written"
     return None
 

@@ -67,7 +67,7 @@ def _wrong_units(wrong: WrongLayer) -> list[tuple[str, int]]:
 
 def _never_written(wrong: WrongLayer) -> str | None:
     held = [wrong.found[unit] for unit in _wrong_units(wrong)]
-    if all(bool(h.isnan().all() or (h == h.flatten()[0]).all()) for h in held):
+    if all(bool((h == h.flatten()[0]).all()) for h in held):
         return f"store: {len(held)} units were never written"
     return None
 

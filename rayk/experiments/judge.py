@@ -209,7 +209,7 @@ class CellJudge:
                 counts.first_divergence = (row.prompt_index, compared.first_divergence)
             if not compared.near_tie:
                 counts.num_token_mismatches += 1
-            findings.add("NEAR_TIE" if compared.near_tie else "TOKEN_MISMATCH", compared.reason)
+            findings.add(compared.verdict, compared.reason)
 
     def _check_logprobs(
         self, cell: Cell, outcomes: Sequence[CellOutcome], findings: Findings, counts: _Counts
@@ -227,6 +227,8 @@ class CellJudge:
         counts.measured |= _columns("", compared.output) | _columns("prompt_", compared.prompt)
         for reason in compared.reasons:
             findings.add("TOKEN_MISMATCH", reason)
+        for reason in compared.not_finite:
+            findings.add("NOT_FINITE", reason)
 
     def _check_values(
         self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _Counts
@@ -259,6 +261,8 @@ class CellJudge:
             counts.measured["max_kv_value_error_of_bound"] = max(share, compared.max_error_of_bound)
             if compared.mismatch is not None:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
+            if compared.not_finite:
+                findings.add("NOT_FINITE", f"kv_values: request {index}: {compared.not_finite}")
 
 
 def _handed_over(outcomes: Sequence[CellOutcome]) -> bool:

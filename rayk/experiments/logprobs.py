@@ -17,6 +17,7 @@ every choice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -114,6 +115,8 @@ class LogprobComparison:
     prompt: LogprobErrors
     reasons: tuple[str, ...]
     """What is wrong; nothing if all is within the bounds."""
+    not_finite: tuple[str, ...] = ()
+    """Requests of which the reference can say nothing."""
 
 
 def compare_logprobs(
@@ -129,6 +132,7 @@ def compare_logprobs(
     """
     output, prompt = _Tokens("output"), _Tokens("prompt")
     gaps: list[float] = []
+    not_finite: list[str] = []
     for row, own in zip_longest(rows, followed):
         exact, eager = references.scores(row.prompt_token_ids, row.output_token_ids)
         num_settled = 0
@@ -136,6 +140,11 @@ def compare_logprobs(
             # What rounding changes is still measured between the two that follow nobody.
             eager = _shifted(eager, exact, own.scores)
             exact, num_settled = own.scores, own.num_settled
+        if not all(map(math.isfinite, exact.prompt_logprobs + exact.output_logprobs)):
+            not_finite.append(
+                f"logprobs: request {row.prompt_index}: the reference's own are NaN or infinite"
+            )
+            continue
         assert row.output_logprobs is not None, f"request {row.prompt_index} reported no logprobs"
         output.add(row.prompt_index, row.output_logprobs, exact, eager, num_settled)
         gaps += exact.output_gaps
@@ -149,7 +158,7 @@ def compare_logprobs(
     reasons = [*wrong_outputs, *wrong_prompts]
     if is_greedy(sampling):
         reasons += _worse_choices(output, gaps, outputs.bound)
-    return LogprobComparison(outputs, prompts, tuple(reasons))
+    return LogprobComparison(outputs, prompts, tuple(reasons), tuple(not_finite))
 
 
 def is_greedy(sampling: SamplingParams) -> bool:

@@ -127,11 +127,12 @@ def measure(
     """The bound from eager's absolute errors, [any shape].
 
     `further`: its errors of like values that are not compared, or in a rougher dtype; they count where
-    `noise` is short. All-zero noise (eager is the exact run itself) leaves the floor. `routed`: ROUTED_TOKENS
-    or ROUTED_ROWS where experts are routed.
+    `noise` is short. All-zero noise (eager is the exact run itself) leaves the floor. Infinite errors, where
+    eager overflows, bound nothing: they do not count. `routed`: ROUTED_TOKENS or ROUTED_ROWS where experts
+    are routed.
     """
-    noise = noise.double().flatten()
-    further = noise if further is None or not further.numel() else further.double().flatten()
+    noise = _finite(noise)
+    further = noise if further is None or not further.numel() else _finite(further)
     own = noise.numel() / (noise.numel() + PRIOR_WEIGHT)
     typical = math.sqrt(own * rms(noise) ** 2 + (1 - own) * rms(further) ** 2)
     if typical == 0:
@@ -183,6 +184,11 @@ def broken(errors: torch.Tensor, bound: Bound) -> torch.Tensor:
         return errors > bound.worst
     over = excess(errors, bound)
     return torch.zeros_like(errors, dtype=torch.bool) if over is None else errors > over.limit
+
+
+def _finite(errors: torch.Tensor) -> torch.Tensor:
+    errors = errors.double().flatten()
+    return errors[errors.isfinite()]
 
 
 def rms(values: torch.Tensor) -> float:

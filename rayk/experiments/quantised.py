@@ -15,11 +15,12 @@ before they are rounded (References), which flips some steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rayk.experiments.compare import TokenComparison
+from rayk.experiments.compare import TokenComparison, gap_in_words
 from rayk.experiments.dequantised import dequantised, stored_kv
 from rayk.experiments.logprobs import Followed
 from rayk.experiments.references import References
@@ -95,12 +96,12 @@ def compare_forced(
         return TokenComparison(None)
     found = row.output_token_ids
     forced = references.forced(row.prompt_token_ids, found)
-    worst = max(range(len(found)), key=lambda i: forced[i].gap)
-    near = forced[worst].gap <= tolerance
-    off = f"at most {forced[worst].gap:.3g} logits below the reference's best (bound {tolerance:.3g})"
+    worst = max(range(len(found)), key=lambda i: (math.isnan(forced[i].gap), forced[i].gap))
+    near, is_finite = forced[worst].gap <= tolerance, not math.isnan(forced[worst].gap)
+    off = f"at most {gap_in_words(forced[worst].gap)} (bound {tolerance:.3g})"
     if expected is None:
         what = f"request {row.prompt_index}, token {worst}: {found[worst]}, teacher-forced {off}"
-        return TokenComparison(None if near else worst, False, what)
+        return TokenComparison(None if near else worst, False, what, is_finite)
     pairs = zip(found, expected, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(found), len(expected)))
     if len(found) != len(expected) and first >= min(len(found), len(expected)):
@@ -110,7 +111,7 @@ def compare_forced(
         f"request {row.prompt_index}, token {first}: {found[first]}, the aggregated engine's is "
         f"{expected[first]}; teacher-forced {off}"
     )
-    return TokenComparison(first, near, what)
+    return TokenComparison(first, near, what, is_finite)
 
 
 def follow(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ def _no_nan(data: Any) -> Any:
         return {k: _no_nan(v) for k, v in data.items()}
     if isinstance(data, list):
         return [_no_nan(v) for v in data]
-    return None if isinstance(data, float) and data != data else data
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def plotly_js() -> str:

@@ -168,13 +168,18 @@ def test_kv_that_no_logits_show_is_found_by_its_digest(checkpoint: Callable[...,
     assert recorders["p", 0].sum("rayk_not_finite_requests_total") == 1
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype"),
+    [("auto", "bfloat16"), ("auto", "float32"), ("fp8_e4m3", "float32"), ("nvfp4", "float32")],
+)
 def test_an_infinite_weight_passes_in_no_kv_format(
-    engine_of: Any, checkpoint: Callable[..., Path], tmp_path: Path, kv_dtype: str
+    engine_of: Any, checkpoint: Callable[..., Path], tmp_path: Path, kv_dtype: str, dtype: str
 ) -> None:
+    """On a CPU weights of bfloat16 are packed, out of sight."""
     name = "model.layers.1.self_attn.v_proj.weight"
     model = spoil(checkpoint("llama"), tmp_path, {name: (3, 7)}, value=float("inf"))
-    error = error_of(engine_of(model, kv_dtype=kv_dtype).generate([make_request("r", PROMPT, 3)])[0])
+    settings = {"kv_dtype": kv_dtype, "dtype": dtype}
+    error = error_of(engine_of(model, **settings).generate([make_request("r", PROMPT, 3)])[0])
     assert error.kv.startswith(("layer 1, v, head 0, token 0", "layer 1, v_scale, head 0, token 0"))
     assert error.weights
 

@@ -107,10 +107,6 @@ MISTAKES: dict[str, tuple[Callable[[Fields, Fields], Fields], str]] = {
     ),
     "other-request": (lambda f, b: dict(b), "left over: the state began with that of request 3"),
     "empty": (lambda f, b: {n: torch.zeros_like(t) for n, t in f.items()}, "12 units were never written"),
-    "nan": (
-        lambda f, b: f | {"conv_x": torch.full_like(f["conv_x"], torch.nan)},
-        "4 units were never written",
-    ),
     "decay": (
         lambda f, b: f | {"ssm": 1.01 * f["ssm"]},
         "4 units of ssm hold other values, the taps are right: the scan",

@@ -38,7 +38,8 @@ def compare_with_fault(
     routed = config.is_routed
     references = References(str(path), None, dtype, routed=routed)
     prompt = prompts[1]
-    with Pair.open(path, tp=(tp, 1), dtype=dtype) as pair:
+    # As a worker's memory is: what nobody wrote is zero.
+    with Pair.open(path, tp=(tp, 1), dtype=dtype, poison=0) as pair:
         engine_rank = pair.p.engine.ranks[rank]
         fault = PlantedFault(kind="wrong_kv", point=point, layer=layer)
         pair.p.run(lambda: commit(engine_rank.decoder, [fault]))
