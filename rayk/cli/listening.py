@@ -23,9 +23,10 @@ GUARDED, OPEN, OTHER = "guarded", "open", "other"
 _PATH = "/api/jobs/"
 """Of Ray's dashboard. Whatever else speaks HTTP asks for its token or key there, too."""
 _CALLS = (
-    *("NodeInfoGcsService/CheckAlive", "NodeManagerService/GetNodeStats", "RayletDriver/ClusterInfo"),
-    *("CoreWorkerService/GetCoreWorkerStats", "ReporterService/ReportOCMetrics"),
-    "ObjectManagerService/FreeObjects",
+    *("ray.rpc.NodeInfoGcsService/CheckAlive", "ray.rpc.NodeManagerService/GetNodeStats"),
+    *("ray.rpc.CoreWorkerService/GetCoreWorkerStats", "ray.rpc.ObjectManagerService/Pull"),
+    *("ray.rpc.ReporterService/ReportOCMetrics", "ray.rpc.RayletDriver/ClusterInfo"),
+    "ray.serve.ASGIService/HandleRequest",
 )
 """One call without effect of each of Ray's services: a server asks for its token in services it has alone."""
 _SCRIPTS = {"ray/dashboard/dashboard.py": "Ray's dashboard", "ray.util.client.server": "Ray's client server"}
@@ -55,14 +56,18 @@ class Answer:
     text: str
 
 
-def ray_ports() -> list[Port]:
+def ray_ports(root: int | None = None) -> list[Port]:
     """The ports of Ray's processes of this machine, of what these started, and of their drivers; where root
-    asks, also of other users'."""
+    asks, also of other users'. `root`: of this process and its descendants alone."""
     import ray  # noqa: F401 - brings psutil
     import psutil  # isort: skip
 
     found = []
-    for pid, program in sorted(_programs(psutil).items()):
+    programs = _programs(psutil)
+    if root is not None:
+        of_root = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
+        programs = {pid: program for pid, program in programs.items() if pid in of_root}
+    for pid, program in sorted(programs.items()):
         try:
             connections = psutil.Process(pid).net_connections("tcp")
         except psutil.Error:  # it has ended, or is another user's
@@ -154,7 +159,7 @@ def _ask_grpc(host: str, port: int) -> Answer | None:
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     with grpc.insecure_channel(where, options=[("grpc.enable_http_proxy", 0)]) as channel:
         for call in _CALLS:
-            code = _code(grpc, channel, f"/ray.rpc.{call}")
+            code = _code(grpc, channel, f"/{call}")
             if code is grpc.StatusCode.UNAUTHENTICATED:
                 return Answer(status=GUARDED, text="asks for a token (gRPC UNAUTHENTICATED)")
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):

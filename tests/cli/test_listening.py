@@ -71,7 +71,10 @@ def test_http(status: int, body: bytes, expected: str) -> None:
         assert ask("127.0.0.1", port).status == expected
 
 
-@pytest.mark.parametrize("service", ["NodeInfoGcs", "NodeManager", "CoreWorker", "Reporter", "RayletDriver"])
+@pytest.mark.parametrize(
+    "service",
+    ["NodeInfoGcs", "NodeManager", "CoreWorker", "ObjectManager", "Reporter", "RayletDriver", "ASGI"],
+)
 @pytest.mark.parametrize(
     ("code", "expected"), [(grpc.StatusCode.UNAUTHENTICATED, GUARDED), (grpc.StatusCode.OK, OPEN)]
 )
