@@ -25,6 +25,15 @@ BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_BYTES = 32
 _LOOPBACK = ("localhost", "127.0.0.1")
+CONNECT_S = 5.0
+"""How long a cluster's address may take to be connected to."""
+ANSWER_S = 20.0
+"""How long a cluster may take to say its first word there."""
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
+"""What begins every connection of gRPC, which Ray speaks: the preface of HTTP/2 and SETTINGS without any
+(RFC 9113, 3.4)."""
+_FRAME_HEAD, _KIND_AT, _SETTINGS = 9, 3, 4
+"""Of a frame of HTTP/2: bytes before its payload, where its type stands, and the type of the first."""
 
 Environment = dict[str, str | None]
 """Variables and their values; None: not set."""
@@ -88,17 +97,6 @@ def is_protected(address: str, token: str = "") -> bool | None:
                 return True
             raise _nobody(address, f"{error.code().name}: {error.details()}") from error
     return False
-
-
-CONNECT_S = 5.0
-"""How long a cluster's address may take to be connected to."""
-ANSWER_S = 20.0
-"""How long a cluster may take to say its first word there."""
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
-"""What begins every connection of gRPC, which Ray speaks: the preface of HTTP/2 and SETTINGS without any
-(RFC 9113, 3.4)."""
-_FRAME_HEAD, _KIND_AT, _SETTINGS = 9, 3, 4
-"""Of a frame of HTTP/2: bytes before its payload, where its type stands, and the type of the first."""
 
 
 def wanted_address(address: str | None) -> str | None:

@@ -64,7 +64,8 @@ class Joined:
                 f"the Ray cluster at {self.address} asks for no token: whoever reaches its ports can run "
                 "commands as its user (started with RAY_AUTH_MODE=token, it asks)"
             )
-        return f"the Ray cluster at {self.address} asks for a token"
+        pages = f", its pages at http://{self.pages} too" if self.pages else ""
+        return f"the Ray cluster at {self.address} asks for a token{pages}"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from ray import _raylet
 from ray._private import profiling, ray_constants, services, state
+from ray.exceptions import AuthenticationError
 
 from rayk.actors.environment import (
     BEYOND_LOOPBACK,
@@ -82,11 +83,14 @@ def joining(address: str) -> Iterator[str]:
 
 def _check_token(address: str) -> None:
     """Ray itself would try a wrong one for half a minute, and then not say that it is."""
-    loader = _core.AuthenticationTokenLoader.instance()
-    token = loader.get_raw_token() if loader.has_token() else ""
+    try:
+        token = _core.AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True)
+        why = "this is another" if token else "none is set"
+    except AuthenticationError as error:  # RAY_AUTH_TOKEN_PATH names no file, or an empty one
+        token, why = "", next(iter(str(error).splitlines()))
     if not token or is_protected(address, token):
         raise DeviceError(
-            f"the Ray cluster at {address} asks for a token; {'this is another' if token else 'none is set'}",
+            f"the Ray cluster at {address} asks for a token; {why}",
             where="RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN",
             mend="RAY_AUTH_TOKEN_PATH=FILE where `rayk serve --ray-token-file FILE` started it",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rayk.types.errors import UserError
@@ -24,6 +25,11 @@ class TokenFile:
         self.path = path.absolute()
         self._written: os.stat_result | None = None
 
+    @classmethod
+    def asked(cls, path: Path | None, *, is_own_cluster: bool) -> TokenFile | None:
+        """The one that was asked for, if any."""
+        return None if path is None else cls(path, is_own_cluster=is_own_cluster)
+
     def write(self, token: str) -> None:
         """Readable for this user alone. Raises UserError: somebody made the file meanwhile, or the disk."""
         try:
@@ -43,6 +49,11 @@ class TokenFile:
                 self.path.unlink()
         except FileNotFoundError:
             pass  # somebody removed it
+
+
+def removal_of(file: TokenFile | None) -> Callable[[], None]:
+    """What removes a file, if there is to be one."""
+    return (lambda: None) if file is None else file.remove
 
 
 def _exists(path: Path) -> UserError:

@@ -19,6 +19,10 @@ R = TypeVar("R")
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+TOKEN_FILE_HELP = (
+    "Keep the token of the local Ray cluster in this new file while it runs: RAY_AUTH_TOKEN_PATH=FILE opens "
+    "it for rayk top, dashboards and, with RAY_AUTH_MODE=token, for Ray's own commands."
+)
 WIDE = 160
 """Columns of a table that does not go to a terminal."""
 

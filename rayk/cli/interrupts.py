@@ -26,8 +26,9 @@ def exit_code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 @contextmanager
-def interrupts(on_first: Callable[[], None]) -> Iterator[None]:
-    """Within the block the first signal calls `on_first` and raises Interrupted; the next ends the process.
+def interrupts(on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within the block the first signal calls `on_first` and raises Interrupted; the next calls `at_once` and
+    ends the process.
 
     A process that ends so leaves its tables whole, and what it started ends by itself (see actors.sessions).
     """
@@ -40,6 +41,7 @@ def interrupts(on_first: Callable[[], None]) -> Iterator[None]:
         del frame
         received.append(signum)
         if len(received) > 1:
+            at_once()
             os._exit(128 + signum)
         on_first()
         raise Interrupted(signum)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayk.cli.guard import guarded, stderr, stdout
+from rayk.cli.guard import TOKEN_FILE_HELP, guarded, stderr, stdout
 from rayk.types.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
+    from rayk.actors.token_file import TokenFile
     from rayk.specs import LoadedSpec
 
 REASON_LINES = 3
@@ -34,6 +35,7 @@ def run(
         str | None,
         typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own]."),
     ] = None,
+    ray_token_file: Annotated[Path | None, typer.Option(help=TOKEN_FILE_HELP)] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="UNSUPPORTED cells fail the run.")] = False,
 ) -> None:
@@ -43,9 +45,20 @@ def run(
     2: the spec or the model is bad, nothing was started; or the disk is full. 130: interrupted (143: by
     SIGTERM). Finished cells are on disk and --resume continues.
     """
-    raise typer.Exit(
-        run_spec(spec, out, overrides=overrides or [], address=address, resume=resume, strict=strict)
+    from rayk.actors.environment import wanted_address
+    from rayk.actors.token_file import TokenFile
+
+    token_file = TokenFile.asked(ray_token_file, is_own_cluster=wanted_address(address) is None)
+    code = run_spec(
+        spec,
+        out,
+        overrides=overrides or [],
+        address=address,
+        resume=resume,
+        strict=strict,
+        token_file=token_file,
     )
+    raise typer.Exit(code)
 
 
 def run_spec(
@@ -56,6 +69,7 @@ def run_spec(
     address: str | None,
     resume: bool,
     strict: bool,
+    token_file: TokenFile | None = None,
 ) -> int:
     """Run the experiment and return the exit code. Raises UserError for bad input."""
     from rayk.specs import load_spec
@@ -69,6 +83,7 @@ def run_spec(
     except CheckpointError as error:
         raise _with_job(error, path) from error
 
+    from rayk.actors.token_file import removal_of
     from rayk.cli.interrupts import interrupts
     from rayk.cli.plain import print_table
     from rayk.cli.progress import RunProgress
@@ -78,8 +93,11 @@ def run_spec(
     progress = RunProgress()
     try:
         # Ray prints what befalls workers to stdout, which is for the table alone.
-        with contextlib.redirect_stdout(sys.stderr), interrupts(progress.interrupted), progress:
-            result = run_experiment(loaded, folder, address=address, resume=resume, progress=progress)
+        stopping = interrupts(progress.interrupted, at_once=removal_of(token_file))
+        with contextlib.redirect_stdout(sys.stderr), stopping, progress:
+            result = run_experiment(
+                loaded, folder, address=address, resume=resume, progress=progress, token_file=token_file
+            )
     except KeyboardInterrupt:
         stderr().print(f"{progress.summary()}: --out {folder} --resume continues", markup=False)
         raise

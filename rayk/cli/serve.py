@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import enum
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rayk.cli.guard import guarded
+from rayk.cli.guard import TOKEN_FILE_HELP, guarded
 
 
 class Http(enum.StrEnum):
@@ -133,6 +134,7 @@ def serve(
         str | None,
         typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own]."),
     ] = None,
+    ray_token_file: Annotated[Path | None, typer.Option(help=TOKEN_FILE_HELP)] = None,
 ) -> None:
     """Serve a checkpoint over HTTP as OpenAI's API does, until SIGINT or SIGTERM.
 
@@ -141,6 +143,7 @@ def serve(
     model, the options or the port are bad, nothing was started. 1: the server could not go on.
     """
     from rayk.actors.environment import check_address, wanted_address
+    from rayk.actors.token_file import TokenFile
     from rayk.serve.command import HttpOptions, check_http, serve_until_stopped
     from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server
 
@@ -175,6 +178,7 @@ def serve(
     )
     # Bad input is refused in a second: this needs neither torch nor Ray.
     cluster = wanted_address(address)
+    token_file = TokenFile.asked(ray_token_file, is_own_cluster=cluster is None)
     plan_server(options, is_local=cluster is None)
     front = check_http(front, is_local=cluster is None)
     if cluster is not None:
@@ -182,4 +186,5 @@ def serve(
     # Ray prints what befalls workers to stdout, which is for the ready line alone.
     ready = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        raise typer.Exit(serve_until_stopped(options, front, address=address, ready=ready))
+        code = serve_until_stopped(options, front, address=address, ready=ready, token_file=token_file)
+    raise typer.Exit(code)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rayk.actors.environment import wanted_address
 from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
+from rayk.actors.token_file import TokenFile
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.progress import MeteredProgress
 from rayk.models.config import DecoderConfig
@@ -99,6 +100,7 @@ def run_experiment(
     resume: bool = False,
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
+    token_file: TokenFile | None = None,
 ) -> Result:
     """Run a matrix into the folder `out` and return its tables.
 
@@ -139,7 +141,7 @@ def run_experiment(
                 progress.warn(f"the cells on disk were measured elsewhere or with other versions: {changed}")
             left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
             if any(not cell.unsupported for cell, _ in left):
-                _run_on_cluster(loaded, left, configs, writer, environment, address, progress)
+                _run_on_cluster(loaded, left, configs, writer, environment, address, progress, token_file)
             else:
                 for cell, _ in left:
                     _write_unsupported(cell, writer, progress)
@@ -176,15 +178,18 @@ def _run_on_cluster(
     environment: dict[str, Any],
     address: str | None,
     progress: Progress,
+    token_file: TokenFile | None,
 ) -> None:
     progress.phase("starting Ray")
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
 
     with (
-        launch.connect(address, about=_metadata(loaded, writer, len(left))) as joined,
+        launch.connect(address, about=_metadata(loaded, writer, len(left)), token_file=token_file) as joined,
         _in_metrics(progress, writer.directory.resolve().name, len(left), len(writer.finished)) as progress,
     ):
+        if token_file is not None or not joined.is_own:
+            (progress.warn if joined.is_open else progress.phase)(joined.in_words())
         available = launch.num_cluster_gpus()
         # The cluster's devices count, not those of the machine that drives it.
         device = "cuda" if available >= 1 else "cpu"

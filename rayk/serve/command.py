@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rayk.actors.environment import wanted_address
 from rayk.actors.naming import JOB_NAME, models_in_words
+from rayk.actors.token_file import TokenFile, removal_of
 from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.signals import StopSignals
@@ -62,7 +63,12 @@ def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
 
 
 def serve_until_stopped(
-    options: ServerOptions, front: HttpOptions, *, address: str | None, ready: TextIO
+    options: ServerOptions,
+    front: HttpOptions,
+    *,
+    address: str | None,
+    ready: TextIO,
+    token_file: TokenFile | None = None,
 ) -> int:
     """Serve until a signal; the exit code. The ready line goes to `ready`, all else to stderr.
 
@@ -72,7 +78,10 @@ def serve_until_stopped(
     note = note_unused_tensors(options.model)
     if note:
         _say(note)
-    stop = StopSignals(lambda: _say("stopping; running requests may end (again to end at once)"))
+    stop = StopSignals(
+        on_first=lambda: _say("stopping; running requests may end (again to end at once)"),
+        at_once=removal_of(token_file),
+    )
     with stop.handled():
         # Ray is imported here so that bad input is refused in a second.
         from rayk.actors import launch
@@ -81,9 +90,12 @@ def serve_until_stopped(
         _say("starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}")
         model = models_in_words([options.model])
         about = {"rayk": "server", "model": model, "url": url_of(front.host, front.port)}
-        with launch.connect(address, about=about | {JOB_NAME: f"rayk serve {model}"}):
+        about |= {JOB_NAME: f"rayk serve {model}"}
+        with launch.connect(address, about=about, token_file=token_file) as joined:
             if stop.received:
                 return 0
+            if cluster is not None or token_file is not None:
+                _say(joined.in_words())
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             settings = launch.fit_server(plan_server(options, device=device, is_local=False))
             return asyncio.run(_serve(settings, front, stop, ready, is_shared=cluster is not None))

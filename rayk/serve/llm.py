@@ -298,7 +298,9 @@ class _Engines:
             if not ray.is_initialized():
                 model = models_in_words([options.model])
                 about = {"rayk": "LLM", "model": model, JOB_NAME: f"rayk LLM {model}"}
-                self._stack.enter_context(launch.connect(address, about=about))
+                joined = self._stack.enter_context(launch.connect(address, about=about))
+                if joined.is_open:
+                    logging.getLogger("rayk").warning(joined.in_words())
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))
             name = fleet_name(self.settings.model.model_id)

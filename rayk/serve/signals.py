@@ -16,8 +16,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """Whether somebody asked this process to end. Of the main thread."""
 
-    def __init__(self, on_first: Callable[[], None]) -> None:
+    def __init__(self, on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> None:
+        """`at_once`: what must be done still before a second signal ends the process."""
         self._on_first = on_first
+        self._at_once = at_once
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.received = False
 
@@ -46,6 +48,7 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame
         if self.received:
+            self._at_once()
             os._exit(128 + signum)
         self.received = True
         self._on_first()

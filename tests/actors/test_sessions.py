@@ -80,3 +80,9 @@ def test_an_error_in_the_block_removes_the_folder_too(temporary: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not list(temporary.iterdir())
+
+
+def test_other_users_see_nothing_of_it(temporary: Path) -> None:
+    with session_folder() as inner:
+        Path(inner).chmod(0o777)  # as Ray does with what it is given
+        assert Path(inner).parent.stat().st_mode & 0o777 == 0o700
