@@ -34,6 +34,7 @@ from rayk.transfer.staging import StagingSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 from rayk.types.offload import OffloadSettings
+from rayk.types.waiting import busy
 
 END_S = 20.0
 """Deadline for all of them together."""
@@ -98,7 +99,7 @@ class Coordinator:
                     self._tiers.on_lost = run.tier_lost
                 await run.run(prompts)
         except TimeoutError:
-            outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))
+            outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s, busy()))
         except RaykError as error:
             outcome.errors.append(error)
         except Exception as error:  # noqa: BLE001 - one broken cell must not end the run

@@ -17,6 +17,7 @@ from rayk.actors.phases import stream_options
 from rayk.engine.leader import RequestEvent
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
+from rayk.types.waiting import busy
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class EngineHandle:
                 raise translate(error, self.name, node=self.node) from None
         if self.died in done:
             self.died.result()
-        raise DeadlineExceeded(f"{what} on {self.name}", timeout_s)
+        raise DeadlineExceeded(f"{what} on {self.name}", timeout_s, busy())
 
     async def call(self, command: object, timeout_s: float) -> list[Any]:
         """Run a command on every rank."""

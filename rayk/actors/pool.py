@@ -20,6 +20,7 @@ from rayk.actors.engines import translate
 from rayk.actors.nodes import EngineAsk, Node, may_be_on, plan_nodes, with_homes
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied, RaykError
+from rayk.types.waiting import busy
 
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ class WorkerPool:
             except TimeoutError:
                 for name in [n for n, s in self._slots_of(asks).items() if s.is_asked]:
                     self._free(name)  # others start in their place
-                raise DeadlineExceeded(self._waiting_for, FORM_S) from None
+                raise DeadlineExceeded(self._waiting_for, FORM_S, busy()) from None
             finally:  # also when the cell's deadline cancels this
                 for name in [n for n, s in self._slots_of(asks).items() if s.node is None or s.hangs]:
                     self._free(name)

@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 from rayk.cli.guard import stderr
+from rayk.types.waiting import Waiting
 
 STYLES = {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim"}
 
@@ -52,6 +53,7 @@ class RunProgress:
         self._num_here = 0
         """Cells that ran in this session."""
         self._first_began = 0.0
+        self._waiting = Waiting(lambda line: self.console.print(line, markup=False))
 
     def __enter__(self) -> RunProgress:
         self._bar.start()
@@ -63,6 +65,7 @@ class RunProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._waiting.end()
         self._bar.stop()
 
     def plan(self, num_cells: int, num_finished: int) -> None:
@@ -74,10 +77,11 @@ class RunProgress:
             self.console.print(f"resuming: {num_finished} of {num_cells} cells are on disk, {left}")
 
     def phase(self, text: str) -> None:
-        """The bar's words on a terminal, a line elsewhere."""
+        """The bar's words on a terminal; elsewhere a line, and more of them where it lasts."""
         self._bar.update(self._task, description=text)
-        if not self.console.is_terminal:
+        if not self.console.is_terminal:  # the bar says how long
             self.console.print(text, markup=False)
+            self._waiting.begin(text)
 
     def warn(self, text: str) -> None:
         """One line, as every diagnostic."""
@@ -85,6 +89,7 @@ class RunProgress:
 
     def interrupted(self) -> None:
         """A signal arrived: take the bar away and say what is going on."""
+        self._waiting.end()
         self._bar.stop()
         self.console.print("rayk: stopping the workers (once more to stop at once)")
 
@@ -96,6 +101,7 @@ class RunProgress:
 
     def begin(self, cell_id: str) -> None:
         """A cell starts."""
+        self._waiting.end()
         self._began = time.monotonic()
         self._first_began = self._first_began or self._began
         self._bar.update(self._task, description=cell_id)

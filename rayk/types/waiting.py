@@ -1,0 +1,58 @@
+"""Waits that people watch: what is waited for, for how long, and whether the machine is busy with more."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PAUSES_S = (10.0, 20.0, 30.0, 60.0)
+"""Before each line about one wait; the last one for all that follow."""
+
+
+def busy() -> dict[str, str]:
+    """For the detail of a DeadlineExceeded: nothing on a machine that is not."""
+    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    return {"load": f"{load:.1f} on {num_cores} cores"} if load > num_cores else {}
+
+
+class Waiting:
+    """Tells of one wait after another that lasts."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say`: from a thread of its own."""
+        self._say = say
+        self._over = threading.Event()
+
+    def begin(self, what: str) -> None:
+        """Another one; the one before is over."""
+        self.end()
+        self._over = threading.Event()
+        threading.Thread(target=self._tell, args=(what, self._over), name="waiting", daemon=True).start()
+
+    def end(self) -> None:
+        """It is over."""
+        self._over.set()
+
+    def _tell(self, what: str, over: threading.Event) -> None:
+        waited_s = 0.0
+        for number in itertools.count():
+            pause_s = PAUSES_S[min(number, len(PAUSES_S) - 1)]
+            if over.wait(pause_s):
+                return
+            waited_s += pause_s
+            more = "".join(f"; the machine is busy: {name} {value}" for name, value in busy().items())
+            self._say(f"{what}: {waited_s:.0f} s so far{more}")
+
+
+@contextmanager
+def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, tell of it should it last."""
+    wait = Waiting(say)
+    wait.begin(what)
+    try:
+        yield
+    finally:
+        wait.end()
