@@ -12,7 +12,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -25,6 +25,7 @@ help:
 	@echo "make serve-stress  1,000 requests of 64 streaming clients, every answer compared with transformers'"
 	@echo "make serve-chaos   the same for 5 minutes per family while ranks of the server are killed"
 	@echo "make serve-swap    the same of engines that swap all the time, also while their host tier is killed"
+	@echo "make attack      a server as a stranger finds it: ports, jobs, drivers, pickles, files, requests without the key"
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
@@ -93,6 +94,9 @@ serve-chaos: $(STAMP)
 
 serve-swap: $(STAMP)
 	$(BIN)/python jobs/serve_swap.py $(ARGS)
+
+attack: $(STAMP)
+	$(BIN)/python jobs/attack.py $(ARGS)
 
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: $(STAMP)

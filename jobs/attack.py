@@ -1,0 +1,363 @@
+"""Tries to get into a server as somebody on its machine who has neither its key nor its token.
+
+    python jobs/attack.py [--http serve|uvicorn]     starts `rayk serve` with a key, and attacks it
+    python jobs/attack.py --control                  the same attacks on Ray as it starts without a token
+
+Every port of the server's processes is asked for what it gives to strangers; jobs are submitted, drivers
+join, pickles are sent, files are read as another user (where root runs this), and requests come without the
+key, with hostile heads and bodies. A table says of each attack what it reached, and how it was refused.
+
+Exit status 1 where anything got in; with --control where an attack did not, which would prove nothing then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks  # noqa: E402
+from hetero_tp import write_models  # noqa: E402
+from rich.table import Table  # noqa: E402
+from serve_bench import stop, wait_ready  # noqa: E402
+
+from rayk.actors.wire import framed  # noqa: E402
+from rayk.cli.guard import run_guarded, stdout  # noqa: E402
+from rayk.cli.listening import NUM_PROBES, OPEN, Answer, Port, answers, ray_ports  # noqa: E402
+from rayk.cli.plain import print_table  # noqa: E402
+from rayk.types.errors import DeadlineExceeded  # noqa: E402
+
+MODEL = Path("checkpoints/attack/qwen3")
+START_S = 300.0
+ANSWER_S = 60.0
+"""For whatever is asked, and for what a stranger had run to show."""
+PICKLE_S = 5.0
+JOBS = ("/api/job_agent/jobs/", "/api/jobs/")
+KEEP = b"\x0a\x08stranger\x12\x01x\x22\x01x"
+"""InternalKVPutRequest: a key, a value and a namespace."""
+JOIN = "import ray; ray.init({address!r}, logging_level='ERROR'); print('joined', len(ray.nodes()), 'nodes')"
+
+
+@dataclass(kw_only=True)
+class Target:
+    """What is attacked."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    """The attacker's own."""
+    ports: Sequence[tuple[Port, Answer]]
+    is_loopback: bool
+
+    @property
+    def mark(self) -> Path:
+        """Whoever runs what a stranger sends leaves this file."""
+        return self.folder / "mark"
+
+    def where(self, program: str, word: str = "") -> list[str]:
+        """HOST:PORT of a program's ports, of whose answer `word` is a part."""
+        found = [p for p, answer in self.ports if p.program.startswith(program) and word in answer.text]
+        return [f"{reachable(p.host)}:{p.port}" for p in found]
+
+
+def reachable(host: str) -> str:
+    """Where a port that listens everywhere is called."""
+    return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(host, host)
+
+
+# --- attacks ------------------------------------------------------------------------------------------------
+
+
+def port_attacks(target: Target) -> Iterator[Try]:
+    """Ask each port of each process over HTTP, gRPC and as a line."""
+    for port, answer in target.ports:
+        where = f"{port.host}:{port.port}"
+        yield Try(f"be served by {port.program}", where, answer.text, got_in=answer.status == OPEN)
+
+
+def job_attacks(target: Target) -> Iterator[Try]:
+    """Submit a job to whatever speaks HTTP: Ray's job agent and dashboard run commands."""
+    for port, _ in [found for found in target.ports if "(HTTP" in found[1].text]:
+        for path in JOBS:
+            body = json.dumps({"entrypoint": f"touch {target.mark}"}).encode()
+            place = f"{reachable(port.host)}:{port.port}"
+            status, _ = send(place, "POST", path, body, {"Content-Type": "application/json"})
+            ran = status == 200 and appears(target.mark)
+            if status not in (404, 405):
+                yield Try(f"submit a job to {port.program}", place + path, f"HTTP {status}", got_in=ran)
+
+
+def join_attacks(target: Target) -> Iterator[Try]:
+    """Write to the GCS, and join the cluster as a driver."""
+    import grpc
+
+    for where in target.where("gcs_server", "gRPC"):
+        with grpc.insecure_channel(where) as channel:
+            try:
+                channel.unary_unary("/ray.rpc.InternalKVGcsService/InternalKVPut")(KEEP, timeout=ANSWER_S)
+            except grpc.RpcError as error:
+                yield Try("write to the GCS", where, f"gRPC {error.code().name}")
+            else:
+                yield Try("write to the GCS", where, "it was written", got_in=True)
+        for token in (None, secrets.token_hex(32)):
+            yield join(target, where, "without a token" if token is None else "with a wrong token", token)
+    if not target.where("Ray's client server"):  # where it is, its port is among the others
+        yield Try("join by Ray's client", "no port", "nothing listens for it")
+
+
+def join(target: Target, address: str, how: str, token: str | None) -> Try:
+    """Have a driver of another home join the cluster."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY")} | {
+        "HOME": str(target.folder)
+    }
+    if token is not None:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    if target.is_loopback:
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    command = [sys.executable, "-c", JOIN.format(address=address)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Try(f"join {how}", address, f"nothing within {ANSWER_S:g} s")
+    told = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return Try(f"join {how}", address, (told or ["?"])[-1][:100], got_in=done.returncode == 0)
+
+
+def pickle_attacks(target: Target) -> list[Try]:
+    """Send pickles that run a command to every port, as they are and as frames of a line."""
+
+    def send_to(port: Port) -> Try:
+        where, mark = (reachable(port.host), port.port), target.folder / f"mark-{port.port}"
+        bomb = pickle.dumps(Bomb(str(mark)))
+        for dress in (bomb, framed(bomb), bytes(32) + bytes(32) + framed(bomb)):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(where, timeout=PICKLE_S) as connection,
+            ):
+                connection.sendall(dress)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass  # until it has done with them
+        ran = mark.exists()
+        told = "it ran" if ran else "nothing ran"
+        return Try(f"have {port.program} unpickle", f"{where[0]}:{where[1]}", told, got_in=ran)
+
+    with ThreadPoolExecutor(NUM_PROBES) as pool:
+        return list(pool.map(send_to, [port for port, _ in target.ports]))
+
+
+class Bomb:
+    """Leaves the mark where it is unpickled."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def http_attacks(place: str, key: str) -> Iterator[Try]:
+    """Requests without the key: what needs it, keys that are nearly right, hostile heads and bodies."""
+    prompt = json.dumps({"model": "qwen3", "prompt": [1, 2], "max_tokens": 1}).encode()
+    asks: list[tuple[str, str, bytes, dict[str, str]]] = [
+        *(
+            ("GET", path, b"", {})
+            for path in ("/v1/models", "/metrics", "/engines", "/openapi.json", "/docs")
+        ),
+        *(("POST", path, prompt, {}) for path in ("/v1/completions", "/v1/chat/completions")),
+        ("POST", "/engines/decode0/role", b'{"role": "prefill"}', {}),
+        ("GET", "/health/../v1/models", b"", {}),
+        ("GET", "//v1/models", b"", {}),
+        ("GET", f"/v1/models?api_key={key[:-1]}", b"", {}),
+        ("POST", "/v1/completions", b"[" * 100_000, {}),
+        ("POST", "/v1/completions", b"", {"Content-Length": "9" * 18}),
+        ("POST", "/v1/completions", b"0" * (9 << 20), {}),
+        ("GET", "/v1/models", b"", {"X-Padding": "x" * (1 << 20)}),
+        *(("GET", "/v1/models", b"", {"Authorization": word}) for word in wrong_keys(key)),
+    ]
+    for method, path, body, headers in asks:
+        status, _ = send(place, method, path, body, headers)
+        about = next((f" with {name}: {value[:40]}" for name, value in headers.items()), "")
+        size = f" of {len(body):,} bytes" if body else ""
+        what = f"{method} {path}{about}{size}".replace(key[:-1], "KEY")
+        refused = f"HTTP {status}" if status else "the connection was closed"
+        yield Try("ask without the key", what, refused, got_in=200 <= status < 300)
+    status, told = send(place, "GET", "/health", b"", {})
+    is_bare = status == 200 and json.loads(told) == {"status": "ready"}
+    yield Try(
+        "learn from /health", "still ready, after all this", f"HTTP {status} {told[:80]!r}", not is_bare
+    )
+
+
+def wrong_keys(key: str) -> tuple[str, ...]:
+    """Nearly the key."""
+    return "Bearer", f"Bearer {key[:-1]}", f"Bearer {key}x", f"Basic {key}", key
+
+
+def send(place: str, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    """The status and body of an answer; 0 where the connection ends without one."""
+    connection = http.client.HTTPConnection(place, timeout=ANSWER_S)
+    try:
+        connection.request(method, path, body or None, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def appears(mark: Path) -> bool:
+    """Whether the mark is left, which is taken away then."""
+    until = time.monotonic() + ANSWER_S
+    while not mark.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    mark.unlink()
+    return True
+
+
+# --- what is attacked ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def a_server(front: str, folder: Path, key: str) -> Iterator[tuple[Target, str]]:
+    """`rayk serve` with a key, prefilling at TP 2, and its HOST:PORT."""
+    write_models(MODEL.parent, {MODEL.name: ("qwen3", {})})
+    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(MODEL), "--port", "0", "--http", front]
+    command += ["--prefill-tp", "2", "--decode-tp", "1"]
+    command += ["--set", "engine.comm=gloo"]  # the other way of two ranks is attacked by itself
+    environment = os.environ | {"RAYK_API_KEY": key, "TMPDIR": str(folder)}
+    log = folder / "log"
+    with log.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        try:
+            url = wait_ready(process, START_S, log)
+            yield aimed_at(process, folder), urlsplit(url).netloc
+        finally:
+            stop(process)
+
+
+@contextmanager
+def a_plain_cluster(folder: Path) -> Iterator[Target]:
+    """Ray as `ray start --head` starts it where no token is asked for."""
+    ports = free_ports(4)
+    words = ("--port", "--dashboard-port", "--dashboard-agent-listen-port", "--ray-client-server-port")
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=1"]
+    command += [f"{word}={port}" for word, port in zip(words, ports, strict=True)]
+    command += [f"--temp-dir={folder / 'ray'}", "--node-ip-address=127.0.0.1"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY")} | {
+        "RAY_AUTH_MODE": "disabled"
+    }
+    with (folder / "log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment)
+        try:
+            until = time.monotonic() + START_S
+            while not all(map(is_open, ports)):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise DeadlineExceeded("the start of Ray", START_S, {"log": str(folder / "log")})
+                time.sleep(0.5)
+            yield aimed_at(process, folder)
+        finally:
+            process.terminate()
+            process.wait(ANSWER_S)
+
+
+def is_open(port: int) -> bool:
+    """Whether somebody listens on loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+def aimed_at(process: subprocess.Popen[str], folder: Path) -> Target:
+    """The ports of a process and its descendants, asked what they give."""
+    found = list(answers(ray_ports(process.pid)))
+    is_loopback = all(port.is_loopback for port, _ in found if port.program == "gcs_server")
+    return Target(process=process, folder=folder, ports=found, is_loopback=is_loopback)
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+
+def attack_server(front: str, folder: Path) -> list[Try]:
+    """All attacks on a server of its own."""
+    key = secrets.token_hex(16)
+    with a_server(front, folder, key) as (target, place):
+        of_gcs = next(port.pid for port, _ in target.ports if port.program == "gcs_server")
+        token = environment_of(of_gcs)["RAY_AUTH_TOKEN"]
+        pids = [of_gcs, *sorted({port.pid for port, _ in target.ports})]
+        session = next(folder.glob("rayk-*"))
+        return [
+            *port_attacks(target),
+            *job_attacks(target),
+            *join_attacks(target),
+            *pickle_attacks(target),
+            *shm_attacks(),
+            *file_attacks(session, pids, (key, token)),
+            *index_attack(folder / "hostile"),
+            *http_attacks(place, key),
+        ]
+
+
+def attack_ray(folder: Path) -> list[Try]:
+    """What of them Ray itself has to refuse, on a cluster that refuses nobody."""
+    with a_plain_cluster(folder) as target:
+        tries = [*port_attacks(target), *job_attacks(target), *join_attacks(target)]
+    return [t for t in tries if "metrics" not in t.refused and "no HTTP" not in t.refused]
+
+
+def show(tries: Sequence[Try]) -> None:
+    """The table."""
+    table = Table(title="attacks", title_justify="left")
+    for name in ("attack", "reached", "refused", ""):
+        table.add_column(name, overflow="fold")
+    for t in tries:
+        table.add_row(t.attack, t.reached, t.refused, "GOT IN" if t.got_in else "")
+    print_table(stdout(), table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--http", choices=("serve", "uvicorn"), default="serve", help="the front")
+    parser.add_argument("--control", action="store_true", help="attack a plain Ray cluster without a token")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="atk-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # what is in it has to be closed by itself
+        tries = attack_ray(folder) if options.control else attack_server(options.http, folder)
+    show(tries)
+    num_in = sum(t.got_in for t in tries)
+    print(f"{num_in} of {len(tries)} attacks got in")
+    return int(num_in < len(tries)) if options.control else int(num_in > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))

@@ -1,0 +1,61 @@
+"""jobs/attack.py: it gets in where nothing is asked for, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from jobs import attack  # first: it finds the modules beside it
+from rayk.oracle.tokenizer import build_tokenizer
+from rayk.serve.app import make_app
+from rayk.serve.limits import HttpSettings
+from rayk.serve.text import Text
+from rayk.types.serving import ModelCard
+from tests.completer import ScriptedCompleter, serve, tokens_then_end
+
+KEY = "0123456789abcdef"
+CARD = ModelCard(model_id="qwen3", folder="nowhere", vocab_size=300, max_positions=64)
+LIMIT_S = 800
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_requests_get_in_where_no_key_is_asked_for(is_asked: bool) -> None:
+    completer = ScriptedCompleter(CARD, tokens_then_end([70]))
+    text = Text(build_tokenizer(CARD.vocab_size, adds_bos=False))
+    settings = HttpSettings(api_key=KEY if is_asked else None)
+    with serve(make_app(completer, settings, text=text)) as url:
+        tries = list(attack.http_attacks(urlsplit(url).netloc, KEY))
+    assert len(tries) > 15
+    got_in = {t.attack for t in tries if t.got_in}
+    assert got_in == (set() if is_asked else {"ask without the key", "learn from /health"})
+    assert not any(KEY in t.reached or KEY in t.refused for t in tries)
+
+
+def test_a_pickle_that_is_taken_leaves_the_mark(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(attack.Bomb(str(tmp_path / "mark"))))  # noqa: S301 - our own
+    assert attack.appears(tmp_path / "mark")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("options", [("--http", "serve"), ("--http", "uvicorn"), ("--control",)])
+def test_nothing_gets_in_but_where_nothing_is_asked_for(options: tuple[str, ...], tmp_path: Path) -> None:
+    script = Path(attack.__file__)
+    done = subprocess.run(
+        [sys.executable, str(script), *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(script.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for what in ("submit a job", "write to the GCS", "join without a token", "be served by raylet"):
+        assert what in done.stdout
