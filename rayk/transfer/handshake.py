@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,10 @@ PROTOCOL_VERSION = 3
 DIGEST_VERSION = 3
 ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
+MAX_BLOCK_ROWS = 1 << 20
+"""Rows of a block: what is planned takes memory by the row."""
+MAX_BLOCKS = 1 << 31
+"""Descriptors are counted in int32."""
 Facts = dict[str, str]
 """Name -> value of what must agree."""
 
@@ -128,8 +132,14 @@ def check_sides(
 
 
 def check_engine(descriptions: Sequence[CacheDescription]) -> None:
-    """All ranks of one life of one engine are there, in order. Raises HandshakeMismatch."""
+    """All ranks of one life of one engine are there, in order, and each tells of a cache that there can be.
+    Raises HandshakeMismatch."""
     first = descriptions[0]
+    for description in descriptions:
+        impossible = list(_impossible(description.geometry))
+        if impossible:
+            where = f"of {description.engine} rank {description.tp_rank}"
+            raise HandshakeMismatch(tuple((f"{name} {where}", a, b) for name, a, b in impossible))
     wanted = [str(r) for r in range(first.tp_size)]
     found = [str(d.tp_rank) for d in descriptions]
     if found != wanted:
@@ -146,6 +156,28 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
         ]
         if named:
             raise HandshakeMismatch(tuple(named))
+
+
+def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
+    """(name, found, allowed) of what would be planned with, or read outside of the rank's pages."""
+    if not 2 <= rank.num_blocks <= MAX_BLOCKS:
+        yield "num_blocks", str(rank.num_blocks), f"2 .. {MAX_BLOCKS}"
+    for index, group in enumerate(rank.groups):
+        if not 1 <= group.rows <= MAX_BLOCK_ROWS:
+            yield f"rows of a block in group {index}", str(group.rows), f"1 .. {MAX_BLOCK_ROWS}"
+        elif group.kernel_block_size < 1 or group.rows % group.kernel_block_size:
+            yield (
+                f"rows of a kernel block in group {index}",
+                str(group.kernel_block_size),
+                f"parts of {group.rows}",
+            )
+        else:
+            last = len(group.group.layers) - 1, rank.num_blocks * group.kernel_blocks_per_block - 1
+            for f in group.fields:
+                end = f.address(*last, len(f.units) - 1, group.kernel_block_size - 1) + f.field.row_bytes
+                strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride
+                if min(strides) < 0 or end > rank.pages_bytes:
+                    yield f"end of {f.field.name} in group {index}", str(end), f"at most {rank.pages_bytes}"
 
 
 def _differences(ours: Facts, theirs: Facts) -> list[tuple[str, str, str]]:

@@ -107,6 +107,8 @@ class PreparedReads:
         return _prepare(self._agent, self._producers[pattern.producer_rank], self._me, pattern)
 
     def _shrink(self) -> None:
+        if len(self._kept) <= self._max_kept:
+            return
         unused = [key for key, prepared in self._kept.items() if not prepared.num_users]
         for key in unused[: max(0, len(self._kept) - self._max_kept)]:
             self._agent.forget(self._kept.pop(key).handle)

@@ -44,10 +44,13 @@ class _Wiring:
             if state is not TransferState.DONE:
                 self._fail(rank, "the read failed")
         if self._reads and time.monotonic() > self._until:
-            # Their slots stay taken: the bytes may still come.
             self._fail(min(self._reads), "it does not answer")
-            self._reads.clear()
+            return True
         return not self._reads
+
+    def left(self) -> list[tuple[Transfer, list[int]]]:
+        """Reads that have not ended, and their slots: the bytes may still come."""
+        return list(self._reads.values())
 
     def _post(self, rank: int, handle: Handle) -> None:
         slots = self._landing.take(1)
@@ -76,17 +79,20 @@ class Wirings:
         self._landing = landing
         self._name = name
         self._open: dict[str, _Wiring] = {}
+        self._late: list[tuple[Transfer, list[int]]] = []
+        """Reads that nobody waits for any more, and their slots."""
 
     def step(self, engine: str, handles: Mapping[int, Handle], timeout_s: float) -> bool:
         """Begin, or look how far it is; whether all ranks have answered. Raises TransferError naming one that
         does not, or has not `timeout_s` after the beginning."""
+        self._take_back()
         if engine not in self._open:
             until = time.monotonic() + timeout_s
             self._open[engine] = _Wiring(self._agent, self._landing, handles, until)
         wiring = self._open[engine]
         if not wiring.is_over():
             return False
-        del self._open[engine]
+        self.forget(engine)
         if wiring.problem is not None:
             rank, why = wiring.problem
             reason = f"rank {rank} cannot be read from: {why}"
@@ -94,5 +100,16 @@ class Wirings:
         return True
 
     def forget(self, engine: str) -> None:
-        """It is gone."""
-        self._open.pop(engine, None)
+        """It is gone, or all is known of it."""
+        wiring = self._open.pop(engine, None)
+        self._late += wiring.left() if wiring is not None else []
+
+    def _take_back(self) -> None:
+        """Slots of late reads that have ended."""
+        late, self._late = self._late, []
+        for transfer, slots in late:
+            if self._agent.poll(transfer) is TransferState.PENDING:
+                self._late.append((transfer, slots))
+            else:
+                self._agent.release(transfer)
+                self._landing.give_back(slots)

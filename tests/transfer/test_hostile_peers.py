@@ -27,7 +27,7 @@ from rayk.transfer.push_messages import (
     decode_push,
 )
 from rayk.transfer.ticket import Reservation, TransferTicket
-from rayk.types.errors import RaykError, TransferError
+from rayk.types.errors import HandshakeMismatch, RaykError, TransferError
 from tests.transfer.cluster import Pair, Shape, local_pair
 
 TABLES = [[3, 7, 5]]
@@ -231,3 +231,39 @@ def test_tables_of_either_side_are_looked_at_where_they_are_used():
     for tables in ([TABLES, [[1, 0, 3]]], [TABLES, [[1]]], [TABLES, []], [[["a", "b", "c"]], OWN]):
         with pytest.raises(RaykError, match="table|null block"):
             plan.lower(10, *tables)
+
+
+def told(pair: Pair, **changes: Any) -> list[Any]:
+    """The producer's descriptions, with another geometry: of the rank, its group or the first field."""
+    (known,) = pair.producer.descriptions
+    (group,) = known.geometry.groups
+    parts: dict[str, dict[str, Any]] = {"field": {}, "spec": {}, "group": {}, "rank": {}}
+    for name, value in changes.items():
+        where, _, what = name.partition("_")
+        parts[where][what] = value
+    spec = replace(group.group.spec, **parts["spec"])
+    fields_ = (replace(group.fields[0], **parts["field"]), *group.fields[1:])
+    other = replace(group, group=replace(group.group, spec=spec), fields=fields_, **parts["group"])
+    return [replace(known, geometry=replace(known.geometry, groups=(other,), **parts["rank"]))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spec_block_size": 2**40, "group_kernel_block_size": 2**40}, "rows of a block in group 0"),
+        ({"spec_block_size": 0}, "rows of a block in group 0"),
+        ({"group_kernel_block_size": 3}, "rows of a kernel block in group 0"),
+        ({"rank_num_blocks": 2**40}, "num_blocks"),
+        ({"rank_num_blocks": 0}, "num_blocks"),
+        ({"field_offset": -8}, "end of k in group 0"),
+        ({"field_block_stride": 2**20}, "end of k in group 0"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_cannot_be_is_refused_at_the_handshake(changes: dict[str, Any], message: str):
+    pair, ticket = ready()
+    (rank,) = pair.consumer.ranks
+    with pytest.raises(HandshakeMismatch, match=f"{message} of p rank 0"):
+        rank.connect(told(pair, **changes), pair.consumer.descriptions)
+    pair.start(ticket, OWN)
+    assert all(o.ok for o in pair.finish(ticket).values()), "the link that was there is there"

@@ -43,3 +43,17 @@ def test_a_rank_that_is_gone_is_named():
         wire(pair.consumer.ranks[0], 60.0)
     landing = pair.consumer.ranks[0]._landing
     assert landing._slots.num_free_blocks == landing.num_slots - 1
+
+
+def test_a_late_answer_gives_its_room_back():
+    pair = local_pair(Shape(tp=(2, 1)), delay_polls=10**9)
+    (rank,) = pair.consumer.ranks
+    with pytest.raises(TransferError, match="it does not answer"):
+        wire(rank, 0.0)
+    landing = rank._landing
+    assert landing._slots.num_free_blocks == landing.num_slots - 3, "the bytes may still come"
+    for flight in rank._agent._in_flight.values():  # type: ignore[attr-defined]
+        flight.polls_left = 0
+    with pytest.raises(TransferError, match="it does not answer"):
+        wire(rank, 0.0)
+    assert landing._slots.num_free_blocks == landing.num_slots - 3, "of the new ones"
