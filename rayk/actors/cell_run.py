@@ -20,7 +20,7 @@ from rayk.actors.request_meter import report_request
 from rayk.actors.sampled import with_seed
 from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
-from rayk.kv.manager import Ledger
+from rayk.kv.usage import Ledger
 from rayk.metrics import BufferedSink, NullSink
 from rayk.sched.asking import Asker, new_secret
 from rayk.sched.loads import LoadBook

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.actors.lines import LineAddress
-from rayk.kv.manager import Ledger
+from rayk.kv.usage import Ledger
 from rayk.types.config import EngineConfig
 from rayk.types.errors import RaykError
 

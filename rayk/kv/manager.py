@@ -15,22 +15,8 @@ from rayk.kv.block_tables import BlockTable, live_part, num_real, since_in
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.prefix_cache import Elsewhere, PrefixCache, PrefixKeys, Since
 from rayk.kv.specs import KVCacheSpec, max_live_blocks
+from rayk.kv.usage import BlockUsage, Ledger, Tables
 from rayk.types.allocator import BlockUpdates
-
-
-@dataclass(frozen=True, slots=True)
-class Ledger:
-    """Blocks that were put aside for a transfer: under a lease, or reserved for tokens that come."""
-
-    num_leased: int
-    """Ever since the engine was formed."""
-    num_freed: int
-    """Of these, given back."""
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that are put aside now."""
-        return self.num_leased - self.num_freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +68,7 @@ class KVCacheManager:
         self._reserved: dict[str, int] = {}
         """Requests whose tables were reserved -> blocks at that time."""
         self._num_leased = self._num_freed = 0
+        self._usage = BlockUsage(len(groups))
 
     @property
     def ledger(self) -> Ledger:
@@ -102,10 +89,11 @@ class KVCacheManager:
         if sum(missing) > self.pool.num_free_blocks:
             return None
         updates = []
-        for table, count in zip(tables, missing, strict=True):
+        for index, (table, count) in enumerate(zip(tables, missing, strict=True)):
             start = len(table.blocks)
             if count:
                 table.blocks += self.pool.allocate(count, after=table.blocks[-1] if start else None)
+                self._usage.hold(index, table.blocks[start:])
             updates.append((start, tuple(table.blocks[start:])))
         self._tables[request_id] = tables
         return tuple(updates)
@@ -128,12 +116,22 @@ class KVCacheManager:
             first = num_tokens // g.spec.block_size - len(blocks)
             table = [NULL_BLOCK] * first + blocks
             tables.append(BlockTable(table, first, len(table), self.prefixes.since(g.index, table)))
-        self._tables[request_id] = tables
+        self._take(request_id, tables)
         return num_tokens
 
     def unmatch(self, request_id: str) -> None:
         """The request cannot go on yet: it gives back what `match` found."""
-        for t in self._tables.pop(request_id):
+        self._give_back(self._tables.pop(request_id))
+
+    def _take(self, request_id: str, tables: list[BlockTable]) -> None:
+        """A request has tables from now on, whose blocks the pool has handed out."""
+        self._tables[request_id] = tables
+        for index, t in enumerate(tables):
+            self._usage.hold(index, t.blocks)
+
+    def _give_back(self, tables: Tables, *, leased: bool = False) -> None:
+        for index, t in enumerate(tables):
+            self._usage.drop(index, t.blocks, leased=leased)
             self.pool.free(t.blocks)
 
     def remember(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
@@ -291,13 +289,14 @@ class KVCacheManager:
         tables = [list(table) for table in found.tables]
         for (group, index, _), block in zip(found.missing, fresh, strict=True):
             tables[group][index] = block
-        self._tables[name] = []
+        made: list[BlockTable] = []
         for g, blocks in zip(self.groups, tables, strict=True):
             first = next((i for i, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))
             pairs = zip(found.missing, found.since, strict=True)
             filled = {index: rows for (group, index, _), rows in pairs if group == g.index}
             since = self.prefixes.since(g.index, blocks, filled)
-            self._tables[name].append(BlockTable(blocks, first, first, since, filled))
+            made.append(BlockTable(blocks, first, first, since, filled))
+        self._take(name, made)
         return self.block_tables(name)
 
     def reserve_live(
@@ -326,7 +325,7 @@ class KVCacheManager:
             return None
         for g, t in zip(self.groups, tables, strict=True):
             t.blocks += self.pool.allocate(-(-num_tokens // g.spec.block_size) - len(t.blocks))
-        self._tables[request_id] = tables
+        self._take(request_id, tables)
         self._reserved[request_id] = needed
         self._num_leased += needed
         return tuple((0, tuple(t.blocks)) for t in tables)
@@ -340,9 +339,10 @@ class KVCacheManager:
 
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
         """Free blocks wholly before the live rows of their group."""
-        for g, t in zip(self.groups, self._tables[request_id], strict=True):
+        for index, (g, t) in enumerate(zip(self.groups, self._tables[request_id], strict=True)):
             first = g.spec.live_rows(num_computed_tokens).start // g.spec.block_size
             if first > t.num_trimmed:
+                self._usage.drop(index, t.blocks[t.num_trimmed : first])
                 self.pool.free(t.blocks[t.num_trimmed : first])
                 t.blocks[t.num_trimmed : first] = [NULL_BLOCK] * (first - t.num_trimmed)
                 t.num_trimmed = first
@@ -354,8 +354,7 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Give back what the request holds; unknown requests hold nothing."""
         self._keys.pop(request_id, None)
-        for t in self._tables.pop(request_id, []):
-            self.pool.free(t.blocks)
+        self._give_back(self._tables.pop(request_id, []))
         self._num_freed += self._reserved.pop(request_id, 0)
 
     def unreserve(self, request_id: str) -> None:
@@ -368,6 +367,7 @@ class KVCacheManager:
         assert lease_id not in self._leases, f"lease {lease_id} exists"
         self._keys.pop(request_id, None)
         self._leases[lease_id] = self._tables.pop(request_id)
+        self._usage.change_hands(self._leases[lease_id], leased=True)
         self._num_leased += num_real(self._leases[lease_id])
         self._num_freed += self._reserved.pop(request_id, 0)
 
@@ -376,6 +376,7 @@ class KVCacheManager:
         assert request_id not in self._tables, f"{request_id} has blocks already"
         assert lease_id not in self._shared, f"the blocks of lease {lease_id} are another request's"
         self._tables[request_id] = self._leases.pop(lease_id)
+        self._usage.change_hands(self._tables[request_id], leased=False)
         self._num_freed += num_real(self._tables[request_id])
 
     def share_lease(
@@ -395,8 +396,9 @@ class KVCacheManager:
                 shared.append(part)
         if len(shared) < len(self.groups):
             return None
-        for part in shared:
+        for index, part in enumerate(shared):
             self.pool.share(part.blocks[part.num_trimmed :])
+            self._usage.hold(index, part.blocks, leased=True)
         self._leases[lease_id] = shared
         self._shared.add(lease_id)
         self._num_leased += num_real(shared)
@@ -407,8 +409,7 @@ class KVCacheManager:
         tables = self._leases.pop(lease_id, [])
         self._shared.discard(lease_id)
         self._num_freed += num_real(tables)
-        for t in tables:
-            self.pool.free(t.blocks)
+        self._give_back(tables, leased=True)
 
     def forget(self, blocks: Collection[int] | None = None) -> int:
         """These blocks, or all, are not found any more, whoever holds them. How many were to be found."""
@@ -438,17 +439,9 @@ class KVCacheManager:
     def count_blocks(self) -> dict[str, dict[str, int]]:
         """How many blocks are used (by requests) and leased, by group's index; "pool": all, each counted
         once, free and cached (free, but to be found) ones too."""
-        used: list[set[int]] = [set() for _ in self.groups]
-        leased: list[set[int]] = [set() for _ in self.groups]
-        for tables in self._tables.values():
-            for index, t in enumerate(tables):
-                used[index].update(t.blocks)
-        for lease in self._leases.values():
-            for index, t in enumerate(lease):
-                leased[index].update(t.blocks)
         counts = {
-            str(index): {"used": len(u - {NULL_BLOCK}), "leased": len(held - u - {NULL_BLOCK})}
-            for index, (u, held) in enumerate(zip(used, leased, strict=True))
+            str(index): {"used": self._usage.num_used(index), "leased": self._usage.num_leased(index)}
+            for index in range(len(self.groups))
         }
         num_free, num_cached = self.pool.num_free_blocks, self.pool.num_cached_blocks
         num_leased = sum(c["leased"] for c in counts.values())
@@ -469,6 +462,7 @@ class KVCacheManager:
         """Tables and leases hold exactly the pool's references, and the ledger adds up. AssertionError
         otherwise."""
         self.pool.check_integrity()
+        self._usage.check(self._tables.values(), self._leases.values())
         held: Counter[int] = Counter()
         for tables in (*self._tables.values(), *self._leases.values()):
             for t in tables:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayk.kv.manager import Ledger
+from rayk.kv.usage import Ledger
 from rayk.types.request import FinishReason
 from tests.actors.cases import Model, stubborn_agents
 from tests.pd import Pair, Side, make_request, wait_until

@@ -92,7 +92,16 @@ def reuse(num_blocks: int) -> Callable[[], object]:
     return step
 
 
-@pytest.mark.parametrize("begin", [decode, reuse])
+def tell(num_blocks: int) -> Callable[[], object]:
+    """Metrics ask what is held, where nearly all is."""
+    manager = KVCacheManager([KVCacheGroup(0, full(4), (0,), 1)], num_blocks)
+    for i in range(NUM_REQUESTS):
+        assert manager.extend(f"r{i}", num_blocks // NUM_REQUESTS * 4 - 4) is not None
+    manager.lease("r0", "lease")
+    return manager.count_blocks
+
+
+@pytest.mark.parametrize("begin", [decode, reuse, tell])
 @pytest.mark.parametrize("count", [num_opcodes, num_bytes])
 def test_a_step_costs_the_same_in_a_large_pool(
     begin: Callable[[int], Callable[[], object]], count: Callable[[Callable[[], object]], int]

@@ -1,0 +1,89 @@
+"""How many blocks requests and leases hold: counted as they change, since metrics ask all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rayk.kv.block_pool import NULL_BLOCK
+from rayk.kv.block_tables import BlockTable
+
+Tables = Sequence[BlockTable]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Blocks that were put aside for a transfer: under a lease, or reserved for tokens that come."""
+
+    num_leased: int
+    """Ever since the engine was formed."""
+    num_freed: int
+    """Of these, given back."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are put aside now."""
+        return self.num_leased - self.num_freed
+
+
+class BlockUsage:
+    """By group; each block is counted once, however many tables it is in."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._used: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        """Block -> tables of requests that it is in."""
+        self._leased: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        """The same of leases."""
+        self._num_both = [0] * num_groups
+
+    def hold(self, group: int, blocks: Iterable[int], *, leased: bool = False) -> None:
+        """These are in another table from now on; null blocks are passed over."""
+        here, other = self._sides(group, leased)
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            before = here.get(block, 0)
+            here[block] = before + 1
+            if not before and block in other:
+                self._num_both[group] += 1
+
+    def drop(self, group: int, blocks: Iterable[int], *, leased: bool = False) -> None:
+        """They are in one table fewer."""
+        here, other = self._sides(group, leased)
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            left = here[block] - 1
+            if left:
+                here[block] = left
+                continue
+            del here[block]
+            if block in other:
+                self._num_both[group] -= 1
+
+    def change_hands(self, tables: Tables, *, leased: bool) -> None:
+        """A request's tables become a lease's, or the other way round."""
+        for group, table in enumerate(tables):
+            self.hold(group, table.blocks, leased=leased)
+            self.drop(group, table.blocks, leased=not leased)
+
+    def num_used(self, group: int) -> int:
+        """Blocks that requests hold."""
+        return len(self._used[group])
+
+    def num_leased(self, group: int) -> int:
+        """Blocks that only leases hold."""
+        return len(self._leased[group]) - self._num_both[group]
+
+    def check(self, used: Iterable[Tables], leased: Iterable[Tables]) -> None:
+        """What was counted is what these tables hold. AssertionError otherwise."""
+        again = BlockUsage(len(self._used))
+        for sides, is_leased in ((used, False), (leased, True)):
+            for tables in sides:
+                for group, table in enumerate(tables):
+                    again.hold(group, table.blocks, leased=is_leased)
+        assert vars(again) == vars(self), "blocks are counted wrongly"
+
+    def _sides(self, group: int, leased: bool) -> tuple[dict[int, int], dict[int, int]]:
+        used, held = self._used[group], self._leased[group]
+        return (held, used) if leased else (used, held)
