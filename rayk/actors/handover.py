@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from rayk.actors.commands import (
     Capture,
     EndPush,
+    HoldTicket,
     Inspect,
     Inspected,
+    LetGo,
     MakeStore,
     MakeTicket,
     Prove,
@@ -164,6 +166,7 @@ class TransferHandover:
             if ticket.request_id != request.request_id or not 1 <= ticket.num_tokens <= num_tokens:
                 error = TransferError(request.request_id, "its ticket is of other tokens than the request's")
                 sink(RequestEvent(request_id=request.request_id, error=error))
+                self._commands += (HoldTicket(ticket), LetGo(ticket.request_id))
             elif self.leader.open(request, sink, prefilled=True):
                 wait_s = transfer_s if reserve_s is None else reserve_s
                 incoming = Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now, recompute)

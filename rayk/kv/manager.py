@@ -462,7 +462,6 @@ class KVCacheManager:
         """Tables and leases hold exactly the pool's references, and the ledger adds up. AssertionError
         otherwise."""
         self.pool.check_integrity()
-        self._usage.check(self._tables.values(), self._leases.values())
         held: Counter[int] = Counter()
         for tables in (*self._tables.values(), *self._leases.values()):
             for t in tables:
@@ -476,6 +475,7 @@ class KVCacheManager:
             assert len(kept) == len(self.prefixes), "a name stands for a block that is not kept"
         aside = sum(self._reserved.values()) + sum(map(num_real, self._leases.values()))
         assert aside == self.ledger.num_held, f"the ledger holds {self.ledger.num_held} blocks, not {aside}"
+        self._usage.check(self._tables.values(), self._leases.values())
 
     def prefix_keys(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> PrefixKeys:
         """The names of a request's blocks, as far as its first `num_tokens` tokens: kept until it is freed.

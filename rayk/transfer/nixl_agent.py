@@ -249,7 +249,8 @@ class NixlAgent:
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See TransferAgent."""
+        """See TransferAgent. One that failed counts as over: NIXL names the first error of many parts, and
+        does not say whether others still move."""
         flight = self._in_flight.get(transfer)
         if flight is None:
             return TransferState.FAILED

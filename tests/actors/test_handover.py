@@ -6,6 +6,7 @@ import itertools
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rayk.actors.commands import Capture
 from rayk.actors.extension import TransferExtension
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.seal import sealed
 from rayk.types.errors import DeadlineExceeded, TransferError, UserError
 from rayk.types.request import FinishReason
 from tests.actors.cases import NUM_TOKENS, Model, stubborn_agents
@@ -49,6 +51,18 @@ def test_every_producer_rank_is_told_also_replicas_nobody_reads(qwen3: Model, tp
         for extension in pair.p.extensions:
             wait_until(lambda e=extension: e.transfer._leases.open_leases == ())  # type: ignore[misc]
         assert pair.p.handover.num_expired_leases == 0
+
+
+def test_a_ticket_of_other_tokens_is_refused_and_its_lease_released(qwen3: Model) -> None:
+    with Pair.open(qwen3.path, tp=(1, 2)) as pair:
+        request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
+        done = pair.prefill(request)
+        wrong = replace(done, payload=sealed(replace(done.payload, num_tokens=10**12)))
+        late = pair.decode(request, wrong)
+        assert isinstance(late.error, TransferError)
+        assert "its ticket is of other tokens" in late.error.reason
+        wait_until(lambda: pair.p.extensions[0].transfer._leases.open_leases == ())
+        pair.check_all_free()
 
 
 def test_a_lease_nobody_comes_for_expires(qwen3: Model) -> None:
