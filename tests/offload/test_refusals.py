@@ -13,6 +13,7 @@ import torch
 
 from rayk.actors.commands import TicketPart
 from rayk.actors.digesting import Digesting
+from rayk.actors.extension import TransferExtension
 from rayk.offload.host import HostTier
 from rayk.offload.messages import StoreAsk
 from rayk.transfer.faults import FlipBit
@@ -118,17 +119,18 @@ class Digests:
         self.only: TransferRank | None = None
         """Where they fail; None: at every rank."""
         self.ranks: list[TransferRank] = []
-        real = TransferRank.digests
+        real = TransferExtension._finite_digests
 
-        def digests(rank: TransferRank, *what: Any, **more: Any) -> Any:
+        def digests(extension: TransferExtension, *what: Any, **more: Any) -> Any:
+            rank = extension.transfer
             if threading.current_thread().name.startswith("rayk-digest"):
                 self.ranks += [rank] if rank not in self.ranks else []
                 if self.error is not None and self.only in (None, rank):
                     self.num_failed += 1
                     raise self.error
-            return real(rank, *what, **more)
+            return real(extension, *what, **more)
 
-        monkeypatch.setattr(TransferRank, "digests", digests)
+        monkeypatch.setattr(TransferExtension, "_finite_digests", digests)
 
     @property
     def open_leases(self) -> list[str]:
