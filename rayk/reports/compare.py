@@ -160,10 +160,10 @@ def sections(results: list[Result]) -> list[Section]:
     found = doubt_section(results, names)
     if changed:
         note = "The reason is that of the last run that has one."
-        found.append(section("Changed verdicts", note, ["cell", *names, "reason"], changed))
+        found.append(section("Changed verdicts", note, ["cell_id", *names, "reason"], changed))
     if absent:
         note = "Not in every run: another matrix, or a run that was interrupted."
-        found.append(section("Cells of some runs only", note, ["cell", *names], absent))
+        found.append(section("Cells of some runs only", note, ["cell_id", *names], absent))
     found += paired_sections(results, names)
     medians = _medians(table, names, metrics_of(results))
     if medians:
@@ -272,7 +272,7 @@ def _table(results: list[Result]) -> tuple[list[tuple[str, bool]], list[list[dic
     metrics = [
         m for m in metrics_of(results) if table[[f"{m[1]}/{name}" for name in names]].notna().any(axis=None)
     ]
-    head = [("cell", False), *((f"verdict, {name}", False) for name in names)]
+    head = [("cell_id", False), *((f"verdict, {name}", False) for name in names)]
     head += [(f"{title}, {name}", True) for title, _, _ in metrics for name in names]
     tones = _tones(results)
     rows = []

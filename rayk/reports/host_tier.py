@@ -11,7 +11,7 @@ from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND
 
 COLUMNS = (
-    ("cell", "cell_id", ""),
+    ("cell_id", "cell_id", ""),
     ("prompt tokens", "num_prompt_tokens", ",d"),
     ("from device %", "device", ".1f"),
     ("from host %", "host", ".1f"),

@@ -217,7 +217,7 @@ def _limit_table(result: Result) -> dict[str, Any]:
     told = limit_rows(result)
     limits = told_limits(told)
     columns = [
-        *(("cell", "cell_id", ""), ("limit", "limit", "")),
+        *(("cell_id", "cell_id", ""), ("limit", "limit", "")),
         *((f"{name} %", name, ".1f") for name in limits),
         ("evidence", "evidence", ""),
     ]

@@ -38,7 +38,7 @@ NOTE = (
     "between warm-up (MSER-5) and the time when the load begins to run out."
 )
 RATES = (
-    Column(title="load", key="cell_id"),
+    Column(title="cell_id", key="cell_id"),
     Column(title="verdict", key="verdict"),
     Column(title="offered/s", key="offered_per_s", spec=".2f"),
     Column(title="answered/s", key="answered_per_s", spec=".2f"),
@@ -48,7 +48,7 @@ RATES = (
     Column(title="in flight", key="mean_in_flight", spec=".1f"),
 )
 REQUESTS = (
-    Column(title="load", key="cell_id"),
+    Column(title="cell_id", key="cell_id"),
     Column(title="measured", key="num_measured", spec=",d"),
     Column(title="of", key="num_requests", spec=",d"),
     Column(title="failed", key="num_failed", spec=",d"),
@@ -58,13 +58,13 @@ REQUESTS = (
     Column(title="tokens/chunk", key="tokens_per_chunk", spec=".2f"),
 )
 LATENCIES = (
-    Column(title="load", key="cell_id"),
+    Column(title="cell_id", key="cell_id"),
     Column(title="metric", key="metric"),
     *(Column(title=name, key=name) for name in STATISTICS),
     Column(title="values", key="num_values", spec=",d"),
 )
 GENERATOR = (
-    Column(title="load", key="cell_id"),
+    Column(title="cell_id", key="cell_id"),
     *(
         Column(title=f"{what} late, p{percent} ms", key=f"{name}_lag_ms_p{percent}", spec=".2f")
         for name, what in (("send", "sent"), ("loop", "stamped"))

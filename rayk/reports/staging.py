@@ -10,7 +10,7 @@ import pandas as pd
 from rayk.reports.moves import of_handovers
 
 COLUMNS = (
-    ("cell", "cell_id", ""),
+    ("cell_id", "cell_id", ""),
     ("staging", "transfer.staging", ""),
     ("transfers", "num_transfers", ",d"),
     ("staged", "num_staged", ",d"),

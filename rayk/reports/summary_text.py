@@ -61,7 +61,7 @@ def limit_lines(result: Result) -> list[str]:
     if not rows:
         return []
     limits = told_limits(rows)
-    titles = ["cell", "limit", *(f"{name} %" for name in limits), "evidence"]
+    titles = ["cell_id", "limit", *(f"{name} %" for name in limits), "evidence"]
     texts = [
         [
             row["cell_id"],

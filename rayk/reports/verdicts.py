@@ -68,7 +68,7 @@ TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}
 
 
 COLUMNS = (
-    ("cell", "cell_id", ""),
+    ("cell_id", "cell_id", ""),
     ("verdict", "verdict", ""),
     ("requests", "num_requests", "d"),
     ("wrong tokens", "num_token_mismatches", "d"),

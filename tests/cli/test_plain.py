@@ -52,7 +52,7 @@ def test_every_cell_of_a_run_is_one_line_with_its_whole_reason(tmp_path: Path) -
     cells = load(write_run(tmp_path / "run").parent).cells
     title, heads, *rows = plain_lines(verdict_table(cells))
     assert title == "15 of 18 PASS, 1 NEAR_TIE, 1 TOKEN_MISMATCH, 1 KV_MISMATCH"
-    assert heads.split()[:2] == ["cell", "verdict"]
+    assert heads.split()[:2] == ["cell_id", "verdict"]
     assert [row.split()[:2] for row in rows] == cells[["cell_id", "verdict"]].to_numpy().tolist()
     assert all(reason in row for row, reason in zip(rows, cells["reason"], strict=True))
 

@@ -126,5 +126,5 @@ def test_markdown_has_what_the_first_cards_say(tmp_path: Path) -> None:
     assert "### BHLNC → BHLNC: ms per request" in lines
     assert "| P 1 | 4.00 ms (too few for an interval) |" in lines
     at = lines.index("## What limits this run")
-    assert lines[at + 2].startswith("| cell | limit | queue % | prefill % | ticket % |")
+    assert lines[at + 2].startswith("| cell_id | limit | queue % | prefill % | ticket % |")
     assert lines[at + 4].startswith("| p1-d2-BHLNC-BHLNC | decode step | 1.0 | 18.0 | 1.0 |")

@@ -80,7 +80,7 @@ def test_the_reason_stands_beside_the_verdict(run: Path) -> None:
     page = (run / "report.html").read_text()
     table = page[page.index("<h2>Cells") :]
     heads = re.findall(r"<th data-sort[^>]*>([^<]*)</th>", table)
-    assert heads[:4] == ["cell", "verdict", "reason", "requests"]
+    assert heads[:4] == ["cell_id", "verdict", "reason", "requests"]
     row = next(r for r in table.split("<tr>") if "last block not written" in r)
     assert re.findall(r'<td class="(\w+)', row)[:3] == ["name", "reason", "num"]
 
@@ -152,7 +152,7 @@ def test_what_fast_prefill_saves_is_shown_where_a_cell_used_it(run: Path, tmp_pa
     for folder, told in ((tmp_path, names), (run, set())):
         result = load(folder)
         page = _Page(write_html(folder, tmp_path / "page.html").read_text())
-        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell | verdict"))
+        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell_id | verdict"))
         assert names & set(page.texts) == told
         assert names & set(head.strip("| ").split(" | ")) == told
         assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
@@ -174,7 +174,7 @@ def test_what_prefix_caches_had_is_shown_where_they_had_something(run: Path, tmp
     for folder, told in ((tmp_path, names), (run, set())):
         result = load(folder)
         page = _Page(write_html(folder, tmp_path / "page.html").read_text())
-        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell | verdict"))
+        head = next(line for line in markdown(result).splitlines() if line.startswith("| cell_id | verdict"))
         assert names & set(page.texts) == told
         assert names & set(head.strip("| ").split(" | ")) == told
         assert names & {str(column.header) for column in verdict_table(result.cells).columns} == told
@@ -204,7 +204,7 @@ def test_kernel_blocks_are_shown_where_they_are_less_than_blocks(run: Path, tmp_
     for folder, told in ((tmp_path, {"kernel block"}), (run, set())):
         page = _Page(write_html(folder, tmp_path / "page.html").read_text())
         head = next(
-            line for line in markdown(load(folder)).splitlines() if line.startswith("| cell | verdict")
+            line for line in markdown(load(folder)).splitlines() if line.startswith("| cell_id | verdict")
         )
         titles = {str(column.header) for column in verdict_table(load(folder).cells).columns}
         assert {"kernel block"} & set(page.texts) == told
@@ -296,7 +296,7 @@ def test_the_verdict_table_never_cuts_a_number(run: Path, width: int) -> None:
 def test_a_terminal_shows_three_lines_of_a_reason(tmp_path: Path, width: int) -> None:
     writer = ResultWriter(tmp_path, spec_yaml="name: n\n", environment={})
     reason = "KV of long/0 differs: " + "a cache of another kind " * 30 + "end"
-    for name, text in (("long", reason), ("short", "no room")):
+    for name, text in (("long", reason), ("short", "full")):
         cell = cell_row(1, 2, ("auto", "auto"), cell_id=name, verdict="KV_MISMATCH", reason=text)
         writer.write_cell(cell, [], [])
     cells = load(tmp_path).cells
@@ -311,7 +311,7 @@ def test_a_terminal_shows_three_lines_of_a_reason(tmp_path: Path, width: int) ->
     assert max(map(len, text.splitlines())) == width
     assert "long/0" not in text
     assert len(re.findall(r"\w …", text)) == 1
-    assert "no room" in text
+    assert "full" in text
     assert "end" in shown(None)
     assert "…" not in shown(None)
 
