@@ -16,6 +16,7 @@ from rayk.actors.token_file import TokenFile
 from rayk.cli.main import app
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
+from tests.markers import ray
 
 TWICE = """
 import os, signal, sys
@@ -36,6 +37,18 @@ with interrupts(lambda: None, at_once=file.remove):
         kill()
     finally:
         kill()
+"""
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from rayk.actors.launch import connect
+from rayk.actors.token_file import TokenFile
+from rayk.serve.signals import StopSignals
+stop = StopSignals(lambda: None)
+with stop.handled(), connect(None, token_file=TokenFile(Path(sys.argv[1]), is_own_cluster=True)) as joined:
+    print(joined.address, joined.pages, flush=True)
+    while not stop.received:
+        time.sleep(0.1)
 """
 
 
@@ -127,3 +140,39 @@ def test_a_signal_while_ray_starts_leaves_none(
     ended = serve_until_stopped(options, HttpOptions(), address=None, ready=io.StringIO(), token_file=file)
     assert ended == 0
     assert not list(tmp_path.iterdir())
+
+
+@ray
+@pytest.mark.timeout(300)
+def test_its_owner_gets_in(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    process = subprocess.Popen([sys.executable, "-c", OWNER, path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    bare = {k: v for k, v in os.environ.items() if not k.startswith("RAY")}
+
+    def run(*command: str, **environment: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            env=bare | environment,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    try:
+        address, pages = process.stdout.readline().split()
+        top = ("rayk.cli.main", "top", "--once", "--address", address)
+        assert "asks for a token; none is set" in run(*top, HOME=str(tmp_path))[1]
+        assert "asks for a token; this is another" in run(*top, RAY_AUTH_TOKEN="x" * 64)[1]
+        assert "no rayk server in this cluster" in run(*top, RAY_AUTH_TOKEN_PATH=str(path))[1]
+        listed = ("ray.scripts.scripts", "list", "actors", "--address", f"http://{pages}")
+        assert run(*listed)[0]
+        code, said = run(*listed, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
+        assert code == 0, said
+    finally:
+        process.terminate()
+        process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert not path.exists()
