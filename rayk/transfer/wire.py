@@ -39,6 +39,7 @@ class WireCache:
     _pool: BlockPool = field(init=False)
     _is_retired: bool = False
     """Nothing new arrives."""
+    _is_registered: bool = True
 
     def __post_init__(self) -> None:
         self._pool = BlockPool(self.caches.geometry.num_blocks)
@@ -77,7 +78,9 @@ class WireCache:
         self._settle()
 
     def _settle(self) -> None:
-        if self._is_retired and self._pool.num_free_blocks == self._pool.num_blocks - 1:
+        is_empty = self._pool.num_free_blocks == self._pool.num_blocks - 1
+        if self._is_retired and self._is_registered and is_empty:
+            self._is_registered = False  # another one may come to lie at its address
             self.agent.deregister(self.description.base_address)
 
     @property
