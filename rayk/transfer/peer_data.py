@@ -80,9 +80,10 @@ def check_ticket(
 
 
 def _wrong_ids(tables: Sequence[Sequence[int]], num_blocks: int) -> str | None:
-    if all(is_count(block) and block < num_blocks for table in tables for block in table):
-        return None
-    return f"its block tables name what is no block: there are 0 .. {num_blocks - 1}"
+    for table in tables:
+        if table and (set(map(type, table)) != {int} or min(table) < 0 or max(table) >= num_blocks):
+            return f"its block tables name what is no block: there are 0 .. {num_blocks - 1}"
+    return None
 
 
 def _wrong_parts(ticket: TransferTicket, num_producers: int, num_blocks: int) -> str | None:
