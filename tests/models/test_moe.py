@@ -19,6 +19,7 @@ from rayk.models.layers.router import Router
 from rayk.models.weights import WeightReader
 from rayk.parallel import shard
 from rayk.parallel.comm import Comm
+from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
 from tests.helpers import assert_matches
 from tests.models.test_decoder import every_logit, prompts
@@ -111,6 +112,23 @@ def test_the_dense_way_gives_the_same(
     exact, eager = answers(theirs, x)
     for mine in run_ranks(tp_size, lambda comm: moe(theirs, comm).forward(x)):
         assert_matches(mine, exact, eager)
+
+
+@pytest.mark.parametrize("way", ["_grouped", "_dense"])
+def test_an_experts_nan_reaches_no_token_that_is_none_of_its(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight of zero does not undo a NaN."""
+    monkeypatch.setattr(Moe, "_grouped", getattr(Moe, way))
+    theirs, x = reference(4, 2), inputs(37)
+    mine = moe(theirs, LocalComm())
+    clean = mine.forward(x)
+    is_its = (mine.router.forward(x)[0] == 1).any(-1)
+    assert 0 < int(is_its.sum()) < 37
+    mine.experts.down[1, 3] = float("nan")
+    found = mine.forward(x)
+    assert torch.equal(found[~is_its], clean[~is_its])
+    assert bool(found[is_its].isnan().any(-1).all())
 
 
 def test_both_limits_cut() -> None:

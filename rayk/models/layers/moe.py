@@ -176,8 +176,11 @@ class Moe:
         inputs = self._weighed(x.expand(w.count, *x.shape), local.mT[:, :, None])
         inner = self._activate(_products(inputs, w.gate_up, w.gate_up_bias))
         results = _products(inner, w.down, w.down_bias)
+        # A weight of zero does not undo what is not finite.
+        of_token = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, chosen, True)
+        is_chosen = of_token[:, self._first : self._first + w.count]
+        results = results.masked_fill(~is_chosen.mT[:, :, None], 0.0)
         if self._config.weighs_inputs:
-            # Experts that were not chosen got zeros, and gave zeros: they have no biases.
             return results.to(shares.dtype).sum(0).to(x.dtype)
         return torch.einsum("eth,te->th", results.to(shares.dtype), local).to(x.dtype)
 
