@@ -60,8 +60,8 @@ ABOUT = """# How soon a large report is open
 
 The report of {cells} made-up cells, opened from disk by headless Chromium with an empty profile,
 {rounds} times: seconds from the start of navigation to the end of the load event and to the first contentful
-paint, median and slowest, as the page's own clock has them. Figures further down are drawn when they come
-into view. Limits: {limit:g} s for the slowest, {megabytes:g} MB.
+paint, median and slowest, as the page's own clock has them. Many figures are drawn after the load event, one
+at a time. Limits: {limit:g} s for the slowest, {megabytes:g} MB.
 
 {device}
 

@@ -11,7 +11,8 @@ import pandas as pd
 from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
 from rayk.reports.stages import LIMITS, age_text, evidence, largest, limit_shares, request_parts
-from rayk.reports.tp_cost import COST_NOTE, cost_table, unequal_cost
+from rayk.reports.tp_cost import COST_NOTE, cost_table, is_cost_told, unequal_cost
+from rayk.reports.verdicts import gravest_first
 
 NAMED = 3
 """Cells that a sentence names."""
@@ -23,6 +24,8 @@ class Answer:
 
     question: str
     text: str
+    is_answered: bool = True
+    """Else it is folded."""
     tone: str = ""
     """met or unmet where the answer is good or bad news."""
     command: str = ""
@@ -43,29 +46,36 @@ def answers(result: Result) -> list[Answer]:
     cost = Answer(
         question="What did unequal TP sizes cost?",
         text=unequal_cost(result),
+        is_answered=is_cost_told(result),
         table=table,
         note=COST_NOTE if table else "",
     )
     return [
         Answer(question="Did it pass?", text=pass_text(cells, result.num_missing), tone=tone),
-        Answer(question="Where is time spent?", text=time_text(result), has_shares=True),
+        Answer(
+            question="Where is time spent?",
+            text=time_text(result),
+            has_shares=True,
+            is_answered=bool(limit_shares(request_parts(result))),
+        ),
         cost,
         Answer(question="How do I run it again?", text=run_needs(result), command=run_commands(result)),
     ]
 
 
 def pass_text(cells: pd.DataFrame, num_missing: int = 0) -> str:
-    """Yes or no, and what that rests on; `num_missing`: cells that have not ended."""
+    """Yes or no, and what that rests on: of a failure the gravest cell's reason first. `num_missing`: cells
+    that have not ended."""
     if cells.empty:
         return "Unknown: no cell is finished."
-    failed = cells[~cells["met"].astype(bool)]
+    failed = gravest_first(cells[~cells["met"].astype(bool)])
     faulty = bool((cells["expected_verdict"] != "PASS").any())
     if len(failed):
         named = ", ".join(f"{r.cell_id} ({r.verdict})" for r in failed.head(NAMED).itertuples())
         more = f" and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
         verb = "did not end as expected" if faulty else "failed"
-        first = f" The first: {text}." if (text := _first_line(failed["reason"].iloc[0])) else ""
-        return f"No: {len(failed)} of {_count(len(cells), 'cell')} {verb}: {named}{more}.{first}"
+        why = f"{text}. " if (text := _first_line(failed["reason"].iloc[0])) else ""
+        return f"No: {why}{len(failed)} of {_count(len(cells), 'cell')} {verb}: {named}{more}."
     unsupported = int((cells["verdict"] == "UNSUPPORTED").sum())
     how = "ended as expected, faults found" if faulty else "passed"
     planned = len(cells) + num_missing

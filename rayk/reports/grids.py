@@ -15,7 +15,7 @@ import pandas as pd
 from rayk.reports.columns import CELL_FIELDS
 from rayk.reports.labels import axis_label, parsed
 from rayk.reports.rates import format_rate, smallest_rate
-from rayk.reports.verdicts import format_value, tone
+from rayk.reports.verdicts import format_value, told_wrong_bytes, tone
 
 SHORT = {
     "PASS": "pass",
@@ -41,6 +41,7 @@ def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """
     if cells.empty or not PLACES.issubset(cells):
         return []
+    cells = told_wrong_bytes(cells)
     axes = _grouping_axes(cells)
     grids = _split(cells, axes)
     rows: list[str] = []

@@ -8,7 +8,7 @@ import pandas as pd
 
 from rayk.reports.moves import KEYS
 from rayk.reports.result import Result
-from rayk.reports.spreads import LEGEND
+from rayk.reports.spreads import LEGEND, plain
 
 COLUMNS = (
     ("cell_id", "cell_id", ""),
@@ -121,7 +121,7 @@ def tier_plot(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "x": [row[source] for row in rows],
             "y": cells,
             "marker": {"color": colour},
-            "text": cells,
+            "text": [plain(cell) for cell in cells],
             "textposition": "none",
             "hovertemplate": f"%{{text}}: %{{x:.1f}}% {name}<extra></extra>",
         }

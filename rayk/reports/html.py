@@ -33,7 +33,16 @@ from rayk.reports.stages import (
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.trust import doubt_text
-from rayk.reports.verdicts import format_bytes, format_value, headline, tells_fast_prefill, told_columns, tone
+from rayk.reports.verdicts import (
+    format_bytes,
+    format_value,
+    gravest_first,
+    headline,
+    tells_fast_prefill,
+    told_columns,
+    told_wrong_bytes,
+    tone,
+)
 
 TEMPLATES = Path(__file__).parent / "templates"
 VENDOR = Path(__file__).parent / "vendor"
@@ -146,7 +155,9 @@ def plotly_js() -> str:
 def _stats(result: Result) -> list[tuple[str, str]]:
     cells, transfers = result.cells, result.transfers
     output_tokens = int(result.requests["output_token_ids"].dropna().map(len).sum())
-    checked, wrong = cells["num_kv_bytes_checked"].sum(), cells["num_kv_bytes_mismatched"].sum()
+    checked = cells["num_kv_bytes_checked"].sum()
+    wrong = told_wrong_bytes(cells)["num_kv_bytes_mismatched"]
+    is_told = wrong.sum() > 0 or not (cells["verdict"] == "KV_MISMATCH").any()
     stats = [
         (f"{len(cells):,}", "cells"),
         (f"{len(result.requests):,}", "requests"),
@@ -154,7 +165,8 @@ def _stats(result: Result) -> list[tuple[str, str]]:
     ]
     if checked:
         stats.append((format_bytes(checked), "rows of KV compared by digest"))
-        stats.append((format_bytes(wrong), "KV bytes wrong"))
+        told = (format_bytes(wrong.sum()), "KV bytes wrong") if is_told else ("wrong", "KV, by other checks")
+        stats.append(told)
     if transfers["bytes"].any():
         stats.append((format_bytes(transfers["bytes"].sum()), "KV moved, in whole blocks"))
     wall = cells["wall_s"].sum()
@@ -174,16 +186,15 @@ def _counts(cells: pd.DataFrame) -> list[tuple[str, int, str]]:
 
 
 def _cell_table(cells: pd.DataFrame) -> dict[str, Any]:
-    told = told_columns(cells)
-    columns = [c for c in told if c[1] != "reason"]
-    if cells["reason"].fillna("").any():
-        # Where no scrolling is needed to see it.
-        columns[2:2] = [c for c in told if c[1] == "reason"]
+    """Reasons stand under the cells' names, where no scrolling is needed to see them."""
+    columns = [c for c in told_columns(cells) if c[1] != "reason"]
     if (cells["expected_verdict"] != "PASS").any():
         columns.insert(2, ("expected", "expected_verdict", ""))
     rows = []
-    for record in cells.to_dict(orient="records"):
-        rows.append([table_cell(record, column, spec) for _, column, spec in columns])
+    for record in told_wrong_bytes(gravest_first(cells)).to_dict(orient="records"):
+        row = [table_cell(record, column, spec) for _, column, spec in columns]
+        row[0] |= {"why": record["reason"] or "", "tone": "" if record["met"] else "unmet"}
+        rows.append(row)
     return {"head": [(title, bool(spec)) for title, _, spec in columns], "rows": rows}
 
 

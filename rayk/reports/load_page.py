@@ -21,7 +21,7 @@ from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headlin
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 from rayk.reports.result import Result
-from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS
+from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS, plain
 
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
 """Verdict -> the chip it wears."""
@@ -265,7 +265,7 @@ def _scatter(result: Result, metric: str) -> Plot:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": str(cell_id),
+                "name": plain(cell_id),
                 "x": (rows["due_ms"] / 1000).tolist(),
                 "y": rows[f"{metric}_ms"].tolist(),
                 "marker": {

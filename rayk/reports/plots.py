@@ -9,7 +9,7 @@ import pandas as pd
 
 from rayk.reports.moves import moves
 from rayk.reports.result import Result
-from rayk.reports.spreads import round_values
+from rayk.reports.spreads import LEGEND, marks_by_sizes, plain, round_values
 from rayk.reports.verdicts import format_bytes
 
 MAX_BOXES = 60
@@ -25,7 +25,7 @@ def make_plots(result: Result) -> list[dict[str, Any]]:
     plots = []
     moved = moves(result.requests, result.transfers)
     if len(moved):
-        plots.append(_transfer_plot(moved))
+        plots.append(_transfer_plot(result.cells, moved))
     for name in ("ttft", "tpot"):
         column = f"{name}_ms"
         measured = result.requests[result.requests[column].notna()]
@@ -34,40 +34,20 @@ def make_plots(result: Result) -> list[dict[str, Any]]:
     return plots
 
 
-def _transfer_plot(moved: pd.DataFrame) -> dict[str, Any]:
-    """Bytes against GB/s, one mark per request, coloured by descriptors."""
+def _transfer_plot(cells: pd.DataFrame, moved: pd.DataFrame) -> dict[str, Any]:
+    """Bytes against GB/s, one mark per request."""
     sums = moved.iloc[:: math.ceil(len(moved) / MAX_MARKS) or 1]
     rate = sums["gb_per_s"]
-    descriptors = sums["descriptors"].astype(int).clip(lower=1)
-    ticks = _powers_of_two(int(descriptors.min()), int(descriptors.max()))
     sizes = _powers_of_two(int(sums["bytes"].min()), int(sums["bytes"].max()))
     ticks_y = round_values(float(rate.min()), float(rate.max()))
-    names = zip(sums["cell_id"], sums["request_id"], descriptors, strict=True)
-    text = [f"{cell_id}<br>{request_id}<br>{count:,} descriptors" for cell_id, request_id, count in names]
-    marker = {
-        "size": 8,
-        "opacity": 0.75,
-        "color": [math.log2(n) for n in descriptors],
-        "colorscale": "page",
-        "colorbar": {
-            "title": {"text": "descriptors", "side": "right"},
-            "thickness": 9,
-            "outlinewidth": 0,
-            "tickvals": [math.log2(t) for t in ticks],
-            "ticktext": [f"{t:,}" for t in ticks],
-        },
-    }
-    trace = {
-        "type": "scatter",
-        "mode": "markers",
-        "x": sums["bytes"].tolist(),
-        "y": rate.tolist(),
-        "text": text,
-        "hovertemplate": "%{text}<br>%{x:,} bytes, %{y:.3g} GB/s<extra></extra>",
-        "marker": marker,
-    }
+    named = zip(sums["cell_id"], sums["request_id"], sums["descriptors"].astype(int), strict=True)
+    texts = [f"{cell_id}\n{request_id}\n{count:,} descriptors" for cell_id, request_id, count in named]
+    points = pd.DataFrame({"cell_id": sums["cell_id"], "x": sums["bytes"], "y": rate, "text": texts})
+    traces = marks_by_sizes(cells, points, "%{x:,} bytes, %{y:.3g} GB/s")
     layout = {
-        "height": 340,
+        "height": 340 + 6 * len(traces),
+        "showlegend": True,
+        "legend": LEGEND,
         "xaxis": {
             "title": {"text": "bytes of a request (logarithmic)"},
             "type": "log",
@@ -81,7 +61,7 @@ def _transfer_plot(moved: pd.DataFrame) -> dict[str, Any]:
             "ticktext": [f"{tick:,g}" for tick in ticks_y],
         },
     }
-    return {"id": "transfers", "data": [trace], "layout": layout}
+    return {"id": "transfers", "data": traces, "layout": layout}
 
 
 def _powers_of_two(low: int, high: int) -> list[int]:
@@ -103,7 +83,7 @@ def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> dict[str, A
         "jitter": 0.4,
         "pointpos": 0,
         "marker": {"size": 4, "opacity": 0.6},
-        "text": shown["cell_id"].tolist(),  # whole, where the axis shortens it
+        "text": [plain(cell_id) for cell_id in shown["cell_id"]],  # whole, where the axis shortens it
         "hovertemplate": "%{text}: %{x:.2f} ms<extra></extra>",
     }
     layout = {

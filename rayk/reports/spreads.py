@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,6 +44,41 @@ def spread_plots(result: Result) -> list[dict[str, Any]]:
     return plots
 
 
+def marks_by_sizes(cells: pd.DataFrame, points: pd.DataFrame, hover: str) -> list[dict[str, Any]]:
+    """A trace of marks per pair of TP sizes, named by it, of points with cell_id, x, y and text (shown, in
+    `hover`, where one points at a mark). The colour is the prefill TP, the symbol the decode TP."""
+    sizes = _sizes(cells)
+    pairs = sorted(set(sizes.values()))
+    styles = _styles(pairs)
+    labels = {cell_id: _label(*of_cell) for cell_id, of_cell in sizes.items()}
+    traces = []
+    for name, rows in points.groupby(points["cell_id"].map(labels), sort=True):
+        colour, dash = styles[str(name)]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": str(name),
+                "x": rows["x"].tolist(),
+                "y": rows["y"].tolist(),
+                "text": [plain(text) for text in rows["text"]],
+                "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
+                "marker": {
+                    "size": 9,
+                    "opacity": 0.8,
+                    "color": colour,
+                    "symbol": SYMBOLS[DASHES.index(dash)],
+                },
+            }
+        )
+    return traces
+
+
+def plain(text: object) -> str:
+    """A name for Plotly, which reads some tags in texts; lines are parted by line breaks."""
+    return html.escape(str(text), quote=False).replace("\n", "<br>")
+
+
 def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[int, int]]:
     """cell id -> prefill and decode TP; decode 0 where one engine does it all, both 0 where no axis tells."""
     if not {"prefill.tp", "decode.tp"}.issubset(cells):
@@ -80,7 +116,7 @@ def sorted_values(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
 
 def curve(name: str, values: np.ndarray[Any, Any], colour: str, dash: str) -> dict[str, Any]:
     """The empirical distribution: of few values a step each, of many quantiles."""
-    count = len(values)
+    count, name = len(values), plain(name)
     ranks = np.unique(np.linspace(1, count, min(count, MAX_STEPS)).round().astype(int))
     return {
         "type": "scatter",
@@ -167,28 +203,11 @@ def pareto_plot(cells: pd.DataFrame) -> list[dict[str, Any]]:
             "hoverinfo": "skip",
         }
     ]
-    for number, mode in enumerate(dict.fromkeys(row["mode"] for row in rows)):
-        of_mode = [row for row in rows if row["mode"] == mode]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": mode,
-                "x": [row["per_user"] for row in of_mode],
-                "y": [row["per_worker"] for row in of_mode],
-                "text": [row["cell_id"] for row in of_mode],
-                "hovertemplate": "%{text}<br>%{x:.1f} tokens/s per user<br>%{y:.2f} tokens/s per worker"
-                "<extra></extra>",
-                "marker": {
-                    "size": 9,
-                    "opacity": 0.8,
-                    "color": PALETTE[number % len(PALETTE)],
-                    "symbol": SYMBOLS[number % len(SYMBOLS)],
-                },
-            }
-        )
+    points = pd.DataFrame(rows).rename(columns={"per_user": "x", "per_worker": "y"})
+    hover = "%{x:.1f} tokens/s per user<br>%{y:.2f} tokens/s per worker"
+    data += marks_by_sizes(cells, points.assign(text=points["cell_id"]), hover)
     layout = {
-        "height": 360,
+        "height": 360 + 6 * len(data),
         "showlegend": True,
         "legend": LEGEND,
         "xaxis": {"title": {"text": "tokens/s per user"}, "rangemode": "tozero"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayk.reports.answers import Answer, answers
-from rayk.reports.md_table import markdown_table
+from rayk.reports.md_table import escaped, markdown_table
 from rayk.reports.memory import moved_text
 from rayk.reports.result import Result
 from rayk.reports.stages import limit_rows, told_limits
@@ -20,7 +20,7 @@ def answer_lines(result: Result) -> list[str]:
 
 
 def _answer(answer: Answer) -> list[str]:
-    lines = [f"**{answer.question}** {answer.text}", ""]
+    lines = [f"**{answer.question}** {escaped(answer.text)}", ""]
     if answer.table:
         head, *rows = (list(row) for row in answer.table)
         lines += [*markdown_table(head, rows), "", answer.note, ""]
@@ -41,7 +41,7 @@ def pair_lines(result: Result) -> list[str]:
         for fact in grid["facts"]:
             rows = [[label, *map(_cell_text, cells)] for label, cells in fact["rows"]]
             lines += [
-                f"### {grid['title']}: {fact['title']}",
+                f"### {escaped(grid['title'])}: {fact['title']}",
                 "",
                 *markdown_table(["TP", *fact["columns"]], rows),
                 "",

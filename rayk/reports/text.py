@@ -12,7 +12,7 @@ import pandas as pd
 from rayk.reports.files import TABLES, atomic_path
 from rayk.reports.grids import verdict_grids
 from rayk.reports.load_tables import is_load
-from rayk.reports.md_table import markdown_table
+from rayk.reports.md_table import escaped, markdown_table
 from rayk.reports.result import Result
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.summary_text import answer_lines, limit_lines, pair_lines
@@ -28,7 +28,7 @@ def markdown(result: Result) -> str:
     lines = [f"# {headline(result.cells, num_missing=result.num_missing)}", ""]
     lines += answer_lines(result)
     for grid in verdict_grids(result.cells):
-        lines += [f"## {grid['title']}", ""]
+        lines += [f"## {escaped(grid['title'])}", ""]
         rows = [[label, *(_grid_text(c) for c in cells)] for label, cells in grid["rows"]]
         lines += [*markdown_table([grid["corner"], *grid["columns"]], rows), ""]
     lines += [*pair_lines(result), *limit_lines(result)]

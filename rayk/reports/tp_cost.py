@@ -128,6 +128,11 @@ def unequal_cost(result: Result) -> str:
     return f"{first[0].upper()}{first[1:]}{rest}. {against}"
 
 
+def is_cost_told(result: Result) -> bool:
+    """Whether the answer is one: something was moved, and repeats are enough to tell it from chance."""
+    return any(side.interval is not None for side in cost_sides(unequal_pairs(result)))
+
+
 def _amount(side: Side) -> str:
     """E.g. 2.1 ms (1.80 times) more."""
     word = "more" if side.more_ms >= 0 else "less"

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayk.reports.load_tables import is_load, load_headline
+from rayk.reports.md_table import printable
 
 STYLES = {
     "PASS": "green",
@@ -61,6 +62,23 @@ def tone(record: Mapping[Any, Any]) -> str:
         return "unmet"
     expected = record["expected_verdict"]
     return "met" if expected not in (None, "PASS") and record["verdict"] == expected else record["verdict"]
+
+
+def gravest_first(cells: pd.DataFrame) -> pd.DataFrame:
+    """Those that are not met first, by their verdicts; otherwise in the order of the run."""
+    order = [verdict for verdict in STYLES if verdict not in ("PASS", "NEAR_TIE", "UNSUPPORTED")]
+    ended = zip(cells["verdict"].astype(str), cells["met"].astype(bool), strict=True)
+    ranks = [
+        (met, order.index(verdict) if verdict in order and not met else len(order)) for verdict, met in ended
+    ]
+    return cells.iloc[sorted(range(len(cells)), key=ranks.__getitem__)]
+
+
+def told_wrong_bytes(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells, without a count of wrong KV bytes where it is 0 and yet KV was found wrong: digests count
+    them, and another check found it."""
+    untold = (cells["verdict"] == "KV_MISMATCH") & (cells["num_kv_bytes_mismatched"] == 0)
+    return cells.assign(num_kv_bytes_mismatched=cells["num_kv_bytes_mismatched"].mask(untold))
 
 
 TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}
@@ -113,7 +131,7 @@ def table_rows(cells: pd.DataFrame) -> list[list[str]]:
     columns = told_columns(cells)
     return [
         [format_value(row[column], spec) for _, column, spec in columns]
-        for row in cells.to_dict(orient="records")
+        for row in told_wrong_bytes(cells).to_dict(orient="records")
     ]
 
 
@@ -207,6 +225,8 @@ def format_value(value: Any, spec: str) -> str:
     """A value as text, as a format spec says; `MiB`: bytes, in MiB; empty for None and NaN."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
+    if isinstance(value, str):
+        return printable(value)
     if spec == "MiB":
         return f"{value / 2**20:,.3g}" if value < 2**30 else f"{value / 2**20:,.0f}"
     if spec.endswith("d"):

@@ -75,14 +75,32 @@ def test_the_page_shows_every_cell_and_reason(run: Path) -> None:
     assert "rayk run spec.yaml --out runs/synthetic-again" in text
 
 
-def test_the_reason_stands_beside_the_verdict(run: Path) -> None:
-    """Columns of numbers are many: behind them it would lie outside the window."""
+def test_failed_cells_come_first_and_their_reasons_before_all_numbers(run: Path) -> None:
+    """Columns of numbers are many: behind them a reason would lie outside the window."""
     page = (run / "report.html").read_text()
     table = page[page.index("<h2>Cells") :]
     heads = re.findall(r"<th data-sort[^>]*>([^<]*)</th>", table)
-    assert heads[:4] == ["cell_id", "verdict", "reason", "requests"]
-    row = next(r for r in table.split("<tr>") if "last block not written" in r)
-    assert re.findall(r'<td class="(\w+)', row)[:3] == ["name", "reason", "num"]
+    assert heads[:3] == ["cell_id", "verdict", "requests"]
+    first, second, third = table.split("<tr>")[2:5]
+    assert '<div class="why unmet">r3: layer 2, group 0, v, head 1, token 36: last block not written' in first
+    assert "TOKEN_MISMATCH" in second
+    assert "p1-d1-BHLNC-BHLNC" in third
+    assert re.findall(r'<td class="(\w+)', first)[:2] == ["name", "num"]
+
+
+def test_no_bare_nought_stands_beside_kv_that_is_wrong(tmp_path: Path) -> None:
+    """Digests count wrong bytes; where another check found KV wrong they counted none."""
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    wrong = {"verdict": "KV_MISMATCH", "reason": "values differ"}
+    for tp, more in ((1, {}), (2, wrong)):
+        writer.write_cell(cell_row(1, tp, ("BHLNC", "BHLNC"), **more), [], [])
+    page = writer.finish().read_text()
+    assert "<b>0 B</b><span>KV bytes wrong" not in page
+    assert "<b>wrong</b><span>KV, by other checks" in page
+    assert [line.count("KV bytes wrong: 0") for line in page.split("data-tip")].count(1) == 1
+    rows = [line for line in markdown(load(tmp_path)).splitlines() if line.startswith("| p1-")]
+    assert [row.split(" | ")[5] for row in rows] == ["0", ""]
+    assert "<b>0 B</b><span>KV bytes wrong" in write_run(tmp_path / "passed", failures=False).read_text()
 
 
 def test_cells_with_faults_are_coloured_by_what_was_expected(tmp_path: Path) -> None:
@@ -104,9 +122,9 @@ def test_cells_with_faults_are_coloured_by_what_was_expected(tmp_path: Path) -> 
     tones = ["met", "unmet", "unmet", "UNSUPPORTED", "NEAR_TIE", "PASS"]
     grid, table = page.split("<h2>Cells")
     assert re.findall(r'<td class="(\w+)" tabindex', grid) == tones
-    assert re.findall(r'<span class="chip (\w+)">(\w+)', table) == [
-        (tone, verdict) for tone, (verdict, _) in zip(tones, ends, strict=True)
-    ]
+    told = [(tone, verdict) for tone, (verdict, _) in zip(tones, ends, strict=True)]
+    # Those that are not as expected first, the gravest before all.
+    assert re.findall(r'<span class="chip (\w+)">(\w+)', table) == [told[i] for i in (2, 1, 0, 3, 4, 5)]
     assert '<span class="chip unmet">1 PASS, not as expected</span>' in grid
     assert ">expected</th>" in table
     styles = [column._cells for column in verdict_table(cells).columns][1]
@@ -122,7 +140,12 @@ def test_the_plots_hold_the_runs_numbers(run: Path) -> None:
     assert set(plots) == {"transfers", "ttft", "tpot", "pareto"} | spreads
     result = load(run)
     assert sorted(plots["ttft"]["data"][0]["x"]) == sorted(result.requests["ttft_ms"])
-    assert sum(plots["transfers"]["data"][0]["x"]) == result.transfers["bytes"].sum()
+    traces = {trace["name"]: trace for trace in plots["transfers"]["data"]}
+    assert sum(sum(trace["x"]) for trace in traces.values()) == result.transfers["bytes"].sum()
+    # Every mark has a name, in the legend by its TP sizes and where one points at it by its cell.
+    assert list(traces) == [f"P {p}, D {d}" for p in (1, 2, 4) for d in (1, 2, 4)]
+    assert {text.split("<br>")[0] for text in traces["P 4, D 2"]["text"]} == {"p4-d2-BHLNC-BHLNC"}
+    assert {trace["name"] for trace in plots["pareto"]["data"]} == {"best", *traces, "TP 1", "TP 2", "TP 4"}
 
 
 def test_text_from_the_run_cannot_leave_its_place(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@
     head.addEventListener("keydown", function (event) { if (event.key === "Enter") { sort(); } });
   });
 
-  // Figures are drawn when they come into view, Plotly is read for the first of them: the page opens at once.
+  // Few figures are drawn when the page is loaded, so that whoever takes a picture of it then has them. Many
+  // are drawn after that, one at a time: the page opens at once. Plotly is read for the first of them.
+  var MANY = 200000; // characters of their data
   var source = document.getElementById("plotly"), waiting = [];
   function library() {
     if (!window.Plotly) {
@@ -55,20 +57,22 @@
     return window.Plotly;
   }
   function drawn(entry) { waiting.splice(waiting.indexOf(entry), 1); entry.draw(library()); }
-  var observer = new IntersectionObserver(function (seen) {
-    seen.forEach(function (item) {
-      if (!item.isIntersecting) { return; }
-      observer.unobserve(item.target);
-      waiting.filter(function (entry) { return entry.element === item.target; }).forEach(drawn);
-    });
-  }, { rootMargin: "300px" });
-  window.addEventListener("beforeprint", function () { waiting.slice().forEach(drawn); });
-  // `draw(Plotly)` when the element comes into view, and again when the colours or the width change.
+  function drawAll() { waiting.slice().forEach(drawn); }
+  function drawNext() {
+    if (!waiting.length) { return; }
+    drawn(waiting[0]);
+    setTimeout(drawNext, 0);
+  }
+  window.addEventListener("load", function () {
+    if (!source) { return; }
+    (document.getElementById("plots").textContent.length < MANY ? drawAll : drawNext)();
+  });
+  window.addEventListener("beforeprint", drawAll);
+  // `draw(Plotly)` soon, and again when the colours or the width change.
   window.raykLater = function (element, height, draw) {
     var entry = { element: element, draw: draw };
     element.style.minHeight = height + "px";
     waiting.push(entry);
-    observer.observe(element);
     ["(prefers-color-scheme: dark)", "(max-width: 759px)"].forEach(function (query) {
       window.matchMedia(query).addEventListener("change", function () {
         if (waiting.indexOf(entry) < 0) { draw(library()); }
@@ -90,7 +94,7 @@
   }
   // A long name on two lines of at most `width` characters; what finds no room is left out of its middle.
   function fold(name, width) {
-    if (name.length <= width) { return name; }
+    if (name.length <= width) { return [name]; }
     var cut = name.lastIndexOf("-", width - 1) + 1;
     if (cut < width / 2) { cut = width; }
     var rest = name.slice(cut);
@@ -98,15 +102,17 @@
       var tail = Math.ceil(width * 0.6);
       rest = rest.slice(0, width - tail - 1) + "…" + rest.slice(-tail);
     }
-    return name.slice(0, cut) + "<br>" + rest;
+    return [name.slice(0, cut), rest];
   }
+  // Plotly reads some tags in texts; names are no markup.
+  function plain(text) { return text.replace(/&/g, "&amp;").replace(/</g, "&lt;"); }
   // Names of cells take two fifths of a plot's width at most; pointing at one shows all of it.
   function nameRows(plot, layout) {
     if (layout.yaxis.type !== "category") { return; }
     var element = document.getElementById(plot.id), names = Array.from(new Set(plot.data[0].y));
     var width = Math.max(12, Math.floor(0.4 * element.clientWidth / (0.54 * layout.font.size)));
     layout.yaxis.tickvals = names;
-    layout.yaxis.ticktext = names.map(function (name) { return fold(name, width); });
+    layout.yaxis.ticktext = names.map(function (name) { return fold(name, width).map(plain).join("<br>"); });
     if (names.some(function (name) { return name.length > width; })) { layout.height += 8 * names.length; }
     element.dataset.names = JSON.stringify(names);
   }

@@ -75,13 +75,16 @@
     fill(requestBox, [all].concat(cell.requests.map(function (r) { return r[0]; })));
     redraw();
   }
-  var legend = document.getElementById("waterfall-legend");
+  var legend = document.getElementById("waterfall-legend"), words = document.getElementById("waterfall-words");
   parts.forEach(function (part) {
-    var item = document.createElement("span"), mark = document.createElement("i"), name = document.createElement("b");
+    var item = document.createElement("span"), mark = document.createElement("i");
+    var name = document.createElement("dt"), meaning = document.createElement("dd");
     mark.style.background = part.colour;
-    name.textContent = part.name;
-    item.append(mark, name, " " + part.meaning);
+    item.append(mark, part.name);
     legend.append(item);
+    name.textContent = part.name;
+    meaning.textContent = part.meaning;
+    words.append(name, meaning);
   });
   fill(cellBox, told.cells.map(function (cell) { return cell.id; }));
   cellBox.addEventListener("change", chooseCell);
