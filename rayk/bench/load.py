@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rayk.sched.arrivals import PROCESSES
+from rayk.types.bounds import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from rayk.types.errors import UserError
+from rayk.types.request import MAX_SEED
 
+MAX_CONCURRENCY = 1 << 16
 METRICS = ("ttft", "tpot", "itl", "e2e")
 """TTFT, TPOT, ITL and E2E, as columns begin with them."""
 _UNITS_MS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
@@ -59,11 +61,11 @@ class Lengths:
 
 def parse_lengths(text: str, *, where: str) -> Lengths:
     """From `128`, `5,37,300` (in turn) or `64-256` (uniform, both ends included). Raises UserError."""
-    match = re.fullmatch(r"(\d+)-(\d+)", text.strip())
-    if match and 0 < int(match[1]) <= int(match[2]):
+    match = re.fullmatch(r"(\d{1,8})-(\d{1,8})", text.strip())
+    if match and 0 < int(match[1]) <= int(match[2]) <= MAX_TOKENS:
         return Lengths(uniform=(int(match[1]), int(match[2])))
     parts = [part.strip() for part in text.split(",")]
-    if match or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if match or not all(re.fullmatch(r"\d{1,8}", p) and 0 < int(p) <= MAX_TOKENS for p in parts):
         raise UserError(
             problem=f"not a number of tokens: {text!r}", where=where, mend="128, 5,37,300 (in turn) or 64-256"
         )
@@ -146,10 +148,6 @@ class Load:
         return f"{self.process} rate={self.rate:g}{shape}"
 
 
-def _is_positive(value: float) -> bool:
-    return 0 < value < math.inf
-
-
 def check_load(load: Load) -> None:
     """Raises UserError for what cannot be sent."""
     has_texts = load.prompts is not None or load.sharegpt is not None
@@ -160,23 +158,44 @@ def check_load(load: Load) -> None:
             "a load has a rate, a concurrency or a trace",
             "one of --rate, --concurrency, --trace",
         ),
-        (load.rate is None or _is_positive(load.rate), f"--rate {load.rate}", "requests per second, above 0"),
-        (load.concurrency is None or load.concurrency > 0, f"--concurrency {load.concurrency}", "at least 1"),
+        (
+            load.rate is None or MIN_RATE <= load.rate <= MAX_RATE,
+            f"--rate {load.rate}",
+            f"requests per second, above 0: {MIN_RATE:g} to {MAX_RATE:g}",
+        ),
+        (
+            load.concurrency is None or 0 < load.concurrency <= MAX_CONCURRENCY,
+            f"--concurrency {load.concurrency}",
+            f"at least 1, at most {MAX_CONCURRENCY:,}",
+        ),
         (load.process in PROCESSES, f"--arrival {load.process}", f"one of {', '.join(PROCESSES)}"),
-        (_is_positive(load.burstiness), f"--burstiness {load.burstiness}", "above 0; 1 is Poisson's"),
-        (_is_positive(load.trace_speed), f"--trace-speed {load.trace_speed}", "above 0; 2 is twice as fast"),
-        (load.trace_block_tokens > 0, f"--trace-block {load.trace_block_tokens}", "at least 1"),
         (
-            load.num_requests is None or load.num_requests > 0,
+            1e-3 <= load.burstiness <= 1e6,
+            f"--burstiness {load.burstiness}",
+            "above 0, 0.001 to 1e6; 1 is Poisson's",
+        ),
+        (
+            1e-6 <= load.trace_speed <= 1e6,
+            f"--trace-speed {load.trace_speed}",
+            "above 0, 1e-6 to 1e6; 2 is twice as fast",
+        ),
+        (
+            0 < load.trace_block_tokens <= 1 << 16,
+            f"--trace-block {load.trace_block_tokens}",
+            "at least 1, at most 65,536",
+        ),
+        (
+            load.num_requests is None or 0 < load.num_requests <= MAX_REQUESTS,
             f"--num-requests {load.num_requests}",
-            "at least 1",
+            f"at least 1, at most {MAX_REQUESTS:,}",
         ),
         (
-            load.num_prefixes > 0 and load.prefix_tokens >= 0,
-            "shared prefixes",
-            "--num-prefixes of at least 1",
+            load.num_prefixes > 0 and 0 <= load.prefix_tokens * load.num_prefixes <= MAX_TOKENS,
+            f"shared prefixes: {load.num_prefixes} of {load.prefix_tokens} tokens",
+            f"--num-prefixes of at least 1, at most {MAX_TOKENS:,} tokens in all",
         ),
-        (_is_positive(load.timeout_s), f"--timeout {load.timeout_s}", "seconds, above 0"),
+        (0 <= load.seed <= MAX_SEED, f"--seed {load.seed}", f"0 to {MAX_SEED}"),
+        (0 < load.timeout_s <= MAX_SECONDS, f"--timeout {load.timeout_s}", "seconds, above 0, at most 1e8"),
         (0 <= load.failed_share <= 1, f"--allow-failed {load.failed_share}", "a share between 0 and 1"),
         (load.warmup is None or load.warmup >= 0, f"--warmup {load.warmup}", "a number of requests"),
         (load.cooldown is None or load.cooldown >= 0, f"--cooldown {load.cooldown}", "a number of requests"),

@@ -11,11 +11,14 @@ from rayk.bench.load import Lengths, Load
 from rayk.bench.sharegpt import read_sharegpt
 from rayk.bench.trace import prompt_tokens, read_trace, scaled
 from rayk.sched.arrivals import due_times
+from rayk.types.bounds import MAX_SECONDS, MAX_TOKENS
 from rayk.types.errors import UserError
 from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 NUM_REQUESTS = 100
 OUTPUT_TOKENS = 64
+MAX_DRAWN_TOKENS = 4 * MAX_TOKENS
+"""Of all prompts of a load: 2.4 GB of lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,17 @@ def plan_requests(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
 
     token_ids: lowest and highest id of random prompts. One seed draws the same prompts at any rate.
     """
+    planned = _planned(load, token_ids)
+    last_s = max(p.due_ns or 0 for p in planned) / 1e9
+    if last_s > MAX_SECONDS:
+        raise UserError(
+            f"the last of {len(planned)} requests is due after {last_s:.3g} s",
+            mend="fewer requests, or faster",
+        )
+    return planned
+
+
+def _planned(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
     if load.trace is not None:
         return _from_trace(load, load.trace, token_ids)
     output_tokens = load.output_tokens or Lengths(values=(OUTPUT_TOKENS,))
@@ -71,12 +85,20 @@ def random_prompts(load: Load, count: int, token_ids: tuple[int, int]) -> list[l
     low, high = token_ids
     draw = np.random.default_rng([load.seed, 4])
     lengths = draw_lengths(load.input_tokens, count, [load.seed, 6])
+    _check_tokens(sum(lengths), "--num-requests, or fewer --input-tokens")
     prefixes = draw.integers(low, high + 1, (load.num_prefixes, load.prefix_tokens)).tolist()
     found = []
     for i, length in enumerate(lengths):
         shared: list[int] = prefixes[i % load.num_prefixes][:length]
         found.append([*shared, *draw.integers(low, high + 1, length - len(shared)).tolist()])
     return found
+
+
+def _check_tokens(count: int, mend: str) -> None:
+    """Raises UserError for more tokens than are drawn before a load begins."""
+    if count > MAX_DRAWN_TOKENS:
+        problem = f"{count:,} tokens of prompts, and at most {MAX_DRAWN_TOKENS:,} are drawn before a load"
+        raise UserError(problem, mend=f"fewer {mend}")
 
 
 def draw_lengths(lengths: Lengths, count: int, seed: list[int]) -> list[int]:
@@ -117,6 +139,9 @@ def _read(line: str, where: str) -> str | list[int]:
 
 def _from_trace(load: Load, path: Path, token_ids: tuple[int, int]) -> list[Planned]:
     block = load.trace_block_tokens
+    rows = read_trace(path, limit=load.num_requests)
+    num_tokens = sum(scaled(row.num_prompt_tokens, block) for row in rows)
+    _check_tokens(num_tokens, "--num-requests, or a smaller --trace-block")
     return [
         Planned(
             index=i,
@@ -125,5 +150,5 @@ def _from_trace(load: Load, path: Path, token_ids: tuple[int, int]) -> list[Plan
             max_tokens=scaled(row.num_output_tokens, block),
             seed=load.seed + i,
         )
-        for i, row in enumerate(read_trace(path, limit=load.num_requests))
+        for i, row in enumerate(rows)
     ]

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from rayk.types.bounds import MAX_TOKENS
 from rayk.types.errors import UserError
 from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
@@ -77,8 +78,9 @@ def _read(line: str, where: str) -> Recorded:
 
 def _whole(row: dict[str, Any], name: str, where: str) -> int:
     value = row.get(name)
-    if not _is_whole(value) or value <= 0:
-        raise UserError(problem=f"{name} {value!r} is no number of tokens", where=where, mend="at least 1")
+    if not _is_whole(value) or not 0 < value <= MAX_TOKENS:
+        mend = f"at least 1, at most {MAX_TOKENS}"
+        raise UserError(problem=f"{name} {value!r} is no number of tokens", where=where, mend=mend)
     return value
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rayk.cli.guard import guarded, stderr, stdout
 from rayk.types.errors import UserError
+from rayk.types.files import parse_json
 
 if TYPE_CHECKING:
     from rayk.bench import Load
@@ -243,7 +243,7 @@ def _without_key(command: list[str]) -> list[str]:
 
 
 def _parse_ids(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+    match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text.strip())
     if match is None or int(match[1]) > int(match[2]):
         raise UserError(problem=f"not a range of token ids: {text!r}", where="--token-ids", mend="100-999")
     return int(match[1]), int(match[2])
@@ -251,8 +251,8 @@ def _parse_ids(text: str) -> tuple[int, int]:
 
 def _parse_body(text: str) -> dict[str, Any]:
     try:
-        body = json.loads(text)
-    except json.JSONDecodeError as error:
+        body = parse_json(text)
+    except ValueError as error:
         raise UserError(problem=f"not JSON: {error}", where="--body", mend='{"priority": 1}') from error
     if not isinstance(body, dict):
         raise UserError(problem="not an object", where="--body", mend='{"priority": 1}')

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayk.cli.guard import guarded
+from rayk.types.bounds import MAX_TOKENS
 
 if TYPE_CHECKING:
     from rayk.cli.explanation import Explanation
@@ -65,7 +66,9 @@ def _explain(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
     num_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of the sequence that is moved [default: 1024, or what fits]."),
+        typer.Option(
+            min=1, max=MAX_TOKENS, help="Tokens of the sequence moved [default: 1024, or what fits]."
+        ),
     ] = None,
     num_blocks: Annotated[int, typer.Option(help="KV blocks per engine.")] = 256,
     hybrid_kv: Annotated[

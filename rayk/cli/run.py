@@ -131,7 +131,7 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     from rayk.reports.folder import check_directory
     from rayk.specs import dump_spec, plan_cells, renew_spec
     from rayk.specs.devices import check_device
-    from rayk.specs.host_tier import check_machine
+    from rayk.specs.host_tier import check_machine, check_pools
 
     cluster = wanted_address(address)
     configs = {name: load_config(name) for name in loaded.spec.models()}
@@ -142,6 +142,8 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
         for cell, _ in planned:
             check_device(cell.spec.device, where=loaded.where("device"))
             check_machine(cell.spec.offload, loaded.where)
+            if cell.unsupported is None:
+                check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
     inputs = input_hashes(loaded.spec.models(), loaded.spec.prompt_files()) if resume else {}
     check_directory(folder, dump_spec(loaded.spec), resume=resume, inputs=inputs, renew=renew_spec)
     if cluster:

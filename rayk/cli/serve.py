@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rayk.cli.guard import TOKEN_FILE_HELP, guarded
+from rayk.types.bounds import MAX_ENGINES, MAX_REQUESTS, MAX_SECONDS
 
 
 class Http(enum.StrEnum):
@@ -68,13 +69,15 @@ def serve(
         ),
     ] = "migrate",
     max_queue: Annotated[
-        int, typer.Option(min=0, help="Requests that wait for a place; more are refused with 429.")
+        int,
+        typer.Option(min=0, max=MAX_REQUESTS, help="Requests that wait; more are refused with 429."),
     ] = 512,
     request_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that one request may take, its wait included.")
+        float,
+        typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds of one request, its wait included."),
     ] = 600.0,
     spares: Annotated[
-        int, typer.Option(min=0, help="Idle workers, each ready to take a lost one's place.")
+        int, typer.Option(min=0, max=MAX_ENGINES, help="Idle workers, each ready to take a lost one's place.")
     ] = 0,
     http: Annotated[
         Http,
@@ -128,7 +131,8 @@ def serve(
         ),
     ] = "auto",
     drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get to end after a signal.")
+        float,
+        typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running requests get to end."),
     ] = 60.0,
     address: Annotated[
         str | None,

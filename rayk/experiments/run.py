@@ -36,7 +36,7 @@ from rayk.specs import (
     renew_spec,
 )
 from rayk.specs.devices import resolve_device
-from rayk.specs.host_tier import check_machine
+from rayk.specs.host_tier import check_machine, check_pools
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
@@ -118,6 +118,8 @@ def run_experiment(
     if wanted_address(address) is None:
         for cell, _ in planned:
             check_machine(cell.spec.offload, loaded.where)
+            if cell.unsupported is None:
+                check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
     for i in idle_rules(loaded.spec, configs):
         where = loaded.marks.where(("exclude", i))
         progress.warn(f"{where}: this exclude rule matches no cell: {loaded.spec.exclude[i]}")

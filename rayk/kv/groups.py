@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rayk.kv.specs import KVCacheSpec, held_blocks, page_bytes, rows_per_block, with_block_size
+from rayk.kv.specs import (
+    KVCacheSpec,
+    held_blocks,
+    max_live_blocks,
+    page_bytes,
+    rows_per_block,
+    with_block_size,
+)
 
 CacheKey = tuple[int, str]
 """(layer, part): one of a layer's caches; part is the spec's, attention or state."""
@@ -94,6 +101,11 @@ class GroupMemory:
     """Positions without a layer, and pages smaller than the largest."""
     wasted_bytes: int
     """Rows of its blocks that no live token fills."""
+
+
+def max_request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, max_batch_tokens: int) -> int:
+    """Blocks one request of `num_tokens` needs at its peak, if chunks have at most `max_batch_tokens`."""
+    return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in groups)
 
 
 def group_layers(

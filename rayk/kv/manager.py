@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.block_tables import BlockTable, live_part, num_real, since_in
-from rayk.kv.groups import KVCacheGroup
+from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.prefix_cache import Elsewhere, PrefixCache, PrefixKeys, Since
-from rayk.kv.specs import KVCacheSpec, max_live_blocks
+from rayk.kv.specs import KVCacheSpec
 from rayk.kv.usage import BlockUsage, Ledger, Tables
 from rayk.types.allocator import BlockUpdates
 
@@ -455,8 +455,8 @@ class KVCacheManager:
         return counts
 
     def max_request_blocks(self, num_tokens: int, max_batch_tokens: int) -> int:
-        """Blocks one request of `num_tokens` needs at its peak, if chunks have at most `max_batch_tokens`."""
-        return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in self.groups)
+        """As the function of this name, of its groups."""
+        return max_request_blocks(self.groups, num_tokens, max_batch_tokens)
 
     def check_integrity(self) -> None:
         """Tables and leases hold exactly the pool's references, and the ledger adds up. AssertionError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from inspect import signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -87,7 +87,31 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
     """The KV groups that the engine forms, their blocks grown."""
-    return group_layers(engine_specs(engine, config), engine_specs(replace(engine, hybrid_kv=True), config))
+    kept_as = engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales)
+    sizes = (engine.block_size, engine.state_block_size)
+    return _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv)
+
+
+@lru_cache(maxsize=1024)
+def _groups(
+    config: DecoderConfig,
+    dtype: str,
+    conv_dtype: str,
+    block_size: int,
+    state_block_size: int | None,
+    *,
+    hybrid_kv: bool,
+) -> tuple[KVCacheGroup, ...]:
+    """Of all engines that are alike in these: the many cells of a matrix ask many times."""
+    specs = partial(
+        kv_cache_specs,
+        config,
+        dtype=dtype,
+        conv_dtype=conv_dtype,
+        block_size=block_size,
+        state_block_size=state_block_size,
+    )
+    return group_layers(specs(hybrid_kv=hybrid_kv), specs(hybrid_kv=True))
 
 
 def tier_groups(

@@ -100,6 +100,12 @@ class Cell:
         return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
 
     @property
+    def all_engines(self) -> tuple[EngineConfig, ...]:
+        """As many of each side as there are."""
+        decode = (self.decode,) * self.num_decode_engines if self.decode is not None else ()
+        return (self.prefill,) * self.num_prefill_engines + decode
+
+    @property
     def kv_formats(self) -> tuple[str, ...]:
         """What each side keeps, by its name in kv.formats."""
         return tuple(engine_format(e.dtype, e.kv_dtype, e.kv_scales) for e in self.engines)

@@ -14,6 +14,7 @@ from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.host_tier import check_heeded
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
+from rayk.types.bounds import MAX_REQUESTS, MAX_TOKENS
 from rayk.types.errors import CheckpointError, SpecError
 
 
@@ -31,11 +32,15 @@ def plan_cells(
     prompts_of: dict[tuple[str, str], list[list[int]]] = {}
     if tokenizer_loader is not None:
         _check_stop_strings(cells, loaded, tokenizer_loader)
+    num_tokens = num_requests = 0
     for cell in cells:
         config = decoder_of(models, cell.spec)
         key = cell.spec.model, cell.spec.prompts.model_dump_json()
         if key not in prompts_of:
             prompts_of[key] = resolve_prompts(cell.spec, config, tokenizer_loader)
+            num_tokens += sum(map(len, prompts_of[key]))
+        num_requests += len(prompts_of[key]) * cell.repeat
+        _check_amounts(num_tokens, num_requests, loaded)
         check_cell(cell, config, loaded)
         if why_no_groups(cell.engines, config) is None:
             check_fits_model(cell, config, loaded)
@@ -43,6 +48,17 @@ def plan_cells(
             check_prompts(cell, prompts_of[key], config, loaded)
         planned.append((cell, prompts_of[key]))
     return planned
+
+
+def _check_amounts(num_tokens: int, num_requests: int, loaded: LoadedSpec) -> None:
+    """Refuse more than one run can hold or end."""
+    for count, most, what in (
+        (num_tokens, MAX_TOKENS, "tokens in the prompts of all cells"),
+        (num_requests, 10 * MAX_REQUESTS, "requests in all cells and repeats"),
+    ):
+        if count > most:
+            problem = f"{count:,} {what}, and at most {most:,} are planned"
+            raise SpecError(problem=problem, where=loaded.where("prompts"), mend="fewer of them, or of cells")
 
 
 def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from rayk.kv.groups import KVCacheGroup
+from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.kernel_blocks import bad_kernel_blocks
-from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.specs.cells import Cell
@@ -77,8 +76,7 @@ def check_pool(
     `ask`: the request of `num_tokens` in words.
     """
     groups = engine_groups(engine, config)
-    manager = KVCacheManager(groups, engine.num_blocks)
-    needed = manager.max_request_blocks(num_tokens, engine.max_batch_tokens)
+    needed = max_request_blocks(groups, num_tokens, engine.max_batch_tokens)
     held = engine.num_blocks - 1
     if needed > held:
         raise SpecError(

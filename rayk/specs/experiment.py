@@ -17,6 +17,15 @@ from pydantic_core import PydanticKnownError
 from rayk.kv.layout import LAYOUTS
 from rayk.sched.arrivals import PROCESSES
 from rayk.sched.policies import POLICIES, PolicySettings
+from rayk.types.bounds import (
+    MAX_BLOCKS,
+    MAX_ENGINES,
+    MAX_RATE,
+    MAX_REQUESTS,
+    MAX_SECONDS,
+    MAX_TOKENS,
+    MIN_RATE,
+)
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
@@ -62,10 +71,20 @@ Verdict = Literal[
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 """Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame.
 NOT_FINITE: NaN or infinity in logits or KV."""
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
+Engines = Annotated[int, Field(ge=1, le=MAX_ENGINES)]
+Blocks = Annotated[int, Field(ge=2, le=MAX_BLOCKS)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+Cost = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Shape = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+MAX_GIB = 1 << 20
+MAX_ITEMS = 1000
+"""Of a list that is no axis."""
+MAX_CELLS = 10_000
+"""Of a matrix, before what is excluded."""
 
 NOT_AXES = ("name", "matrix", "exclude", "repeat")
 
@@ -101,13 +120,26 @@ class RandomPrompts(StrictModel):
     """`count` random prompts whose lengths cycle through `input_tokens`. The first `prefix_tokens` of each
     are one of `num_prefixes` stretches, in turn, as those of `rayk bench`."""
 
-    count: PositiveInt = 8
+    count: Requests = 8
     input_tokens: Annotated[list[PositiveInt], BeforeValidator(_as_list), Field(min_length=1)] = Field(
         default_factory=lambda: [5, 37, 300]
     )
     prefix_tokens: Count = 0
-    num_prefixes: PositiveInt = 1
-    seed: Count = 0
+    num_prefixes: Requests = 1
+    seed: Seed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """That are drawn: of all prompts, and of the prefixes that they share."""
+        rounds, rest = divmod(self.count, len(self.input_tokens))
+        drawn = rounds * sum(self.input_tokens) + sum(self.input_tokens[:rest])
+        return drawn + self.num_prefixes * self.prefix_tokens
+
+    @model_validator(mode="after")
+    def _few_enough(self) -> RandomPrompts:
+        if self.num_tokens > MAX_TOKENS:
+            raise ValueError(f"{self.num_tokens:,} tokens in all, and at most {MAX_TOKENS:,} are drawn")
+        return self
 
 
 class PromptsSpec(StrictModel):
@@ -115,7 +147,7 @@ class PromptsSpec(StrictModel):
 
     random: RandomPrompts | None = None
     file: str | None = None
-    num_sessions: PositiveInt | None = None
+    num_sessions: Requests | None = None
     """Requests belong to so many sessions in turn; None: to none."""
 
     @model_validator(mode="after")
@@ -153,7 +185,7 @@ class SamplingSpec(StrictModel):
 class EngineSettings(StrictModel):
     """Settings both sides share; a side may have its own value of the ones in `SideSpec`."""
 
-    num_blocks: Annotated[int, Field(ge=2)] = 256
+    num_blocks: Blocks = 256
     max_batch_tokens: PositiveInt = 512
     max_seqs: PositiveInt = 16
     prefix_caching: bool = False
@@ -176,13 +208,13 @@ class EngineSettings(StrictModel):
 class SideSpec(StrictModel):
     """One side's engines. None means: as `engine` (or the top-level `kv_dtype`) says."""
 
-    tp: PositiveInt = 1
+    tp: Engines = 1
     layout: Layout = "auto"
     block_size: PositiveInt = 16
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
-    num_engines: PositiveInt = 1
-    num_blocks: Annotated[int, Field(ge=2)] | None = None
+    num_engines: Engines = 1
+    num_blocks: Blocks | None = None
     max_batch_tokens: PositiveInt | None = None
     max_seqs: PositiveInt | None = None
     fast_prefill: bool | None = None
@@ -217,7 +249,7 @@ class TransferSpec(StrictModel):
 class OffloadSpec(StrictModel):
     """A host tier of KV pages that a node's engines share, and a disk tier behind it; see types.offload."""
 
-    host_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    host_gib: Annotated[float, Field(ge=0, le=MAX_GIB, allow_inf_nan=False)] = 0.0
     """Of each node's host tier; 0: there is none."""
     layout: Annotated[str, _one_of(*LAYOUTS)] = "BHLNC"
     """How its pages lie: BHLNC as canonical pages, across layers; layouts with L outermost as a page per
@@ -236,7 +268,7 @@ class OffloadSpec(StrictModel):
     """Whether preempted requests are swapped out to it; auto: where that costs less than to compute again."""
     disk_folder: Annotated[str, AfterValidator(_check_path)] | None = None
     """Of the disk tier; None: there is none."""
-    disk_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    disk_gib: Annotated[float, Field(gt=0, le=MAX_GIB, allow_inf_nan=False)] = 1.0
     keep: Literal["cell", "run"] = "cell"
     """Whether the pages of one cell in host memory are forgotten before the next begins. Those on disk
     stay."""
@@ -257,12 +289,12 @@ class ArrivalSpec(StrictModel):
     """When requests arrive; see sched.arrivals. Times depend on these, the prompts' number and the repeat
     alone: they are the same in every cell."""
 
-    rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    rate: Annotated[float, Field(ge=MIN_RATE, le=MAX_RATE, allow_inf_nan=False)] | None = None
     """Requests per second on average; None: all arrive at once."""
     process: Process = "poisson"
-    burstiness: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    burstiness: Shape = 1.0
     """Of gamma: its shape. 1 is poisson, less comes in bursts."""
-    seed: Count = 0
+    seed: Seed = 0
 
     def heeds(self, leaf: str) -> bool:
         """Whether anything depends on this key of the section."""
@@ -313,7 +345,7 @@ class FaultSpec(StrictModel):
     engine: Count | None = None
     """Index of the engine among those of its role; None: each of them commits the fault."""
     delay_s: Seconds | None = None
-    seed: Count = 0
+    seed: Seed = 0
     expect: Verdict | None = None
 
     @property
@@ -326,8 +358,8 @@ class FaultSpec(StrictModel):
 class ExperimentSpec(StrictModel):
     """A whole experiment file. `matrix` points are laid over the other keys, one cell each."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "experiment"
-    model: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = "experiment"
+    model: Annotated[str, Field(min_length=1, max_length=4096)]
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Dtype = "float32"
     prompts: PromptsSpec
@@ -347,16 +379,20 @@ class ExperimentSpec(StrictModel):
     """auto: nodes as Ray chooses. pack: one node for a cell's engines. spread: prefill and decode engines on
     different nodes. An engine's own workers always share a node."""
     arrival: ArrivalSpec = ArrivalSpec()
-    gpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = 1.0
+    gpus_per_worker: Annotated[float, Field(gt=0, le=MAX_ENGINES)] | Literal["auto"] = 1.0
     """GPUs of one worker; auto: a whole one, or the share at which the largest cell fits the cluster."""
     matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(_as_list)] = Field(default_factory=list)
-    exclude: Annotated[list[dict[str, Any]], BeforeValidator(_as_list)] = Field(default_factory=list)
-    repeat: PositiveInt = 1
+    exclude: Annotated[list[dict[str, Any]], BeforeValidator(_as_list), Field(max_length=MAX_ITEMS)] = Field(
+        default_factory=list
+    )
+    repeat: Annotated[int, Field(ge=1, le=MAX_ITEMS)] = 1
     checks: Annotated[list[Check], BeforeValidator(_as_list), Field(min_length=1)] | None = None
     """None: tokens and kv_bytes in float32, logprobs and kv_bytes in other dtypes."""
     deadlines: Deadlines = Deadlines()
     failure_policy: Literal["fail", "recompute", "migrate"] = "fail"
-    faults: Annotated[list[FaultSpec], BeforeValidator(_as_list)] = Field(default_factory=list)
+    faults: Annotated[list[FaultSpec], BeforeValidator(_as_list), Field(max_length=MAX_ITEMS)] = Field(
+        default_factory=list
+    )
 
     def models(self) -> list[str]:
         """Every model that some cell runs, the first of them first."""

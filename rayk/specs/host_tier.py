@@ -5,12 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
+from rayk.kv.geometry import plan_rank
+from rayk.kv.layout import LAYOUTS
+from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import engine_groups
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import OffloadSpec
 from rayk.specs.load import LoadedSpec
+from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError
 
 _NO_FOLDER = frozenset({errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
@@ -53,12 +60,39 @@ def _given(loaded: LoadedSpec) -> list[str]:
     return [name for name in OffloadSpec.model_fields if name != "host_gib" and is_given(name)]
 
 
+def check_pools(engines: Iterable[EngineConfig], config: DecoderConfig, where: str) -> None:
+    """Refuse engines whose KV pools together are larger than this machine's memory, where they will run in
+    it. Raises SpecError."""
+    alike = Counter(engine for engine in engines if engine.device == "cpu")
+    pools_gib = sum(_pool_bytes(engine, config) * count for engine, count in alike.items()) / 2**30
+    total_gib = _memory_gib()
+    if pools_gib > total_gib:
+        raise SpecError(
+            problem=f"KV pools of {pools_gib:,.1f} GiB on a machine of {total_gib:.1f} GiB of memory",
+            where=where,
+            mend="fewer blocks: engine.num_blocks",
+        )
+
+
+@lru_cache(maxsize=1024)
+def _pool_bytes(engine: EngineConfig, config: DecoderConfig) -> int:
+    """On all ranks."""
+    layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
+    groups = engine_groups(engine, config)
+    rank = plan_rank(groups, layout, tp_size=engine.tp, tp_rank=0, num_blocks=2)
+    return rank.block_bytes * engine.num_blocks * engine.tp
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
 def check_machine(tier: OffloadSpec, where: Callable[[str], str]) -> None:
     """Refuse a host tier that is larger than this machine's memory, and a folder of pages that can be none,
     where the engines will run here. `where`: the place of a dotted key. Raises SpecError."""
     if not tier.host_gib:
         return
-    total_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    total_gib = _memory_gib()
     if tier.host_gib > total_gib:
         raise SpecError(
             problem=f"a host tier of {tier.host_gib:g} GiB on a machine of {total_gib:.1f} GiB of memory",

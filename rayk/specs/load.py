@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rayk.specs.experiment import AXES, ExperimentSpec, dotted_keys, section_model
+from rayk.specs.experiment import AXES, MAX_CELLS, ExperimentSpec, dotted_keys, section_model
 from rayk.specs.marks import Marks, parse_scalar, parse_yaml
 from rayk.specs.marks import Path as KeyPath
 from rayk.types.errors import SpecError
@@ -59,6 +60,7 @@ def load_spec(
         data.setdefault(key, [])
     _normalise_matrix(data, marks)
     spec = _validate(data, marks)
+    _check_number_of_cells(spec, marks)
     _validate_axis_values(spec, data, marks)
     _validate_exclude(spec, data, marks)
     return LoadedSpec(spec=spec, marks=marks)
@@ -190,6 +192,17 @@ def _check_axis(key: str, value: Any, where: str) -> None:
             problem=f"matrix key {key!r} is a section, not an axis", where=where, mend=f"write {names}"
         )
     raise _unknown_axis(key, where)
+
+
+def _check_number_of_cells(spec: ExperimentSpec, marks: Marks) -> None:
+    """Before any is built."""
+    count = sum(math.prod(map(len, matrix.values())) for matrix in spec.matrix)
+    if count > MAX_CELLS:
+        raise SpecError(
+            problem=f"the matrix has {count:,} cells, and at most {MAX_CELLS:,} are run at once",
+            where=marks.where(("matrix",)),
+            mend="fewer axes, fewer values, or several experiments",
+        )
 
 
 def _validate_axis_values(spec: ExperimentSpec, data: dict[str, Any], marks: Marks) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rayk.kv.geometry import plan_rank
+from rayk.kv.groups import max_request_blocks
 from rayk.kv.layout import LAYOUTS
-from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
@@ -21,7 +21,7 @@ from rayk.specs.cells import Cell
 from rayk.specs.checks import plan_cells
 from rayk.specs.devices import check_device
 from rayk.specs.experiment import dotted_keys
-from rayk.specs.host_tier import check_machine
+from rayk.specs.host_tier import check_machine, check_pools
 from rayk.specs.load import load_spec
 from rayk.specs.serving import ServerSettings, model_card, settings_of
 from rayk.types.config import EngineConfig
@@ -110,6 +110,8 @@ def plan_server(
     prefill = [_nth(cells, i).prefill for i in range(cells[0].num_prefill_engines)]
     decode = [d for i in range(cells[0].num_decode_engines) if (d := _nth(cells, i).decode) is not None]
     prefill, decode = (_with_pools(side, config, options.overrides) for side in (prefill, decode))
+    if is_local:
+        check_pools((*prefill, *decode), config, "the engines")
     folder = Path(options.model).resolve()
     pool_tokens = _pool_tokens({*prefill, *decode}, config)
     return settings_of(
@@ -182,7 +184,7 @@ def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
     if text is None:
         return None
     sizes = text.split(",")
-    if not all(size.isdecimal() and int(size) for size in sizes):
+    if not all(size.isdecimal() and len(size) < 9 and int(size) for size in sizes):
         raise SpecError(
             problem="a TP size is a whole number above 0",
             where=f"{option} {text}",
@@ -256,9 +258,7 @@ def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
     groups = engine_groups(engine, config)
     layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
     rank = plan_rank(groups, layout, tp_size=engine.tp, tp_rank=0, num_blocks=DEFAULT_BLOCKS)
-    each = KVCacheManager(groups, DEFAULT_BLOCKS).max_request_blocks(
-        config.max_positions, engine.max_batch_tokens
-    )
+    each = max_request_blocks(groups, config.max_positions, engine.max_batch_tokens)
     # As many again for those that wait to be handed over, or are handed over just now.
     wanted = 2 * each * engine.max_seqs + 1
     return replace(engine, num_blocks=min(wanted, max(DEFAULT_BLOCKS, POOL_BYTES // rank.block_bytes)))
@@ -268,13 +268,13 @@ def _pool_tokens(engines: Iterable[EngineConfig], config: DecoderConfig) -> int 
     """See ModelCard.pool_tokens."""
     found = config.max_positions
     for engine in engines:
-        manager = KVCacheManager(engine_groups(engine, config), engine.num_blocks)
+        groups = engine_groups(engine, config)
         numbers = range(1, found + 1)
         # The last token is never fed back: it needs no place.
         found = bisect.bisect_right(
             numbers,
             engine.num_blocks - 1,
-            key=lambda n, e=engine, m=manager: m.max_request_blocks(max(1, n - 1), e.max_batch_tokens),  # type: ignore[misc]
+            key=lambda n, e=engine, g=groups: max_request_blocks(g, max(1, n - 1), e.max_batch_tokens),  # type: ignore[misc]
         )
     return found if found < config.max_positions else None
 

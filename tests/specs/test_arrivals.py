@@ -99,7 +99,7 @@ def test_a_load_that_the_cells_deadline_cuts_off_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "problem", "mend"),
     [
-        ({"arrival": {"rate": 0}}, "arrival.rate must be greater than 0, got 0", ""),
+        ({"arrival": {"rate": 0}}, "arrival.rate must be greater than or equal to 0.000001, got 0", ""),
         ({"arrival": {"rate": float("inf")}}, "arrival.rate", ""),
         ({"arrival": {"rate": 1, "process": "poison"}}, "got 'poison'", "'poisson'"),
         ({"arrival": {"rate": 1, "burstines": 2}}, "unknown key 'burstines'", "burstiness"),

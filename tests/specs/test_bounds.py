@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from rayk.kv.groups import group_layers
+from rayk.models import kv_specs
+from rayk.specs import load_spec, plan_cells
 from rayk.specs.experiment import RandomPrompts
+from rayk.specs.host_tier import check_pools
 from rayk.specs.marks import parse_yaml
 from rayk.specs.prompts import random_prompts
+from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError
+from tests.specs.models import decoder, spec
 
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
 
@@ -42,6 +51,64 @@ def test_merge_keys() -> None:
     assert data["e"] == {"y": 6, "z": 4}
     assert marks.where(("e", "y")) == "e.yaml:6"
     assert marks.where(("e", "z")) == "e.yaml:2"
+
+
+BIG = 10**20
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"prompts": {"random": {"count": BIG}}}, "prompts.random.count must be less than or equal to"),
+        ({"prompts": {"random": {"input_tokens": [BIG]}}}, "input_tokens.0 must be less than"),
+        ({"prompts": {"random": {"count": 10**6, "input_tokens": [999]}}}, "999,000,000 tokens in all"),
+        ({"prompts": {"random": {"num_prefixes": 10**5, "prefix_tokens": 10**5}}}, "tokens in all"),
+        ({"engine": {"num_blocks": 10**12}}, "engine.num_blocks must be less than"),
+        ({"prefill": {"tp": 10**9}}, "prefill.tp must be less than"),
+        ({"decode": {"num_engines": 10**9}}, "decode.num_engines must be less than"),
+        ({"sampling": {"max_tokens": BIG}}, "sampling.max_tokens must be less than"),
+        ({"arrival": {"rate": 1e-300}}, "arrival.rate must be greater than or equal to 0.000001"),
+        ({"arrival": {"rate": 1e300}}, "arrival.rate must be less than"),
+        ({"deadlines": {"cell_s": float("inf")}}, "deadlines.cell_s must be"),
+        ({"repeat": 10**9}, "repeat must be less than"),
+        ({"offload": {"host_gib": 1e300}}, "offload.host_gib must be less than"),
+        ({"matrix": {"sampling.max_tokens": [*range(1, 3001)], "prefill.block_size": [*range(3000)]}},
+         "the matrix has 9,000,000 cells, and at most 10,000"),
+        ({"exclude": [{"mode": "x"}] * 2000}, "exclude must have at most 1000"),
+        ({"name": "x" * 9999}, "name must have at most 100 characters"),
+    ],
+)  # fmt: skip
+def test_amounts_are_bounded(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        load_spec(spec(**changes))
+    assert len(str(caught.value)) < 8000
+
+
+def test_cells_alike_are_grouped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs most of a plan is done for engines that differ in it, not for cells."""
+    calls: list[object] = []
+    monkeypatch.setattr(kv_specs, "group_layers", lambda *a: calls.append(a) or group_layers(*a))
+    axes = {"sampling.max_tokens": [*range(1, 51)], "prefill.tp": [1, 2], "decode.tp": [1, 2]}
+    loaded = load_spec(spec(matrix=axes | {"prefill.block_size": [8, 16, 24]}))
+    # A model that no other test has.
+    assert len(plan_cells(loaded, decoder(vocab_size=499), device="cpu")) == 600
+    assert len(calls) == 3
+
+
+def test_requests_of_all_cells_are_bounded() -> None:
+    loaded = load_spec(spec(repeat=1000, matrix={"sampling.max_tokens": [*range(1, 5001)]}))
+    with pytest.raises(SpecError, match="requests in all cells and repeats, and at most 10,000,000"):
+        plan_cells(loaded, decoder(max_positions=9999), device="cpu")
+
+
+def test_pools_are_held_against_the_memory_of_the_machine() -> None:
+    small = EngineConfig(model="m", num_blocks=2, tp=2)
+    large = EngineConfig(model="m", num_blocks=1 << 22)
+    model = decoder(windows=(None,) * 64, head_size=4096)
+    with pytest.raises(SpecError, match=r"KV pools of [\d,.]+ GiB on a machine of [\d.]+ GiB") as caught:
+        check_pools([small, large], model, "e.yaml:3")
+    assert caught.value.where == "e.yaml:3"
+    check_pools([small, replace(large, device="cuda")], model, "e.yaml:3")
 
 
 def test_a_vocabulary_is_not_listed_to_draw_from() -> None:

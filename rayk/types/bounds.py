@@ -1,0 +1,13 @@
+"""How much may be asked for at once, in a spec, a load or an option: far beyond use, far below harm."""
+
+from __future__ import annotations
+
+MAX_TOKENS = 1 << 24
+"""Of a prompt or an answer, and of all prompts together."""
+MAX_REQUESTS = 1_000_000
+MAX_BLOCKS = 1 << 22
+MAX_ENGINES = 1 << 12
+"""And ranks of one."""
+MAX_SECONDS = 1e8
+MIN_RATE, MAX_RATE = 1e-6, 1e9
+"""Per second."""
