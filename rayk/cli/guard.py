@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,19 @@ TOKEN_FILE_HELP = (
     "Keep the token of the local Ray cluster in this new file while it runs: RAY_AUTH_TOKEN_PATH=FILE opens "
     "it for rayk top, dashboards and, with RAY_AUTH_MODE=token, for Ray's own commands."
 )
+OF_A_DISK = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.ENAMETOOLONG,
+    }
+)
+"""What a disk that is full, read-only, another's or failing answers, of a path that somebody named."""
 WIDE = 160
 """Columns of a table that does not go to a terminal."""
 
@@ -51,6 +65,11 @@ def run_guarded(action: Callable[[], int]) -> int:
         return action()
     except (UserError, LayoutVetoed, Unsupported) as error:
         complain(error)
+        return BAD_INPUT
+    except OSError as error:
+        if error.errno not in OF_A_DISK:
+            raise
+        complain(UserError(f"the disk refuses: {error.strerror}", where=str(error.filename or "")))
         return BAD_INPUT
     except KeyboardInterrupt as interrupt:
         code = exit_code_of(interrupt)

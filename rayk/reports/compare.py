@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from rayk.reports.compare_tables import Section, doubt_section, in_short, paired_sections
 from rayk.reports.differences import differences_of
-from rayk.reports.files import atomic_path, write_text
+from rayk.reports.files import atomic_path, parse_spec, write_text
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
 from rayk.reports.html import assets, template
 from rayk.reports.load_page import TONES
@@ -246,7 +245,7 @@ def _invalid(result: Result) -> list[str]:
 
 def _notes(base: Result, other: Result) -> list[str]:
     """How a run differs from the first: spec, versions and machine, values."""
-    specs = [yaml.safe_load(r.spec_yaml) or {} for r in (base, other)]
+    specs = [parse_spec(r.spec_yaml) for r in (base, other)]
     for spec in specs:
         spec.pop("name", None)
     notes = []

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from rayk.reports.columns import CELL_FIELDS
-from rayk.reports.files import make_folder, write_text
+from rayk.reports.files import make_folder, parse_spec, write_text
 from rayk.reports.labels import parsed
 from rayk.reports.load_tables import LOAD_CELL_FIELDS, is_load
 from rayk.reports.result import Result
@@ -94,7 +93,7 @@ def send_lag_ms(rows: pd.DataFrame) -> pd.Series[float]:
 
 def cell_exports(result: Result) -> Iterator[CellExport]:
     """The cells that have answers, in order."""
-    spec = yaml.safe_load(result.spec_yaml or "{}") or {}
+    spec = parse_spec(result.spec_yaml)
     loads = is_load(result.cells)
     by_cell = dict(list(result.requests.groupby("cell_id", sort=False)))
     for index, record in enumerate(result.cells.to_dict(orient="records")):

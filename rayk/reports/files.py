@@ -9,11 +9,17 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rayk.types.errors import UserError
+from rayk.types.files import check_nesting, read_text
 
 TABLES = ("cells", "requests", "transfers")
 LOCK = ".lock"
+SPEC_BYTES = 8 << 20
+MAX_SPEC_ITEMS = 200_000
 _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
@@ -37,6 +43,39 @@ def write_text(path: Path, text: str) -> None:
     """Write a whole file atomically, UTF-8."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader without merge keys: no run writes any, and they may stand for more than there is memory."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Left as it is."""
+
+
+def parse_spec(text: str, where: str = "spec.yaml") -> dict[str, Any]:
+    """What a run's spec.yaml says; empty where it says nothing. Raises UserError."""
+    try:
+        found = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        check_nesting(found, MAX_SPEC_ITEMS)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        problem = f"not a run's spec: {str(error) or 'nested too deep'}"
+        raise UserError(problem, where=where) from error
+    if found is not None and not isinstance(found, dict):
+        raise UserError("not a run's spec: no mapping", where=where)
+    return found or {}
+
+
+def read_spec(path: Path) -> str:
+    """The text of a run's spec.yaml, which `parse_spec` takes; empty where there is none. Raises
+    UserError."""
+    if not path.exists():
+        return ""
+    try:
+        text = read_text(path, SPEC_BYTES)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot be read: {error}", where=str(path)) from error
+    parse_spec(text, str(path))
+    return text
 
 
 def sync(path: Path) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rayk.reports.files import TABLES
+from rayk.reports.files import SPEC_BYTES, TABLES, parse_spec
 from rayk.types.errors import UserError
+from rayk.types.files import JSON_BYTES, parse_json, read_text
 
 FACTS = ("git_commit", "python", "platform", "packages", "devices")
 """Parts of environment.json that say what measured a cell."""
@@ -82,7 +82,7 @@ def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 def read_environment(folder: Path) -> dict[str, Any]:
     """environment.json; empty if there is none that can be read."""
     try:
-        found = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        found = parse_json(read_text(folder / "environment.json", JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -90,8 +90,8 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 def _read_spec(path: Path, renew: Callable[[str], str]) -> Any:
     try:
-        return dict(yaml.safe_load(renew(path.read_text(encoding="utf-8"))) or {})
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        return parse_spec(renew(read_text(path, SPEC_BYTES)), str(path))
+    except (OSError, ValueError, UserError) as error:
         raise UserError(
             problem=f"cannot resume: the run's spec cannot be read: {error}",
             where=str(path),

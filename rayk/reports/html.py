@@ -11,11 +11,10 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-import yaml
 
 from rayk.reports import host_tier, memory
 from rayk.reports.answers import answers
-from rayk.reports.files import write_text
+from rayk.reports.files import parse_spec, write_text
 from rayk.reports.grids import verdict_grids
 from rayk.reports.load_tables import is_load
 from rayk.reports.plots import MAX_BOXES, make_plots
@@ -69,7 +68,7 @@ def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
 
 def render(result: Result) -> str:
     """The report as text."""
-    spec = yaml.safe_load(result.spec_yaml) or {}
+    spec = parse_spec(result.spec_yaml)
     in_tier = host_tier.tier_rows(result)
     plots = [*make_plots(result), *spread_plots(result), *pareto_plot(result.cells)]
     plots += host_tier.tier_plot(in_tier)

@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rayk.types.files import parse_json
+
 FILE = "journal.jsonl"
 
 
@@ -44,8 +46,8 @@ def read_journal(folder: Path) -> list[dict[str, Any]]:
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
+            line = parse_json(text)
+        except ValueError:
             continue
         if isinstance(line, dict):
             lines.append(line)

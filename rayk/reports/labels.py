@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from rayk.types.files import parse_json
 
 
 def parsed(value: Any) -> Any:
     """The list or mapping that a text of cells.parquet holds; any other value as it is."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except ValueError:
             return value
     return value

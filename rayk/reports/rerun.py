@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from rayk.reports.files import parse_spec
 from rayk.reports.result import Result
 
 DROPPED = ("--out", "--resume", "--address")
@@ -23,7 +22,7 @@ def run_commands(result: Result) -> str:
     """
     if not result.spec_yaml:
         return ""
-    spec = _spec(result)
+    spec = parse_spec(result.spec_yaml)
     name = str(spec.get("name", "run"))
     lines = _checkout(result.environment)
     run = ["rayk", "run", "spec.yaml", "--out", f"runs/{name}-again"]
@@ -93,11 +92,6 @@ def _in_tree(path: str) -> str:
     """A script's path from the work tree, as far as can be told: jobs/x.py of /a/b/jobs/x.py."""
     parts = Path(path).parts
     return str(Path(*parts[parts.index("jobs") :])) if "jobs" in parts else path
-
-
-def _spec(result: Result) -> dict[str, Any]:
-    found = yaml.safe_load(result.spec_yaml)
-    return found if isinstance(found, dict) else {}
 
 
 def _checkout(environment: Mapping[str, Any]) -> list[str]:

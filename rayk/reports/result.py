@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayk.reports.columns import FIELDS
-from rayk.reports.files import TABLES
+from rayk.reports.files import TABLES, read_spec
 from rayk.reports.folder import read_environment
 from rayk.reports.load_tables import LOAD_FIELDS, is_load
 from rayk.reports.moves import moves
@@ -93,7 +93,7 @@ def load(directory: str | Path) -> Result:
         requests=_of(cells, requests),
         transfers=_of(cells, transfers),
         environment=read_environment(folder),
-        spec_yaml=spec.read_text(encoding="utf-8") if spec.is_file() else "",
+        spec_yaml=read_spec(spec),
         directory=folder,
         schema_version=min(versions),
         lacking=lacking,

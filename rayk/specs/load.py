@@ -79,8 +79,8 @@ def renew_spec(text: str) -> str:
     Text that is no valid spec any more stays as it is.
     """
     try:
-        return dump_spec(load_spec(yaml.safe_load(text)).spec)
-    except (SpecError, yaml.YAMLError, AttributeError, TypeError, ValueError):
+        return dump_spec(load_spec(parse_yaml(text, "spec")[0]).spec)
+    except (SpecError, AttributeError, TypeError, ValueError):
         return text
 
 

@@ -48,10 +48,18 @@ def parse_json(text: str | bytes) -> Any:
         found = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    level, depth = [found], 0
-    while level := [x for x in level if isinstance(x, dict | list)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-        level = [child for x in level for child in (x.values() if isinstance(x, dict) else x)]
+    check_nesting(found)
     return found
+
+
+def check_nesting(value: Any, max_items: int = JSON_BYTES) -> None:
+    """Raises ValueError for lists and mappings that nest deeper than MAX_DEPTH, as one that holds itself
+    does, or with more than `max_items` at one depth, where the same one may be in several places."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [x for x in level if isinstance(x, dict | list)]
+        if sum(map(len, level)) > max_items:
+            raise ValueError(f"more than {max_items:,} items, written out")
+        level = [child for x in level for child in (x.values() if isinstance(x, dict) else x)]
+    if level:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
