@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +19,7 @@ from rayk.serve.supervisor import READY_S, GaveUp, Part, Supervisor, stop_parts
 from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
+from rayk.types.waiting import Waiting, busy, waiting
 
 if TYPE_CHECKING:
     from rayk.serve.fronts import FrontPlan
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 PROBE_S = 0.05
 STOP_S = 60.0
 """Deadline for each part's end, once nothing runs any more."""
+LOST_S = 3.0
+"""The same where the Ray cluster is lost: most of what they are asked for comes to nothing then."""
+END_S = 12.0
+"""Deadline of all that, and of what this process cleans up itself, in that case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +93,14 @@ def serve_until_stopped(
         from rayk.actors import launch
 
         cluster = wanted_address(address)
-        _say("starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}")
+        phase = "starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}"
+        _say(phase)
         model = models_in_words([options.model])
         about = {"rayk": "server", "model": model, "url": url_of(front.host, front.port)}
         about |= {JOB_NAME: f"rayk serve {model}"}
-        with launch.connect(address, about=about, token_file=token_file) as joined:
+        with ExitStack() as stack:
+            with waiting(phase, _say):
+                joined = stack.enter_context(launch.connect(address, about=about, token_file=token_file))
             if stop.received:
                 return 0
             if cluster is not None or token_file is not None:
@@ -104,7 +113,10 @@ def serve_until_stopped(
 async def _serve(
     settings: ServerSettings, front: HttpOptions, stop: StopSignals, ready: TextIO, *, is_shared: bool
 ) -> int:
+    import ray
+
     from rayk.actors.naming import fleet_name
+    from rayk.serve.cluster_part import ClusterLost, ClusterPart
     from rayk.serve.fleet_part import FleetPart
     from rayk.serve.fronts import FrontPlan
 
@@ -112,12 +124,17 @@ async def _serve(
     http = http_settings(front.api_key, front.limits)
     plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
     fleet = FleetPart(name, settings, _say)
-    http_part = _front_part(front.kind, plan, is_shared=is_shared)
-    supervisor = Supervisor((fleet, http_part), stop.event(), _say)
+    http_part = _front_part(front, plan, is_shared=is_shared)
+    cluster = ClusterPart(ray.get_runtime_context().gcs_address)
+    supervisor = Supervisor((cluster, fleet, http_part), stop.event(), _say)
+    stop_s = STOP_S
     url = url_of(front.host, front.port)
     _say(_plan_in_words(settings))
+    forming = Waiting(_say)
+    forming.begin("forming engines")
 
     def tell() -> None:
+        forming.end()
         ready.write(f"rayk: ready {url} model={settings.model.model_id}\n")
         ready.flush()
 
@@ -130,10 +147,15 @@ async def _serve(
         raise  # what was asked for cannot be
     except (RaykError, GaveUp) as error:
         _say(f"{error}\n{error.trace}" if isinstance(error, InternalError) else str(error))
+        if isinstance(error, ClusterLost):
+            stop_s = LOST_S
+            stop.end_within(END_S, 1)  # Ray's own calls wait for a lost GCS for a minute
+            await fleet.give_up()
         return 1
     finally:
+        forming.end()
         # The front first: what it still streams ends, and nobody comes in any more.
-        await stop_parts((http_part, fleet), STOP_S, _say)
+        await stop_parts((http_part, fleet), stop_s, _say)
     return 0
 
 
@@ -144,15 +166,15 @@ def _plan_in_words(settings: ServerSettings) -> str:
     return f"forming {number} engine{'s' if number > 1 else ''}: {engines}{kept}"
 
 
-def _front_part(kind: str, plan: FrontPlan, *, is_shared: bool) -> Part:
-    if kind == "uvicorn":
+def _front_part(front: HttpOptions, plan: FrontPlan, *, is_shared: bool) -> Part:
+    if front.kind == "uvicorn":
         from rayk.serve.front_actor import UvicornPart
 
         return UvicornPart(plan)
     from rayk.serve.ray_serve import RayServePart, refuse_second_serve
 
     refuse_second_serve()
-    return RayServePart(plan, is_shared=is_shared)
+    return RayServePart(plan, is_shared=is_shared, answers=lambda: _ask_health(front)[0], say=_say)
 
 
 async def _until_ready(front: HttpOptions) -> None:
@@ -166,7 +188,7 @@ async def _until_ready(front: HttpOptions) -> None:
                     return
                 await asyncio.sleep(PROBE_S)
     except TimeoutError:
-        raise DeadlineExceeded("the start of the server", READY_S, {"health": answer}) from None
+        raise DeadlineExceeded("the start of the server", READY_S, {"health": answer, **busy()}) from None
 
 
 def _ask_health(front: HttpOptions) -> tuple[bool, str]:

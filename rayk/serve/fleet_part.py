@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from rayk.serve.engine_news import EngineNews
 from rayk.serve.supervisor import READY_S
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError
+from rayk.types.waiting import busy
 
 LOOK_S = 0.5
 """How often the fleet is asked for a sign of life."""
@@ -54,7 +56,7 @@ class FleetPart:
                 await _answer(self._actor.start.remote())
         except TimeoutError:
             ray.kill(self._actor, no_restart=True)
-            raise DeadlineExceeded(f"the start of {self.name}", READY_S) from None
+            raise DeadlineExceeded(f"the start of {self.name}", READY_S, busy()) from None
 
     async def lost(self) -> str:
         """What its process ended of; one that hangs is ended. Tells of its engines meanwhile. Raises
@@ -89,6 +91,13 @@ class FleetPart:
             return 0
         except TimeoutError:
             raise DeadlineExceeded("the end of running requests", timeout_s + GRACE_S) from None
+
+    async def give_up(self) -> None:
+        """Have fronts end every request with an error, at once: the cluster goes."""
+        if self._actor is not None:
+            with contextlib.suppress(RayError, RaykError, TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await _answer(self._actor.drain.remote(0.0))
 
     async def stop(self) -> None:
         """End every engine in order, then the process."""

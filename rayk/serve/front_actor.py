@@ -17,10 +17,12 @@ from rayk.actors.placement import on_this_node
 from rayk.serve.fronts import FrontPlan, open_app
 from rayk.serve.listener import CLOSE_S, listener_config
 from rayk.serve.ports import listen
-from rayk.types.errors import UserError
+from rayk.types.errors import DeadlineExceeded, EngineDied, UserError
+from rayk.types.waiting import busy
 
 START_S = 120.0
 """Deadline of imports, tokenizer and bind."""
+LISTEN_POLL_S = 0.02
 
 
 class UvicornFront:
@@ -45,9 +47,14 @@ class UvicornFront:
             self._server = uvicorn.Server(listener_config(app, plan.http))
             await self._server.serve(sockets=[socket])
 
-    async def ping(self) -> int:
-        """A sign of life: the process' id."""
+    async def listening(self) -> int:
+        """The process' id, once clients are answered."""
+        while self._server is None or not self._server.started:
+            await asyncio.sleep(LISTEN_POLL_S)
         return os.getpid()
+
+    async def ping(self) -> None:
+        """A sign of life."""
 
     async def stop(self) -> None:
         """Take no more connections; `run` ends when those that are there have closed."""
@@ -71,10 +78,32 @@ class UvicornPart:
         self._plan = plan
         self._actor: Any = None
         self._run: Any = None
+        self._pid = 0
         self._num_starts = 0
 
     async def start(self) -> None:
-        """A new process; it listens soon."""
+        """A new process, once it listens. Raises UserError where it cannot, EngineDied, DeadlineExceeded."""
+        # To name an actor waits for Ray's GCS.
+        self._actor = await asyncio.to_thread(self._make)
+        about = bounded(self._plan.settings.model.model_id)
+        # One event in its life; else a ping a second would fill the tables of tasks.
+        self._run = self._actor.run.options(name=f"front: {about}", enable_task_events=True).remote()
+        run = asyncio.ensure_future(self._ended())
+        listening: asyncio.Future[int] = asyncio.ensure_future(self._actor.listening.remote())
+        waiting: set[asyncio.Future[Any]] = {run, listening}
+        try:
+            await asyncio.wait(waiting, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done() and not listening.done():
+                ray.kill(self._actor, no_restart=True)
+                raise DeadlineExceeded(f"the start of {self.name}", START_S, busy())
+            if run.done() or listening.exception() is not None:
+                raise EngineDied(self.name, await run)
+            self._pid = listening.result()
+        finally:
+            run.cancel()
+            listening.cancel()
+
+    def _make(self) -> Any:
         make = ray.remote(UvicornFront).options(
             name=front_name(self._plan.fleet, self._num_starts),
             num_cpus=0,
@@ -84,13 +113,10 @@ class UvicornPart:
             scheduling_strategy=on_this_node(),
         )
         self._num_starts += 1
-        self._actor = make.remote(self._plan)
-        about = bounded(self._plan.settings.model.model_id)
-        # One event in its life; else a ping a second would fill the tables of tasks.
-        self._run = self._actor.run.options(name=f"front: {about}", enable_task_events=True).remote()
+        return make.remote(self._plan)
 
     async def lost(self) -> str:
-        """What it ended of; one that hangs is ended. Raises UserError when it cannot listen."""
+        """What it ended of; one that hangs is ended."""
         hang = asyncio.ensure_future(self._hangs())
         run = asyncio.ensure_future(self._ended())
         try:
@@ -101,23 +127,16 @@ class UvicornPart:
             run.cancel()
 
     async def _hangs(self) -> str:
-        pid, patience_s = None, START_S
         try:
-            async with asyncio.timeout(START_S):
-                pid = await self._actor.ping.remote()
-            patience_s = PATIENCE_S
             while True:
                 await asyncio.sleep(LOOK_S)
                 async with asyncio.timeout(PATIENCE_S):
                     await self._actor.ping.remote()
         except TimeoutError:
             # Ray asks a process to end and waits for seconds, in which it still holds the port.
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-                await self._ended()
-            else:
-                ray.kill(self._actor, no_restart=True)
-            return f"it hangs: no answer in {patience_s:g} s"
+            os.kill(self._pid, signal.SIGKILL)
+            await self._ended()
+            return f"it hangs: no answer in {PATIENCE_S:g} s"
         except RayError:
             return await self._ended()
 

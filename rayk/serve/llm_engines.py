@@ -13,6 +13,7 @@ from rayk.serve.supervisor import READY_S, Part, Supervisor, stop_parts
 from rayk.types.errors import DeadlineExceeded, ServerEnded, UserError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.serving import Ask, Delta, Health
+from rayk.types.waiting import busy
 
 T = TypeVar("T")
 
@@ -107,7 +108,9 @@ class LLMEngines:
                     reason = health.reason
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
-            raise DeadlineExceeded("the start of the engines", READY_S, {"health": reason}) from None
+            raise DeadlineExceeded(
+                "the start of the engines", READY_S, {"health": reason, **busy()}
+            ) from None
 
     async def _complete(self, requests: Sequence[Asked]) -> list[list[Delta]]:
         # The waiting room is for strangers: who asks for much here waits in line.

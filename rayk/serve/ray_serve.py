@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,12 +17,15 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from rayk.actors.naming import models_in_words
 from rayk.actors.ray_private import live_jobs
+from rayk.serve.front_news import FrontNews
 from rayk.serve.fronts import FrontPlan, open_app
 from rayk.types.errors import UserError
 
 MAX_ONGOING = 100_000
 """Serve's own limit of requests at once must never be met: the waiting room says who is refused."""
 CONTROLLER = ("SERVE_CONTROLLER_ACTOR", "serve")
+PROXY, REPLICA = "SERVE_PROXY_ACTOR", "SERVE_REPLICA::"
+"""What the names of Serve's own actors begin with."""
 POLL_S = 1.0
 WATCH_S = 2.0
 """How often a replica looks whether its server's driver lives."""
@@ -69,9 +74,19 @@ class RayServePart:
 
     name = "Ray Serve"
 
-    def __init__(self, plan: FrontPlan, *, is_shared: bool) -> None:
-        """`is_shared`: the cluster goes on without this driver."""
+    def __init__(
+        self,
+        plan: FrontPlan,
+        *,
+        is_shared: bool,
+        answers: Callable[[], bool] = lambda: True,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`is_shared`: the cluster goes on without this driver. `answers`: whether clients get answers now.
+        `say` is told what befalls proxy and replica, for people."""
         self._plan = plan
+        self._answers = answers
+        self._say = say
         self._application = f"rayk-{models_in_words([plan.settings.model.model_id])}"
         self._is_shared = is_shared
         self._starting: asyncio.Task[None] | None = None
@@ -82,10 +97,15 @@ class RayServePart:
         await asyncio.shield(self._starting)
 
     async def lost(self) -> str:
-        """Why the application is no more."""
+        """Why the application is no more. Tells of its processes meanwhile."""
+        news = FrontNews()
         while True:
             await asyncio.sleep(POLL_S)
             try:
+                alive = await asyncio.to_thread(self._alive)
+                answers = await asyncio.to_thread(self._answers)
+                for line in news.see(alive, time.monotonic(), answers=answers):
+                    self._say(line)
                 status = (await asyncio.to_thread(serve.status)).applications.get(self._application)
             except (RayError, RuntimeError) as error:
                 return f"its controller does not answer: {error}"
@@ -94,6 +114,15 @@ class RayServePart:
                 ApplicationStatus.NOT_STARTED,
             ):
                 return "the application is gone" if status is None else status.message
+
+    def _alive(self) -> dict[str, object]:
+        """The actors that answer clients, by what they are for people; None where there is none."""
+        prefixes = {"the HTTP proxy": PROXY, "the HTTP front": f"{REPLICA}{self._application}#"}
+        listed = ray.util.list_named_actors(all_namespaces=True)
+        names = [a["name"] for a in listed if a["namespace"] == CONTROLLER[1]]
+        return {
+            part: _actor(next((n for n in names if n.startswith(p)), None)) for part, p in prefixes.items()
+        }
 
     async def stop(self) -> None:
         """End the application, when its last answer is out; and Serve itself where the cluster stays."""
@@ -126,6 +155,13 @@ class RayServePart:
         # A cluster of our own ends with the driver, and Serve with the cluster.
         driver = ray.get_runtime_context().get_job_id() if self._is_shared else None
         serve.run(deployment.bind(self._plan, driver), name=self._application, route_prefix="/")
+
+
+def _actor(name: str | None) -> object:
+    try:
+        return None if name is None else ray.get_actor(name, namespace=CONTROLLER[1])
+    except ValueError:  # it has just ended
+        return None
 
 
 def refuse_second_serve() -> None:

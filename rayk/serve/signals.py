@@ -45,6 +45,17 @@ class StopSignals:
             event.set()
         return event
 
+    def end_within(self, timeout_s: float, code: int) -> None:
+        """End the process then, whatever still waits, as a second signal would."""
+
+        def end() -> None:
+            self._at_once()
+            os._exit(code)
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         del frame
         if self.received:

@@ -83,17 +83,22 @@ class Supervisor:
             await asyncio.gather(*keepers, ready, stop, return_exceptions=True)
 
     async def _keep(self, part: Part) -> None:
-        losses = 0
+        losses, lost_s = 0, math.nan
         while True:
             began = math.inf
             try:
                 await part.start()
                 began = time.monotonic()
+                if not math.isnan(lost_s):
+                    self._say(f"{part.name} is ready again after {began - lost_s:.1f} s")
+                    lost_s = math.nan
                 why = await part.lost()
             except (EngineDied, DeadlineExceeded) as error:
                 if not losses:
                     raise
                 why = str(error)  # what was there before can be there again
+            if math.isnan(lost_s):
+                lost_s = time.monotonic()
             losses = 1 if time.monotonic() - began > STEADY_S else losses + 1
             if losses >= MAX_LOSSES:
                 raise GaveUp(f"{part.name} was lost {losses} times, at last of this: {why}")

@@ -24,18 +24,20 @@ class Silent:
     """An actor whose process hangs."""
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=never)
+        return SimpleNamespace(remote=never, options=lambda **_: SimpleNamespace(remote=never))
 
 
-def test_a_front_that_never_says_a_word_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_never_says_that_it_listens_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[object] = []
     monkeypatch.setattr(front_actor, "START_S", 0.05)
     monkeypatch.setattr(front_actor.ray, "kill", lambda actor, **_: killed.append(actor))
 
     async def run() -> None:
-        part = UvicornPart(Any)
-        part._actor, part._run = Silent(), never()
-        assert await asyncio.wait_for(part.lost(), LIMIT_S) == "it hangs: no answer in 0.05 s"
+        model = SimpleNamespace(model_id="m")
+        part = UvicornPart(SimpleNamespace(settings=SimpleNamespace(model=model)))  # type: ignore[arg-type]
+        monkeypatch.setattr(part, "_make", Silent)
+        with pytest.raises(DeadlineExceeded, match="the start of the HTTP front"):
+            await asyncio.wait_for(part.start(), LIMIT_S)
         assert killed == [part._actor]
 
     asyncio.run(run())

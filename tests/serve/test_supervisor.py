@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -79,7 +80,9 @@ def test_parts_that_are_lost_start_again_and_others_go_on() -> None:
         await until(lambda: running.num_ready == 1)
         fleet.why.set_result("it was killed")
         await fleet.lives(2)
-        assert running.said == ["fleet is lost (it was killed); starting it again"]
+        await until(lambda: len(running.said) == 2)
+        assert running.said[0] == "fleet is lost (it was killed); starting it again"
+        assert re.fullmatch(r"fleet is ready again after \d+\.\d s", running.said[1])
         assert front.num_starts == 1
         running.stop.set()
         await running.task
@@ -96,9 +99,13 @@ def test_a_start_that_fails_once_it_had_lived_is_tried_again() -> None:
         await fleet.lives(1)
         fleet.why.set_result("killed")
         await fleet.lives(3)
+        await until(lambda: len(running.said) == 3)
         running.stop.set()
         await running.task
-        assert len(running.said) == 2
+        lost, lost_again, back = running.said
+        assert lost == "fleet is lost (killed); starting it again"
+        assert lost_again == "fleet is lost (engine fleet died: its process ended); starting it again"
+        assert back.startswith("fleet is ready again after ")
 
     asyncio.run(run())
 
