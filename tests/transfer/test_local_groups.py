@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.models.config import DecoderConfig
@@ -238,28 +240,35 @@ def differing(
 ENGINE = EngineConfig(model="made")
 
 
-def test_engines_that_share_otherwise_are_refused_by_name(tmp_path: Path):
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's, as far as its weights go."""
+    save_file({"some": torch.zeros(1)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_engines_that_share_otherwise_are_refused_by_name(folder: Path):
     one, other = decoder(*LLAMA4, "chunked:2"), decoder(*LLAMA4, "chunked:1")
     own = decoder(*LLAMA4, "chunked")
-    assert differing((one, ENGINE), (other, ENGINE), tmp_path) == ["model.kv_sources"]
-    named = differing((one, ENGINE), (own, ENGINE), tmp_path)
+    assert differing((one, ENGINE), (other, ENGINE), folder) == ["model.kv_sources"]
+    named = differing((one, ENGINE), (own, ENGINE), folder)
     assert named[0] == "model.kv_sources"
     assert "layer 4.attention.cache" in named
-    check(*(replace(describe(), fingerprint=fingerprint(tmp_path, one)) for _ in range(2)))
+    check(*(replace(describe(), fingerprint=fingerprint(folder, one)) for _ in range(2)))
 
 
 @pytest.mark.parametrize("chunks", [(12, 24), (32, 64), (8192, 4096)], ids=str)
-def test_engines_of_other_chunks_are_refused_by_name(chunks: tuple[int, int], tmp_path: Path):
+def test_engines_of_other_chunks_are_refused_by_name(chunks: tuple[int, int], folder: Path):
     """By the model's facts, and by the rows that live in its groups: also where a million tokens end a chunk
     of either length."""
     ours, theirs = (decoder("chunked", "full", chunk=chunk) for chunk in chunks)
-    assert differing((ours, ENGINE), (theirs, ENGINE), tmp_path) == [
+    assert differing((ours, ENGINE), (theirs, ENGINE), folder) == [
         "model.chunks",
         "layer 0.attention.live_rows(1000000)",
     ]
 
 
-def test_an_engine_that_keeps_everything_meets_one_that_does_not(tmp_path: Path):
+def test_an_engine_that_keeps_everything_meets_one_that_does_not(folder: Path):
     """Their layers see the same, and of what they do not see nothing is moved. A layer of another window or
     chunk is refused all the same."""
     whole, config = replace(ENGINE, hybrid_kv=False), decoder("chunked", "sliding", "full", chunk=32)
@@ -267,5 +276,5 @@ def test_an_engine_that_keeps_everything_meets_one_that_does_not(tmp_path: Path)
         sides = [replace(describe(), geometry=plan_engine(e, config).ranks[0]) for e in engines]
         check(*sides)
         other = (decoder("chunked", "sliding", "full", chunk=48), engines[1])
-        named = differing((config, engines[0]), other, tmp_path)
+        named = differing((config, engines[0]), other, folder)
         assert "layer 0.attention.live_rows(1000000)" in named
