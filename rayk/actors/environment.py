@@ -18,6 +18,8 @@ RAY_DEFAULTS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     # On a busy machine, five seconds are too few for a proxy to start in: Serve would kill it, and give up.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Its proxy waits for ever for clients who read nothing.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayk.serve.unread.middlewares",
 }
 """Of clusters and drivers, where the user has not set them."""
 BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

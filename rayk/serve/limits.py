@@ -26,7 +26,7 @@ class HttpSettings:
     """A body must be here so long after its head."""
     unread_s: float = 120.0
     """A client that takes nothing for so long of what waits for it is cut, and its requests end. Kernels take
-    up to 64 KiB at once for a slow one. Of --http uvicorn."""
+    up to 64 KiB at once for a slow one. Of --http uvicorn; Ray Serve's proxy has unread.UNREAD_S."""
     max_prompt_tokens: int | None = None
     """None: what the model's positions leave room for."""
     max_n: int = 128

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -12,12 +11,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rayk.serve.errors import ApiError, to_json
 from rayk.serve.limits import HttpSettings
+from rayk.serve.unread import UnreadWatch
 
 CLOSE_S = 5.0
 """How long connections may take to close once nothing runs on them any more."""
 KEEP_ALIVE_S = 75
 """Idle connections stay longer than clients keep them, who would send into one that is being closed."""
-_LOG = logging.getLogger(__name__)
 LINGER_S = 2.0
 """Who is refused may send on for so long: a connection that is closed before takes the answer with it."""
 
@@ -60,27 +59,25 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_fed = 0
         """Bytes that came since something else than a head, or its end."""
         self._refusal: ApiError | None = None
-        self._watch: asyncio.TimerHandle | None = None
-        """Runs while bytes wait for the client to read."""
 
     # asyncio's calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The head is wanted from now on."""
         super().connection_made(transport)
+        self._watch = UnreadWatch(transport, self.unread_s)
         self._want_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is wanted any more."""
         self._unset_timer()
-        if self._watch is not None:
-            self._watch.cancel()
+        self._watch.end()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Much waits for the client to read."""
         super().pause_writing()
-        self._watch_reading()
+        self._watch.begin(self.loop)
 
     def data_received(self, data: bytes) -> None:
         """Whatever parts of requests these are."""
@@ -134,23 +131,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer is out, but for what waits for the client to read."""
         super().on_response_complete()
-        self._watch_reading()
-
-    # Clients who read nothing.
-
-    def _watch_reading(self) -> None:
-        num_unread = self.transport.get_write_buffer_size()
-        if num_unread and self._watch is None:
-            self._watch = self.loop.call_later(self.unread_s, self._on_unread, num_unread)
-
-    def _on_unread(self, num_before: int) -> None:
-        """Cut a client who took nothing of what waits, which ends its requests. A slow one goes on."""
-        self._watch = None
-        if self.transport.get_write_buffer_size() == num_before:
-            _LOG.warning("a client read nothing for %g s: its connection is cut", self.unread_s)
-            self.transport.abort()
-        else:
-            self._watch_reading()
+        if self.transport.get_write_buffer_size():
+            self._watch.begin(self.loop)
 
     # Refusals.
 

@@ -92,7 +92,7 @@ def test_a_head_has_a_largest_size(part: str, more: int, is_refused: bool) -> No
 )
 def test_what_never_becomes_a_head_is_not_kept(start: bytes) -> None:
     fill = (b"\r\n" if start.startswith(b"\r") else b"xx") * 600
-    with connected(max_head_bytes=10_000) as (completer, peer):
+    with connected(max_head_bytes=10_000, body_s=600.0) as (completer, peer):
         try:
             for data in (start, *(fill for _ in range(100))):
                 peer.sendall(data)

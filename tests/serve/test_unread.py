@@ -11,11 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from uvicorn.server import ServerState
 
 from rayk.serve.app import make_app
 from rayk.serve.limits import HttpSettings
-from rayk.serve.listener import BoundedHttp, listener_config
+from rayk.serve.unread import UNREAD_S, CutUnread, UnreadWatch
 from rayk.types.request import FinishReason
 from rayk.types.serving import Ask, Delta
 from tests.completer import ScriptedCompleter, serve
@@ -38,14 +37,19 @@ async def long(ask: Ask) -> AsyncIterator[Delta]:
     yield Delta(finish_reason=FinishReason.STOP)
 
 
+@pytest.mark.parametrize("front", ["uvicorn", "proxy"])
 @pytest.mark.parametrize(("script", "stream"), [(endless, True), (long, False)])
 def test_a_client_who_reads_nothing_is_cut(
-    script: Any, stream: bool, caplog: pytest.LogCaptureFixture
+    script: Any, stream: bool, front: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """By rayk's own listener, and by what Ray Serve's proxy has around its app."""
     completer, limits = ScriptedCompleter(CARD, script), HttpSettings(unread_s=0.5)
+    app: Any = make_app(completer, limits)
+    if front == "proxy":
+        app, limits = CutUnread(app, 0.5), HttpSettings()
     fields = {"prompt": [5], "stream": stream, "return_token_ids": True}
     body = json.dumps(fields).encode()
-    with serve(make_app(completer, limits), limits) as url, socket.socket() as peer:
+    with serve(app, limits) as url, socket.socket() as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         place = urlsplit(url)
         peer.connect((place.hostname, place.port))
@@ -85,17 +89,11 @@ class Clock:
 
 @pytest.mark.parametrize(
     ("sizes", "is_cut"),
-    [((70_000, 69_999, 1, 0), False), ((70_000, 80_000, 1, 0), False), ((70_000, 60_000, 60_000), True)],
+    [((70_000, 69_999, 1, 0), False), ((0, 80_000, 1, 0), False), ((70_000, 60_000, 60_000), True)],
 )
 def test_only_who_takes_nothing_is_cut(sizes: tuple[int, ...], is_cut: bool) -> None:
-    config = listener_config(None, HttpSettings())
-    config.load()
     clock, transport = Clock(), SlowReader(*sizes)
-    loop: Any = clock
-    kind: type[BoundedHttp] = config.http_protocol_class  # type: ignore[assignment]
-    http = kind(config=config, server_state=ServerState(), app_state={}, _loop=loop)
-    http.transport = transport  # type: ignore[assignment]
-    http._watch_reading()
+    UnreadWatch(transport, UNREAD_S).begin(clock)  # type: ignore[arg-type]
     while clock.timers:
         transport.sizes.pop(0)
         clock.timers.pop()()
