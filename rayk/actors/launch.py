@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from rayk.actors.nodes import (
     plan_nodes,
 )
 from rayk.actors.placement import LOOPBACK, live_nodes, on_this_node, this_node
-from rayk.actors.ray_private import joining, ray_environment
+from rayk.actors.ray_private import joining, ray_environment, without_paragraphs
 from rayk.actors.sessions import kept_sigterm, session_folder
 from rayk.actors.token_file import TokenFile
 from rayk.specs import Cell
@@ -105,6 +106,8 @@ def connect(
             stack.enter_context(ray_environment(own_cluster()))
         else:
             settings["address"] = stack.enter_context(joining(address))
+        if not sys.stderr.isatty():
+            stack.enter_context(without_paragraphs())
         stack.callback(ray.shutdown)
         try:
             with kept_sigterm():

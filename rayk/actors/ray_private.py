@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray import _raylet
-from ray._private import profiling, ray_constants, services, state
+from ray._private import profiling, ray_constants, services, state, worker
 from ray.exceptions import AuthenticationError
 
 from rayk.actors.environment import (
@@ -25,6 +25,22 @@ __all__ = ["profiling"]
 _core: Any = _raylet
 _services: Any = services
 _state: Any = state
+_worker: Any = worker
+
+
+@contextmanager
+def without_paragraphs() -> Iterator[None]:
+    """Within the block this driver prints nothing of what Ray has to say of workers that died."""
+    before = _worker.print_to_stdstream
+    _worker.print_to_stdstream = _drop
+    try:
+        yield
+    finally:
+        _worker.print_to_stdstream = before
+
+
+def _drop(*_: object, **__: object) -> None:
+    pass
 
 
 @contextmanager
