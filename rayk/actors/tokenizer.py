@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rayk.types.errors import CheckpointError
+from rayk.types.files import JSON_BYTES
 
 
 def load_encoder(model: str) -> Callable[[str], list[int]]:
@@ -30,10 +32,20 @@ def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
     return decode
 
 
+def _check_files(folder: Path, mend: str) -> None:
+    """Raises CheckpointError for a file that reading may never end of: transformers would try."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise CheckpointError("not a plain file", where=str(path), mend=mend)
+        if path.name.startswith("tokenizer") and path.is_file() and path.stat().st_size > JSON_BYTES:
+            raise CheckpointError(f"more than {JSON_BYTES:,} bytes", where=str(path), mend=mend)
+
+
 def load_tokenizer(model: str, mend: str) -> Any:
     """The folder's own, through transformers. Raises CheckpointError when it has no usable one."""
     from transformers import AutoTokenizer
 
+    _check_files(Path(model), mend)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - of a damaged tokenizer.json: KeyError, Exception itself

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from rayk.actors.tokenizer import load_tokenizer
 from rayk.cli.explanation import explain_pair
 from rayk.cli.guard import run_guarded
 from rayk.cli.main import app
@@ -29,6 +30,8 @@ from rayk.models.loader import unused_tensors
 from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.specs import load_spec
 from rayk.specs.experiment import AXES, dotted_keys
+from rayk.types.errors import CheckpointError
+from rayk.types.files import JSON_BYTES
 from tests.conftest import CheckpointFactory
 from tests.reports.synthetic import write_run
 from tests.specs.models import spec
@@ -66,6 +69,17 @@ def test_reports_of_files_that_never_end(tmp_path: Path) -> None:
     assert "spec.yaml: cannot be read: " in told("report", tmp_path)
     (tmp_path / "spec.yaml").unlink()
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
+
+
+def test_a_tokenizer_that_never_ends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a plain file"):
+        load_tokenizer(str(tmp_path), "give token ids")
+    (tmp_path / "tokenizer.json").unlink()
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(JSON_BYTES + 1)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: more than"):
+        load_tokenizer(str(tmp_path), "give token ids")
 
 
 @pytest.mark.parametrize("path", ["/sys/report.html", "/dev/null/report.html"])
@@ -234,7 +248,7 @@ def test_drawn_files(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fuzz", FUZZ)
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_drawn_files(
     tmp_path: Path, checkpoint: CheckpointFactory, capsys: Any, fuzz: Callable[..., None], data: st.DataObject
