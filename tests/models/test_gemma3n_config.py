@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from rayk.models.config import AltUpConfig, DecoderConfig, MlpConfig, NormConfig, RopeConfig
 from rayk.models.families import parse_config
@@ -133,6 +135,7 @@ def test_nothing_shared() -> None:
 )
 def test_the_fingerprint_tells_models_apart(tmp_path: Any, key: str, value: Any) -> None:
     """Two engines with unlike settings would read each other's keys wrongly."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     right = fingerprint(tmp_path, parse_config(text_model(GEMMA_3N_E2B)))
     wrong = fingerprint(tmp_path, parse_config(text_model(GEMMA_3N_E2B, **{key: value})))
     assert right != wrong
