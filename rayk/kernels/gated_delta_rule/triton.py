@@ -35,6 +35,16 @@ def _exp(x):
 
 
 @triton.jit
+def _tokens_of(p_request, p_end, is_later):
+    """The first token of a segment, and the one after its last. p_request: of query_start_loc, p_end: of
+    segment_ends; is_later: whether the request has a segment before.
+
+    Both are loaded: Triton drops a value that a loop carries for the bounds of an inner one alone.
+    """
+    return tl.load(tl.where(is_later, p_end - 1, p_request)), tl.load(p_end)
+
+
+@triton.jit
 def _load_rows(p_row, m_row, KEY_SIZE: tl.constexpr, PADDED_K: tl.constexpr, WIDEN: tl.constexpr):
     """Rows at pointers p_row [n] as they are, zeros where masked: [n, PADDED_K]; and 1 / their lengths."""
     o_k = tl.arange(0, PADDED_K)
@@ -107,9 +117,9 @@ def gated_delta_chunks_kernel(
     p_state = state + i_h * stride_h + o_k[:, None] * VALUE_SIZE + o_v[None, :]
     read_slot = tl.load(read_slots + i_r)
     b_state = tl.load(p_state + read_slot * stride_b, mask=m_state & (read_slot >= 0), other=0.0)
-    start = tl.load(query_start_loc + i_r)
-    for i_segment in range(tl.load(segment_start_loc + i_r), tl.load(segment_start_loc + i_r + 1)):
-        end = tl.load(segment_ends + i_segment)
+    first = tl.load(segment_start_loc + i_r)
+    for i_segment in range(first, tl.load(segment_start_loc + i_r + 1)):
+        start, end = _tokens_of(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
         for at in range(start, end, CHUNK):
             o_t = (at + o_c).to(tl.int64)
             m_t = o_t < end
@@ -149,7 +159,6 @@ def gated_delta_chunks_kernel(
             b_state += tl.dot(tl.trans(b_k.to(tl.float32)), b_change, input_precision=PRECISION)
         write_slot = tl.load(write_slots + i_segment)
         tl.store(p_state + write_slot * stride_b, b_state, mask=m_state & (write_slot >= 0))
-        start = end
 
 
 @triton.jit
@@ -198,10 +207,10 @@ def gated_delta_tokens_kernel(
     p_state = state + i_h * stride_h + o_k[:, None] * VALUE_SIZE + o_v[None, :]
     read_slot = tl.load(read_slots + i_r)
     b_state = tl.load(p_state + read_slot * stride_b, mask=m_state & (read_slot >= 0), other=0.0)
-    start = tl.load(query_start_loc + i_r).to(tl.int64)
-    for i_segment in range(tl.load(segment_start_loc + i_r), tl.load(segment_start_loc + i_r + 1)):
-        end = tl.load(segment_ends + i_segment).to(tl.int64)
-        for i_t in range(start, end):
+    first = tl.load(segment_start_loc + i_r)
+    for i_segment in range(first, tl.load(segment_start_loc + i_r + 1)):
+        start, end = _tokens_of(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
+        for i_t in range(start.to(tl.int64), end.to(tl.int64)):
             b_k = tl.load(k + i_t * k_stride_t + i_key * k_stride_h + o_k, mask=m_k, other=0.0)
             b_k = b_k.to(tl.float32)
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
@@ -218,7 +227,6 @@ def gated_delta_tokens_kernel(
             tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_v)
         write_slot = tl.load(write_slots + i_segment)
         tl.store(p_state + write_slot * stride_b, b_state, mask=m_state & (write_slot >= 0))
-        start = end
 
 
 def gated_delta_rule_triton(
