@@ -47,6 +47,7 @@ from rayk.cli.plain import print_table  # noqa: E402
 from rayk.types.errors import DeadlineExceeded  # noqa: E402
 
 MODEL = Path("checkpoints/attack/qwen3")
+TOKEN = "token"
 START_S = 300.0
 ANSWER_S = 60.0
 """For whatever is asked, and for what a stranger had run to show."""
@@ -247,6 +248,7 @@ def a_server(front: str, folder: Path, key: str) -> Iterator[tuple[Target, str]]
     write_models(MODEL.parent, {MODEL.name: ("qwen3", {})})
     command = [sys.executable, "-m", "rayk.cli.main", "serve", str(MODEL), "--port", "0", "--http", front]
     command += ["--prefill-tp", "2", "--decode-tp", "1"]
+    command += ["--ray-token-file", str(folder / TOKEN)]  # which also starts Ray's pages
     command += ["--set", "engine.comm=gloo"]  # the other way of two ranks is attacked by itself
     environment = os.environ | {"RAYK_API_KEY": key, "TMPDIR": str(folder)}
     log = folder / "log"
@@ -321,7 +323,7 @@ def attack_server(front: str, folder: Path) -> list[Try]:
             *join_attacks(target),
             *pickle_attacks(target),
             *shm_attacks(),
-            *file_attacks(session, pids, (key, token)),
+            *file_attacks((session, folder / TOKEN), pids, (key, token)),
             *index_attack(folder / "hostile"),
             *http_attacks(place, key),
         ]

@@ -33,12 +33,13 @@ class Try:
     got_in: bool = False
 
 
-def file_attacks(session: Path, pids: Sequence[int], hidden: Sequence[str]) -> Iterator[Try]:
-    """On a server's session folder and what its processes show. `hidden`: the key and the token; the first of
-    `pids` has the token in its environment."""
-    mode = session.stat().st_mode & 0o777
-    yield Try("read the session folder", str(session), f"mode {mode:o}", got_in=bool(mode & 0o077))
-    yield as_nobody("read the session folder as another user", "ls", session)
+def file_attacks(paths: Sequence[Path], pids: Sequence[int], hidden: Sequence[str]) -> Iterator[Try]:
+    """On a server's session folder and token file, and on what its processes show. `hidden`: the key and the
+    token; the first of `pids` has the token in its environment."""
+    for path in paths:
+        mode = path.stat().st_mode & 0o777
+        yield Try("read what its owner alone may", str(path), f"mode {mode:o}", got_in=bool(mode & 0o077))
+        yield as_nobody("read it as another user", "ls" if path.is_dir() else "cat", path)
     yield as_nobody("read the token as another user", "cat", Path(f"/proc/{pids[0]}/environ"))
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if Path(f"/proc/{pid}").exists()]
     found = sum(any(word.encode() in command for word in hidden) for command in commands)
