@@ -153,7 +153,7 @@ def _heard(program: str, host: str, text: str, found: list[tuple[Port, Answer]])
     elif answer.status == OTHER and not port.is_loopback:
         mend = "a firewall: it is not on loopback alone"
     if program.startswith(RAY_SERVE_PROXY):
-        text += "; bounds neither heads that come slowly nor clients that never read"
+        text += "; bounds no slow heads and, where rayk did not start the cluster, no clients that never read"
         mend = mend or "--http uvicorn bounds both"
     return Finding(
         what=f"listens: {program}",

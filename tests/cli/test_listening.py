@@ -117,7 +117,8 @@ def test_doctor_says_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [
         (
             "note",
-            "0.0.0.0 4: metrics; bounds neither heads that come slowly nor clients that never read",
+            "0.0.0.0 4: metrics; bounds no slow heads and, where rayk did not start the cluster, no clients "
+            "that never read",
             True,
         ),
         ("ok", "127.0.0.1 1, 2: asks", False),
