@@ -15,6 +15,11 @@ class FrontNews:
         self._lost_s: dict[str, float] = {}
         """Those that are not there again, and since when."""
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether any is not there again."""
+        return bool(self._lost_s)
+
     def see(self, alive: Mapping[str, object], now: float, *, answers: bool) -> list[str]:
         """What is new since the last look; nothing of the first. `alive`: part -> the one that lives, None
         where none does. `answers`: whether clients get answers. `now`: time.monotonic."""

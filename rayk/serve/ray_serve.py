@@ -103,9 +103,12 @@ class RayServePart:
             await asyncio.sleep(POLL_S)
             try:
                 alive = await asyncio.to_thread(self._alive)
-                answers = await asyncio.to_thread(self._answers)
-                for line in news.see(alive, time.monotonic(), answers=answers):
+                for line in news.see(alive, time.monotonic(), answers=False):
                     self._say(line)
+                # Who asks a front that is lost may wait for long.
+                if news.has_losses and await asyncio.to_thread(self._answers):
+                    for line in news.see(alive, time.monotonic(), answers=True):
+                        self._say(line)
                 status = (await asyncio.to_thread(serve.status)).applications.get(self._application)
             except (RayError, RuntimeError) as error:
                 return f"its controller does not answer: {error}"

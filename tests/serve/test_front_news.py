@@ -32,3 +32,4 @@ def test_losses_and_returns_are_told_once() -> None:
     ]
     for second, (alive, answers, expected) in enumerate(looks):
         assert news.see(alive, float(second), answers=answers) == expected
+        assert news.has_losses == (2 < second < 6 or second == 7)
