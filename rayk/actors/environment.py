@@ -25,6 +25,7 @@ RAY_DEFAULTS = {
 BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """0: Ray takes 127.0.0.1 for this node's address, and listens there alone. Ray means it for other systems."""
 AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+BREAKPOINT = "PYTHONBREAKPOINT"
 _TOKEN_BYTES = 32
 _LOOPBACK = ("localhost", "127.0.0.1")
 CONNECT_S = 5.0
@@ -70,7 +71,9 @@ def joined_cluster(address: str, own_host: str, *, protected: bool | None) -> En
 
 
 def _defaults() -> Environment:
-    return {name: os.environ.get(name, value) for name, value in RAY_DEFAULTS.items()}
+    values: Environment = {name: os.environ.get(name, value) for name, value in RAY_DEFAULTS.items()}
+    # Ray sets it for this process, and leaves it.
+    return values | {BREAKPOINT: os.environ.get(BREAKPOINT)}
 
 
 def _answers(host: str, port: int) -> bool:

@@ -143,7 +143,7 @@ def test_a_signal_while_ray_starts_leaves_none(
 
 
 @ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_its_owner_gets_in(tmp_path: Path) -> None:
     path = tmp_path / "token"
     process = subprocess.Popen([sys.executable, "-c", OWNER, path], stdout=subprocess.PIPE, text=True)
@@ -167,7 +167,7 @@ def test_its_owner_gets_in(tmp_path: Path) -> None:
         assert "asks for a token; none is set" in run(*top, HOME=str(tmp_path))[1]
         assert "asks for a token; this is another" in run(*top, RAY_AUTH_TOKEN="x" * 64)[1]
         assert "no rayk server in this cluster" in run(*top, RAY_AUTH_TOKEN_PATH=str(path))[1]
-        listed = ("ray.scripts.scripts", "list", "actors", "--address", f"http://{pages}")
+        listed = ("ray.scripts.scripts", "list", "actors", "--timeout", "120", "--address", f"http://{pages}")
         assert run(*listed)[0]
         code, said = run(*listed, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
         assert code == 0, said
