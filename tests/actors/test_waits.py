@@ -25,6 +25,7 @@ from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVet
 
 NODE = Node(node_id="n0", address="10.0.0.1", resources={"CPU": 8.0}, free={"CPU": 8.0}, labels={})
 CPU = {"CPU": 1.0}
+LIMIT_S = 60.0
 
 
 @dataclass
@@ -89,14 +90,31 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 ASKS = [EngineAsk(name=n, num_workers=2, resources=CPU) for n in ("prefill0", "decode0")]
 
 
+async def until_only_decode0_is_waited_for(workers: WorkerPool) -> None:
+    """The others' answers are in."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (workers._waiting_for == "starting 4 workers" and workers._slots["prefill0"].has_answered):
+            await asyncio.sleep(0.001)
+
+
 def test_workers_that_never_answer_are_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "FORM_S", 0.2)
+    limits: dict[float | None, asyncio.Timeout] = {}
+    of_library = asyncio.timeout
+
+    def timeout(limit_s: float | None) -> asyncio.Timeout:
+        limits[limit_s] = of_library(limit_s)
+        return limits[limit_s]
+
+    monkeypatch.setattr(asyncio, "timeout", timeout)
     cluster.hung = {"decode0"}
     workers = WorkerPool("run", keep=True)
 
     async def twice() -> dict[str, int]:
+        preparing = asyncio.ensure_future(workers.prepare(ASKS, "auto"))
+        await until_only_decode0_is_waited_for(workers)
+        limits[pool_module.FORM_S].reschedule(0.0)  # now
         with pytest.raises(DeadlineExceeded, match="starting 4 workers"):
-            await workers.prepare(ASKS, "auto")
+            await preparing
         cluster.hung = set()
         return await workers.prepare(ASKS, "auto")
 
@@ -116,8 +134,10 @@ def test_a_cells_own_deadline_spares_workers_that_are_still_starting(cluster: Cl
     workers = WorkerPool("run", keep=True)
 
     async def hasty() -> None:
-        async with asyncio.timeout(0.1):
-            await workers.prepare(ASKS, "auto")
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+            group.create_task(workers.prepare(ASKS, "auto"))
+            await until_only_decode0_is_waited_for(workers)
+            limit.reschedule(0.0)  # now
 
     with pytest.raises(TimeoutError):
         asyncio.run(hasty())
@@ -125,17 +145,19 @@ def test_a_cells_own_deadline_spares_workers_that_are_still_starting(cluster: Cl
 
 
 def test_a_cancellation_is_not_lost_while_a_lost_nodes_wait_ends(cluster: Cluster) -> None:
+    is_ending = asyncio.Event()
+
     async def slow_to_end() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.2)
+            is_ending.set()
+            await asyncio.Event().wait()
 
     async def cancel_meanwhile() -> None:
         waiting = asyncio.ensure_future(pool_module._while_alive(slow_to_end(), [NODE]))
-        await asyncio.sleep(0.02)
         cluster.nodes.clear()
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(is_ending.wait(), LIMIT_S)
         waiting.cancel()
         await waiting
 
