@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ MAX_DEPTH = 32
 MAX_NODES = 50_000
 """Of a document whose aliases are written out."""
 _MERGE = "tag:yaml.org,2002:merge"
+_NOT_OF_ITS_TAG = (LookupError, AttributeError, ArithmeticError)
+"""What PyYAML raises for `!!bool x` and its like, besides ValueError."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -127,17 +130,13 @@ def _build(loader: _Loader, node: yaml.Node, path: Path, marks: Marks) -> Any:
 def _scalar(loader: _Loader, node: yaml.Node, marks: Marks) -> Any:
     try:
         return loader.construct_object(node, deep=True)
-    except ValueError as error:  # a date that no calendar has, a number of ten thousand digits
+    except (ValueError, *_NOT_OF_ITS_TAG) as error:  # a date that no calendar has, a number of 9,999 digits
+        said = error if isinstance(error, ValueError) else f"this is no {node.tag.rpartition(':')[2]}"
         where = f"{marks.source}:{node.start_mark.line + 1}"
-        raise SpecError(problem=f"not valid YAML: {error}", where=where) from error
+        raise SpecError(problem=f"not valid YAML: {said}", where=where) from error
 
 
 def _build_mapping(loader: _Loader, node: yaml.MappingNode, path: Path, marks: Marks) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        if key_node.tag == _MERGE:
-            for more in _merged(loader, value_node, path, marks):
-                merged = more | merged
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE:
@@ -153,14 +152,28 @@ def _build_mapping(loader: _Loader, node: yaml.MappingNode, path: Path, marks: M
             raise SpecError(problem=f"key {key!r} is given twice", where=where)
         marks.lines[(*path, key)] = key_node.start_mark.line + 1
         result[key] = _build(loader, value_node, (*path, key), marks)
+    merged: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if key_node.tag == _MERGE:
+            for more, lines in _merged(loader, value_node, path, marks.source):
+                # What is there already counts, and so do its lines.
+                new = {key for key in more if key not in merged and key not in result}
+                marks.lines.update(
+                    (p, n) for p, n in lines.items() if len(p) > len(path) and p[len(path)] in new
+                )
+                merged = more | merged
     return merged | result
 
 
-def _merged(loader: _Loader, node: yaml.Node, path: Path, marks: Marks) -> list[dict[str, Any]]:
-    """What `<<` brings: a mapping, or several of which the first that has a key counts. Raises SpecError."""
-    found = _build(loader, node, path, marks)
-    mappings = found if isinstance(found, list) else [found]
-    if not all(isinstance(mapping, dict) for mapping in mappings):
-        where = f"{marks.source}:{node.start_mark.line + 1}"
-        raise SpecError(problem="`<<` merges mappings, and this is none", where=where, mend="<<: *anchor")
-    return mappings
+def _merged(
+    loader: _Loader, node: yaml.Node, path: Path, source: str
+) -> Iterator[tuple[dict[str, Any], dict[Path, int]]]:
+    """What `<<` brings: a mapping, or several of which the first that has a key counts; each with its lines.
+    Raises SpecError."""
+    for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        own = Marks(source=source)
+        found = _build(loader, one, path, own)
+        if not isinstance(found, dict):
+            where = f"{source}:{node.start_mark.line + 1}"
+            raise SpecError(problem="`<<` merges mappings, and this is none", where=where, mend="<<: *anchor")
+        yield found, own.lines

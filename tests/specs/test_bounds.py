@@ -33,6 +33,11 @@ BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for 
         ("? &a [*a]\n: 1", "key of several parts is not a text"),
         ("a: 2001-13-45", "not valid YAML: month"),
         ("a: " + "1" * 9999, "not valid YAML: Exceeds the limit"),
+        ("a: !!bool foo", "e.yaml:1: not valid YAML: this is no bool"),
+        ("a: !!int ''", "not valid YAML: this is no int"),
+        ("a: !!float ''", "not valid YAML: this is no float"),
+        ("a: !!timestamp x", "not valid YAML: this is no timestamp"),
+        ("a: " + "9:" * 400 + "9.0", "not valid YAML: this is no float"),
         ("a: \x01", "not valid YAML: unacceptable character"),
         ("a: {<<: 1}", "`<<` merges mappings"),
         ("a: !!python/object:os.system x", "not valid YAML: could not determine"),
@@ -51,6 +56,16 @@ def test_merge_keys() -> None:
     assert data["e"] == {"y": 6, "z": 4}
     assert marks.where(("e", "y")) == "e.yaml:6"
     assert marks.where(("e", "z")) == "e.yaml:2"
+    assert marks.where(("d", "y")) == "e.yaml:1"
+
+
+def test_what_replaces_a_merged_key_has_its_own_lines() -> None:
+    text = "a: &a\n  x: [1,\n   2]\n  y: {p: 1}\nb:\n  <<: *a\n  x:\n   - 3\n   - 4\n  y:\n   q: 1\n"
+    data, marks = parse_yaml(text, "e.yaml")
+    assert data["b"] == {"x": [3, 4], "y": {"q": 1}}
+    assert marks.where(("b", "x", 0)) == "e.yaml:8"
+    assert marks.where(("b", "x", 1)) == "e.yaml:9"
+    assert marks.where(("b", "y", "p")) == "e.yaml:10"
 
 
 BIG = 10**20
