@@ -37,6 +37,8 @@ OF_A_DISK = frozenset(
     }
 )
 """What a disk that is full, read-only, another's or failing answers, of a path that somebody named."""
+OF_MORE = frozenset({errno.EACCES, errno.EPERM})
+"""Of these, what says so of a process or a socket, too, and then names no path."""
 WIDE = 160
 """Columns of a table that does not go to a terminal."""
 
@@ -67,7 +69,7 @@ def run_guarded(action: Callable[[], int]) -> int:
         complain(error)
         return BAD_INPUT
     except OSError as error:
-        if error.errno not in OF_A_DISK:
+        if error.errno not in OF_A_DISK or (error.errno in OF_MORE and error.filename is None):
             raise
         complain(UserError(f"the disk refuses: {error.strerror}", where=str(error.filename or "")))
         return BAD_INPUT

@@ -18,8 +18,9 @@ from rayk.types.files import check_nesting, read_text
 
 TABLES = ("cells", "requests", "transfers")
 LOCK = ".lock"
-SPEC_BYTES = 8 << 20
-MAX_SPEC_ITEMS = 200_000
+SPEC_BYTES = 4 << 20
+MAX_SPEC_ITEMS = 100_000
+"""Twice those of a spec that is run, whose defaults are written out: 2 s and 100 MB."""
 _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 
@@ -35,6 +36,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
+    except FileNotFoundError as error:  # a folder that takes no files, as /proc/self, or is gone
+        raise UserError(f"cannot be written: {error.strerror}", where=str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -46,7 +49,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without merge keys: no run writes any, and they may stand for more than there is memory."""
+    """SafeLoader of so many items, without merge keys: no run writes any, and they may stand for more than
+    there is memory."""
+
+    num_nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One more."""
+        self.num_nodes += 1
+        if self.num_nodes > MAX_SPEC_ITEMS:
+            raise ValueError(f"more than {MAX_SPEC_ITEMS:,} items")
+        return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Left as it is."""
@@ -57,8 +70,10 @@ def parse_spec(text: str, where: str = "spec.yaml") -> dict[str, Any]:
     try:
         found = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         check_nesting(found, MAX_SPEC_ITEMS)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        problem = f"not a run's spec: {str(error) or 'nested too deep'}"
+    except RecursionError as error:
+        raise UserError("not a run's spec: nested too deep", where=where) from error
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        problem = f"not a run's spec: {error}"
         raise UserError(problem, where=where) from error
     if found is not None and not isinstance(found, dict):
         raise UserError("not a run's spec: no mapping", where=where)
@@ -124,7 +139,10 @@ def locked(folder: Path) -> Iterator[None]:
 def _open_lock(folder: Path) -> int:
     path = folder / LOCK
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError as error:
+            raise UserError(f"cannot write here: {error.strerror}", where=str(folder)) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

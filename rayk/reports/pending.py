@@ -20,10 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayk.reports.columns import FIELDS, make_table
-from rayk.reports.files import sync
+from rayk.reports.files import TABLES, sync
 from rayk.types.errors import UserError
+from rayk.types.files import parse_json, read_bytes
 
 FILE = "cells.pending"
+MAX_BYTES = 1 << 30
+MEND = "remove the file: `--resume` then runs its cells again"
 PART = 8
 """An eighth: with so many new cells the tables are written, so n cells cost less than 9 n rows."""
 
@@ -78,7 +81,7 @@ def read_pending(folder: Path) -> list[FinishedCell]:
     over. Raises UserError where another one is damaged."""
     path = folder / FILE
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path, MAX_BYTES).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -88,14 +91,31 @@ def read_pending(folder: Path) -> list[FinishedCell]:
     for number, line in enumerate(lines, 1):
         body = line[9:]
         if line[:9] == b"%08x " % zlib.crc32(body):
-            found.append(FinishedCell(**json.loads(body)))
+            try:
+                found.append(_cell(body))
+            except ValueError as error:
+                raise UserError(
+                    problem=f"line {number} is no cell: {error}", where=str(path), mend=MEND
+                ) from error
         elif number < len(lines):
             raise UserError(
                 problem=f"line {number} is damaged: its checksum is another",
                 where=str(path),
-                mend="remove the file: `--resume` then runs its cells again",
+                mend=MEND,
             )
     return found
+
+
+def _cell(body: bytes) -> FinishedCell:
+    """A line's cell. Raises ValueError."""
+    found = parse_json(body)
+    if not isinstance(found, dict) or found.keys() != set(TABLES):
+        raise ValueError(f"not {', '.join(TABLES)}")
+    if not all(isinstance(rows, list) and all(isinstance(r, dict) for r in rows) for rows in found.values()):
+        raise ValueError("not lists of rows")
+    if len(found["cells"]) != 1 or "cell_id" not in found["cells"][0]:
+        raise ValueError("not one row with a cell_id")
+    return FinishedCell(**found)
 
 
 def joined(tables: Mapping[str, pa.Table], cells: Sequence[FinishedCell]) -> dict[str, pa.Table]:

@@ -3,12 +3,14 @@ little memory. And what a disk refuses is a line, too."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from rayk.models.families import FAMILIES as PARSERS
 from rayk.models.families import load_config
 from rayk.models.loader import unused_tensors
 from rayk.oracle.tiny import FAMILIES, family_values
+from rayk.reports.files import MAX_SPEC_ITEMS, _Loader, parse_spec
 from rayk.specs import load_spec
 from rayk.specs.experiment import AXES, dotted_keys
 from rayk.types.errors import CheckpointError
@@ -53,12 +56,32 @@ def told(*command: str | Path, stdin: str | None = None) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("spec", [SELF, DEEP, "a: &a {b: *a}", "x: 2001-13-45", "- 1", "&a [*a]"])
+BAD_TAGS = ("x: !!bool foo", "x: !!int ''", "x: !!timestamp x", "x: " + "9:" * 400 + "9.0")
+
+
+@pytest.mark.parametrize("spec", [SELF, DEEP, "a: &a {b: *a}", "x: 2001-13-45", "- 1", "&a [*a]", *BAD_TAGS])
 def test_reports_of_hostile_specs(tmp_path: Path, spec: str) -> None:
     write_run(tmp_path)
     (tmp_path / "spec.yaml").write_text(spec)
     assert "spec.yaml: not a run's spec" in told("report", tmp_path)
     assert "spec.yaml: not a run's spec" in told("report", tmp_path, tmp_path, "--format", "md", "--out", "-")
+
+
+def test_a_spec_of_many_items_is_not_read_to_its_end() -> None:
+    parse_spec("prompts: [" + "1," * (MAX_SPEC_ITEMS - 9) + "]")
+    loader = _Loader("[" + "1," * (2 * MAX_SPEC_ITEMS) + "]")
+    with pytest.raises(ValueError, match="more than 100,000 items"):
+        loader.get_single_node()
+    assert loader.get_mark().index < 3 * MAX_SPEC_ITEMS
+
+
+@pytest.mark.parametrize(
+    "body", ["{}", "[]", '{"cells":[],"requests":[],"transfers":[]}', "[" * 9999, '{"cells":[{}]}']
+)
+def test_reports_of_cells_that_are_none(tmp_path: Path, body: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / "cells.pending").write_text(f"{zlib.crc32(body.encode()):08x} {body}\n")
+    assert "cells.pending: line 1 is no cell: " in told("report", tmp_path)
 
 
 def test_reports_of_files_that_never_end(tmp_path: Path) -> None:
@@ -69,6 +92,8 @@ def test_reports_of_files_that_never_end(tmp_path: Path) -> None:
     assert "spec.yaml: cannot be read: " in told("report", tmp_path)
     (tmp_path / "spec.yaml").unlink()
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
+    os.mkfifo(tmp_path / "cells.pending")
+    assert "cells.pending: cannot be read: not a plain file" in told("report", tmp_path)
 
 
 def test_a_tokenizer_that_never_ends(tmp_path: Path) -> None:
@@ -82,7 +107,7 @@ def test_a_tokenizer_that_never_ends(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), "give token ids")
 
 
-@pytest.mark.parametrize("path", ["/sys/report.html", "/dev/null/report.html"])
+@pytest.mark.parametrize("path", ["/sys/report.html", "/dev/null/report.html", "/proc/self/report.html"])
 def test_a_report_where_nothing_can_be_written(tmp_path: Path, path: str) -> None:
     write_run(tmp_path)
     assert "\n" not in told("report", tmp_path, "--out", path).strip()
@@ -116,6 +141,12 @@ def test_what_is_no_disks_fault_is_not_said_to_be() -> None:
     with pytest.raises(ConnectionResetError):
         run_guarded(fail)
 
+    def kill() -> int:
+        raise PermissionError(errno.EPERM, "of a process")
+
+    with pytest.raises(PermissionError):
+        run_guarded(kill)
+
 
 # --- drawn --------------------------------------------------------------------------------------------------
 
@@ -127,6 +158,7 @@ NUMBERS = st.one_of(
 WORDS = st.sampled_from(
     ["", "auto", "yarn", "full_attention", "linear_attention", "float32", "prefill", "x" * 5000]
 )
+TAGS = tuple(f"!!{name} " for name in ("binary", "bool", "int", "float", "timestamp", "set", "omap"))
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, WORDS, st.text(max_size=5)),
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(WORDS, inner, max_size=3)),
@@ -190,7 +222,7 @@ def fuzz_specs(draw: st.DrawFn, folder: Path, checkpoint: CheckpointFactory, *, 
     at = draw(st.integers(0, len(text)))
     text = (
         text[:at]
-        + draw(st.sampled_from(["", "", "[", "&a {", "*a", "<<: ", "\t", "\x00", "!!binary "]))
+        + draw(st.sampled_from(["", "", "[", "&a {", "*a", "<<: ", "\t", "\x00", *TAGS]))
         + text[at:]
     )
     path = folder / "e.yaml"

@@ -96,6 +96,8 @@ def test_threads_exclude_each_other_and_no_lock_file_is_lost(tmp_path: Path) -> 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write here"), locked(Path("/proc/self")):
+        pass
     with pytest.raises(UserError, match="cannot create"), locked(tmp_path / "file" / "run"):
         pass
 
