@@ -160,12 +160,12 @@ def check_load(load: Load) -> None:
         ),
         (
             load.rate is None or MIN_RATE <= load.rate <= MAX_RATE,
-            f"--rate {load.rate}",
+            f"--request-rate or --rate {load.rate}",
             f"requests per second, above 0: {MIN_RATE:g} to {MAX_RATE:g}",
         ),
         (
             load.concurrency is None or 0 < load.concurrency <= MAX_CONCURRENCY,
-            f"--concurrency {load.concurrency}",
+            f"--max-concurrency or --concurrency {load.concurrency}",
             f"at least 1, at most {MAX_CONCURRENCY:,}",
         ),
         (load.process in PROCESSES, f"--arrival {load.process}", f"one of {', '.join(PROCESSES)}"),
@@ -190,9 +190,10 @@ def check_load(load: Load) -> None:
             f"at least 1, at most {MAX_REQUESTS:,}",
         ),
         (
-            load.num_prefixes > 0 and 0 <= load.prefix_tokens * load.num_prefixes <= MAX_TOKENS,
+            0 < load.num_prefixes <= MAX_REQUESTS
+            and 0 <= load.prefix_tokens * load.num_prefixes <= MAX_TOKENS,
             f"shared prefixes: {load.num_prefixes} of {load.prefix_tokens} tokens",
-            f"--num-prefixes of at least 1, at most {MAX_TOKENS:,} tokens in all",
+            f"--num-prefixes of at least 1, at most {MAX_REQUESTS:,}, and {MAX_TOKENS:,} tokens in all",
         ),
         (0 <= load.seed <= MAX_SEED, f"--seed {load.seed}", f"0 to {MAX_SEED}"),
         (0 < load.timeout_s <= MAX_SECONDS, f"--timeout {load.timeout_s}", "seconds, above 0, at most 1e8"),

@@ -175,12 +175,20 @@ def _levels(
             problem = "all requests at once are no load that says much"
             raise UserError(problem, where="--request-rate inf", mend="--max-concurrency N")
         request_rate = None
-    if request_rate is not None and max_concurrency is not None:
+    foreign_rates = [] if request_rate is None else [request_rate]
+    foreign_counts = [] if max_concurrency is None else [max_concurrency]
+    if (foreign_rates and (foreign_counts or concurrencies)) or (foreign_counts and rates):
         problem = "a load has a rate or a number of requests in flight, not both"
-        raise UserError(problem, where="--request-rate, --max-concurrency", mend="one of them")
-    rates = rates + ([] if request_rate is None else [request_rate])
-    concurrencies = concurrencies + ([] if max_concurrency is None else [max_concurrency])
-    return _numbers(float, rates, "--rate", "2, or 2,4"), _numbers(int, concurrencies, "--concurrency", "1,8")
+        rate_name = "--request-rate" if foreign_rates else "--rate"
+        where = f"{rate_name}, {'--max-concurrency' if foreign_counts else '--concurrency'}"
+        raise UserError(problem, where=where, mend="one of them; --rate and --concurrency are a load each")
+    mends = "2, or 2,4", "1,8"
+    return (
+        _numbers(float, rates, "--rate", mends[0])
+        + _numbers(float, foreign_rates, "--request-rate", mends[0]),
+        _numbers(int, concurrencies, "--concurrency", mends[1])
+        + _numbers(int, foreign_counts, "--max-concurrency", mends[1]),
+    )
 
 
 def _numbers(kind: Callable[[str], N], texts: list[str], option: str, mend: str) -> list[N]:
