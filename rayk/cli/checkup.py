@@ -137,6 +137,8 @@ def _cluster(address: str | None) -> Finding:
 
 def _listening() -> list[Finding]:
     """What the ports of Ray's processes and rayk's ask of whoever comes, alike ones in one line."""
+    if package_versions()["ray"] is None:
+        return []  # it brings what lists processes, and is itself a finding
     alike: dict[tuple[str, str, str], list[tuple[Port, Answer]]] = {}
     for port, answer in answers(ray_ports()):
         alike.setdefault((port.program, port.host, answer.text), []).append((port, answer))

@@ -138,7 +138,7 @@ def _indexed(index: Path) -> Iterator[tuple[str, StoredTensor]]:
     missing = [f for f in files if not os.path.isfile(folder / f)]  # noqa: PTH113 - False of a name that no file can have
     if missing:
         raise CheckpointError(
-            f"the index names files that are not there: {', '.join(missing)}",
+            f"the index names files that are not there: {', '.join(missing[:3])}",
             where=str(index),
             mend="download the missing files",
         )

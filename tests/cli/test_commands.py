@@ -16,6 +16,7 @@ import rayk
 from rayk.cli.main import app
 from rayk.engine.plan import plan_engine
 from rayk.models.families import load_config, parse_config
+from rayk.reports.environment import package_versions
 from rayk.specs.experiment import SideSpec
 from rayk.types.config import EngineConfig
 from tests.conftest import CheckpointFactory
@@ -356,6 +357,16 @@ def test_doctor_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["C++ compiler"]["status"] == "note"
     assert findings["listens"]["status"] == "ok"
     assert "apt-get install g++" in findings["C++ compiler"]["mend"]
+
+
+def test_doctor_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayk.transfer.nixl_agent.measure", lambda: {"error": "no UCX"})
+    monkeypatch.setattr("rayk.cli.checkup.package_versions", lambda: {**package_versions(), "ray": None})
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = invoke("doctor", "--format", "json")
+    findings = {f["what"]: f for f in json.loads(result.stdout)}
+    assert result.exit_code == 1
+    assert findings["ray[default]"]["found"] == "not installed"
 
 
 def test_doctor_exits_1_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,8 @@ def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
     gone = sorted(tmp_path.glob("*.safetensors"))[0]
     gone.unlink()
     assert f"files that are not there: {gone.name}" in refused(checkpoint)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {str(i): f"gone{i}" for i in range(9)}}))
+    assert refused(checkpoint).count("gone") == 3
     (tmp_path / INDEX_FILE).write_text(json.dumps({}))
     assert "`weight_map` is missing" in refused(checkpoint)
     (tmp_path / INDEX_FILE).unlink()
