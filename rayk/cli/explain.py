@@ -62,7 +62,12 @@ def _with_axis_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _explain(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder, or a config.json: nothing else is read.")],
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Checkpoint folder, or a config.json; beside it generation_config.json alone is read."
+        ),
+    ],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
     num_tokens: Annotated[
         int | None,
