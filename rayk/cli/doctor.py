@@ -33,6 +33,7 @@ def doctor(
 
     Exit 0: experiments can run here. 1: something they need is missing.
     """
+    from rich.markup import escape
     from rich.table import Table
 
     from rayk.cli.checkup import examine
@@ -47,7 +48,8 @@ def doctor(
         for name in ("what", "", "found", "how to mend"):
             table.add_column(name, overflow="fold")
         for finding in findings:
-            table.add_row(finding.what, SYMBOLS[finding.status], finding.found, finding.mend)
+            what, found, mend = map(escape, (finding.what, finding.found, finding.mend))
+            table.add_row(what, SYMBOLS[finding.status], found, mend)
         print_table(stdout(), table)
     if any(f.status == "missing" for f in findings):
         raise typer.Exit(1)

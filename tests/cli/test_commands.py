@@ -367,6 +367,7 @@ def test_doctor_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {f["what"]: f for f in json.loads(result.stdout)}
     assert result.exit_code == 1
     assert findings["ray[default]"]["found"] == "not installed"
+    assert 'pip install "ray[default]"' in invoke("doctor").stdout
 
 
 def test_doctor_exits_1_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
