@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ WATCH_S = 0.5
 """How often the list of live nodes is looked at while something is waited for."""
 PLACED_POLL_S = 0.02
 NODES_S = 10.0
-"""How long Ray's GCS may take to say which nodes live, or where a group is."""
+"""How long Ray's GCS may take to say which nodes live, where no workers are being started."""
 
 
 @dataclass(eq=False)
@@ -233,7 +233,8 @@ class WorkerPool:
     ) -> dict[str, int]:
         failures: Counter[str] = Counter()
         while True:
-            nodes = await live_nodes()
+            self._waiting_for = "an answer of Ray's GCS"
+            nodes = await asyncio.to_thread(placement.live_nodes)  # within FORM_S, not NODES_S
             try:
                 return await _while_alive(self._settle(asks, how, model, nodes, alone, beside), nodes)
             except _NodeLost:
@@ -325,7 +326,7 @@ class WorkerPool:
         self._waiting_for = (
             f"placing {ask.num_workers} workers of {ask.name} on one node, each {slot.resources}"
         )
-        while (node_id := await _in_time(placement.node_of, slot.group)) is None:
+        while (node_id := await asyncio.to_thread(placement.node_of, slot.group)) is None:
             await asyncio.sleep(PLACED_POLL_S)
         slot.node = next((n for n in nodes if n.node_id == node_id), None)
         if slot.node is None:  # it joined just now
@@ -410,14 +411,10 @@ async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
 
 async def live_nodes() -> list[Node]:
     """The nodes Ray believes to be alive. Raises DeadlineExceeded."""
-    return await _in_time(placement.live_nodes)
-
-
-async def _in_time(ask: Callable[..., T], *args: Any) -> T:
-    """What Ray's GCS says, asked on a thread: an event loop that waits for it answers nobody meanwhile."""
     try:
         async with asyncio.timeout(NODES_S):
-            return await asyncio.to_thread(ask, *args)
+            # An event loop that waits for Ray's GCS itself answers nobody meanwhile.
+            return await asyncio.to_thread(placement.live_nodes)
     except TimeoutError:
         raise DeadlineExceeded("an answer of Ray's GCS", NODES_S) from None
 

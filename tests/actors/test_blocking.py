@@ -82,6 +82,14 @@ def test_a_loop_goes_on_while_the_gcs_is_asked(
     asyncio.run(run())
 
 
+def test_a_gcs_that_answers_late_keeps_no_start_from_ending_well(
+    cluster: SlowCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is that of the start."""
+    monkeypatch.setattr(pool_module, "NODES_S", 0.0)
+    assert len(asyncio.run(WorkerPool("run", keep=True).prepare(ASKS, "auto"))) == 4
+
+
 def test_a_gcs_that_does_not_answer_is_not_waited_for(
     cluster: SlowCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
