@@ -92,13 +92,15 @@ class UvicornPart:
         listening: asyncio.Future[int] = asyncio.ensure_future(self._actor.listening.remote())
         waiting: set[asyncio.Future[Any]] = {run, listening}
         try:
-            await asyncio.wait(waiting, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-            if not run.done() and not listening.done():
-                ray.kill(self._actor, no_restart=True)
-                raise DeadlineExceeded(f"the start of {self.name}", START_S, busy())
-            if run.done() or listening.exception() is not None:
-                raise EngineDied(self.name, await run)
+            async with asyncio.timeout(START_S):
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if run.done() or listening.exception() is not None:
+                    raise EngineDied(self.name, await run)
             self._pid = listening.result()
+        except TimeoutError:
+            ray.kill(self._actor, no_restart=True)
+            failure = {"listening": str(listening.exception())} if listening.done() else {}
+            raise DeadlineExceeded(f"the start of {self.name}", START_S, {**failure, **busy()}) from None
         finally:
             run.cancel()
             listening.cancel()

@@ -27,7 +27,20 @@ class Silent:
         return SimpleNamespace(remote=never, options=lambda **_: SimpleNamespace(remote=never))
 
 
-def test_a_front_that_never_says_that_it_listens_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+class Deaf(Silent):
+    """It fails to say whether it listens, and runs on."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def fail() -> int:
+            raise KeyError("no socket")
+
+        return SimpleNamespace(remote=fail) if name == "listening" else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("kind", [Silent, Deaf])
+def test_a_front_that_never_says_that_it_listens_is_ended(
+    kind: type[Silent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed: list[object] = []
     monkeypatch.setattr(front_actor, "START_S", 0.05)
     monkeypatch.setattr(front_actor.ray, "kill", lambda actor, **_: killed.append(actor))
@@ -35,7 +48,7 @@ def test_a_front_that_never_says_that_it_listens_is_ended(monkeypatch: pytest.Mo
     async def run() -> None:
         model = SimpleNamespace(model_id="m")
         part = UvicornPart(SimpleNamespace(settings=SimpleNamespace(model=model)))  # type: ignore[arg-type]
-        monkeypatch.setattr(part, "_make", Silent)
+        monkeypatch.setattr(part, "_make", kind)
         with pytest.raises(DeadlineExceeded, match="the start of the HTTP front"):
             await asyncio.wait_for(part.start(), LIMIT_S)
         assert killed == [part._actor]
