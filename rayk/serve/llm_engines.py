@@ -55,13 +55,14 @@ class LLMEngines:
         self._is_open = False
         self._keeper: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
-        """Of `complete`."""
+        """All that come in, but the last."""
 
     def start(self) -> None:
         """Return once the engines are ready. Raises what kept them from it, DeadlineExceeded after READY_S.
         `close` it then, too."""
-        self._thread.start()
-        self._is_open = True
+        with self._entry:
+            self._thread.start()
+            self._is_open = True
         self._run(self._begin)
 
     def complete(self, requests: Sequence[Asked]) -> list[list[Delta]]:
@@ -84,12 +85,21 @@ class LLMEngines:
         with self._entry:
             if not self._is_open:
                 raise UserError("this LLM is closed")
-            future = asyncio.run_coroutine_threadsafe(start(), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._call(start), self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    async def _call(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        try:
+            return await start()
+        finally:
+            self._calls.discard(call)
 
     async def _begin(self) -> None:
         ready = asyncio.Event()
@@ -116,9 +126,6 @@ class LLMEngines:
         # The waiting room is for strangers: who asks for much here waits in line.
         room = asyncio.Semaphore(self._num_at_once)
         tasks = [asyncio.create_task(self._follow(room, *request)) for request in requests]
-        call = asyncio.current_task()
-        assert call is not None
-        self._calls.add(call)
         try:
             return await self._unless_over(asyncio.gather(*tasks))
         finally:
@@ -126,7 +133,6 @@ class LLMEngines:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._calls.discard(call)
 
     async def _follow(
         self, room: asyncio.Semaphore, prompt: tuple[int, ...], params: SamplingParams

@@ -28,6 +28,7 @@ class Front:
     def __init__(self, *, is_ready: bool = True) -> None:
         self.is_ready = is_ready
         self.begun = threading.Semaphore(0)
+        self.asked = threading.Event()
         self.num_running = 0
 
     async def generate(self, _ask: Ask) -> AsyncIterator[Delta]:
@@ -40,6 +41,7 @@ class Front:
             self.num_running -= 1
 
     async def health(self) -> Health:
+        self.asked.set()
         return Health(is_ready=self.is_ready, reason="decode0 is forming", engines=())
 
     async def close(self) -> None:
@@ -85,6 +87,28 @@ def test_a_start_has_a_deadline(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
     engines = make(Front(is_ready=False))
     with pytest.raises(DeadlineExceeded, match="the start of the engines.*health=decode0 is forming"):
         engines.threads.submit(engines.whole.start).result(LIMIT_S)
+
+
+def test_whoever_starts_it_is_told_that_another_thread_closed_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = Front(is_ready=False)
+    engines = make(front)
+    over = LLMEngines._unless_over
+
+    async def slow(*args: Any) -> Any:
+        try:
+            return await over(*args)
+        finally:
+            for _ in range(99):
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(LLMEngines, "_unless_over", slow)
+    starting = engines.threads.submit(engines.whole.start)
+    assert front.asked.wait(LIMIT_S)
+    engines.threads.submit(engines.whole.close).result(LIMIT_S)
+    with pytest.raises(ServerEnded):
+        starting.result(LIMIT_S)
 
 
 def test_whoever_waits_for_answers_is_told_that_another_thread_closed_it(make: Any) -> None:
