@@ -7,9 +7,9 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from rayk.serve.answers import Answer, Choice, Prompt
 from rayk.serve.errors import ApiError
@@ -21,9 +21,11 @@ from rayk.types.errors import CheckpointError, Overloaded
 from rayk.types.request import Request, SamplingParams
 from rayk.types.serving import Ask, Completer, ModelCard
 
+T = TypeVar("T")
+
 
 class Line:
-    """A few at once, and a bounded number that wait."""
+    """A few at once, each on a thread, and a bounded number that wait."""
 
     PLACES = 4
     WAITING = 64
@@ -32,9 +34,9 @@ class Line:
         self._places = asyncio.Semaphore(self.PLACES)
         self._num_waiting = 0
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """One of the places, in order of arrival. Raises Overloaded where too many wait."""
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """What this returns, in one of the places, in order of arrival. The place is free once the thread is
+        done, also where nobody waits for it any more. Raises Overloaded where too many wait."""
         if self._num_waiting >= self.WAITING:
             raise Overloaded(f"{self.WAITING} conversations wait for the chat template already", 1.0)
         self._num_waiting += 1
@@ -42,10 +44,9 @@ class Line:
             await self._places.acquire()
         finally:
             self._num_waiting -= 1
-        try:
-            yield
-        finally:
-            self._places.release()
+        thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
+        thread.add_done_callback(lambda _: self._places.release())
+        return await asyncio.shield(thread)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +20,7 @@ async def open_chat(front: Front, body: ChatRequest) -> Call:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     messages, arguments = [_plain(m) for m in body.messages], _template_arguments(body)
-    async with front.chats.place():
-        token_ids = await asyncio.to_thread(_read, front, messages, arguments)
+    token_ids = await front.chats.run(_read, front, messages, arguments)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room(front, len(token_ids)))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(body, front.settings, max_tokens=max_tokens, logprobs=logprobs)

@@ -8,6 +8,7 @@ more of the machine than CPU_S and MOST_BYTES.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -24,7 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayk.types.errors import UserError
+from rayk.types.errors import DeadlineExceeded, EngineDied, UserError
+from rayk.types.waiting import busy
 
 CPU_S = 2
 """Processor time of one conversation; templates of real models take milliseconds."""
@@ -38,6 +40,7 @@ _SHOWN = 300
 """Characters of a template's complaint that are told."""
 _WRITTEN = b"+"
 """Begins an answer that is the conversation; else it is the template's complaint."""
+_JINJA = "transformers.utils.chat_template_utils"
 _LOG = logging.getLogger(__name__)
 
 
@@ -58,7 +61,8 @@ class Templates:
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """The text of a conversation, up to where the answer begins. `arguments`: the template's variables.
-        Raises UserError where the template refuses these, or takes more than its bounds."""
+        Raises UserError where the template refuses these, or takes more than its bounds; EngineDied where its
+        processes end of something else, DeadlineExceeded."""
         try:
             question = json.dumps([list(messages), dict(arguments)]).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -75,20 +79,18 @@ class Templates:
 
     def _exchange(self, question: bytes) -> bytes:
         """What a child answers; nothing where it was stopped."""
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._hand_over(theirs)
-            ours.settimeout(ANSWER_S)
-            try:
-                ours.sendall(question)
-                ours.shutdown(socket.SHUT_WR)
-                return b"".join(iter(lambda: ours.recv(1 << 16), b""))
-            except (TimeoutError, BrokenPipeError, ConnectionResetError):
-                return b""
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    warm = self._hand_over(theirs)
+                answer = _ask(ours, question)
+            if answer or warm.lives():
+                return answer
+        raise EngineDied("the chat template's process", "it was ended twice with a conversation")
 
-    def _hand_over(self, line: socket.socket) -> None:
-        """Give the warm process a conversation; a new one where it has ended."""
+    def _hand_over(self, line: socket.socket) -> _Warm:
+        """Give the warm process a conversation; a new one where it has ended. The one that has it."""
         self.start()
         with self._lock:
             assert self._warm is not None
@@ -97,6 +99,19 @@ class Templates:
             except (BrokenPipeError, ConnectionResetError):
                 self._warm = _Warm(self._template)
                 self._warm.hand_over(line)
+            return self._warm
+
+
+def _ask(line: socket.socket, question: bytes) -> bytes:
+    line.settimeout(ANSWER_S)
+    try:
+        line.sendall(question)
+        line.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: line.recv(1 << 16), b""))
+    except TimeoutError:
+        raise DeadlineExceeded("a conversation in the chat template's process", ANSWER_S, busy()) from None
+    except (BrokenPipeError, ConnectionResetError):
+        return b""
 
 
 class _Warm:
@@ -120,6 +135,15 @@ class _Warm:
     def hand_over(self, line: socket.socket) -> None:
         """Have a child answer on this line. Raises OSError where the process has ended."""
         socket.send_fds(self._control, [b"\0"], [line.fileno()])
+
+    def lives(self) -> bool:
+        """Whether the process holds its end. (To the kernel it may be ending for some time still.)"""
+        try:
+            return self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return False
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -145,6 +169,7 @@ def main() -> None:
     """Answer conversations until the server has gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
     template = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
+    importlib.import_module(_JINJA)  # no conversation pays for that, nor is to blame where it fails
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MOST_BYTES)
     if _compiles(template):

@@ -7,21 +7,25 @@ import gc
 import logging
 import os
 import signal
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayk.oracle.tokenizer import build_tokenizer
+from rayk.serve import templates as templates_module
 from rayk.serve.app import make_app
 from rayk.serve.asks import Line
 from rayk.serve.text import Text
-from rayk.types.errors import Overloaded, UserError
+from rayk.types.errors import EngineDied, Overloaded, UserError
 from rayk.types.serving import ModelCard
 from tests.completer import ScriptedCompleter, serve, tokens_then_end
 from tests.pd import wait_until
 from tests.serve.test_guard import ask, assert_error
 
+LIMIT_S = 60.0
 USER = [{"role": "user", "content": "how many 🦙?"}]
 LISTED = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m | tojson }}{% endfor %}{{ extra }}"
 DO = """{% if do == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
@@ -131,24 +135,56 @@ def test_a_warm_process_that_died_is_started_again_and_ends_with_its_text() -> N
 
 
 def test_a_few_conversations_at_once_and_a_bounded_line() -> None:
+    """Whoever has a place keeps it until its thread is done, also when its client goes."""
+    inside, go_on = [], threading.Event()
+
+    def chat() -> None:
+        inside.append(1)
+        assert go_on.wait(LIMIT_S)
+
     async def run() -> None:
-        line, inside, go_on = Line(), 0, asyncio.Event()
-
-        async def chat() -> None:
-            nonlocal inside
-            async with line.place():
-                inside += 1
-                await go_on.wait()
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(Line.PLACES + Line.WAITING):
-                group.create_task(chat())
-            while inside < Line.PLACES or line._num_waiting < Line.WAITING:
-                await asyncio.sleep(0)
-            assert inside == Line.PLACES
+        line = Line()
+        first = [asyncio.ensure_future(line.run(chat)) for _ in range(Line.PLACES)]
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            while len(inside) < Line.PLACES:
+                await asyncio.sleep(0.001)
+            first[0].cancel()
+            for _ in range(Line.WAITING):
+                group.create_task(line.run(chat))
+            while line._num_waiting < Line.WAITING:
+                await asyncio.sleep(0.001)
+            assert first[0].cancelled()
             with pytest.raises(Overloaded):
-                await chat()
+                await line.run(chat)
+            assert len(inside) == Line.PLACES
             go_on.set()
-        assert inside == Line.PLACES + Line.WAITING
+        await asyncio.gather(*first[1:])
+        assert len(inside) == Line.PLACES + Line.WAITING
 
     asyncio.run(run())
+
+
+def test_a_conversation_whose_process_is_killed_is_read_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not to blame; nor is it where each one ends."""
+    text = text_of(LISTED)
+    expected = text.conversation(USER)
+    templates = text.templates
+    assert templates is not None
+    hand_over = templates_module._Warm.hand_over
+    to_be_killed = [1]
+
+    def killed(warm: Any, line: socket.socket) -> None:
+        if not to_be_killed:
+            hand_over(warm, line)
+            return
+        warm.process.send_signal(signal.SIGSTOP)
+        hand_over(warm, line)  # not, where it was killed already
+        to_be_killed.pop()
+        warm.process.kill()
+
+    monkeypatch.setattr(templates_module._Warm, "hand_over", killed)
+    assert text.conversation(USER) == expected
+    to_be_killed += [1, 1]
+    with pytest.raises(EngineDied, match="the chat template's process"):
+        text.conversation(USER)
+    assert text.conversation(USER) == expected
