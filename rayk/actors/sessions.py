@@ -16,11 +16,13 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "rayk-"
 MARK = "rayk.lock"
+_own: set[Path] = set()
+"""Marks of this process."""
 
 
 @contextmanager
@@ -34,11 +36,13 @@ def session_folder() -> Iterator[str]:
         # Locked before it has its name: nobody ever sees a mark of a living run without a lock.
         fcntl.flock(handle, fcntl.LOCK_EX)
         (folder / "new").rename(folder / MARK)
+        _own.add(folder / MARK)
         # Ray opens what it is given to all users: it lies in a folder that is closed to them.
         inner = folder / "ray"
         inner.mkdir()
         yield str(inner)
     finally:
+        _own.discard(folder / MARK)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
 
@@ -61,6 +65,13 @@ def kept_sigterm() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def remove_own_sessions() -> None:
+    """As well as it goes: by a process that ends at once, whose cluster may write still."""
+    for mark in tuple(_own):
+        with suppress(OSError):
+            _remove(mark)
 
 
 def remove_dead_sessions() -> list[Path]:

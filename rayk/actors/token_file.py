@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from rayk.actors.sessions import remove_own_sessions
 from rayk.types.errors import UserError
 
 WHERE = "--ray-token-file"
@@ -52,8 +53,14 @@ class TokenFile:
 
 
 def removal_of(file: TokenFile | None) -> Callable[[], None]:
-    """What removes a file, if there is to be one."""
-    return (lambda: None) if file is None else file.remove
+    """What a process that ends at once removes: this file, if any, and its cluster's folder."""
+
+    def remove() -> None:
+        if file is not None:
+            file.remove()
+        remove_own_sessions()
+
+    return remove
 
 
 def _exists(path: Path) -> UserError:

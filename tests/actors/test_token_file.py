@@ -21,7 +21,8 @@ from tests.markers import ray
 TWICE = """
 import os, signal, sys
 from pathlib import Path
-from rayk.actors.token_file import TokenFile
+from rayk.actors.sessions import session_folder
+from rayk.actors.token_file import TokenFile, removal_of
 from rayk.cli.interrupts import interrupts
 from rayk.serve.signals import StopSignals
 file = TokenFile(Path(sys.argv[2]), is_own_cluster=True)
@@ -29,10 +30,10 @@ file.write("secret")
 def kill():
     os.kill(os.getpid(), signal.SIGTERM)
 if sys.argv[1] == "serve":
-    with StopSignals(lambda: None, at_once=file.remove).handled():
+    with StopSignals(lambda: None, at_once=removal_of(file)).handled(), session_folder():
         kill()
         kill()
-with interrupts(lambda: None, at_once=file.remove):
+with interrupts(lambda: None, at_once=removal_of(file)), session_folder():
     try:
         kill()
     finally:
@@ -114,9 +115,9 @@ def test_commands_refuse_before_anything_starts(
 
 
 @pytest.mark.parametrize("command", ["serve", "run"])
-def test_a_second_signal_removes_it_too(command: str, tmp_path: Path) -> None:
+def test_a_second_signal_removes_it_and_the_clusters_folder_too(command: str, tmp_path: Path) -> None:
     owner = [sys.executable, "-c", TWICE, command, tmp_path / "token"]
-    done = subprocess.run(owner, check=False, timeout=100)
+    done = subprocess.run(owner, check=False, timeout=100, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())
 

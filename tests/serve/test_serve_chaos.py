@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import requests
 
+from rayk.actors.sessions import PREFIX
 from tests.markers import nixl, ray
 from tests.serve.test_serve_command import (
     KEY,
@@ -195,6 +197,7 @@ def test_each_part_is_struck_under_load(server: Server, truth: Truth, how: signa
 def test_a_lost_cluster_ends_every_stream_and_the_server(server: Server, truth: Truth) -> None:
     started = descendants(server.process.pid)
     [gcs] = [pid for pid, line in started.items() if "gcs_server" in line.split(" ")[0]]
+    [folder] = set(re.findall(rf"{tempfile.gettempdir()}/{PREFIX}[^/ ]+(?=/ray/)", started[gcs]))
     streams, began_s = Streams(server, truth), time.monotonic()
     os.kill(gcs, signal.SIGKILL)
     ends = streams.end(within_s=30.0)
@@ -207,3 +210,4 @@ def test_a_lost_cluster_ends_every_stream_and_the_server(server: Server, truth: 
     assert code == 1
     assert any("the Ray cluster is lost" in line for line in server.errors)
     until(lambda: not started.keys() & alive(started), "the end of every process")
+    assert not Path(folder).exists()
