@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,8 @@ BUGS = (
     *(NameError, NotImplementedError, TypeError, ValueError),
 )
 """What no machine, disk or network does to a process: to do the same again ends the same."""
+HALVES = (json.JSONDecodeError, UnicodeDecodeError)
+"""Of those, what somebody else's half-written file does."""
 
 
 @dataclass(eq=False)
@@ -192,7 +195,7 @@ def translate(error: Exception, engine: str, rank: int | None = None, *, node: s
         what = "cannot be reached" if isinstance(error, ActorUnavailableError) else "ended"
         where = f" on node {node}" if node else ""
         return EngineDied(engine=engine, cause=f"the worker process{where} {what}", rank=rank)
-    if isinstance(cause, BUGS):
+    if isinstance(cause, BUGS) and not isinstance(cause, HALVES):
         return bug(engine if rank is None else f"{engine} rank {rank}", cause, str(error))
     text = str(cause or error).strip().splitlines()
     return EngineDied(engine=engine, cause=text[-1] if text else type(error).__name__, rank=rank)

@@ -4,6 +4,7 @@ again. No Ray."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable
 from types import SimpleNamespace
@@ -64,7 +65,12 @@ def test_a_front_tells_of_a_fleets_bug_and_does_not_ask_again(
 
 @pytest.mark.parametrize(
     ("cause", "kind"),
-    [(KeyError("layer"), InternalError), (AssertionError(), InternalError), (OSError("no disk"), EngineDied)],
+    [
+        (KeyError("layer"), InternalError),
+        (AssertionError(), InternalError),
+        (OSError("no disk"), EngineDied),
+        (json.JSONDecodeError("half a file", "{", 1), EngineDied),
+    ],
 )
 def test_what_a_worker_raises_is_a_bug_unless_its_machine_may_be_to_blame(
     cause: Exception, kind: type[RaykError]
