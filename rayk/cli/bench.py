@@ -171,7 +171,7 @@ def _levels(
 ) -> tuple[list[float], list[int]]:
     """The levels of load, by whatever names they were given. Raises UserError."""
     if request_rate is not None and request_rate.strip().lower() == "inf":
-        if max_concurrency is None:
+        if max_concurrency is None and not concurrencies:
             problem = "all requests at once are no load that says much"
             raise UserError(problem, where="--request-rate inf", mend="--max-concurrency N")
         request_rate = None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rayk import load
+from rayk.cli.bench import _levels
 from tests.bench.fake_server import Script
 from tests.bench.test_bench_command import run_on
 
@@ -56,6 +57,10 @@ def test_levels_by_any_name(tmp_path: Path) -> None:
     run_on(Script(), tmp_path / "c", *few, "--max-concurrency", "2")
     cells = [load(tmp_path / name).cells["cell_id"][0] for name in "bc"]
     assert cells == ["poisson rate=300", "closed concurrency=2"]
+
+
+def test_at_once_is_so_many_in_flight_by_either_name() -> None:
+    assert _levels([], ["8"], "inf", None) == _levels([], [], "inf", "8") == ([], [8])
 
 
 @pytest.mark.parametrize(
