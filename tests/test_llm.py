@@ -97,6 +97,9 @@ def test_chats_are_the_templates(scripted: tuple[LLM, Scripted, Any]) -> None:
     assert one.prompt == told[0]
     expected = tokenizer.apply_chat_template(chats[0], add_generation_prompt=True)["input_ids"]
     assert list(one.prompt_token_ids) == list(engines.asked[-1][0]) == expected
+    for name in ("messages", "chat_template"):
+        with pytest.raises(UserError, match=f"chat_template_kwargs: {name} is not for callers to set"):
+            llm.chat(chats, chat_template_kwargs={name: "x"})
     llm._text = CheckpointError("there is no tokenizer")
     with pytest.raises(CheckpointError):
         llm.chat(chats)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rayk.serve.asks import Call, Front, check_call, check_text, open_call, room
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import chat_content
 from rayk.serve.protocol import ChatRequest, Message
+from rayk.serve.text import reserved_arguments
 from rayk.serve.writer import Writer
 
 
@@ -50,11 +50,8 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _template_arguments(body: ChatRequest) -> dict[str, Any]:
     """More for the template. Raises ApiError for what would change more than its variables."""
-    from transformers import PreTrainedTokenizerBase
-
     given = body.chat_template_kwargs or {}
-    reserved = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
-    if taken := sorted(reserved & given.keys()):
+    if taken := reserved_arguments(given):
         problem = f"chat_template_kwargs: {taken[0]} is not for clients to set"
         raise ApiError(400, problem, param="chat_template_kwargs", code="invalid_value")
     return given

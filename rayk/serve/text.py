@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ _LONGEST_CHARACTER = 4
 _LEAST_LONGEST = 16
 """Characters that a token may stand for even where no piece is so long: normalisers join some into one."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def reserved_arguments(given: Mapping[str, Any]) -> list[str]:
+    """Those of a chat template's arguments that would change more than its variables."""
+    from transformers import PreTrainedTokenizerBase
+
+    reserved = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+    return sorted(reserved & given.keys())
 
 
 @dataclass(frozen=True, slots=True)
