@@ -19,8 +19,9 @@ def cluster(*, is_one_node: bool = True, **head: Any) -> Iterator[Any]:
     from rayk.actors.ray_private import ray_environment
 
     with ray_environment(own_cluster(is_one_node=is_one_node)):
-        found = Cluster(initialize_head=True, head_node_args={"include_dashboard": False} | head)
+        found = Cluster()
         try:
+            found.add_node(**{"include_dashboard": False} | head)
             yield found
         finally:
             found.shutdown()

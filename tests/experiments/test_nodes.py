@@ -37,13 +37,13 @@ class Nodes:
     """A head that holds no engine (the driver's and the coordinator's node) and nodes that do."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
         head = {"num_cpus": 0, "object_store_memory": 100 << 20, "_system_config": HEALTH_CHECK}
-        self.cluster = self._stack.enter_context(cluster(is_one_node=False, **head))
-        self.close = self._stack.close
         self._nodes: dict[str, Any] = {}
-        self.add("a")
-        self.add("b")
+        with ExitStack() as stack:
+            self.cluster = stack.enter_context(cluster(is_one_node=False, **head))
+            self.add("a")
+            self.add("b")
+            self.close = stack.pop_all().close
 
     def add(self, name: str) -> None:
         """A node with the label rack=`name`."""
