@@ -44,7 +44,7 @@ def _watch(path: Path, address: str | None, parent: int) -> int:
 
     from rayk.actors.ray_private import joining
 
-    with joining(address or "auto") as found:
+    with joining(address or "auto") as (found, _):
         ray.init(address=found, log_to_driver=False, configure_logging=False)
         while os.getppid() == parent:
             nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from typing import Any
 
 from rayk.types.errors import DeviceError
 
@@ -93,7 +94,7 @@ def is_protected(address: str, token: str = "") -> bool | None:
         return None
     import grpc
 
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
         try:
             ask(b"", timeout=ANSWER_S, metadata=[("authorization", f"Bearer {token}")] if token else None)
@@ -102,6 +103,13 @@ def is_protected(address: str, token: str = "") -> bool | None:
                 return True
             raise _nobody(address, f"{error.code().name}: {error.details()}") from error
     return False
+
+
+def open_channel(address: str) -> Any:
+    """gRPC to who listens there, as Ray's own: never by way of http_proxy, which would be shown tokens."""
+    import grpc
+
+    return grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
 
 
 def wanted_address(address: str | None) -> str | None:
@@ -127,7 +135,7 @@ def check_address(address: str) -> None:
     try:
         with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
             if not os.environ.get("RAY_USE_TLS"):
-                _check_greeting(connection)
+                _check_greeting(greeting(connection, ANSWER_S))
     except (OSError, OverflowError) as error:
         raise _nobody(address, error) from error
 
@@ -140,9 +148,9 @@ def _nobody(address: str, why: object) -> DeviceError:
     )
 
 
-def _check_greeting(connection: socket.socket) -> None:
-    """Raises OSError where who listens does not greet as HTTP/2 does."""
-    connection.settimeout(ANSWER_S)
+def greeting(connection: socket.socket, within_s: float) -> bytes:
+    """What who listens begins with, called by gRPC. Raises OSError where that is nothing."""
+    connection.settimeout(within_s)
     connection.sendall(_HELLO)
     head = b""
     while len(head) < _FRAME_HEAD:
@@ -150,5 +158,14 @@ def _check_greeting(connection: socket.socket) -> None:
         if not part:
             raise OSError("who listens there closes the connection")
         head += part
-    if head[_KIND_AT] != _SETTINGS:
+    return head
+
+
+def is_grpc(head: bytes) -> bool:
+    """Whether who greets so speaks HTTP/2, as gRPC does."""
+    return head[_KIND_AT] == _SETTINGS
+
+
+def _check_greeting(head: bytes) -> None:
+    if not is_grpc(head):
         raise OSError("who listens there is no Ray")

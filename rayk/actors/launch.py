@@ -50,17 +50,16 @@ class Joined:
     address: str
     is_own: bool
     """It ends with this process."""
-    pages: str
+    is_protected: bool | None
+    """Whether it asks for a token, as it was found before it was joined; None: that is not known."""
+    pages: str = ""
     """HOST:PORT of Ray's pages; empty: it has none."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it lets in who has no token, as far as can be told."""
-        return not self.is_own and is_protected(self.address) is False
 
     def in_words(self) -> str:
         """Who gets in."""
-        if self.is_open:
+        if self.is_protected is None:
+            return f"it is not known whether the Ray cluster at {self.address} asks for a token"
+        if not self.is_protected:
             return (
                 f"the Ray cluster at {self.address} asks for no token: whoever reaches its ports can run "
                 "commands as its user (started with RAY_AUTH_MODE=token, it asks)"
@@ -91,6 +90,7 @@ def connect(
         "log_to_driver": False,
         "job_config": JobConfig(metadata=dict(about or {})),
     }
+    protected: bool | None = True
     with ExitStack() as stack:
         if address is None:
             settings |= {
@@ -105,7 +105,7 @@ def connect(
                 settings["num_gpus"] = num_gpus
             stack.enter_context(ray_environment(own_cluster()))
         else:
-            settings["address"] = stack.enter_context(joining(address))
+            settings["address"], protected = stack.enter_context(joining(address))
         if not sys.stderr.isatty():
             stack.enter_context(without_paragraphs())
         stack.callback(ray.shutdown)
@@ -118,7 +118,18 @@ def connect(
             stack.callback(token_file.remove)
             token_file.write(os.environ[TOKEN])
         pages = "" if token_file is None else str(context["webui_url"])
-        yield Joined(str(context["gcs_address"]), is_own=address is None, pages=pages)
+        gcs = str(context["gcs_address"])
+        yield Joined(gcs, is_own=address is None, is_protected=protected, pages=pages)
+
+
+def joined_before() -> Joined:
+    """The cluster that this process had joined already."""
+    address: str = ray.get_runtime_context().gcs_address
+    try:
+        protected = is_protected(address)
+    except DeviceError:  # it may be out of reach from here (ray://), or slow
+        protected = None
+    return Joined(address, is_own=False, is_protected=protected)
 
 
 def _no_cluster(address: str | None, error: Exception) -> DeviceError:

@@ -76,8 +76,9 @@ def _is_on(name: str) -> bool:
 
 
 @contextmanager
-def joining(address: str) -> Iterator[str]:
-    """What ray.init takes for this address; within the block Ray goes by what the cluster there asks for.
+def joining(address: str) -> Iterator[tuple[str, bool | None]]:
+    """What ray.init takes for this address, and whether the cluster there asks for a token (None: not known),
+    by which Ray goes within the block.
 
     Raises DeviceError where none answers.
     """
@@ -86,7 +87,7 @@ def joining(address: str) -> Iterator[str]:
             address = _services.get_ray_address_from_environment(address, None)
     check_address(address)
     if not is_host_and_port(address):
-        yield address
+        yield address, None
         return
     # What other machines call this one.
     own_host = _services.node_ip_address_from_perspective()
@@ -94,7 +95,7 @@ def joining(address: str) -> Iterator[str]:
     with ray_environment(joined_cluster(address, own_host, protected=protected)):
         if protected:
             _check_token(address)
-        yield address
+        yield address, protected
 
 
 def _check_token(address: str) -> None:

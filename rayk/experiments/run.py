@@ -191,7 +191,7 @@ def _run_on_cluster(
         _in_metrics(progress, writer.directory.resolve().name, len(left), len(writer.finished)) as progress,
     ):
         if token_file is not None or not joined.is_own:
-            (progress.warn if joined.is_open else progress.phase)(joined.in_words())
+            (progress.phase if joined.is_protected else progress.warn)(joined.in_words())
         available = launch.num_cluster_gpus()
         # The cluster's devices count, not those of the machine that drives it.
         device = "cuda" if available >= 1 else "cpu"

@@ -174,9 +174,14 @@ class LLM:
     ) -> list[Completion]:
         """Answer conversations, or one, as `generate` completes prompts: each is the text that the
         checkpoint's chat template makes of it. Raises UserError where there is none, or it refuses them."""
+        from rayk.serve.text import reserved_arguments
+
         text = self._need_tokenizer()
         chats: Any = [messages] if all(isinstance(m, Mapping) for m in messages) else messages
-        told = [text.conversation(chat, **(chat_template_kwargs or {})) for chat in chats]
+        arguments = dict(chat_template_kwargs or {})
+        if taken := reserved_arguments(arguments):
+            raise UserError(f"chat_template_kwargs: {taken[0]} is not for callers to set")
+        told = [text.conversation(chat, **arguments) for chat in chats]
         ids = [tuple(text.encode(prompt, add_special_tokens=False)) for prompt in told]
         return self._complete(told, ids, sampling, n)
 
@@ -299,8 +304,11 @@ class _Engines:
                 model = models_in_words([options.model])
                 about = {"rayk": "LLM", "model": model, JOB_NAME: f"rayk LLM {model}"}
                 joined = self._stack.enter_context(launch.connect(address, about=about))
-                if joined.is_open:
-                    logging.getLogger("rayk").warning(joined.in_words())
+            else:
+                joined = launch.joined_before()
+            if not joined.is_own:
+                level = logging.INFO if joined.is_protected else logging.WARNING
+                logging.getLogger("rayk").log(level, joined.in_words())
             device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
             self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))
             name = fleet_name(self.settings.model.model_id)

@@ -3,11 +3,14 @@ at once. Who listens here is gRPC's own server."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -68,7 +71,7 @@ def test_the_mode_is_the_clusters_whatever_the_users(monkeypatch: pytest.MonkeyP
             with gcs(token) as address:
                 assert is_protected(address) is (token is not None)
                 with joining(address) as joined:
-                    assert joined == address
+                    assert joined == (address, token is not None)
                     assert os.environ[AUTH_MODE] == expected
                     assert os.environ[BEYOND_LOOPBACK] == "0", "it listens on loopback alone"
                 assert os.environ[AUTH_MODE] == mode
@@ -94,14 +97,61 @@ def test_a_wrong_token_is_refused_before_ray_tries(
         raise AssertionError("it is joined")
 
 
-def test_who_gets_in_is_said() -> None:
-    from rayk.actors.launch import Joined
+@pytest.mark.parametrize(
+    ("token", "is_told", "says"),
+    [
+        (None, True, "asks for no token: whoever reaches its ports can run commands"),
+        (GOOD, True, "asks for a token$"),
+        (GOOD, False, "^it is not known whether .* asks for a token$"),  # as under TLS
+    ],
+)
+def test_who_gets_in_is_asked_before_joining_and_said(
+    token: str | None, is_told: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rayk.actors import launch, ray_private
 
-    with gcs(None) as address:
-        found = Joined(address, is_own=False, pages="")
-        assert found.is_open
-        assert "asks for no token: whoever reaches its ports can run commands" in found.in_words()
+    monkeypatch.setenv(TOKEN, GOOD)
+    if not is_told:
+        monkeypatch.setattr(ray_private, "is_protected", lambda _: None)
+    monkeypatch.setattr(launch.ray, "init", lambda address, **_: {"gcs_address": address})
+    with ExitStack() as stack:
+        with gcs(token) as address:
+            joined = stack.enter_context(launch.connect(address))
+        assert re.search(says, joined.in_words())  # nobody answers any more
+
+
+def test_an_llm_says_it_of_a_cluster_that_was_joined_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from rayk.actors import launch
+    from rayk.serve.llm import _Engines
+
+    def enough() -> float:
+        raise DeviceError("enough")
+
+    caplog.set_level(logging.INFO, "rayk")
+    monkeypatch.setattr(launch, "num_cluster_gpus", enough)
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: True)
+    options: Any = None
+    for token, level, says in (
+        (None, logging.WARNING, "asks for no token"),
+        (GOOD, logging.INFO, "asks for a token"),
+    ):
+        with gcs(token) as address:
+            where = SimpleNamespace(gcs_address=address)
+            monkeypatch.setattr(launch.ray, "get_runtime_context", lambda where=where: where)
+            with pytest.raises(DeviceError, match="enough"):
+                _Engines(options, None)
+        assert [(r.levelno, says in r.getMessage()) for r in caplog.records] == [(level, True)]
+        caplog.clear()
+    assert launch.joined_before().is_protected is None  # it is gone
+
+
+def test_no_proxy_is_shown_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
     with gcs(GOOD) as address:
-        found = Joined(address, is_own=False, pages="")
-        assert not found.is_open
-        assert found.in_words() == f"the Ray cluster at {address} asks for a token"
+        assert is_protected(address)
+        assert is_protected(address, GOOD) is False

@@ -15,7 +15,14 @@ from typing import Any
 import grpc
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-from rayk.actors.environment import AUTH_MODE, BEYOND_LOOPBACK, TOKEN, is_protected, own_cluster
+from rayk.actors.environment import (
+    AUTH_MODE,
+    BEYOND_LOOPBACK,
+    TOKEN,
+    is_protected,
+    open_channel,
+    own_cluster,
+)
 from tests.markers import ray
 
 LISTENS = "0A"
@@ -70,7 +77,7 @@ def refusals(address: str, token: str) -> set[Any]:
     stubs."""
     found = set()
     metadata = [("authorization", f"Bearer {token}")] if token else []
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         for call, request in (
             (gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetAllNodeInfo, "GetAllNodeInfoRequest"),
             (gcs_service_pb2_grpc.JobInfoGcsServiceStub(channel).GetNextJobID, "GetNextJobIDRequest"),
@@ -95,7 +102,7 @@ def test_strangers_are_refused_and_nothing_is_left_behind() -> None:
         before = dict(os.environ)
         with launch.connect(None) as joined:
             assert joined.is_own
-            assert not joined.is_open
+            assert joined.is_protected
             check(joined.address, os.environ[TOKEN])
         assert dict(os.environ) == before
 
