@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayk.cli.listening import OPEN, OTHER, Answer, Port, answers, ray_ports
+from rayk.cli.listening import LATE, OPEN, OTHER, Answer, Port, answers, ray_ports
 from rayk.reports.environment import devices, gpu_names, package_versions
 from rayk.specs.devices import count_local_gpus
 
@@ -152,6 +152,8 @@ def _heard(program: str, host: str, text: str, found: list[tuple[Port, Answer]])
     mend = ""
     if answer.status == OPEN:
         mend = "a token: RAY_AUTH_MODE=token for `ray start`; a key: rayk serve --api-key"
+    elif answer.status == LATE:
+        mend = "ask again when the machine is less busy"
     elif answer.status == OTHER and not port.is_loopback:
         mend = "a firewall: it is not on loopback alone"
     if program.startswith(RAY_SERVE_PROXY):

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayk.actors.environment import greeting, is_grpc, open_channel
 from rayk.actors.lines import NONCE_BYTES, PROOF_BYTES
 
 PROBE_S = 5.0
 NUM_PROBES = 16
 """At once."""
-GUARDED, OPEN, OTHER = "guarded", "open", "other"
+GUARDED, OPEN, OTHER, LATE = "guarded", "open", "other", "late"
 _PATH = "/api/jobs/"
 """Of Ray's dashboard. Whatever else speaks HTTP asks for its token or key there, too."""
 _CALLS = (
@@ -52,7 +53,8 @@ class Answer:
     """What a port said to somebody without token or key."""
 
     status: str
-    """guarded, open (it serves whoever comes), or other: a protocol that asks nobody and runs nothing."""
+    """guarded, open (it serves whoever comes), other: a protocol that asks nobody and runs nothing, or late:
+    it speaks HTTP or gRPC, and whom it serves is not known."""
     text: str
 
 
@@ -156,14 +158,23 @@ def _ask_http(host: str, port: int) -> Answer | None:
 def _ask_grpc(host: str, port: int) -> Answer | None:
     import grpc
 
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as connection:
+            head = greeting(connection, PROBE_S)
+    except OSError:
+        return None
+    if head.startswith(b"HTTP/"):
+        return Answer(status=LATE, text="HTTP that does not answer in time")
+    if not is_grpc(head):
+        return None
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    with grpc.insecure_channel(where, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with open_channel(where) as channel:
         for call in _CALLS:
             code = _code(grpc, channel, f"/{call}")
             if code is grpc.StatusCode.UNAUTHENTICATED:
                 return Answer(status=GUARDED, text="asks for a token (gRPC UNAUTHENTICATED)")
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                return None
+                return Answer(status=LATE, text=f"gRPC that does not answer in time ({code.name})")
             if code is not grpc.StatusCode.UNIMPLEMENTED:
                 return Answer(status=OPEN, text=f"serves whoever comes (gRPC {code.name} to {call})")
     return Answer(status=OPEN, text="gRPC of no service known here")

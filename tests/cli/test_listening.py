@@ -15,7 +15,7 @@ import pytest
 
 from rayk.actors.lines import LineService, LineThread
 from rayk.cli import checkup, listening
-from rayk.cli.listening import GUARDED, OPEN, OTHER, Answer, Port, ask
+from rayk.cli.listening import GUARDED, LATE, OPEN, OTHER, Answer, Port, ask
 from tests.listeners import listening as talkers
 
 UNKNOWN = grpc.StatusCode.UNIMPLEMENTED
@@ -83,6 +83,18 @@ def test_grpc(service: str, code: grpc.StatusCode, expected: str) -> None:
         assert ask("127.0.0.1", port).status == expected
 
 
+def test_who_greets_and_answers_no_more_is_not_told_as_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "PROBE_S", 2.0)
+    with talkers(b"\0\0\0\4\0\0\0\0\0", closes=False) as address:
+        assert ask("127.0.0.1", int(address.partition(":")[2])).status == LATE
+    for code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+        with grpc_server("NodeInfoGcs", code) as port:
+            assert ask("127.0.0.1", port).status == LATE
+    monkeypatch.setattr(listening, "_ask_http", lambda *_: None)  # as when its time is over
+    with talkers(b"HTTP/1.1 400 Bad Request", closes=False) as address:
+        assert ask("127.0.0.1", int(address.partition(":")[2])).status == LATE
+
+
 def test_a_line_asks_for_its_secret_and_others_are_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = LineThread(LineService(calls={"echo": asyncio.sleep}))
     try:
@@ -108,6 +120,7 @@ def test_doctor_says_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
         2: Answer(status=GUARDED, text="asks"),
         3: Answer(status=OPEN, text="serves"),
         4: Answer(status=OTHER, text="metrics"),
+        5: Answer(status=LATE, text="late"),
     }
     ports = [Port(host="127.0.0.1", port=n, program="raylet", pid=1) for n in said]
     ports.append(Port(host="0.0.0.0", port=4, program="ray::ProxyActor", pid=2))
@@ -122,6 +135,7 @@ def test_doctor_says_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
             True,
         ),
         ("ok", "127.0.0.1 1, 2: asks", False),
+        ("note", "127.0.0.1 5: late", True),
         ("ok", "127.0.0.1 4: metrics", False),
         ("note", "127.0.0.1 3: serves", True),
     ]
