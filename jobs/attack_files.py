@@ -18,6 +18,7 @@ from rayk.parallel import shm_link
 from rayk.types.errors import CheckpointError
 
 NOBODY = 65534
+NOT_TRIED = "not tried"
 MEET_S = 30.0
 
 
@@ -30,7 +31,19 @@ class Try:
     """What was there to attack."""
     refused: str
     """How it was refused, or what it gave."""
-    got_in: bool = False
+    got_in: bool | None = False
+    """None: not known, or not tried."""
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether there was something to attack, and somebody to do it."""
+        return self.reached != NOT_TRIED
+
+    def in_words(self) -> str:
+        """How it ended, where it was not refused."""
+        if not self.is_tried:
+            return NOT_TRIED
+        return "not known" if self.got_in is None else "GOT IN" if self.got_in else ""
 
 
 def file_attacks(paths: Sequence[Path], pids: Sequence[int], hidden: Sequence[str]) -> Iterator[Try]:
@@ -43,7 +56,8 @@ def file_attacks(paths: Sequence[Path], pids: Sequence[int], hidden: Sequence[st
     yield as_nobody("read the token as another user", "cat", Path(f"/proc/{pids[0]}/environ"))
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if Path(f"/proc/{pid}").exists()]
     found = sum(any(word.encode() in command for word in hidden) for command in commands)
-    yield Try("find key or token with ps", f"{len(commands)} processes", f"{found} show it", got_in=found > 0)
+    shown = found > 0 if commands else None
+    yield Try("find key or token with ps", f"{len(commands)} processes", f"{found} show it", shown)
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -55,12 +69,19 @@ def environment_of(pid: int) -> dict[str, str]:
 def as_nobody(attack: str, program: str, path: Path) -> Try:
     """A program that reads `path`, run by another user."""
     if os.geteuid() != 0:
-        return Try(attack, "not tried", "only root can become another user")
+        return Try(attack, NOT_TRIED, "only root can become another user", None)
     done = subprocess.run(
-        [program, str(path)], user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False
+        [program, str(path)],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        env=os.environ | {"LC_ALL": "C"},
+        capture_output=True,
+        check=False,
     )
     last = (done.stderr.decode().strip().splitlines() or ["it was read"])[-1]
-    return Try(attack, str(path), last, got_in=done.returncode == 0)
+    got_in = False if "Permission denied" in last else True if done.returncode == 0 else None
+    return Try(attack, str(path), last, got_in)
 
 
 def index_attack(folder: Path) -> Iterator[Try]:
@@ -84,7 +105,7 @@ def index_attack(folder: Path) -> Iterator[Try]:
 def shm_attacks() -> Iterator[Try]:
     """On the socket at which ranks of one host meet: another user calls, and another user listens."""
     if os.geteuid() != 0:
-        yield Try("join ranks over shared memory", "not tried", "only root can become another user")
+        yield Try("join ranks over shared memory", NOT_TRIED, "only root can become another user", None)
         return
     address = f"attack-{os.getpid()}"
     name = hashlib.blake2b(f"{os.geteuid()} {address}".encode(), digest_size=16).hexdigest()
@@ -94,7 +115,7 @@ def shm_attacks() -> Iterator[Try]:
     shm_link.connect(1, 2, address, 4096, MEET_S).close()
     host.join(MEET_S)
     told = {0: "the memory was handed over", 1: "the connection was closed"}.get(status, f"status {status}")
-    yield Try("join ranks over shared memory", "rank 0's socket", told, got_in=status == 0)
+    yield Try("join ranks over shared memory", "rank 0's socket", told, {0: True, 1: False}.get(status))
 
 
 def _host(address: str) -> None:
