@@ -108,8 +108,8 @@ class Inspected:
 
     kv: NotFinitePlace | None
     """The first one of the request's live rows."""
-    weights: tuple[str, ...]
-    """Of the rank, those that are not finite."""
+    weights: tuple[str, ...] | None
+    """Of the rank, those found that are not finite; None: none was, and not all were looked at."""
 
 
 @dataclass(frozen=True, slots=True)

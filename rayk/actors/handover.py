@@ -304,8 +304,9 @@ class TransferHandover:
         places = [a.kv for a in found if a.kv is not None]
         error.engine = self._engine
         error.kv = str(min(places)) if places else ""
-        if len(found) == len(answers):
-            error.weights = tuple(dict.fromkeys(w for a in found for w in a.weights))
+        weights = tuple(dict.fromkeys(w for a in found for w in a.weights or ()))
+        if weights or (len(found) == len(answers) and all(a.weights is not None for a in found)):
+            error.weights = weights
         self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
 
     def abort(self, request_id: str) -> bool:

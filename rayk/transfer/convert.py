@@ -26,6 +26,7 @@ from rayk.transfer.diagnose import first_difference
 from rayk.transfer.rooms import Queued
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
+    CHUNK_ROWS,
     LayerView,
     Rows,
     Sources,
@@ -39,8 +40,6 @@ from rayk.transfer.wire import WireCache
 from rayk.types.errors import KVMismatch
 from rayk.types.rows import TransferRow
 
-CHUNK_ROWS = 4096
-"""Token rows converted at once: what lies between takes 4 bytes an element."""
 Scales = Mapping[int, tuple[float, float]]
 """Layer -> those of keys and values, as a handshake tells them; 1 for layers that are absent."""
 Clock = Callable[[], int]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayk.transfer.verify import LayerView
+import torch
+
+from rayk.transfer.verify import CHUNK_ROWS, LayerView
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,17 +40,20 @@ def first_not_finite(
 def _first_in(
     view: LayerView, block_table: Sequence[int], num_tokens: int, first_row: int
 ) -> NotFinitePlace | None:
-    block_ids, in_block, positions = view.places(block_table, num_tokens, first_row)
-    places = []
-    for field, page_field in zip(view.fields, view.group.spec.fields(), strict=True):
-        if not field.view.dtype.is_floating_point:
-            continue
-        values = field.view[block_ids, :, in_block].float()  # [rows, units, elements]
-        bad = (~values.isfinite()).any(-1).nonzero().tolist()
-        if bad:
-            row, unit = bad[0]
-            token = int(positions[row])
-            places.append(
-                NotFinitePlace(view.layer, token, field.name, field.units[unit], page_field.unit_name)
-            )
-    return min(places, default=None)
+    rows = (torch.split(column, CHUNK_ROWS) for column in view.places(block_table, num_tokens, first_row))
+    for block_ids, in_block, positions in zip(*rows, strict=True):
+        places = []
+        for field, page_field in zip(view.fields, view.group.spec.fields(), strict=True):
+            if not field.view.dtype.is_floating_point:
+                continue
+            values = field.view[block_ids, :, in_block].float()  # [rows, units, elements]
+            bad = (~values.isfinite()).any(-1).nonzero()
+            if len(bad):
+                row, unit = bad[0].tolist()
+                token = int(positions[row])
+                places.append(
+                    NotFinitePlace(view.layer, token, field.name, field.units[unit], page_field.unit_name)
+                )
+        if places:
+            return min(places)
+    return None

@@ -24,6 +24,9 @@ from rayk.transfer.digest_words import Ints, Lanes, Words, make_lanes
 from rayk.transfer.digest_words import Sources as Sources
 from rayk.types.errors import KVMismatch
 
+CHUNK_ROWS = 4096
+"""Token rows that are widened at once: what lies between takes 4 bytes an element."""
+
 Digests = npt.NDArray[np.int64]
 """[words] of one rank: view by view, field by field, [global unit, live row group]."""
 Prove = Callable[[Sequence[Sequence[int]], int, int], Digests]

@@ -229,7 +229,7 @@ class NotFiniteError(RaykError):
     kv: str = ""
     """Where its KV is so first, by layer, then token; empty: nowhere, or nobody looked."""
     weights: tuple[str, ...] | None = None
-    """Of the engine's weights, those that hold such values themselves; None: nobody looked."""
+    """Of the engine's weights, those found that hold such values themselves; None: not all were looked at."""
 
     def __str__(self) -> str:
         engine = f" on {self.engine}" if self.engine else ""

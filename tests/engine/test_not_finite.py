@@ -13,12 +13,14 @@ from rayk.actors.commands import MakeTicket
 from rayk.actors.extension import CaptureExtension, layer_views
 from rayk.actors.handover import TransferHandover
 from rayk.engine.build import Completion, ThreadEngine
-from rayk.engine.finite import not_finite_weights
+from rayk.engine.finite import _is_finite, not_finite_weights
 from rayk.engine.rank import EngineRank
 from rayk.engine.sampling import are_finite, sample_step
 from rayk.kv.manager import KVCacheManager
+from rayk.models.layers.embedding import LmHead
 from rayk.parallel.local import LocalComm
 from rayk.sched.batching import Scheduler
+from rayk.transfer import finite
 from rayk.types.config import EngineConfig
 from rayk.types.errors import NotFiniteError
 from rayk.types.verdicts import verdict_of
@@ -127,6 +129,23 @@ def test_huge_finite_weights_whose_logits_overflow_are_not_finite(
     assert str(error).endswith("all weights are finite: it was computed")
 
 
+@pytest.mark.parametrize("value", [3e38, float("inf")])
+def test_a_soft_cap_hides_no_infinite_logits(
+    engine_of: Any, checkpoint: Callable[..., Path], tmp_path: Path, value: float
+) -> None:
+    """Of one token, which stands in no prompt: its row of the tied matrix."""
+    model = spoil(checkpoint("gemma2"), tmp_path, {"model.embed_tokens.weight": (BAD_TOKEN, 3)}, value=value)
+    error = error_of(engine_of(model).generate([make_request("r", PROMPT, 2)])[0])
+    assert error.what == "logits at token 23 are"
+
+
+def test_a_soft_cap_changes_no_finite_logit() -> None:
+    weight, hidden = torch.randn(50, 8), torch.randn(4, 8) * 20
+    raw = LmHead(weight, 50, LocalComm()).forward(hidden)
+    capped = LmHead(weight, 50, LocalComm(), soft_cap=30.0).forward(hidden)
+    assert torch.equal(capped, torch.tanh(raw / 30.0) * 30.0)
+
+
 @pytest.mark.parametrize("push", [False, True])
 def test_a_prefill_engine_hands_nothing_over(bad_token: Path, push: bool) -> None:
     """Neither by a ticket nor by a push; the same id may come again."""
@@ -142,8 +161,11 @@ def test_a_prefill_engine_hands_nothing_over(bad_token: Path, push: bool) -> Non
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_kv_that_no_logits_show_is_found_by_its_digest(checkpoint: Callable[..., Path], push: bool) -> None:
+def test_kv_that_no_logits_show_is_found_by_its_digest(
+    checkpoint: Callable[..., Path], push: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A value changes at P after its step: both sides would hold the same bytes, and digests agree."""
+    monkeypatch.setattr(finite, "CHUNK_ROWS", 7)
     settings = {"prefix_caching": True, "kv_dtype": "fp8_e4m3"}
     recorders, make_sink = recorded()
     with Pair.open(checkpoint("qwen3"), tp=(2, 1), push=push, make_sink=make_sink, **settings) as pair:
@@ -202,3 +224,12 @@ def test_no_tensor_of_a_sound_model_is_taken_for_a_bad_weight(
         EngineConfig(model=str(checkpoint(family)), num_blocks=16), LocalComm(), poison=NAN_POISON
     )
     assert not_finite_weights(rank) == ()
+    assert not_finite_weights(rank, limit_s=0.0) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_weight_is_judged_by_any_of_its_values(dtype: torch.dtype) -> None:
+    weight = torch.ones(3, 2_000_000).to(dtype)
+    assert _is_finite(weight)
+    weight[2, 1_999_999] = float("nan")
+    assert not _is_finite(weight)

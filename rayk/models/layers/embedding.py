@@ -70,12 +70,14 @@ class LmHead:
         self._soft_cap = soft_cap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> float32 logits [R, vocab] on every rank."""
+        """[R, hidden] -> float32 logits [R, vocab] on every rank; NaN where the soft cap met an infinity."""
         logits = self._gathered(product(hidden, self.weight, None)).float()
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._soft_cap is not None:
-            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+            capped = (logits / self._soft_cap).tanh_().mul_(self._soft_cap)
+            # The cap makes a number of an infinity: times 0 that is NaN, and all else is nothing to add.
+            logits = capped.add_(logits * 0)
         return logits
 
     def _gathered(self, local: torch.Tensor) -> torch.Tensor:
