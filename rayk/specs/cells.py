@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from rayk.kv.formats import engine_format
 from rayk.kv.geometry import layout_veto
+from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import resolve_layout
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import engine_groups
+from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.sched.arrivals import due_times
 from rayk.sched.policies import PolicySettings, heeds
@@ -356,7 +357,9 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
         if why:
             return f"{side}: {why}" if decode else why
         if engine.layout != "auto":
-            veto = partial(layout_veto, engine_groups(engine, config))
+            groups = engine_groups(engine, config)
+            asked = engine.kernel_block_size, dict(engine.kernel_block_sizes), group_chunks(groups, config)
+            veto = partial(layout_veto, groups, kernel_block_sizes=kernel_block_sizes(groups, *asked))
             try:
                 resolve_layout(engine.layout, [("specs", veto)])
             except LayoutVetoed as error:

@@ -60,6 +60,15 @@ def test_a_layout_must_hold_quantised_groups_too():
     assert unsupported(hybrid(), kv_dtype="nvfp4", prefill={"layout": "BHLNC"}) == [None]
 
 
+def test_a_layout_must_hold_the_kernel_blocks_of_each_group():
+    """Of two stretches each, padded by themselves. The cell says it, as the engine would."""
+    config = decoder(windows=(None, 50))
+    for sizes, kinds in (({"full": 4, "sliding": 2}, True), ({"full": 4, "sliding": 4}, False)):
+        engine = {"layout": "LHBNC", "kernel_block_sizes": sizes}
+        (why,) = unsupported(config, kv_dtype="nvfp4", prefill=engine)
+        assert (why is not None and "sliding has kernel blocks of 2 rows" in why) == kinds, why
+
+
 @pytest.mark.parametrize("hybrid_kv", [True, False])
 @pytest.mark.parametrize(
     ("side", "setting"),
