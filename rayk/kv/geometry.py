@@ -187,7 +187,9 @@ def layout_veto(
 
     Where blocks lie inside heads or token slots, a block id means the same bytes in every group only when all
     groups have the same heads and head bytes; and the same rows of a kernel block, where it is cut into its
-    rows (blocks inside token slots) or is padded (several bundles).
+    rows (blocks inside token slots) or is padded (several bundles). This asks for more than it must: groups
+    with unlike heads of the same bytes, or whose unlike rows inside a block take the same bytes in all on
+    every rank, would do.
     """
     if not {"H", "N"} & set(layout.around_blocks):
         return None

@@ -120,8 +120,9 @@ class Case:
         return group_layers(keyed(self.specs))
 
     def fits(self, layout: str) -> bool:
-        """Whether a block is the same bytes in every group: always, where it is one stretch of a layer or of
-        all; else where heads and head bytes are alike, and kernel blocks where these are cut or padded."""
+        """Whether the layout takes it, as layout_veto says it (tests.kv.test_every_order holds that against
+        bytes): always, where a block is one stretch of a layer or of all; else where heads and head bytes are
+        alike, and kernel blocks where these are cut or padded."""
         if not cuts_blocks(layout):
             return True
         shapes = set()
@@ -346,6 +347,19 @@ def brute_addresses(case: Case, layout: str, tp_rank: int) -> list[dict[str, Int
         {name: places[: len(g.layers)] for name, places in pen.places.items()}
         for g, pen in zip(case.groups, pens, strict=True)
     ]
+
+
+def brute_clashes(case: Case, layout: str, tp_rank: int) -> bool:
+    """Whether a byte of one block in a group is of another block in another group."""
+    addresses, blocks = [], []
+    for g, places in zip(case.groups, brute_addresses(case, layout, tp_rank), strict=True):
+        ratio = brute_rows(g.spec) // case.kernel_rows(g)
+        for found in places.values():
+            block = np.arange(found.shape[1]) // ratio
+            addresses.append(found.ravel())
+            blocks.append(np.broadcast_to(block[:, None, None, None], found.shape).ravel())
+    pairs = np.unique(np.stack([np.concatenate(addresses), np.concatenate(blocks)]), axis=1)
+    return len(np.unique(pairs[0])) < pairs.shape[1]
 
 
 def _pool_step(case: Case, layout: str, tp_rank: int) -> int:
