@@ -201,7 +201,7 @@ class NixlConnector(AgentConnector):
 
     def make_agent(self, name: str) -> TransferAgent:
         """A NIXL agent. Raises DeviceError where NIXL cannot be used."""
-        return NixlAgent(name)
+        return NixlAgent(name, is_one_node=True)
 
 
 def one_engine(blobs: Sequence[bytes]) -> list[CacheDescription]:

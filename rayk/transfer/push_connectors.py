@@ -326,4 +326,4 @@ class NixlPushConnector(AgentPushConnector):
 
     def make_agent(self, name: str) -> TransferAgent:
         """A NIXL agent. Raises DeviceError where NIXL cannot be used."""
-        return NixlAgent(name)
+        return NixlAgent(name, is_one_node=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ import torch
 
 from rayk.transfer import nixl_agent
 from rayk.transfer.agent import DescriptorList, TransferState
+from rayk.transfer.connectors import NixlConnector
 from rayk.transfer.nixl_agent import NixlAgent, measure
+from rayk.transfer.push_connectors import NixlPushConnector
 from rayk.types.errors import DeviceError, TransferError
 from tests.listeners import listened_at
 from tests.transfer.cluster import Pair, Shape, make_engine
@@ -121,10 +124,19 @@ def test_every_kind_of_cache_crosses_processes():
 
 @pytest.mark.parametrize("error_handling", ["none", "peer"])
 def test_agents_of_one_node_listen_on_loopback_alone(error_handling: str):
+    nixl_agent.nixl_api()  # which sets a variable as it is imported
     before, environment = listened_at(), dict(os.environ)
     agent = NixlAgent(f"alone-{next(NAMES)}", error_handling=error_handling, is_one_node=True)
     assert {host for host, *_ in listened_at() - before} == {"127.0.0.1"}
     assert os.environ == environment
+    agent.close()
+
+
+@pytest.mark.parametrize("connector", [NixlConnector, NixlPushConnector])
+def test_connectors_of_one_host_listen_on_loopback_alone(connector: Any):
+    before = listened_at()
+    agent = connector.make_agent(None, f"alone-{next(NAMES)}")
+    assert {host for host, *_ in listened_at() - before} == {"127.0.0.1"}
     agent.close()
 
 
