@@ -18,7 +18,7 @@ def test_an_abort_waits_until_the_end_of_the_engine_is_told() -> None:
     leader = Leader(scheduler, SimpleNamespace())  # type: ignore[arg-type]
     got: list[RequestEvent] = []
     problems: list[BaseException] = []
-    is_asked = threading.Event()
+    is_asked, is_there = threading.Event(), threading.Event()
 
     def abort() -> None:
         try:
@@ -35,12 +35,29 @@ def test_an_abort_waits_until_the_end_of_the_engine_is_told() -> None:
             found = super().get(key, default)
             if threading.current_thread() is aborting:
                 is_asked.set()
+                is_there.set()
             elif not aborting.ident:
                 aborting.start()
-                is_asked.wait(0.2)
-                aborting.join(0.2)
+                assert is_there.wait(LIMIT_S), "it neither waits nor looks"
+                if is_asked.is_set():
+                    aborting.join(LIMIT_S)
             return found
 
+    class Death:
+        """The leader's lock; it tells that the abort is there."""
+
+        def __init__(self, lock: Any) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is aborting:
+                is_there.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+
+    leader._death = Death(leader._death)  # type: ignore[assignment]
     leader._sinks = Sinks(r=got.append)
     leader.fail(EngineDied("prefill0", "killed"))
     aborting.join(LIMIT_S)
