@@ -263,8 +263,9 @@ class TransferPlan:
         among them, so that disjoint ranges make disjoint reads, and in order a segment moves when all of it
         is there. Tables may end where these segments do.
 
-        The tables of one side are a peer's: TransferError where a table is missing or too short, or names a
-        block that is none, of either side.
+        The tables of one side are a peer's: TransferError where a table is missing or too short, holds no
+        block ids, or has a null block for a live row, of either side. Whether the blocks are in a pool is not
+        looked at: costs are told of tables that are in none.
         """
         sources = checked_tables("producer", producer_blocks, self.producers[0])
         destinations = checked_tables("consumer", consumer_blocks, self.consumer)
