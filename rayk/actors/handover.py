@@ -30,6 +30,7 @@ from rayk.actors.pushing import Pushing
 from rayk.actors.receiving import Incoming, Receiving
 from rayk.actors.reservations import Reservations, Wish
 from rayk.engine.leader import RequestEvent
+from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.seal import is_whole
 from rayk.types.errors import NotFiniteError, RaykError, TransferError
 
@@ -163,10 +164,14 @@ class TransferHandover:
 
         def start() -> None:
             num_tokens = len(request.prompt_token_ids) + len(output_token_ids)
-            if ticket.request_id != request.request_id or not 1 <= ticket.num_tokens <= num_tokens:
-                error = TransferError(request.request_id, "its ticket is of other tokens than the request's")
-                sink(RequestEvent(request_id=request.request_id, error=error))
+            wrong = wrong_head(ticket)
+            is_of_it = ticket.request_id == request.request_id
+            if wrong is None and not (is_of_it and 1 <= ticket.num_tokens <= num_tokens):
+                wrong = "its ticket is of other tokens than the request's"
                 self._commands += (HoldTicket(ticket), LetGo(ticket.request_id))
+            if wrong is not None:
+                error = TransferError(request.request_id, wrong)
+                sink(RequestEvent(request_id=request.request_id, error=error))
             elif self.leader.open(request, sink, prefilled=True):
                 wait_s = transfer_s if reserve_s is None else reserve_s
                 incoming = Incoming(request, ticket, output_token_ids, transfer_s, wait_s, now, recompute)

@@ -22,6 +22,7 @@ from rayk.offload.backoff import Backoff
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
 from rayk.sched.batching import max_cached_tokens
 from rayk.transfer.handshake import row_group_blocks
+from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import RaykError
 from rayk.types.offload import ENDED
@@ -176,6 +177,8 @@ class Offloading:
     def _found(self, looking: _Looking, answer: LoadAnswer) -> None:
         """What the tier has of a prompt."""
         name, ticket = looking.request.request_id, answer.ticket
+        if ticket is not None and wrong_head(ticket) is not None:
+            ticket = None  # it can be neither read nor let go
         self.counts["lookups"] += 1
         self.counts["lost_pages"] += len(answer.lost)
         # A lost tier's answers may come when another request has the id.

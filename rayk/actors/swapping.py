@@ -17,6 +17,7 @@ from rayk.actors.tier_side import TierSide, moving_ns
 from rayk.engine.leader import RequestEvent, begin_times
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer
 from rayk.transfer.handshake import row_group_blocks
+from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import RaykError
 
@@ -172,14 +173,16 @@ class Swapping:
 
     def _offered(self, swapped: _Swapped, answer: LoadAnswer) -> None:
         """What was swapped out can be read."""
-        request_id = swapped.state.request_id
+        request_id, ticket = swapped.state.request_id, answer.ticket
+        if ticket is not None and wrong_head(ticket) is not None:
+            ticket = None  # it can be neither read nor let go
         if self._asked.get(request_id) is swapped:
             del self._asked[request_id]
         is_away = self._swapped.get(request_id) is swapped
-        if is_away and answer.ticket is not None:
-            swapped.ticket = answer.ticket
+        if is_away and ticket is not None:
+            swapped.ticket = ticket
             return
-        self._decline(answer.ticket)
+        self._decline(ticket)
         if is_away:
             self._start_over(request_id)
 

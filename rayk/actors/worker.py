@@ -48,6 +48,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
 from rayk.transfer.faults import FaultyAgent
+from rayk.transfer.push_messages import PUSH_AGENT
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import CommError, DeadlineExceeded, RaykError
 from rayk.types.request import Request
@@ -465,7 +466,7 @@ class Worker:
         if spec.push is not None:
             settings["push_layers"] = spec.push.layers
             settings["make_push_agent"] = lambda: struck_pusher(
-                make_agent(f"{name}-push", handling), spec.role, strikes
+                make_agent(name + PUSH_AGENT, handling), spec.role, strikes
             )
         if not strikes:
             return TransferExtension(rank, agent, **settings)

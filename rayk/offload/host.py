@@ -33,6 +33,7 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.handshake import CacheDescription, describe_cache, row_group_blocks
+from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.plan import num_turns
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.seal import is_whole, sealed
@@ -165,6 +166,10 @@ class HostTier:
         storing = _Storing(ask, 0, self._clock(), done)
         ticket = ask.ticket
         name, engine = ticket.request_id, ticket.engine
+        wrong = wrong_head(ticket)
+        if wrong is not None:
+            self._refuse(storing, wrong, can_release=False)
+            return
         if not is_whole(ticket):
             self._refuse(storing, "its ticket was changed on the way", can_release=False)
             return

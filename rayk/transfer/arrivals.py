@@ -5,6 +5,7 @@ The session of a pushed request is that of one which is read; its reads are arri
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,14 @@ from rayk.transfer.push_messages import (
     StoppedMessage,
     Tally,
     WroteMessage,
+    speaks_for,
 )
 from rayk.transfer.reservation import Ask, ReservationTable
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.rows import TransferRow
 
 Tables = Sequence[Sequence[int]]
+_log = logging.getLogger(__name__)
 ASK_EVERY_NS = 200_000_000
 """Producer ranks that must stop are asked again after so long: messages get lost."""
 
@@ -73,13 +76,20 @@ class Arrivals:
             if rank not in link.plan.producer_ranks:
                 self._table.on_stopped(StoppedMessage(reservation_id, rank, "it sends nothing here"))
 
-    def take(self, message: PushMessage) -> None:
-        """Note what a producer rank says. What comes late, twice, or of nobody changes nothing."""
-        match message:
-            case WroteMessage() | ArrivedMessage() if message.reservation_id in self._links:
-                self._on_progress(message)
-            case StoppedMessage():
-                self._table.on_stopped(message)
+    def take(self, message: PushMessage, peer: str) -> None:
+        """Note what a producer rank says. What comes late, twice, of nobody, or from an agent (`peer`) that
+        is not that rank's changes nothing."""
+        if not isinstance(message, WroteMessage | ArrivedMessage | StoppedMessage):
+            return
+        link, rank = self._links.get(message.reservation_id), message.producer_rank
+        if link is None or rank >= len(link.producers):
+            return
+        if not speaks_for(peer, link.producers[rank].agent_name):
+            _log.warning("%s speaks for producer rank %d of %s: %r", peer, rank, link.engine, message)
+        elif isinstance(message, StoppedMessage):
+            self._table.on_stopped(message)
+        else:
+            self._on_progress(message)
 
     def stop(self, reservation_id: str, now_ns: int, attempt: int | None = None) -> None:
         """The blocks are wanted back; `attempt`: the ticket's, where there is one."""

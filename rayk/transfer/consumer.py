@@ -118,6 +118,7 @@ class Consumption:
     _began_ns: int = 0
     _stage_began_ns: int = 0
     _wrong: list[WrongWord] = field(default_factory=list)
+    _bugs: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         # Lowering the plan is part of the read's cost.
@@ -164,11 +165,14 @@ class Consumption:
         self._guard(lambda: self._step(now_ns))
 
     def _guard(self, act: Callable[[], None]) -> None:
-        """A bug ends this transfer, not the engine; what is in flight drains as after any failure."""
+        """A bug ends this transfer, not the engine; what is in flight drains as after any failure. One that
+        comes again at every turn is told once: what it hides may still be written, and never drains."""
         try:
             act()
         except Exception as error:  # noqa: BLE001 - told, logged with its traceback
-            self.fail(str(bug(f"the transfer of {self.ticket.request_id}", error)))
+            if repr(error) not in self._bugs:
+                self._bugs.add(repr(error))
+                self.fail(str(bug(f"the transfer of {self.ticket.request_id}", error)))
 
     def _step(self, now_ns: int) -> None:
         # Handling one may cancel others: look each up when its turn comes.

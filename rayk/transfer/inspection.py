@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rayk.transfer.diagnose import first_difference, merge_rows
+from rayk.transfer.peer_data import check_ticket
 from rayk.transfer.valid_prefix import LayerProof, proven_rows
-from rayk.transfer.verify import LayerView, Rows, Sources, compare_digests, compute_digests, fetch_rows
+from rayk.transfer.verify import CanonicalViews, LayerView, Rows, compare_digests, compute_digests, fetch_rows
 
 if TYPE_CHECKING:
     from rayk.transfer.consumer import Consumption
+    from rayk.transfer.handshake import CacheDescription
+    from rayk.transfer.link import ProducerLink
     from rayk.transfer.ticket import TransferTicket
     from rayk.types.errors import KVMismatch
 
@@ -39,14 +42,17 @@ def all_wrong(consumption: Consumption, fetched: Sequence[Mapping[int, Rows]]) -
 
 
 def layer_proofs(
-    views: Sequence[LayerView],
+    views: CanonicalViews,
     ticket: TransferTicket,
     block_tables: Sequence[Sequence[int]],
-    sources: Sources,
-    rows_per_group: int,
+    link: ProducerLink,
+    me: CacheDescription,
     first_row: int = 0,
 ) -> list[LayerProof]:
-    """What of a failed transfer arrived all the same, by the digests; rows before `first_row` were here."""
+    """What of a failed transfer arrived all the same, by the digests; rows before `first_row` were here.
+    Raises TransferError where the ticket is one that no read begins by: it proves nothing."""
+    check_ticket(ticket, link.producers, me, views, block_tables, first_row)
+    sources, rows_per_group = link.plan.sources, me.rows_per_group
     what = ticket.num_tokens, rows_per_group, first_row
     found = compute_digests(views, block_tables, *what)
     wrong: dict[tuple[int, int], list[int]] = {}

@@ -126,12 +126,15 @@ class LeaseTable:
         self._settle(lease_id)
 
     def on_release(self, message: ReleaseMessage) -> None:
-        """Count a release; repeated ones and those of leases that are over change nothing."""
+        """Count a release; repeated ones, those of leases that are over, and those that expect another number
+        of consumer ranks than the first change nothing."""
         lease = self._leases.get(message.lease_id)
         if lease is None:
             lease = self._early.setdefault(message.lease_id, _Lease())
             while len(self._early) > self.MAX_EARLY:
                 self._early.pop(next(iter(self._early)))
+        if lease.num_expected not in (None, message.num_expected):
+            return  # who came first and this one do not read the same lease: it ends by its deadline
         lease.told_by.add(message.consumer)
         lease.num_expected = message.num_expected
         self._settle(message.lease_id)

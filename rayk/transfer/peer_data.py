@@ -26,8 +26,9 @@ Message = ReleaseMessage | RenewMessage | PushMessage
 _log = logging.getLogger(__name__)
 
 
-def messages(agent: TransferAgent) -> Iterator[Message]:
-    """Notifications that mean something, and in which nobody speaks for another consumer rank."""
+def messages(agent: TransferAgent) -> Iterator[tuple[str, Message]]:
+    """Notifications that mean something, each with its sender. Nobody speaks for another consumer rank; who
+    speaks for a producer rank is looked at where the link is known."""
     for peer, content in agent.notifications():
         found = ReleaseMessage.decode(content) or RenewMessage.decode(content) or decode_push(content)
         if found is None:
@@ -35,7 +36,41 @@ def messages(agent: TransferAgent) -> Iterator[Message]:
         elif isinstance(found, ReleaseMessage | RenewMessage | StopMessage) and found.consumer != peer:
             _log.warning("notification from %s in the name of %s: %r", peer, found.consumer, content[:80])
         else:
-            yield found
+            yield peer, found
+
+
+class Peers:
+    """The ranks of the engines that one rank is connected to: nobody else releases, renews or stops there."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}
+        """Engine -> agent names of its ranks, in its last life."""
+
+    def add(self, me: CacheDescription, *sides: Sequence[CacheDescription]) -> None:
+        """Engines are connected, one of which is this rank's."""
+        for side in sides:
+            names = frozenset(rank.agent_name for rank in side)
+            if me.agent_name not in names:
+                self._names[side[0].engine] = names
+
+    def messages(self, agent: TransferAgent) -> Iterator[tuple[str, Message]]:
+        """See `messages`."""
+        for peer, message in messages(agent):
+            is_known = any(peer in names for names in self._names.values())
+            if isinstance(message, ReleaseMessage | RenewMessage | StopMessage) and not is_known:
+                _log.warning("%s is of no connected engine: %r", peer, message)
+            else:
+                yield peer, message
+
+
+def wrong_head(ticket: TransferTicket) -> str | None:
+    """Why a ticket cannot even be looked up, counted or sliced by: to be asked before anything else."""
+    names = ticket.request_id, ticket.lease_id, ticket.engine, ticket.reservation_id or ""
+    if not all(isinstance(name, str) for name in names):
+        return "its ticket lacks a name"
+    if not all(map(is_count, (ticket.epoch, ticket.num_tokens, ticket.first_row, ticket.attempt))):
+        return "its ticket lacks a number"
+    return None
 
 
 def wrong_lease(ticket: TransferTicket) -> str | None:
@@ -61,10 +96,7 @@ def check_ticket(
     """
     sizes = [g.block_size for g in me.geometry.groups]
     num_here = min(len(table) * size for table, size in zip(tables, sizes, strict=True))
-    wrong = wrong_lease(ticket)
-    numbers = ("num_tokens", "first_row", "attempt")
-    if wrong is None and not all(is_count(getattr(ticket, name)) for name in numbers):
-        wrong = "its ticket lacks a number"
+    wrong = wrong_lease(ticket) or wrong_head(ticket)
     if wrong is None and not 1 <= ticket.num_tokens <= num_here:
         wrong = f"its ticket is of {ticket.num_tokens} tokens, there are blocks for {num_here}"
     if wrong is None and first_row < ticket.first_row:

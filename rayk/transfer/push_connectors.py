@@ -272,11 +272,11 @@ class AgentPushConnector(BaseConnector):
         """See Connector."""
         if self._agent is None:
             return []
-        for message in messages(self._agent):
+        for peer, message in messages(self._agent):
             if isinstance(message, StopMessage):
                 self._stop(message)
             elif not isinstance(message, ReleaseMessage | RenewMessage):
-                self._reserving.arrivals.take(message)
+                self._reserving.arrivals.take(message, peer)
         now = time.monotonic_ns()
         self._poll_sending(now)
         self._poll_rooms(now)

@@ -10,6 +10,14 @@ from typing import ClassVar, NamedTuple
 
 from rayk.transfer.sealed import is_count, seal, unseal
 
+PUSH_AGENT = "-push"
+"""The agent of a rank's pusher is named after the rank's own, with this behind it."""
+
+
+def speaks_for(peer: str, agent_name: str) -> bool:
+    """Whether an agent tells of the pushes of a producer rank, whose own agent is `agent_name`."""
+    return peer in (agent_name, agent_name + PUSH_AGENT)
+
 
 class Tally(NamedTuple):
     """What an attempt wrote into one of the consumer's groups."""

@@ -259,6 +259,9 @@ class _Worker:
         if push is None:
             push = self._open(chunk)
             if push is None:
+                # Nor will later chunks be pushed: nothing of ours is read for it.
+                self._stopped.stop(reservation_id)
+                self._over.put(reservation_id)
                 return
         push.begin(chunk)
 
@@ -270,6 +273,8 @@ class _Worker:
         for chunk, push in here:
             if push is not None:
                 push.computed(layer, chunk)
+            else:
+                self._computed.discard((chunk.reservation.reservation_id, chunk.attempt))
 
     def end(self, reservation_id: str, reason: str) -> None:
         """See Pusher."""
@@ -331,7 +336,6 @@ class _Worker:
     def _turn_away(self, reservation_id: str, link: ConsumerLink, why: str) -> None:
         """Nothing will be written: the consumer's ranks need not wait."""
         _log.warning("nothing is pushed into reservation %s of %s: %s", reservation_id, link.engine, why)
-        self._stopped.stop(reservation_id)
         message = StoppedMessage(reservation_id, self._me.tp_rank, why).encode()
         for rank in link.plans:
             with contextlib.suppress(TransferError):  # one that is gone waits for nothing
@@ -362,7 +366,7 @@ class _Worker:
             push = self.pushes.pop(reservation_id)
             # Its consumers were told that nothing follows: chunks that are still to come are not pushed.
             self._stopped.stop(reservation_id)
-            self._computed.discard((reservation_id, push.attempt))
+            self._computed.difference_update([(reservation_id, n) for n in range(push.attempt + 1)])
             self._over.put(reservation_id)
             self._news_s = time.monotonic()
         waiting = []

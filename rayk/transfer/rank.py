@@ -25,7 +25,7 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
 from rayk.transfer.locate import Place, find_rows
-from rayk.transfer.peer_data import check_ticket, messages, wrong_lease
+from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
 from rayk.transfer.reserving import Reserved, Reserving
@@ -80,6 +80,7 @@ class TransferRank:
         self._reserving = Reserving(agent, description.tp_rank, self.generations, clock)
         self.num_unsent: dict[int, int] = {}
         """Producer rank -> releases and renewals that it could not be told of."""
+        self._peers = Peers()
         self._stops: list[StopMessage] = []
         """Of consumer ranks that this rank may push to."""
 
@@ -104,6 +105,7 @@ class TransferRank:
         """
         me = self.description
         check_sides(me, producers, consumers, can_convert)
+        self._peers.add(me, producers, consumers)
         if me.agent_name not in {c.agent_name for c in consumers}:
             return
         name = name or producers[0].engine
@@ -355,6 +357,7 @@ class TransferRank:
     def poll(self, now_ns: int) -> list[TransferOutcome]:
         """Make progress in every role; transfers that ended since the last call, each once."""
         self._take_notifications()
+        self._wirings.take_back()
         for waiting in self._waiting.values():
             waiting.step(now_ns)
         self._admit(now_ns)
@@ -398,15 +401,13 @@ class TransferRank:
         """After a transfer that failed and has drained: what of it arrived all the same, by the digests; rows
         before `first_row` were here.
 
-        Nothing where the producer is not connected (any more); nor where rows are converted: what arrived is
-        proven by the producer's digests before a row is converted, and the wire cache's blocks go to the next
-        request when the transfer fails. Such a request is computed whole.
+        Nothing where the producer is not connected (any more); nor where rows are converted: the wire cache's
+        blocks go to the next request when the transfer fails. TransferError: see `check_ticket`.
         """
         link = self._links.get(ticket.engine)
         if link is None or link.wire is not None:
             return []
-        what = link.plan.sources, self.description.rows_per_group, first_row
-        return layer_proofs(self._views, ticket, consumer_block_tables, *what)
+        return layer_proofs(self._views, ticket, consumer_block_tables, link, self.description, first_row)
 
     def end_reads(self, engine: str, epoch: int) -> None:
         """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""
@@ -487,7 +488,7 @@ class TransferRank:
         return find_rows(view, field, unit, rows, self.description.tp_rank, self._caches.generations)
 
     def _take_notifications(self) -> None:
-        for message in messages(self._agent):
+        for peer, message in self._peers.messages(self._agent):
             match message:
                 case ReleaseMessage():
                     self._leases.on_release(message)
@@ -496,4 +497,4 @@ class TransferRank:
                 case StopMessage():
                     self._stops.append(message)
                 case _:
-                    self._reserving.arrivals.take(message)
+                    self._reserving.arrivals.take(message, peer)

@@ -85,7 +85,7 @@ class Wirings:
     def step(self, engine: str, handles: Mapping[int, Handle], timeout_s: float) -> bool:
         """Begin, or look how far it is; whether all ranks have answered. Raises TransferError naming one that
         does not, or has not `timeout_s` after the beginning."""
-        self._take_back()
+        self.take_back()
         if engine not in self._open:
             until = time.monotonic() + timeout_s
             self._open[engine] = _Wiring(self._agent, self._landing, handles, until)
@@ -104,8 +104,8 @@ class Wirings:
         wiring = self._open.pop(engine, None)
         self._late += wiring.left() if wiring is not None else []
 
-    def _take_back(self) -> None:
-        """Slots of late reads that have ended."""
+    def take_back(self) -> None:
+        """Slots of late reads that have ended; costs nothing where there are none."""
         late, self._late = self._late, []
         for transfer, slots in late:
             if self._agent.poll(transfer) is TransferState.PENDING:

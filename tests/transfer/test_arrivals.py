@@ -27,7 +27,10 @@ NOISE: list[PushMessage] = [
 def reserved() -> Arrivals:
     """Two producer ranks; the second sends nothing here."""
     link: Any = SimpleNamespace(
-        engine="p", epoch=3, producers=(None, None), plan=SimpleNamespace(producer_ranks=(0,))
+        engine="p",
+        epoch=3,
+        producers=(SimpleNamespace(agent_name="p0"), SimpleNamespace(agent_name="p1")),
+        plan=SimpleNamespace(producer_ranks=(0,)),
     )
     arrivals = Arrivals()
     arrivals.open("w", link, [[0, 4, 5]], [[0, 7, 7]])
@@ -40,7 +43,7 @@ def test_an_attempt_is_here_when_all_of_it_is(order: tuple[int, ...]) -> None:
     for index in order:
         message = [*OF_NEW, *OF_OLD][index]
         for m in (message, *NOISE, message):
-            arrivals.take(m)
+            arrivals.take(m, f"p{m.producer_rank}")
         told.add(index)
         assert arrivals.has_arrived("w", 0, 1) == (told >= {0, 1, 2})
     assert not arrivals.has_arrived("w", 0, 0), "a later attempt has begun"
@@ -56,10 +59,10 @@ def test_blocks_are_clear_when_nobody_writes_any_more() -> None:
     assert arrivals.asks(1) == [], "asked a moment ago"
     assert len(arrivals.asks(10**9)) == 1, "messages get lost"
     for message in OF_NEW:
-        arrivals.take(message)
+        arrivals.take(message, "p0-push")
     assert arrivals.take_clear() == [], "another attempt may follow"
-    arrivals.take(StoppedMessage("w", 0))
-    arrivals.take(StoppedMessage("w", 0))
+    arrivals.take(StoppedMessage("w", 0), "p0-push")
+    arrivals.take(StoppedMessage("w", 0), "p0-push")
     assert arrivals.take_clear() == ["w"]
     assert arrivals.take_clear() == []
     assert arrivals.why_stopped("w", 0) is not None
@@ -68,7 +71,7 @@ def test_blocks_are_clear_when_nobody_writes_any_more() -> None:
 def test_after_the_tickets_attempt_nobody_needs_to_be_asked() -> None:
     arrivals = reserved()
     for message in OF_NEW:
-        arrivals.take(message)
+        arrivals.take(message, "p0-push")
     arrivals.stop("w", now_ns=0, attempt=1)
     assert arrivals.asks(0) == []
     assert arrivals.take_clear() == ["w"]
@@ -96,3 +99,15 @@ def test_what_was_never_opened_is_clear_at_once() -> None:
     arrivals = Arrivals()
     arrivals.stop("unknown", now_ns=0)
     assert arrivals.take_clear() == ["unknown"]
+
+
+@pytest.mark.parametrize("peer", ["stranger", "p1-push"])
+def test_nobody_speaks_for_a_producer_rank(peer: str) -> None:
+    arrivals = reserved()
+    arrivals.stop("w", now_ns=0)
+    for message in (StoppedMessage("w", 0), WroteMessage("w", 2**62, 0, 0), StoppedMessage("w", 2**62)):
+        arrivals.take(message, peer)
+    assert arrivals.take_clear() == []
+    for message in OF_NEW:
+        arrivals.take(message, "p0-push")
+    assert arrivals.has_arrived("w", 0, 1)

@@ -7,6 +7,7 @@ import math
 import time
 import zlib
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayk.actors.handover import TransferHandover
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.peer_data import wrong_reservation
 from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push_messages import (
@@ -26,6 +29,7 @@ from rayk.transfer.push_messages import (
     WroteMessage,
     decode_push,
 )
+from rayk.transfer.pusher import _Worker
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import HandshakeMismatch, RaykError, TransferError
 from tests.transfer.cluster import Pair, Shape, local_pair
@@ -127,6 +131,31 @@ def test_nobody_releases_in_anothers_name():
     assert pair.producer.ranks[0].released() == ["lease-r"]
 
 
+def test_strangers_release_renew_and_stop_nothing():
+    pair = local_pair(Shape())
+    pair.producer.ticket(10, TABLES)
+    stranger, (rank,) = LocalAgent("stranger", pair.producer.agents[0].network), pair.producer.ranks
+    for message in (ReleaseMessage("lease-r", "stranger", 1), StopMessage("w", 0, "stranger")):
+        stranger.notify(pair.producer.agents[0].name, message.encode())
+    pair.poll()
+    assert rank.released() == []
+    assert rank.stops() == []
+
+
+def test_a_reservation_that_is_refused_leaves_nothing_behind():
+    pair = local_pair(Shape())
+    worker = _Worker(
+        LocalAgent("push", LocalNetwork()), pair.producer.descriptions[0], None, time.monotonic_ns
+    )
+    chunk: Any = SimpleNamespace(reservation=RESERVATION, attempt=0, is_last=True)
+    worker.begin(chunk)  # its engine is not connected
+    worker.note_computed(worker._last_layer, [chunk])
+    worker.computed(worker._last_layer, [chunk], lambda: None)
+    assert worker.take_over() == ["w"]
+    assert not worker._computed
+    assert not worker.pushes
+
+
 def test_writes_that_were_never_announced_make_no_arrival_whole():
     from rayk.transfer.arrivals import _Attempt
 
@@ -180,6 +209,45 @@ def test_a_senseless_ticket_is_refused_by_name(change: dict[str, Any]):
     assert not rank._active
     assert not rank._waiting
     still_works(pair)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digests": None},
+        {"digests": np.zeros((1, 2), dtype=np.int64)},
+        {"num_tokens": 10**7},
+        {"num_tokens": "ten"},
+        {"seal": "0" * 32},
+    ],
+    ids=str,
+)
+def test_a_refused_ticket_proves_nothing(change: dict[str, Any]):
+    pair, ticket = ready()
+    (rank,) = pair.consumer.ranks
+    assert rank.proofs(ticket, OWN)
+    with pytest.raises(TransferError, match="of r: "):
+        rank.proofs(replace(ticket, **change), OWN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_tokens": "ten"}, {"num_tokens": 9.5}, {"first_row": None}, {"epoch": [0]}, {"engine": []}],
+    ids=str,
+)
+def test_a_ticket_without_numbers_is_refused_before_it_is_used(change: dict[str, Any]):
+    """By the leader of an engine, which goes on."""
+    ticket = replace(ready()[1], **change)
+    handover = TransferHandover(engine="d", epoch=0, tp=1)
+    leader: Any = SimpleNamespace(prepare=lambda request: None, post=lambda act: act())
+    handover.attach(leader)
+    told: list[Any] = []
+    request: Any = SimpleNamespace(
+        request_id="r", prompt_token_ids=[1] * 10, sampling=SimpleNamespace(temperature=0.0, seed=None)
+    )
+    handover.submit_decode(request, ticket, (), 20.0, told.append, recompute=True)
+    assert [type(event.error) for event in told] == [TransferError]
+    assert "its ticket lacks a n" in str(told[0].error)
 
 
 def test_a_ticket_as_it_should_be_is_not_refused():

@@ -126,3 +126,12 @@ def test_a_lease_kept_after_a_mismatch_is_renewed():
     assert renewals_of(session, {5: s.Verified(mismatch)}, 25) == [0, 10, 20]
     assert session.release() == [s.Release((0, 1))]
     assert renewals_of(session, {}, 60) == []
+
+
+def test_the_first_release_says_how_many_there_will_be():
+    table = opened()
+    table.on_release(ReleaseMessage("a", "d0", 2))
+    table.on_release(ReleaseMessage("a", "x0", 1))
+    assert table.take_released() == []
+    table.on_release(ReleaseMessage("a", "d1", 2))
+    assert table.take_released() == ["a"]

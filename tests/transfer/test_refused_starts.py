@@ -109,6 +109,38 @@ def test_a_bug_ends_one_read_and_not_the_engine(
     assert all(o.ok for o in pair.finish(again).values())
 
 
+def test_a_bug_that_comes_at_every_turn_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pair, ticket = pair_with_ticket()
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(consumer_module.DataReads, "poll", broken)
+    pair.consumer.agents[0].delay_polls = 10**6
+    monkeypatch.setattr(LocalAgent, "release", lambda *_: False)
+    pair.consumer.ranks[0].start(ticket, OWN, later())
+    outcomes = [outcome for _ in range(5) for _, outcome in pair.poll()]
+    assert [type(outcome.error) for outcome in outcomes] == [TransferError]
+    assert outcomes[0].is_draining, "its blocks stay: they may still be written"
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_a_late_first_read_gives_its_room_back():
+    """Also where no engine is being connected any more."""
+    pair = local_pair(Shape())
+    (rank,) = pair.consumer.ranks
+    free = rank._landing._slots.num_free_blocks
+    pair.consumer.agents[0].delay_polls = 2
+    assert not rank.wire("p", 60.0)
+    rank._wirings.forget("p")
+    assert rank._landing._slots.num_free_blocks == free - 1
+    for _ in range(3):
+        rank.poll(time.monotonic_ns())
+    assert rank._landing._slots.num_free_blocks == free
+
+
 def test_a_read_that_comes_twice_takes_its_room_once():
     link = Link(("float16", "fp8_e4m3"))
     tables, own = link.p.tables(3), link.d.tables(5)
