@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -114,11 +115,15 @@ def check(address: str, token: str) -> None:
     assert is_protected(address)
     ours = processes_with(token)
     assert any(b"gcs_server" in content(p / "cmdline") for p in ours)
-    ports = listening(ours)
-    assert set(ports.values()) <= LOOPBACK, ports
-    # Ray leaves metrics to everybody, whatever is asked for; whoever has jobs asks for the token.
-    statuses = {port: status_of(port) for port in ports}
-    agents = [port for port, status in statuses.items() if status == 401]  # of jobs, of environments
+    agents: list[int] = []  # of jobs, of environments: they listen a while after the cluster is there
+    until = time.monotonic() + 60
+    while not agents and time.monotonic() < until:
+        ours = processes_with(token)
+        ports = listening(ours)
+        assert set(ports.values()) <= LOOPBACK, ports
+        # Ray leaves metrics to everybody, whatever is asked for; whoever has jobs asks for the token.
+        statuses = {port: status_of(port) for port in ports}
+        agents = [port for port, status in statuses.items() if status == 401]
     assert agents
     assert not {status_of(port, token) for port in agents} & {None, 401, 403}
     assert set(statuses.values()) <= {None, 401, 404, 200}
