@@ -39,30 +39,6 @@ def messages(agent: TransferAgent) -> Iterator[tuple[str, Message]]:
             yield peer, found
 
 
-class Peers:
-    """The ranks of the engines that one rank is connected to: nobody else releases, renews or stops there."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, frozenset[str]] = {}
-        """Engine -> agent names of its ranks, in its last life."""
-
-    def add(self, me: CacheDescription, *sides: Sequence[CacheDescription]) -> None:
-        """Engines are connected, one of which is this rank's."""
-        for side in sides:
-            names = frozenset(rank.agent_name for rank in side)
-            if me.agent_name not in names:
-                self._names[side[0].engine] = names
-
-    def messages(self, agent: TransferAgent) -> Iterator[tuple[str, Message]]:
-        """See `messages`."""
-        for peer, message in messages(agent):
-            is_known = any(peer in names for names in self._names.values())
-            if isinstance(message, ReleaseMessage | RenewMessage | StopMessage) and not is_known:
-                _log.warning("%s is of no connected engine: %r", peer, message)
-            else:
-                yield peer, message
-
-
 def wrong_head(ticket: TransferTicket) -> str | None:
     """Why a ticket cannot even be looked up, counted or sliced by: to be asked before anything else."""
     names = ticket.request_id, ticket.lease_id, ticket.engine, ticket.reservation_id or ""

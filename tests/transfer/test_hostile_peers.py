@@ -131,17 +131,6 @@ def test_nobody_releases_in_anothers_name():
     assert pair.producer.ranks[0].released() == ["lease-r"]
 
 
-def test_strangers_release_renew_and_stop_nothing():
-    pair = local_pair(Shape())
-    pair.producer.ticket(10, TABLES)
-    stranger, (rank,) = LocalAgent("stranger", pair.producer.agents[0].network), pair.producer.ranks
-    for message in (ReleaseMessage("lease-r", "stranger", 1), StopMessage("w", 0, "stranger")):
-        stranger.notify(pair.producer.agents[0].name, message.encode())
-    pair.poll()
-    assert rank.released() == []
-    assert rank.stops() == []
-
-
 def test_a_reservation_that_is_refused_leaves_nothing_behind():
     pair = local_pair(Shape())
     worker = _Worker(
