@@ -1,6 +1,4 @@
-"""Bugs: errors that nobody raises on purpose. Logged with their traceback where they happen, told to others
-by a type of their own, and never taken for the end of an engine, which would be tried again.
-"""
+"""Tasks that nobody waits for, or waits for only beside others: a bug of theirs is never lost in silence."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rayk.types.bugs import bug as bug
+from rayk.types.bugs import bug
 from rayk.types.errors import InternalError
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rayk.actors.bugs import bug
 from rayk.actors.cell_run import CellOutcome, CellRun
 from rayk.actors.engine_meter import EngineMeter, EngineNow, Losses
 from rayk.actors.engines import EngineHandle
@@ -31,6 +30,7 @@ from rayk.metrics import BufferedSink
 from rayk.specs import Cell
 from rayk.transfer.fault_table import RANK_KINDS
 from rayk.transfer.staging import StagingSettings
+from rayk.types.bugs import bug
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 from rayk.types.offload import OffloadSettings

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rayk.actors.bugs import bug
 from rayk.actors.wire import Wire, framed
+from rayk.types.bugs import bug
 from rayk.types.errors import RaykError
 
 Stream = Callable[..., AsyncIterator[Any]]

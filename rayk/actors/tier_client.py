@@ -14,10 +14,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from rayk.actors.bugs import bug
 from rayk.actors.engines import translate
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.ticket import TransferTicket
+from rayk.types.bugs import bug
 from rayk.types.errors import EngineDied
 
 Post = Callable[[Callable[[], None]], None]

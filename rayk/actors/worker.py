@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from rayk.actors.agents import make_agent
-from rayk.actors.bugs import bug
 from rayk.actors.extension import CaptureExtension, TransferExtension
 from rayk.actors.handover import TransferHandover
 from rayk.actors.line_streams import LineStreams
@@ -50,6 +49,7 @@ from rayk.parallel.factory import make_comm
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.push_messages import PUSH_AGENT
 from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.types.bugs import bug
 from rayk.types.errors import CommError, DeadlineExceeded, RaykError
 from rayk.types.request import Request
 
