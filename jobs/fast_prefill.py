@@ -47,9 +47,9 @@ from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.engine.build import make_leader  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402
 from rayk.engine.loop import EngineLoop, NoExtension  # noqa: E402
-from rayk.engine.plan import plan_engine  # noqa: E402
 from rayk.engine.rank import EngineRank  # noqa: E402
 from rayk.models.config import DecoderConfig  # noqa: E402
+from rayk.models.engine_plan import plan_engine  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.oracle.reference import Reference  # noqa: E402
 from rayk.parallel.local import LocalComm  # noqa: E402

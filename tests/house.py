@@ -36,6 +36,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "reports": "types metrics",
         # What must come of a fault is said once, by the table that the simulator is held to.
         "specs": "types kv models sched transfer",
+        "explain": "types kv models transfer specs",
         "actors": "types parallel kv models transfer engine sched metrics specs offload",
         "offload": "types parallel kv transfer kernels",
         "conformance": "types kv transfer",
@@ -108,6 +109,8 @@ TORCH_FREE = (
     "rayk.conformance.catalog",
     "rayk.conformance.plugin",
     "rayk.conformance.runner",
+    "rayk.explain",
+    "rayk.models.engine_plan",
     "rayk.models.families",
     "rayk.models.config",
     "rayk.models.headers",

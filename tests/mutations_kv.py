@@ -396,10 +396,10 @@ KV = (
     ),
     Mutation(
         "a sharing layer is looked for among those that keep something",
-        "rayk/cli/places.py",
+        "rayk/explain/places.py",
         'layer=sources.get(values["layer"], values["layer"]),',
         'layer=values["layer"],',
-        "tests/cli/test_explain_groups.py::test_places_of_a_layer_that_shares_are_found_and_named",
+        "tests/explain/test_explain_groups.py::test_places_of_a_layer_that_shares_are_found_and_named",
     ),
     Mutation(
         "bind passes over missing layers",

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from rayk.engine.plan import EnginePlan, plan_engine  # noqa: E402
 from rayk.models.config import DecoderConfig  # noqa: E402
+from rayk.models.engine_plan import EnginePlan, plan_engine  # noqa: E402
 from rayk.models.families import SUPPORTED, parse_config  # noqa: E402
 from rayk.oracle.hybrids import FAMILIES as TINY  # noqa: E402
 from rayk.oracle.tiny import make_config  # noqa: E402

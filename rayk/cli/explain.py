@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rayk.cli.guard import guarded
+from rayk.cli.guard import guarded, stdout
+from rayk.cli.plain import print_table
 from rayk.types.bounds import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from rayk.cli.explanation import Explanation
+    from rayk.explain.explanation import Explanation
 
 SIDES = ("prefill", "decode")
 
@@ -117,7 +118,7 @@ def _explain(
 
     Exit 0: supported. 1: not, and why. 2: bad input.
     """
-    from rayk.cli.explanation import explain_pair, locate
+    from rayk.explain.explanation import explain_pair, locate
     from rayk.types.errors import UserError
 
     if byte is not None and find is not None:
@@ -133,7 +134,7 @@ def _explain(
         values = {k.removeprefix(f"{name}_"): v for k, v in axes.items() if k.startswith(f"{name}_")}
         settings[name] = {k: _value(k, v) for k, v in values.items() if v is not None}
     if byte is not None or find is not None:
-        from rayk.cli.explanation_text import place_lines
+        from rayk.explain.text import place_lines
 
         found = locate(str(model), settings, side=side, rank=rank, byte=byte, find=find)
         if output_format is Format.json:
@@ -158,14 +159,41 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _print(explanation: Explanation, output_format: Format) -> None:
-    from rayk.cli.explanation_text import as_html, print_text
+    from rayk.explain.text import as_html
 
     if output_format is Format.json:
         typer.echo(json.dumps(explanation.as_dict(), indent=2))
     elif output_format is Format.html:
         typer.echo(as_html(explanation))
     else:
-        print_text(explanation)
+        _print_text(explanation)
+
+
+def _print_text(explanation: Explanation) -> None:
+    from rich.table import Table
+
+    from rayk.explain.drawing import text_drawing
+    from rayk.explain.text import HEAD, LEFT, read_rows, refusal, remarks, side_lines, summary
+
+    console = stdout()
+    if not explanation.supported:
+        console.print(refusal(explanation), markup=False)
+        return
+    console.print(f"supported: {summary(explanation)}", markup=False)
+    for remark in remarks(explanation):
+        console.print(remark, markup=False)
+    for side, groups in side_lines(explanation):
+        console.print(side, markup=False)
+        for group in groups:
+            console.print(f"  {group}", markup=False)
+    table = Table(title="reads", title_justify="left")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in LEFT else "right")
+    for row in read_rows(explanation):
+        table.add_row(*row)
+    print_table(console, table)
+    for line in text_drawing(explanation):
+        console.print(line, markup=False, highlight=False)
 
 
 explain = _with_axis_options(guarded(_explain))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from rayk.attention import AttentionBackend, get_backend
-from rayk.engine.plan import SpecVeto
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import SpecVeto
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 

@@ -17,11 +17,11 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
-from rayk.engine.plan import plan_engine
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
 from rayk.models.decoder import Decoder
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
 from rayk.models.loader import load_decoder

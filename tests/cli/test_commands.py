@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import rayk
 from rayk.cli.main import app
-from rayk.engine.plan import plan_engine
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config, parse_config
 from rayk.reports.environment import package_versions
 from rayk.specs.experiment import SideSpec

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rayk.actors.tokenizer import load_tokenizer
-from rayk.cli.explanation import explain_pair
 from rayk.cli.guard import run_guarded
 from rayk.cli.main import app
 from rayk.cli.run import check_before_start
+from rayk.explain.explanation import explain_pair
 from rayk.models.families import FAMILIES as PARSERS
 from rayk.models.families import load_config
 from rayk.models.loader import unused_tensors

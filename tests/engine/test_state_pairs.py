@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.plan import plan_engine
 from rayk.kv.manager import KVCacheManager
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.plan import plan_engine
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.oracle.checkpoint import read_marker
 from rayk.types.config import EngineConfig

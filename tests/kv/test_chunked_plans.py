@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayk.engine.plan import EnginePlan, plan_engine
+from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayk.engine.plan import plan_engine
 from rayk.kv.caches import CanonicalKVCaches, allocate
 from rayk.kv.groups import measure_waste
 from rayk.kv.layout import LAYOUTS
 from rayk.models.config import LayerConfig, why_bad_source
+from rayk.models.engine_plan import plan_engine
 from rayk.models.kv_specs import engine_groups, engine_specs
 from rayk.types.config import EngineConfig
 from tests.kv.decoders import decoder, layer

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.plan import plan_engine
 from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.oracle.hybrids import FAMILIES, ONE_GROUP
 from rayk.specs import expand, load_spec, plan_cells

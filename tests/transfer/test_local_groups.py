@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.faults import FlipBit
 from rayk.transfer.handshake import check

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from rayk.cli.places import find_coordinate, name_byte
-from rayk.engine.plan import plan_engine
+from rayk.explain.places import find_coordinate, name_byte
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.types.config import EngineConfig
-from tests.cli.test_explain_hybrid import answer, invoke
 from tests.conftest import CheckpointFactory
+from tests.explain.test_explain_hybrid import answer, invoke
 from tests.kv.decoders import decoder
 
 CHUNK = 24

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayk.cli.main import app
-from rayk.engine.plan import plan_engine
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.types.config import EngineConfig
 from tests.conftest import CheckpointFactory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayk.engine.plan import plan_engine
+from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.oracle.tiny import HYBRID
 from rayk.types.config import EngineConfig

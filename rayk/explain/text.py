@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from rayk.cli.drawing import svg_drawing, text_drawing
-from rayk.cli.explained_reads import Conversion, Transfer, Units
-from rayk.cli.explanation import Explanation, FastPrefill, Group, Sharing, Sight
-from rayk.cli.guard import stdout
-from rayk.cli.places import counted, numbers
-from rayk.cli.plain import print_table
+from rayk.explain.drawing import svg_drawing
+from rayk.explain.explanation import Explanation, FastPrefill, Group, Sharing, Sight
+from rayk.explain.places import counted, numbers
+from rayk.explain.reads import Conversion, Transfer, Units
 
 HEAD = (
     "consumer",
@@ -29,29 +26,7 @@ HEAD = (
     "way",
 )
 LEFT = ("kind", "layers", "units", "way")
-
-
-def print_text(explanation: Explanation) -> None:
-    """Print to stdout."""
-    console = stdout()
-    if not explanation.supported:
-        console.print(refusal(explanation), markup=False)
-        return
-    console.print(f"supported: {summary(explanation)}", markup=False)
-    for remark in remarks(explanation):
-        console.print(remark, markup=False)
-    for side, groups in side_lines(explanation):
-        console.print(side, markup=False)
-        for group in groups:
-            console.print(f"  {group}", markup=False)
-    table = Table(title="reads", title_justify="left")
-    for name in HEAD:
-        table.add_column(name, justify="left" if name in LEFT else "right")
-    for row in read_rows(explanation):
-        table.add_row(*row)
-    print_table(console, table)
-    for line in text_drawing(explanation):
-        console.print(line, markup=False, highlight=False)
+"""Those of HEAD that are text, not numbers."""
 
 
 def refusal(explanation: Explanation) -> str:
@@ -251,8 +226,6 @@ def _field_text(found: Mapping[str, Any]) -> str:
 
 def as_html(explanation: Explanation) -> str:
     """One self-contained page."""
-    import html
-
     title = f"{explanation.model}: " + " to ".join(f"{n} {text}" for n, text in explanation.engines.items())
     title = html.escape(title)
     about = f"supported: {summary(explanation)}" if explanation.supported else refusal(explanation)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from rayk.cli.explained_reads import Units
-from rayk.cli.explanation import Explanation, Group
-from rayk.cli.places import counted
+from rayk.explain.explanation import Explanation, Group
+from rayk.explain.places import counted
+from rayk.explain.reads import Units
 
 READ, HELD = "●", "○"
 LEGEND = (

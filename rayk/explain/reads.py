@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rayk.engine.plan import EnginePlan
 from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.models.engine_plan import EnginePlan
 from rayk.specs.experiment import TransferSpec
 from rayk.transfer.costs import Option, choose_staged, transfer_costs
 from rayk.transfer.extents import make_extents

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rayk.cli.drawing import svg_drawing, text_drawing
-from rayk.cli.explanation import Explanation, explain_pair
+from rayk.explain.drawing import svg_drawing, text_drawing
+from rayk.explain.explanation import Explanation, explain_pair
 from tests.conftest import CheckpointFactory
 
 Lines = set[tuple[str, int, int, int]]

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayk.cli.explained_reads import (
+from rayk.explain.places import counted, find_coordinate, name_byte
+from rayk.explain.reads import (
     Conversion,
     Read,
     Transfer,
@@ -20,13 +21,12 @@ from rayk.cli.explained_reads import (
     explain_transfer,
     units_of,
 )
-from rayk.cli.places import counted, find_coordinate, name_byte
-from rayk.engine.plan import EnginePlan, plan_engine
 from rayk.kv.formats import engine_format
 from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.families import read_config
 from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
