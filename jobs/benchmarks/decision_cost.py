@@ -37,8 +37,9 @@ from pathlib import Path
 
 from rayk.actors.desk import Desk
 from rayk.actors.serving import News
-from rayk.sched.asking import Asker, new_secret
-from rayk.sched.policies import POLICIES, Asked, PolicySettings, get_policy
+from rayk.sched.policies import POLICIES, get_policy
+from rayk.sched.policy import PlacementRequest, PolicySettings
+from rayk.sched.request_describer import RequestDescriber, new_secret
 from rayk.sched.waiting_room import WaitingRoom
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
@@ -73,14 +74,14 @@ class Requests:
     """An endless row of them, each unlike the others."""
 
     def __init__(self, policy: str, num_prompt_tokens: int, seed: int = 0) -> None:
-        self._asker = Asker(policy, SETTINGS, new_secret())
+        self._describer = RequestDescriber(policy, SETTINGS, new_secret())
         self._draw = random.Random(seed)
         half = num_prompt_tokens // 2
         self._beginnings = [self._tokens(half) for _ in range(NUM_BEGINNINGS)]
         self._num_rest = num_prompt_tokens - half
         self._count = 0
 
-    def next(self) -> Asked:
+    def next(self) -> PlacementRequest:
         """Another one."""
         return self.ask(self.prompt())
 
@@ -88,12 +89,12 @@ class Requests:
         """Another one."""
         return self._draw.choice(self._beginnings) + self._tokens(self._num_rest)
 
-    def ask(self, prompt: tuple[int, ...]) -> Asked:
+    def ask(self, prompt: tuple[int, ...]) -> PlacementRequest:
         """What a front makes of a prompt."""
         self._count += 1
         draw = self._draw
         session = f"session {draw.randrange(NUM_SESSIONS)}" if self._count % 2 else None
-        return self._asker.ask(
+        return self._describer.describe(
             f"request {self._count}", prompt, max_tokens=draw.randint(1, 512), session=session
         )
 
@@ -141,7 +142,7 @@ class Bench:
             self._running.append(asked.request_id)
         return found
 
-    async def _place(self, asked: Asked) -> None:
+    async def _place(self, asked: PlacementRequest) -> None:
         await self._desk.place(FRONT, asked, priority=0, deadline_s=600.0, again=False)
 
 

@@ -22,9 +22,9 @@ from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
 from rayk.kv.usage import Ledger
 from rayk.metrics import BufferedSink, NullSink
-from rayk.sched.asking import Asker, new_secret
 from rayk.sched.loads import LoadBook
 from rayk.sched.policies import get_policy
+from rayk.sched.request_describer import RequestDescriber, new_secret
 from rayk.specs import Cell
 from rayk.transfer.recovery import Recovery
 from rayk.transfer.ticket import Reservation
@@ -85,7 +85,7 @@ class CellRun:
         self._sink = sink or BufferedSink(NullSink())
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._policy = get_policy(cell.policy, cell.policy_settings)
-        self._asker = Asker(cell.policy, cell.policy_settings, new_secret())
+        self._describer = RequestDescriber(cell.policy, cell.policy_settings, new_secret())
         self._loads = LoadBook(self._engines.tier_of)
         for engine in engines:
             self._loads.add(engine.name, engine.config.tp)
@@ -191,7 +191,7 @@ class CellRun:
             for side in (engines.prefill, engines.decode)
         ]
         limit = request.sampling.max_tokens
-        asked = self._asker.ask(
+        asked = self._describer.describe(
             request.request_id, request.prompt_token_ids, max_tokens=limit, session=session
         )
         placed = self._policy.place(asked, *(self._loads.of(names) for names in live))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rayk.actors.serving import News
 from rayk.sched.loads import LoadBook
-from rayk.sched.policies import Asked, EngineLoad, Placed, Policy
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, Policy
 from rayk.sched.waiting_room import NS_PER_S, WaitingRoom
 from rayk.types.errors import DeadlineExceeded, EngineDied
 
@@ -28,10 +28,10 @@ class _Waiting:
     """A request that has no place yet."""
 
     front: str
-    asked: Asked
+    asked: PlacementRequest
     deadline_s: float
     """As it was told."""
-    seat: asyncio.Future[Placed]
+    seat: asyncio.Future[Placement]
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Desk:
         self._known: set[str] = set()
         self._open: dict[str, list[str]] = {"prefill": [], "decode": []}
         self._needs_decode = False
-        self._placed: dict[str, tuple[str, Placed]] = {}
+        self._placed: dict[str, tuple[str, Placement]] = {}
         """Attempt -> its front, and where it is."""
         self._rooms = (WaitingRoom[_Waiting](MAX_AGAIN), WaitingRoom[_Waiting](max_waiting))
         """Those who lost their place first."""
@@ -114,8 +114,8 @@ class Desk:
         self._policy.lost(engine)
 
     async def place(
-        self, front: str, asked: Asked, *, priority: int, deadline_s: float, again: bool
-    ) -> Placed:
+        self, front: str, asked: PlacementRequest, *, priority: int, deadline_s: float, again: bool
+    ) -> Placement:
         """Engines for an attempt, once there is room. `again`: the request had a place and lost it.
 
         Raises Overloaded where too many wait or the server is about to end, DeadlineExceeded, and EngineDied
@@ -150,13 +150,13 @@ class Desk:
             self._end(name)
         self._pump()
 
-    def gone(self, silent_s: float) -> list[tuple[str, Placed]]:
+    def gone(self, silent_s: float) -> list[tuple[str, Placement]]:
         """Forget the fronts that were not heard of for so long: their attempts, and where these are."""
         before_ns = self._clock() - int(silent_s * NS_PER_S)
         silent = [name for name, front in self._fronts.items() if front.heard_ns < before_ns]
         return [attempt for name in silent for attempt in self.forget(name)]
 
-    def forget(self, front: str) -> list[tuple[str, Placed]]:
+    def forget(self, front: str) -> list[tuple[str, Placement]]:
         """A front is gone: its attempts, and where these are."""
         known = self._fronts.pop(front, None)
         names = sorted(known.attempts) if known is not None else []
@@ -170,7 +170,7 @@ class Desk:
         """A front has made a connection, maybe while an older one is about to be missed."""
         self._num_present[front] += 1
 
-    def left(self, front: str) -> list[tuple[str, Placed]]:
+    def left(self, front: str) -> list[tuple[str, Placement]]:
         """One of a front's connections has ended. With the last one it is gone: see `forget`."""
         self._num_present[front] -= 1
         if self._num_present[front]:
@@ -191,7 +191,7 @@ class Desk:
         known = self._fronts.setdefault(front, _Front(now_ns))
         known.heard_ns = now_ns
 
-    def _sit(self, front: str, asked: Asked) -> Placed:
+    def _sit(self, front: str, asked: PlacementRequest) -> Placement:
         placed = self._policy.place(
             asked, self._loads.of(self._open["prefill"]), self._loads.of(self._open["decode"])
         )

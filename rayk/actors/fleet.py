@@ -40,7 +40,8 @@ from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
 from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
-from rayk.sched.policies import Asked, Placed, get_policy
+from rayk.sched.policies import get_policy
+from rayk.sched.policy import Placement, PlacementRequest
 from rayk.specs.serving import MAX_STREAMS, ServerSettings
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import (
@@ -229,7 +230,13 @@ class Fleet:
     # The fronts'.
 
     async def place(
-        self, front: str, asked: Asked, *, priority: int = 0, deadline_s: float, again: bool = False
+        self,
+        front: str,
+        asked: PlacementRequest,
+        *,
+        priority: int = 0,
+        deadline_s: float,
+        again: bool = False,
     ) -> Seat:
         """Engines for an attempt of a request, once there is room; `again`: it had a place and lost it.
 
@@ -486,7 +493,7 @@ class Fleet:
             self._meter.tick()
             self._abort(self._desk.gone(self._settings.front_s))
 
-    def _abort(self, attempts: list[tuple[str, Placed]]) -> None:
+    def _abort(self, attempts: list[tuple[str, Placement]]) -> None:
         for name, placed in attempts:
             for engine in {placed.prefill, placed.decode} - {None}:
                 member = self._members[str(engine)]

@@ -11,7 +11,7 @@ from rayk.actors.engine_meter import EngineNow
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import hear, until_it_hangs
 from rayk.actors.lines import LineAddress
-from rayk.sched.policies import EngineLoad
+from rayk.sched.policy import EngineLoad
 from rayk.specs.serving import EngineEntry
 from rayk.types.errors import RaykError
 from rayk.types.serving import EngineState

@@ -26,8 +26,8 @@ from rayk.actors.request_meter import beat, begin_outcomes, report_request
 from rayk.actors.serving import Seat
 from rayk.engine.admission import bad_sampling, seeded
 from rayk.engine.leader import RequestEvent
-from rayk.sched.asking import Asker
-from rayk.sched.policies import Asked
+from rayk.sched.policy import PlacementRequest
+from rayk.sched.request_describer import RequestDescriber
 from rayk.specs.serving import ServerSettings
 from rayk.transfer.recovery import Cause, attempt_id, cause_of
 from rayk.transfer.ticket import Reservation
@@ -72,7 +72,7 @@ class Router:
             recomputes=settings.failure_policy == "recompute",
             via_host=settings.transfer.path == "host",
         )
-        self._asker = Asker(settings.policy, settings.policy_settings, settings.prefix_secret)
+        self._describer = RequestDescriber(settings.policy, settings.policy_settings, settings.prefix_secret)
         self._numbers = itertools.count()
         self._courier: asyncio.Task[None] | None = None
         self._sink = make_sink(model=model_label(settings.model.folder))
@@ -210,7 +210,7 @@ class Router:
     async def _attempts(
         self, ask: Ask, request: Request, flight: Flight, stream: _Stream, until: float
     ) -> None:
-        asked = self._asker.ask(
+        asked = self._describer.describe(
             request.request_id,
             request.prompt_token_ids,
             max_tokens=request.sampling.max_tokens,
@@ -236,7 +236,7 @@ class Router:
                         engine.leader.abort.options(concurrency_group="control").remote(name)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
 
-    async def _place(self, ask: Ask, asked: Asked, until: float, *, again: bool) -> Seat:
+    async def _place(self, ask: Ask, asked: PlacementRequest, until: float, *, again: bool) -> Seat:
         left_s = max(0.0, until - time.monotonic())
         place = partial(self._link.call, "place", self.name, asked, until=until)
         seat: Seat = await place(priority=ask.priority, deadline_s=left_s, again=again)

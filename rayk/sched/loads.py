@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rayk.sched.policies import Asked, EngineLoad, Placed
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 
 
 class LoadBook:
@@ -14,7 +14,7 @@ class LoadBook:
         """`tier_of`: the host tier that an engine has just now, empty: none."""
         self._tier_of = tier_of
         self._loads: dict[str, EngineLoad] = {}
-        self._placed: dict[str, tuple[Asked, Placed, bool]] = {}
+        self._placed: dict[str, tuple[PlacementRequest, Placement, bool]] = {}
         """By request id; and whether its prompt is to be computed still."""
 
     def add(self, name: str, tp: int = 1) -> EngineLoad:
@@ -34,41 +34,43 @@ class LoadBook:
         """An engine is gone; its requests are accounted for as they end."""
         del self._loads[name]
 
-    def placed(self, asked: Asked, placed: Placed) -> None:
+    def placed(self, request: PlacementRequest, placed: Placement) -> None:
         """A request was given its engines."""
-        assert asked.request_id not in self._placed, f"{asked.request_id} is placed twice"
-        self._placed[asked.request_id] = (asked, placed, True)
-        self._count(asked, placed, 1)
+        assert request.request_id not in self._placed, f"{request.request_id} is placed twice"
+        self._placed[request.request_id] = (request, placed, True)
+        self._count(request, placed, 1)
 
     def prefilled(self, request_id: str) -> None:
         """Its prompt was computed. Requests that are over are passed over."""
         if request_id in self._placed:
-            asked, placed, is_ahead = self._placed[request_id]
+            request, placed, is_ahead = self._placed[request_id]
             if is_ahead:
-                self._count_prompt(asked, placed, -1)
-                self._placed[request_id] = (asked, placed, False)
+                self._count_prompt(request, placed, -1)
+                self._placed[request_id] = (request, placed, False)
 
-    def ended(self, request_id: str) -> tuple[Asked, Placed] | None:
+    def ended(self, request_id: str) -> tuple[PlacementRequest, Placement] | None:
         """A request is over, however it ended; where it was, None if that was told before."""
         if request_id not in self._placed:
             return None
         self.prefilled(request_id)
-        asked, placed, _ = self._placed.pop(request_id)
-        self._count(asked, placed, -1, with_prompt=False)
-        return asked, placed
+        request, placed, _ = self._placed.pop(request_id)
+        self._count(request, placed, -1, with_prompt=False)
+        return request, placed
 
-    def _count(self, asked: Asked, placed: Placed, sign: int, *, with_prompt: bool = True) -> None:
+    def _count(
+        self, request: PlacementRequest, placed: Placement, sign: int, *, with_prompt: bool = True
+    ) -> None:
         for name in {placed.prefill, placed.decode} - {None}:
             if name in self._loads:
                 self._loads[name].num_requests += sign
         decoder = placed.decode or placed.prefill
         if decoder in self._loads:
-            self._loads[decoder].num_output_tokens += sign * asked.max_tokens
+            self._loads[decoder].num_output_tokens += sign * request.max_tokens
         if with_prompt:
-            self._count_prompt(asked, placed, sign)
+            self._count_prompt(request, placed, sign)
 
-    def _count_prompt(self, asked: Asked, placed: Placed, sign: int) -> None:
+    def _count_prompt(self, request: PlacementRequest, placed: Placement, sign: int) -> None:
         computer = placed.prefill or placed.decode
         if computer in self._loads:
-            num_new = asked.num_prompt_tokens - placed.num_cached_tokens - placed.num_host_tokens
+            num_new = request.num_prompt_tokens - placed.num_cached_tokens - placed.num_host_tokens
             self._loads[computer].num_prompt_tokens += sign * num_new

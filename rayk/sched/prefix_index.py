@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayk.sched.policies import PrefixKeys
+from rayk.sched.policy import PrefixKeys
 
 
 class PrefixIndex:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rayk.sched.policies import EngineLoad
+from rayk.sched.policy import EngineLoad
 
 NOTHING: Mapping[str, float] = {}
 

@@ -21,7 +21,8 @@ from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.sched.arrivals import due_times
-from rayk.sched.policies import PolicySettings, heeds
+from rayk.sched.policies import heeds
+from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point

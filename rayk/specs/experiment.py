@@ -16,7 +16,8 @@ from pydantic_core import PydanticKnownError
 
 from rayk.kv.layout import LAYOUTS
 from rayk.sched.arrivals import PROCESSES
-from rayk.sched.policies import POLICIES, PolicySettings
+from rayk.sched.policies import POLICIES
+from rayk.sched.policy import PolicySettings
 from rayk.types.bounds import (
     MAX_BLOCKS,
     MAX_ENGINES,
@@ -306,7 +307,7 @@ class ArrivalSpec(StrictModel):
 
 
 class PolicySpec(StrictModel):
-    """What policies can be told: the same fields under the same names as sched.policies.PolicySettings."""
+    """What policies can be told: the same fields under the same names as sched.policy.PolicySettings."""
 
     output_cost: Cost = 1.0
     move_cost: Cost = 0.1

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
-from rayk.sched.asking import new_secret
-from rayk.sched.policies import PolicySettings
+from rayk.sched.policy import PolicySettings
+from rayk.sched.request_describer import new_secret
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import OffloadSpec, TransferSpec
 from rayk.transfer.recovery import Policy as FailurePolicy
@@ -64,7 +64,7 @@ class ServerSettings:
     front_s: float = 15.0
     """A front that was not heard of for so long is gone: its requests are aborted."""
     prefix_secret: bytes = field(default_factory=new_secret, repr=False, compare=False)
-    """Shared by its fronts: what prompts' prefixes are digested with (sched.asking)."""
+    """Shared by its fronts: what prompts' prefixes are digested with (sched.request_describer)."""
 
     def __post_init__(self) -> None:
         names, roles = [e.name for e in self.engines], {e.role for e in self.engines}

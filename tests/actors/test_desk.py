@@ -10,7 +10,8 @@ import pytest
 
 from rayk.actors.desk import Desk
 from rayk.actors.serving import News
-from rayk.sched.policies import Asked, Placed, get_policy
+from rayk.sched.policies import get_policy
+from rayk.sched.policy import Placement, PlacementRequest
 from rayk.types.errors import DeadlineExceeded, EngineDied, Overloaded
 
 
@@ -22,10 +23,10 @@ def make_desk(max_running: int = 1, max_waiting: int = 2, *, opened: bool = True
     return desk
 
 
-def place(desk: Desk, name: str, *, again: bool = False, **how: Any) -> asyncio.Task[Placed]:
+def place(desk: Desk, name: str, *, again: bool = False, **how: Any) -> asyncio.Task[Placement]:
     """The request's call, begun."""
-    asked = Asked(request_id=name, num_prompt_tokens=2, max_tokens=3)
-    call: Coroutine[Any, Any, Placed] = desk.place(
+    asked = PlacementRequest(request_id=name, num_prompt_tokens=2, max_tokens=3)
+    call: Coroutine[Any, Any, Placement] = desk.place(
         how.get("front", "f"),
         asked,
         priority=how.get("priority", 0),
@@ -51,7 +52,7 @@ def test_whoever_waits_comes_in_by_priority_when_a_request_ends() -> None:
         await settle()
         calls |= {"b": place(desk, "b"), "c": place(desk, "c", priority=-1)}
         await settle()
-        assert calls["a"].result() == Placed(prefill="prefill0", decode="decode0")
+        assert calls["a"].result() == Placement(prefill="prefill0", decode="decode0")
         assert (desk.num_running, desk.num_waiting) == (1, 2)
         desk.tell("f", ended("a"))
         await settle()
@@ -133,7 +134,7 @@ def test_a_silent_fronts_attempts_are_given_back_with_their_engines() -> None:
         assert [c.done() for c in calls] == [True, True, False]
         now_ns = 10**10
         desk.tell("y", News())
-        assert desk.gone(5.0) == [("a", Placed(prefill="prefill0", decode=None))]
+        assert desk.gone(5.0) == [("a", Placement(prefill="prefill0", decode=None))]
         await settle()
         with pytest.raises(EngineDied):  # which has a front that lives after all ask again
             calls[2].result()

@@ -14,8 +14,9 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.serving import News
 from rayk.actors.tier_side import TierFacts
 from rayk.actors.tiers import HostTiers, _Tier
-from rayk.sched.asking import Asker
-from rayk.sched.policies import PolicySettings, get_policy
+from rayk.sched.policies import get_policy
+from rayk.sched.policy import PolicySettings
+from rayk.sched.request_describer import RequestDescriber
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 
@@ -97,10 +98,12 @@ def test_requests_are_not_placed_for_kv_of_a_lost_tier() -> None:
         )
         tiers = HostTiers("t", SETTINGS, desk.lost)
         nodes = [Node(tiers, f"t/{e.name}", [e]) for e in engines.values()]
-        asker = Asker("prefix_aware", POLICY, b"secret")
+        describer = RequestDescriber("prefix_aware", POLICY, b"secret")
 
         async def place(name: str, prompt: list[int]) -> tuple[str | None, int]:
-            placed = await desk.place("front", asker.ask(name, prompt), priority=0, deadline_s=5, again=False)
+            placed = await desk.place(
+                "front", describer.describe(name, prompt), priority=0, deadline_s=5, again=False
+            )
             desk.tell("front", News(prefilled=(), ended=(name,)))
             return placed.prefill, placed.num_host_tokens
 

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from rayk.sched.loads import LoadBook
-from rayk.sched.policies import Asked, EngineLoad, Placed
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 
 NAMES = ("p0", "p1", "d0", "d1")
 
 
-def brute(placed: dict[str, tuple[Asked, Placed]], ahead: set[str]) -> list[EngineLoad]:
+def brute(placed: dict[str, tuple[PlacementRequest, Placement]], ahead: set[str]) -> list[EngineLoad]:
     """What each engine has to do, from scratch."""
     found = {name: EngineLoad(name=name) for name in NAMES}
     for request_id, (asked, place) in placed.items():
@@ -30,20 +30,20 @@ def test_loads_are_the_sums_over_requests(seed: int) -> None:
     draw, book = random.Random(seed), LoadBook()
     for name in NAMES:
         book.add(name)
-    placed: dict[str, tuple[Asked, Placed]] = {}
+    placed: dict[str, tuple[PlacementRequest, Placement]] = {}
     ahead: set[str] = set()
     for i in range(300):
         event = draw.choice(["place", "place", "prefilled", "ended"])
         known = draw.choice(list(placed)) if placed else "nobody"
         if event == "place":
-            asked = Asked(
+            asked = PlacementRequest(
                 request_id=str(i),
                 num_prompt_tokens=draw.randint(1, 99),
                 max_tokens=draw.randint(1, 9),
             )
             p, d = draw.choice(["p0", "p1", None]), draw.choice(["d0", "d1", None])
             cached = draw.randint(0, asked.num_prompt_tokens - 1)
-            place = Placed(prefill=p, decode=d if p else "d0", num_cached_tokens=cached)
+            place = Placement(prefill=p, decode=d if p else "d0", num_cached_tokens=cached)
             placed[str(i)] = (asked, place)
             ahead.add(str(i))
             book.placed(asked, place)
@@ -59,7 +59,7 @@ def test_loads_are_the_sums_over_requests(seed: int) -> None:
 def test_what_is_told_of_an_engine_that_is_gone_is_passed_over() -> None:
     book = LoadBook()
     book.add("p0")
-    asked, place = Asked(request_id="r", num_prompt_tokens=2), Placed(prefill="p0", decode=None)
+    asked, place = PlacementRequest(request_id="r", num_prompt_tokens=2), Placement(prefill="p0", decode=None)
     book.placed(asked, place)
     book.remove("p0")
     book.prefilled("r")

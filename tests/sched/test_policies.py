@@ -12,22 +12,13 @@ from typing import Any
 
 import pytest
 
-from rayk.sched.asking import Asker
 from rayk.sched.loads import LoadBook
-from rayk.sched.policies import (
-    HEEDED,
-    POLICIES,
-    Asked,
-    EngineLoad,
-    Placed,
-    Policy,
-    PolicySettings,
-    get_policy,
-    heeds,
-)
+from rayk.sched.policies import POLICIES, get_policy, heeds
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, Policy, PolicySettings
+from rayk.sched.request_describer import RequestDescriber
 from rayk.types.errors import UserError
 
-ASKED = Asked(request_id="r", num_prompt_tokens=1)
+ASKED = PlacementRequest(request_id="r", num_prompt_tokens=1)
 SECRET = b"of these tests"
 SETTINGS = PolicySettings(
     output_cost=1.7,
@@ -43,9 +34,11 @@ TIERS = {"p0": "a", "p1": "b", "p2": "a", "d0": "b", "d1": "a", "d2": ""}
 """Engine -> its node's host tier."""
 
 
-def ask(request_id: str, prompt: Sequence[int], settings: PolicySettings = SETTINGS, **how: Any) -> Asked:
+def ask(
+    request_id: str, prompt: Sequence[int], settings: PolicySettings = SETTINGS, **how: Any
+) -> PlacementRequest:
     """A request as policies see it that heed prefixes."""
-    return Asker("prefix_aware", settings, SECRET).ask(request_id, prompt, **how)
+    return RequestDescriber("prefix_aware", settings, SECRET).describe(request_id, prompt, **how)
 
 
 def loads(side: str, count: int) -> list[EngineLoad]:
@@ -68,7 +61,7 @@ def test_round_robin_shares_equally_and_lets_every_pair_meet(num_prefill: int, n
 @pytest.mark.parametrize("session", [None, "s"])
 def test_every_listed_policy_places_on_what_there_is(name: str, session: str | None) -> None:
     policy, asked = get_policy(name), replace(ASKED, session=session)
-    assert policy.place(asked, loads("p", 1), []) == Placed(prefill="p0", decode=None)
+    assert policy.place(asked, loads("p", 1), []) == Placement(prefill="p0", decode=None)
     placed = policy.place(asked, loads("p", 1), loads("d", 1))
     assert placed.prefill in ("p0", None)
     assert placed.decode == "d0"
@@ -96,19 +89,21 @@ class World:
         self.book = LoadBook(TIERS.__getitem__)
         for engine, tp in TP.items():
             self.book.add(engine, tp)
-        self.running: dict[str, tuple[Asked, Placed]] = {}
+        self.running: dict[str, tuple[PlacementRequest, Placement]] = {}
         self.ahead: set[str] = set()
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.given: list[tuple[tuple[int, ...], set[str]]] = []
         """(prompt, engines and tiers that were given it and live)"""
 
-    def some_request(self, i: int) -> Asked:
+    def some_request(self, i: int) -> PlacementRequest:
         prompt = self.draw.choices((1, 2), weights=(6, 1), k=self.draw.randint(1, 40))
         session = self.draw.choice([None, "a", "b", "c"])
         self.prompts[str(i)] = tuple(prompt)
         return ask(str(i), prompt, self.settings, max_tokens=self.draw.randint(1, 30), session=session)
 
-    def play(self, num: int, check: Callable[[Asked, list[str], list[str], Placed], None]) -> list[Placed]:
+    def play(
+        self, num: int, check: Callable[[PlacementRequest, list[str], list[str], Placement], None]
+    ) -> list[Placement]:
         """Place `num` requests, of which some end; `check` sees each decision before it counts."""
         found = []
         for i in range(num):
@@ -142,21 +137,21 @@ class World:
             self.policy.lost(lost)
             self.given = [(prompt, names - {lost}) for prompt, names in self.given]
 
-    def held(self, asked: Asked, engine: str) -> int:
+    def held(self, asked: PlacementRequest, engine: str) -> int:
         """Tokens of whole blocks that the prompt shares with one that the engine, or tier, was given; never
         all."""
         return self.shared(asked, [prompt for prompt, names in self.given if engine in names])
 
-    def in_tier(self, asked: Asked, engine: str) -> int:
+    def in_tier(self, asked: PlacementRequest, engine: str) -> int:
         """Behind those, with one that anybody of its tier was ever given."""
         return max(0, self.held(asked, TIERS[engine]) - self.held(asked, engine)) if TIERS[engine] else 0
 
-    def new(self, asked: Asked, engine: str) -> float:
+    def new(self, asked: PlacementRequest, engine: str) -> float:
         """What the prompt costs an engine."""
         spared = self.held(asked, engine) + (1 - self.settings.host_cost) * self.in_tier(asked, engine)
         return asked.num_prompt_tokens - spared
 
-    def shared(self, asked: Asked, prompts: Sequence[tuple[int, ...]]) -> int:
+    def shared(self, asked: PlacementRequest, prompts: Sequence[tuple[int, ...]]) -> int:
         """Tokens of whole blocks that the prompt shares with one of these; never all."""
         best, own = 0, self.prompts[asked.request_id]
         for prompt in prompts:
@@ -187,7 +182,7 @@ def assert_least(chosen: str | None, costs: dict[str, float]) -> None:
 
 
 def assert_least_loaded(
-    world: World, asked: Asked, prefill: list[str], decode: list[str], placed: Placed
+    world: World, asked: PlacementRequest, prefill: list[str], decode: list[str], placed: Placement
 ) -> None:
     output = world.settings.output_cost * asked.max_tokens
     own = asked.num_prompt_tokens + (0 if decode else output)
@@ -209,7 +204,7 @@ def test_prefix_aware_weighs_what_is_held_against_what_is_to_do(seed: int) -> No
     world = World(seed, "prefix_aware")
     num_held, num_in_tier = [], []
 
-    def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
+    def check(asked: PlacementRequest, prefill: list[str], decode: list[str], placed: Placement) -> None:
         num, settings = asked.num_prompt_tokens, world.settings
         held = {e: world.held(asked, e) for e in TP}
         output = settings.output_cost * asked.max_tokens
@@ -233,7 +228,7 @@ def test_conditional_computes_little_prompts_where_they_are_decoded(seed: int) -
     world = World(seed, "conditional")
     local: Counter[tuple[bool, bool]] = Counter()
 
-    def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
+    def check(asked: PlacementRequest, prefill: list[str], decode: list[str], placed: Placement) -> None:
         if not decode:
             assert placed.prefill in prefill
             return
@@ -295,7 +290,7 @@ def test_without_a_tier_nothing_is_looked_up_in_one() -> None:
     policy = get_policy("prefix_aware", settings)
     policy.place(ask("a", tuple(range(12)), settings), loads("p", 1), [])
     placed = policy.place(ask("b", tuple(range(13)), settings), [EngineLoad(name="p9", tier="host")], [])
-    assert placed == Placed(prefill="p9", decode=None)
+    assert placed == Placement(prefill="p9", decode=None)
 
 
 @pytest.mark.parametrize("name", ["prefix_aware", "conditional"])
@@ -362,7 +357,7 @@ def test_idle_engines_that_are_alike_take_turns(name: str) -> None:
 
 def place_sessions(
     policy: Policy, prefill: list[EngineLoad], decode: list[EngineLoad], num: int
-) -> list[Placed]:
+) -> list[Placement]:
     asks = (replace(ASKED, session=f"user {i}") for i in range(num))
     return [policy.place(asked, prefill, decode) for asked in asks]
 
@@ -416,9 +411,9 @@ def test_sessions_that_share_a_prefill_engine_do_not_share_a_decode_engine() -> 
 @pytest.mark.parametrize("seed", range(2))
 def test_without_a_session_requests_go_where_least_is_to_do(seed: int) -> None:
     world = World(seed, "session_affinity")
-    places: dict[str, Placed] = {}
+    places: dict[str, Placement] = {}
 
-    def check(asked: Asked, prefill: list[str], decode: list[str], placed: Placed) -> None:
+    def check(asked: PlacementRequest, prefill: list[str], decode: list[str], placed: Placement) -> None:
         if asked.session is None:
             assert_least_loaded(world, asked, prefill, decode, placed)
             places[asked.request_id] = placed
@@ -450,8 +445,8 @@ def test_a_setting_changes_decisions_of_policies_that_heed_it_and_no_others(name
         [World(seed, name, settings).play(150, lambda *_: None) for seed in range(4)]
         for settings in (SETTINGS, changed)
     ]
-    assert (worlds[0] != worlds[1]) == (setting in HEEDED[name])
-    assert heeds(name, setting, hands_over=True) == (setting in HEEDED[name])
+    assert (worlds[0] != worlds[1]) == (setting in POLICIES[name].heeds)
+    assert heeds(name, setting, hands_over=True) == (setting in POLICIES[name].heeds)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -8,9 +8,10 @@ from hashlib import blake2b
 
 import pytest
 
-from rayk.sched.asking import Asker, new_secret, prefix_keys
-from rayk.sched.policies import HEEDED, POLICIES, PolicySettings, PrefixKeys
+from rayk.sched.policies import POLICIES
+from rayk.sched.policy import PolicySettings, PrefixKeys
 from rayk.sched.prefix_index import PrefixIndex
+from rayk.sched.request_describer import RequestDescriber, new_secret, prefix_keys
 
 BLOCK = 4
 NAMES = ("p0", "p1", "d0", "d1", "d2")
@@ -131,12 +132,12 @@ def test_prompts_are_digested_for_policies_that_heed_it(policy: str) -> None:
     """An index of no blocks, as without prefix caches, needs no keys either."""
     prompt = tuple(range(150))
     settings = PolicySettings(block_tokens=64)
-    asked = Asker(policy, settings, SECRET).ask("r", prompt, max_tokens=9, session="s")
+    asked = RequestDescriber(policy, settings, SECRET).describe("r", prompt, max_tokens=9, session="s")
     assert (asked.request_id, asked.num_prompt_tokens, asked.max_tokens, asked.session) == ("r", 150, 9, "s")
-    heeds_prefixes = "index_blocks" in HEEDED[policy]
+    heeds_prefixes = "index_blocks" in POLICIES[policy].heeds
     assert asked.prefix_keys == (prefix_keys(prompt, 64, SECRET) if heeds_prefixes else ())
     without = PolicySettings(block_tokens=64, index_blocks=0)
-    assert Asker(policy, without, SECRET).ask("r", prompt).prefix_keys == ()
+    assert RequestDescriber(policy, without, SECRET).describe("r", prompt).prefix_keys == ()
 
 
 def test_an_index_of_nothing_holds_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayk.sched.policies import PolicySettings
+from rayk.sched.policy import PolicySettings
 from rayk.specs import Cell, expand, load_spec, plan_cells
 from rayk.specs.experiment import PolicySpec
 from rayk.types.errors import SpecError

@@ -11,7 +11,7 @@ from rayk.engine.build import ThreadEngine
 from rayk.kv.manager import KVCacheManager
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
-from rayk.sched.policies import PolicySettings
+from rayk.sched.policy import PolicySettings
 from rayk.specs.server_plan import DEFAULT_BLOCKS, POOL_BYTES, ServerOptions, plan_server
 from rayk.types.errors import SpecError, Unsupported, UserError
 from tests.pd import make_request

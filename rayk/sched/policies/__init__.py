@@ -1,121 +1,36 @@
-"""Placement policies: which engines a request runs on. One file each.
-
-A policy sees engines as `EngineLoad`s, which the coordinator keeps up to date, and is told what became of the
-requests it placed. What a decision costs depends on the number of engines and of the prompt's blocks, not on
-the number of requests.
-"""
+"""The placement policies by name. Each has a file of its own; POLICIES says what it heeds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from rayk.sched.policies.conditional import Conditional
+from rayk.sched.policies.least_loaded import LeastLoaded
+from rayk.sched.policies.prefix_aware import PrefixAware
+from rayk.sched.policies.round_robin import RoundRobin
+from rayk.sched.policies.session_affinity import SessionAffinity
+from rayk.sched.policy import Policy, PolicySettings
 from rayk.types.errors import UserError
 
-PrefixKeys = tuple[int, ...]
-"""Of a prompt's prefixes of one block, two blocks and so on: equal for equal prefixes."""
+
+@dataclass(frozen=True)
+class PolicyKind:
+    """How a policy is made, and the settings that it heeds."""
+
+    make: Callable[[PolicySettings], Policy]
+    heeds: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What a policy knows of a request. Filled by `asking.Asker`."""
+_OF_PREFIXES = ("output_cost", "move_cost", "block_tokens", "index_blocks", "host_cost", "host_blocks")
 
-    request_id: str
-    num_prompt_tokens: int
-    prefix_keys: PrefixKeys = ()
-    """Empty where the policy heeds none."""
-    max_tokens: int = 0
-    session: str | None = None
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineLoad:
-    """One engine as policies see it. Filled by whoever places requests."""
-
-    name: str
-    tp: int = 1
-    num_requests: int = 0
-    """Placed here and not over."""
-    num_prompt_tokens: int = 0
-    """Of prompts that are to be computed here and are not yet, without those that it holds already."""
-    num_output_tokens: int = 0
-    """That requests decoding here, or about to, may still generate."""
-    tier: str = ""
-    """The host tier that it shares with others of its node; empty: it has none just now."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
-    """Where a request goes, by names of engines."""
-
-    prefill: str | None
-    """None: the decode engine computes the prompt itself."""
-    decode: str | None
-    """None: there are no decode engines; the prefill engine does it all."""
-    num_cached_tokens: int = 0
-    """Of the prompt, that the engine which computes it is expected to hold already."""
-    num_host_tokens: int = 0
-    """Of those behind them, that it is expected to load from a host tier."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySettings:
-    """What policies can be told; each heeds those that HEEDED names."""
-
-    output_cost: float = 1.0
-    """What an output token costs an engine, in prompt tokens computed."""
-    move_cost: float = 0.1
-    """What a prompt token costs whose KV is moved to a decode engine, in prompt tokens computed."""
-    block_tokens: int = 64
-    """Prompts are known by their prefixes of so many tokens, and multiples of it."""
-    index_blocks: int = 65536
-    """So many of these are remembered; the least recently asked for are forgotten. 0: engines have no prefix
-    caches."""
-    host_cost: float = 0.1
-    """What a prompt token costs whose KV is loaded from a host tier, in prompt tokens computed; from 1 on
-    none is worth it."""
-    host_blocks: int = 0
-    """So many of the prefixes given to engines are taken to be in the host tier that these share, the others
-    to be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
-    local_prompt_tokens: int = 64
-    """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
-    local_backlog_tokens: int = 512
-    """And only while so many, with these, are to be computed there."""
-
-
-class Policy(Protocol):
-    """Chooses engines. All calls come from one thread."""
-
-    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
-        """Engines for a request, of those that take requests now. `prefill` is never empty; `decode` is where
-        engines do both."""
-        ...
-
-    def ended(self, asked: Asked, placed: Placed) -> None:
-        """A request that was placed is over: its KV may be in these engines' prefix caches."""
-        ...
-
-    def lost(self, engine: str) -> None:
-        """An engine died, or a host tier: whatever was known of its caches is no more."""
-        ...
-
-
-HEEDED: Mapping[str, tuple[str, ...]] = {
-    "round_robin": (),
-    "least_loaded": ("output_cost",),
-    "prefix_aware": ("output_cost", "move_cost", "block_tokens", "index_blocks", "host_cost", "host_blocks"),
-    "conditional": (
-        *("output_cost", "move_cost", "block_tokens", "index_blocks", "host_cost", "host_blocks"),
-        *("local_prompt_tokens", "local_backlog_tokens"),
-    ),
-    "session_affinity": ("output_cost",),
+POLICIES: Mapping[str, PolicyKind] = {
+    "round_robin": PolicyKind(lambda _: RoundRobin(), ()),
+    "least_loaded": PolicyKind(LeastLoaded, ("output_cost",)),
+    "prefix_aware": PolicyKind(PrefixAware, _OF_PREFIXES),
+    "conditional": PolicyKind(Conditional, (*_OF_PREFIXES, "local_prompt_tokens", "local_backlog_tokens")),
+    "session_affinity": PolicyKind(SessionAffinity, ("output_cost",)),
 }
-"""Policy -> the settings that it heeds."""
-
-POLICIES = tuple(HEEDED)
-"""Names that `get_policy` knows."""
-
 
 OF_HAND_OVERS = ("move_cost", "local_prompt_tokens", "local_backlog_tokens")
 """Settings that say nothing where engines prefill and decode."""
@@ -123,30 +38,11 @@ OF_HAND_OVERS = ("move_cost", "local_prompt_tokens", "local_backlog_tokens")
 
 def heeds(policy: str, setting: str, *, hands_over: bool) -> bool:
     """Whether anything depends on a setting."""
-    return setting in HEEDED[policy] and (hands_over or setting not in OF_HAND_OVERS)
+    return setting in POLICIES[policy].heeds and (hands_over or setting not in OF_HAND_OVERS)
 
 
 def get_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """A new policy of this name. Raises UserError naming the choices."""
-    settings = settings or PolicySettings()
-    if name == "round_robin":
-        from rayk.sched.policies.round_robin import RoundRobin
-
-        return RoundRobin()
-    if name == "least_loaded":
-        from rayk.sched.policies.least_loaded import LeastLoaded
-
-        return LeastLoaded(settings)
-    if name == "prefix_aware":
-        from rayk.sched.policies.prefix_aware import PrefixAware
-
-        return PrefixAware(settings)
-    if name == "conditional":
-        from rayk.sched.policies.conditional import Conditional
-
-        return Conditional(settings)
-    if name == "session_affinity":
-        from rayk.sched.policies.session_affinity import SessionAffinity
-
-        return SessionAffinity(settings)
-    raise UserError(f"unknown policy {name!r}", mend=f"one of {', '.join(POLICIES)}")
+    if name not in POLICIES:
+        raise UserError(f"unknown policy {name!r}", mend=f"one of {', '.join(POLICIES)}")
+    return POLICIES[name].make(settings or PolicySettings())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
 from rayk.sched.policies.prefix_aware import Held, PrefixAware
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
 
 
 class Conditional:
@@ -21,23 +21,25 @@ class Conditional:
         self._settings = settings
         self._aware = PrefixAware(settings)
 
-    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+    def place(
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
+    ) -> Placement:
         """One engine or two."""
         if not decode:
-            return self._aware.place(asked, prefill, decode)
-        held = self._aware.look_up(asked)
-        consumer = self._aware.consumer(asked, decode, held)
-        is_little = self._is_little(asked, consumer, held)
-        producer = None if is_little else self._aware.producer(asked, prefill, held, is_alone=False)
-        return self._aware.placed(asked, producer, consumer, held)
+            return self._aware.place(request, prefill, decode)
+        held = self._aware.look_up(request)
+        consumer = self._aware.consumer(request, decode, held)
+        is_little = self._is_little(request, consumer, held)
+        producer = None if is_little else self._aware.producer(request, prefill, held, is_alone=False)
+        return self._aware.placed(request, producer, consumer, held)
 
-    def _is_little(self, asked: Asked, consumer: EngineLoad, held: Held) -> bool:
+    def _is_little(self, request: PlacementRequest, consumer: EngineLoad, held: Held) -> bool:
         """Whether a decode engine computes the prompt."""
-        num_new = asked.num_prompt_tokens - self._aware.spared(held, consumer)
+        num_new = request.num_prompt_tokens - self._aware.spared(held, consumer)
         is_short = num_new <= self._settings.local_prompt_tokens
         return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 
-    def ended(self, asked: Asked, placed: Placed) -> None:
+    def ended(self, request: PlacementRequest, placed: Placement) -> None:
         """No matter."""
 
     def lost(self, engine: str) -> None:

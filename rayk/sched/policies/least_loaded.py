@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
 from rayk.sched.work import Chooser, work
 
 
@@ -19,18 +19,20 @@ class LeastLoaded:
         self._output_cost = settings.output_cost
         self._chooser = Chooser()
 
-    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+    def place(
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
+    ) -> Placement:
         """The least loaded of each side."""
         price = self._output_cost
-        prompt, output = asked.num_prompt_tokens, price * asked.max_tokens
+        prompt, output = request.num_prompt_tokens, price * request.max_tokens
         own = prompt if decode else prompt + output
         producer = self._chooser.least(prefill, work(prefill, price, own))
         if not decode:
-            return Placed(prefill=producer.name, decode=None)
+            return Placement(prefill=producer.name, decode=None)
         consumer = self._chooser.least(decode, work(decode, price, output))
-        return Placed(prefill=producer.name, decode=consumer.name)
+        return Placement(prefill=producer.name, decode=consumer.name)
 
-    def ended(self, asked: Asked, placed: Placed) -> None:
+    def ended(self, request: PlacementRequest, placed: Placement) -> None:
         """No matter: loads say it."""
 
     def lost(self, engine: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
 from rayk.sched.prefix_index import PrefixIndex
 from rayk.sched.work import Chooser, work
 
@@ -45,22 +45,24 @@ class PrefixAware:
         self._settings = settings
         self._chooser = Chooser()
 
-    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+    def place(
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
+    ) -> Placement:
         """The cheapest of each side."""
-        held = self.look_up(asked)
-        producer = self.producer(asked, prefill, held, is_alone=not decode)
-        consumer = self.consumer(asked, decode, held) if decode else None
-        return self.placed(asked, producer, consumer, held)
+        held = self.look_up(request)
+        producer = self.producer(request, prefill, held, is_alone=not decode)
+        consumer = self.consumer(request, decode, held) if decode else None
+        return self.placed(request, producer, consumer, held)
 
     def placed(
-        self, asked: Asked, producer: EngineLoad | None, consumer: EngineLoad | None, held: Held
-    ) -> Placed:
+        self, request: PlacementRequest, producer: EngineLoad | None, consumer: EngineLoad | None, held: Held
+    ) -> Placement:
         """The decision, which counts from now on."""
         engines = [e for e in (producer, consumer) if e is not None]
-        self.index.put(asked.prefix_keys, [e.name for e in engines])
+        self.index.put(request.prefix_keys, [e.name for e in engines])
         for tier in {e.tier for e in engines if e.tier}:
-            self._tier(tier).put(asked.prefix_keys, [tier])
-        return Placed(
+            self._tier(tier).put(request.prefix_keys, [tier])
+        return Placement(
             prefill=None if producer is None else producer.name,
             decode=None if consumer is None else consumer.name,
             num_cached_tokens=held.here.get(engines[0].name, 0),
@@ -72,9 +74,9 @@ class PrefixAware:
             self._tiers[name] = PrefixIndex(self._settings.block_tokens, self._settings.host_blocks)
         return self._tiers[name]
 
-    def look_up(self, asked: Asked) -> Held:
+    def look_up(self, request: PlacementRequest) -> Held:
         """What need not be computed of a prompt, and where."""
-        most, keys = asked.num_prompt_tokens - 1, asked.prefix_keys
+        most, keys = request.num_prompt_tokens - 1, request.prefix_keys
         here = {name: min(num, most) for name, num in self.index.num_held_tokens(keys).items()}
         if self._settings.host_cost >= 1:
             return Held(here, {})
@@ -86,22 +88,22 @@ class PrefixAware:
         return held.here.get(engine.name, 0) + (1 - self._settings.host_cost) * held.num_host_tokens(engine)
 
     def producer(
-        self, asked: Asked, prefill: Sequence[EngineLoad], held: Held, *, is_alone: bool
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], held: Held, *, is_alone: bool
     ) -> EngineLoad:
         """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
-        own = asked.num_prompt_tokens + (price * asked.max_tokens if is_alone else 0.0)
+        own = request.num_prompt_tokens + (price * request.max_tokens if is_alone else 0.0)
         spared = {e.name: self.spared(held, e) for e in prefill} if held.tiers else held.here
         return self._chooser.least(prefill, work(prefill, price, own, spared))
 
-    def consumer(self, asked: Asked, decode: Sequence[EngineLoad], held: Held) -> EngineLoad:
+    def consumer(self, request: PlacementRequest, decode: Sequence[EngineLoad], held: Held) -> EngineLoad:
         """Who decodes."""
         price, move = self._settings.output_cost, self._settings.move_cost
-        own = price * asked.max_tokens + move * asked.num_prompt_tokens
+        own = price * request.max_tokens + move * request.num_prompt_tokens
         spared = {name: move * num for name, num in held.here.items()}
         return self._chooser.least(decode, work(decode, price, own, spared))
 
-    def ended(self, asked: Asked, placed: Placed) -> None:
+    def ended(self, request: PlacementRequest, placed: Placement) -> None:
         """No matter: its prefixes were noted when it was placed."""
 
     def lost(self, engine: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from rayk.sched.policies import Asked, EngineLoad, Placed
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 
 
 class RoundRobin:
@@ -17,19 +17,21 @@ class RoundRobin:
     def __init__(self) -> None:
         self._count = 0
 
-    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+    def place(
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
+    ) -> Placement:
         """The next of each side."""
-        del asked
+        del request
         index = self._count
         self._count += 1
         producer = prefill[index % len(prefill)].name
         if not decode:
-            return Placed(prefill=producer, decode=None)
+            return Placement(prefill=producer, decode=None)
         # Without the round, 2 x 2 engines would only ever meet on the diagonal.
         turn = index + index // lcm(len(prefill), len(decode))
-        return Placed(prefill=producer, decode=decode[turn % len(decode)].name)
+        return Placement(prefill=producer, decode=decode[turn % len(decode)].name)
 
-    def ended(self, asked: Asked, placed: Placed) -> None:
+    def ended(self, request: PlacementRequest, placed: Placement) -> None:
         """No matter."""
 
     def lost(self, engine: str) -> None:

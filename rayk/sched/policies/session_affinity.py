@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from rayk.sched.policies import Asked, EngineLoad, Placed, PolicySettings
 from rayk.sched.policies.least_loaded import LeastLoaded
+from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
 
 MASK = (1 << 64) - 1
 
@@ -25,16 +25,18 @@ class SessionAffinity:
         self._seeds: dict[str, int] = {}
         """Of engines, by name."""
 
-    def place(self, asked: Asked, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]) -> Placed:
+    def place(
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
+    ) -> Placement:
         """Those of the session."""
-        if asked.session is None:
-            return self._least_loaded.place(asked, prefill, decode)
-        session = _seed(asked.session)
-        return Placed(
+        if request.session is None:
+            return self._least_loaded.place(request, prefill, decode)
+        session = _seed(request.session)
+        return Placement(
             prefill=self._of(session, prefill), decode=self._of(session, decode) if decode else None
         )
 
-    def ended(self, asked: Asked, placed: Placed) -> None:
+    def ended(self, request: PlacementRequest, placed: Placement) -> None:
         """No matter."""
 
     def lost(self, engine: str) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from struct import Struct
 
-from rayk.sched.policies import Asked, PolicySettings, PrefixKeys, heeds
+from rayk.sched.policies import heeds
+from rayk.sched.policy import PlacementRequest, PolicySettings, PrefixKeys
 
 SECRET_BYTES = 32
 TOKEN = Struct("<i")
@@ -22,7 +23,7 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-class Asker:
+class RequestDescriber:
     """Describes requests to one policy. All who ask it share a secret."""
 
     def __init__(self, policy: str, settings: PolicySettings, secret: bytes) -> None:
@@ -32,19 +33,19 @@ class Asker:
         self._block_tokens = settings.block_tokens if needs_keys else None
         self._secret = secret
 
-    def ask(
+    def describe(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         *,
         max_tokens: int = 0,
         session: str | None = None,
-    ) -> Asked:
+    ) -> PlacementRequest:
         """A request as its policy will know it. Token ids fit into 32 bits."""
         keys: PrefixKeys = ()
         if self._block_tokens is not None:
             keys = prefix_keys(prompt_token_ids, self._block_tokens, self._secret)
-        return Asked(
+        return PlacementRequest(
             request_id=request_id,
             num_prompt_tokens=len(prompt_token_ids),
             prefix_keys=keys,

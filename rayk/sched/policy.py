@@ -1,0 +1,101 @@
+"""What a placement policy is, what it knows and what it can be told.
+
+A policy sees engines as `EngineLoad`s, which the coordinator keeps up to date, and is told what became of the
+requests it placed. What a decision costs depends on the number of engines and of the prompt's blocks, not on
+the number of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PrefixKeys = tuple[int, ...]
+"""Of a prompt's prefixes of one block, two blocks and so on: equal for equal prefixes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementRequest:
+    """What a policy knows of a request. Made by `RequestDescriber`."""
+
+    request_id: str
+    num_prompt_tokens: int
+    prefix_keys: PrefixKeys = ()
+    """Empty where the policy heeds none."""
+    max_tokens: int = 0
+    session: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineLoad:
+    """One engine as policies see it. Filled by whoever places requests."""
+
+    name: str
+    tp: int = 1
+    num_requests: int = 0
+    """Placed here and not over."""
+    num_prompt_tokens: int = 0
+    """Of prompts that are to be computed here and are not yet, without those that it holds already."""
+    num_output_tokens: int = 0
+    """That requests decoding here, or about to, may still generate."""
+    tier: str = ""
+    """The host tier that it shares with others of its node; empty: it has none just now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a request goes, by names of engines."""
+
+    prefill: str | None
+    """None: the decode engine computes the prompt itself."""
+    decode: str | None
+    """None: there are no decode engines; the prefill engine does it all."""
+    num_cached_tokens: int = 0
+    """Of the prompt, that the engine which computes it is expected to hold already."""
+    num_host_tokens: int = 0
+    """Of those behind them, that it is expected to load from a host tier."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySettings:
+    """What policies can be told; which of it each heeds stands in `policies.POLICIES`."""
+
+    output_cost: float = 1.0
+    """What an output token costs an engine, in prompt tokens computed."""
+    move_cost: float = 0.1
+    """What a prompt token costs whose KV is moved to a decode engine, in prompt tokens computed."""
+    block_tokens: int = 64
+    """Prompts are known by their prefixes of so many tokens, and multiples of it."""
+    index_blocks: int = 65536
+    """So many of these are remembered; the least recently asked for are forgotten. 0: engines have no prefix
+    caches."""
+    host_cost: float = 0.1
+    """What a prompt token costs whose KV is loaded from a host tier, in prompt tokens computed; from 1 on
+    none is worth it."""
+    host_blocks: int = 0
+    """So many of the prefixes given to engines are taken to be in the host tier that these share, the others
+    to be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
+    local_prompt_tokens: int = 64
+    """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
+    local_backlog_tokens: int = 512
+    """And only while so many, with these, are to be computed there."""
+
+
+class Policy(Protocol):
+    """Chooses engines. All calls come from one thread."""
+
+    def place(
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
+    ) -> Placement:
+        """Engines for a request, of those that take requests now. `prefill` is never empty; `decode` is where
+        engines do both."""
+        ...
+
+    def ended(self, request: PlacementRequest, placed: Placement) -> None:
+        """A request that was placed is over: its KV may be in these engines' prefix caches."""
+        ...
+
+    def lost(self, engine: str) -> None:
+        """An engine died, or a host tier: whatever was known of its caches is no more."""
+        ...
