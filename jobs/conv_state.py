@@ -30,9 +30,9 @@ from rayk.kv.groups import group_layers  # noqa: E402
 from rayk.kv.layout import LAYOUTS  # noqa: E402
 from rayk.kv.specs import Mamba2Spec  # noqa: E402
 from rayk.transfer.handshake import describe_cache  # noqa: E402
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
 from rayk.transfer.rank import TransferRank  # noqa: E402
-from rayk.transfer.verify import make_layer_view  # noqa: E402
 from rayk.types.errors import RaykError  # noqa: E402
 
 HEADS, HEAD_SIZE, STATE_SIZE, CONV_WIDTH = 48, 64, 128, 4

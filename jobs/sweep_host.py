@@ -25,12 +25,12 @@ from rayk.kv.groups import group_layers
 from rayk.kv.layout import get_layout
 from rayk.transfer.agent import DescriptorList, Handle, TransferState
 from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.plan import BlockReads, consecutive_tables, plan_pushes
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import make_layer_view
 from rayk.types.errors import TransferError
 
 DEADLINE_S = 60.0

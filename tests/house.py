@@ -10,6 +10,7 @@ plain `import` executes; in the modules it names, an import inside a function co
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -121,8 +122,14 @@ TORCH_FREE = (
 )
 """Modules and packages (with all their modules) that import, and work, without torch."""
 
+CIRCLES_TO_BREAK = (
+    *("rayk.actors", "rayk.reports", "rayk.transfer.simulator"),
+    *("rayk.models.decoder", "rayk.models.layers.altup"),
+)
+"""Where circles of imports are left, to be broken."""
+
 WARN_LINES = 400
-MAX_LINES = 500
+MAX_LINES = 600
 
 
 @dataclass(frozen=True)
@@ -237,6 +244,22 @@ def _table_problem(package: str, item: Import) -> str | None:
     return f"{package} may not import {target} ({item.name})"
 
 
+def check_circles(root: Path, to_break: tuple[str, ...] = CIRCLES_TO_BREAK) -> list[str]:
+    """No file imports itself through others, not even for types alone; rayk/__init__ is asked nothing."""
+    files = {module_name(root, path): path for path in python_files(root, "rayk")}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        if module == "rayk" or module.startswith(to_break):
+            continue
+        names = [item.name for item in find_imports(path, module)]
+        graph[module] = {n if n in files else n.rpartition(".")[0] for n in names} & files.keys() - {module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return ["a circle of imports: " + " <- ".join(error.args[1])]
+    return []
+
+
 def check_homes(root: Path) -> list[str]:
     """Heavy packages are imported only where they live (tests are free)."""
     found = []
@@ -343,6 +366,7 @@ def check_all(root: Path = ROOT) -> list[str]:
     """Every rule."""
     return [
         *check_import_table(root),
+        *check_circles(root),
         *check_homes(root),
         *check_docstrings(root),
         *check_lengths(root),

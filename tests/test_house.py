@@ -20,6 +20,7 @@ from tests import house
 
 RULES = [
     house.check_import_table,
+    house.check_circles,
     house.check_homes,
     house.check_docstrings,
     house.check_lengths,
@@ -156,6 +157,14 @@ def test_homes_allow(plant: Plant) -> None:
     assert house.check_homes(root) == []
 
 
+def test_circles_catch_imports_for_types_alone(plant: Plant) -> None:
+    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rayk.kv.a import A"
+    files = {"rayk/kv/a.py": "import rayk.kv.b", "rayk/kv/b.py": "import rayk.kv.c", "rayk/kv/c.py": late}
+    (violation,) = house.check_circles(plant(**files))
+    assert all(f"rayk.kv.{name}" in violation for name in "abc")
+    assert house.check_circles(plant(**(files | {"rayk/kv/c.py": "import rayk.types"}))) == []
+
+
 def test_docstrings_catch(plant: Plant) -> None:
     root = plant(**{"rayk/kv/a.py": "", "rayk/types/__init__.py": "x = 1", "rayk/kv/deep/b.py": ""})
     (root / "rayk" / "kv" / "deep" / "__init__.py").unlink()
@@ -167,8 +176,8 @@ def test_docstrings_catch(plant: Plant) -> None:
 
 
 def test_lengths_catch(plant: Plant) -> None:
-    root = plant(**{"rayk/kv/a.py": "x = 1\n" * 501, "tests/b.py": "x = 1\n" * 500})
-    assert house.check_lengths(root) == ["rayk/kv/a.py: 501 lines (limit 500)"]
+    root = plant(**{"rayk/kv/a.py": "x = 1\n" * 601, "tests/b.py": "x = 1\n" * 600})
+    assert house.check_lengths(root) == ["rayk/kv/a.py: 601 lines (limit 600)"]
     assert len(house.check_lengths(root, max_lines=400)) == 2
 
 

@@ -39,11 +39,11 @@ from rayk.kv.groups import group_layers
 from rayk.kv.layout import get_layout
 from rayk.kv.specs import FullAttentionSpec, page_bytes
 from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import make_layer_view
 
 MIB = 1 << 20
 SPEC = FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)

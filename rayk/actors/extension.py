@@ -46,17 +46,11 @@ from rayk.transfer.consumer import TransferOutcome, refusal
 from rayk.transfer.faults import FaultyAgent, reuse_early
 from rayk.transfer.finite import first_not_finite
 from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.reserving import Reserved
 from rayk.transfer.staging import StagingSettings
-from rayk.transfer.verify import (
-    Digests,
-    LayerView,
-    compute_digests,
-    fetch_rows,
-    make_layer_view,
-    sorted_views,
-)
+from rayk.transfer.verify import Digests, compute_digests, fetch_rows, sorted_views
 from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 
 

@@ -36,7 +36,7 @@ from rayk.types.errors import NotFiniteError, RaykError, TransferError
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader, Sink
-    from rayk.sched.batching import RequestState
+    from rayk.sched.request_state import RequestState
     from rayk.transfer.ticket import Reservation, TransferTicket
     from rayk.types.batch import ScheduledBatch
     from rayk.types.offload import OffloadSettings

@@ -20,7 +20,7 @@ from rayk.actors.tier_side import Tier, TierFacts, TierSide, moving_ns
 from rayk.engine.leader import RequestEvent
 from rayk.offload.backoff import Backoff
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
-from rayk.sched.batching import max_cached_tokens
+from rayk.sched.request_state import max_cached_tokens
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.ticket import TransferTicket
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
     from rayk.actors.receiving import Receiving
     from rayk.engine.leader import Leader
-    from rayk.sched.batching import RequestState
+    from rayk.sched.request_state import RequestState
     from rayk.types.batch import ScheduledBatch
     from rayk.types.offload import OffloadSettings
     from rayk.types.request import Request

@@ -10,6 +10,7 @@ from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.tier_meter import report_offload
 from rayk.actors.transfer_meter import report_requests
 from rayk.engine.costs import StepCosts
+from rayk.engine.leader_metrics import report_leader
 from rayk.engine.metering import StepMeter
 from rayk.metrics import BufferedSink, beginnings
 from rayk.parallel.timed import TimedComm
@@ -51,4 +52,6 @@ def make_meter(
             sink.on_flush(lambda: report_offload(sink, offloading))
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
     costs, dtype = StepCosts(rank), rank.config.dtype
-    return StepMeter(sink, leader=leader, costs=costs, comm=comm, device=device, dtype=dtype)
+    if leader is not None:
+        sink.on_flush(lambda: report_leader(sink, leader))
+    return StepMeter(sink, is_leader=leader is not None, costs=costs, comm=comm, device=device, dtype=dtype)

@@ -27,7 +27,7 @@ from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
     from rayk.actors.extension import RankNews
-    from rayk.sched.batching import RequestState
+    from rayk.sched.request_state import RequestState
 
 ACTIVE_STORES = 4
 """Stores of one engine that the tier is at, or ranks digest. A loop looks at each only between its steps, a

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rayk.actors.receiving import Receiving
-    from rayk.sched.batching import RequestState
+    from rayk.sched.request_state import RequestState
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ from rayk.kv.geometry import GENERATION_BYTES, RankGeometry
 from rayk.transfer.connector import KVRequest
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.diagnose import first_difference
-from rayk.transfer.verify import LayerView, Rows, fetch_rows
+from rayk.transfer.layer_view import LayerView
+from rayk.transfer.verify import Rows, fetch_rows
 
 POISON = (0xA5, 0x5A)
 """Producer, consumer: what fills a cache at first."""

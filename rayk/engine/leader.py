@@ -22,7 +22,8 @@ from rayk.engine.loop import Turn, TurnResult
 from rayk.engine.sampling import sample_step
 from rayk.engine.stopping import LazyDecoder, StopStrings
 from rayk.kv.manager import KVCacheManager
-from rayk.sched.batching import RequestState, Scheduler
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.errors import EngineDied, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs

@@ -1,4 +1,4 @@
-"""What one rank tells of its steps, and rank 0 of its requests and blocks. Called by the engine's loop.
+"""What one rank tells of its steps. Called by the engine's loop.
 
 Steps are added up here; a sink hears of them when it passes its values on.
 """
@@ -13,12 +13,7 @@ from rayk.metrics import BufferedSink
 from rayk.types.batch import ScheduledBatch
 
 if TYPE_CHECKING:
-    from rayk.engine.leader import Leader
     from rayk.parallel.timed import TimedComm
-
-
-ENDINGS = ("stop", "length", "abort", "error", "handed_over")
-"""How requests end at an engine."""
 
 
 @dataclass(slots=True)
@@ -39,13 +34,13 @@ def phase_of(batch: ScheduledBatch) -> str:
 
 
 class StepMeter:
-    """One rank's steps. `leader`: on rank 0."""
+    """One rank's steps; rank 0 also tells of the batches."""
 
     def __init__(
         self,
         sink: BufferedSink,
         *,
-        leader: Leader | None = None,
+        is_leader: bool = False,
         costs: StepCosts | None = None,
         comm: TimedComm | None = None,
         device: str = "cpu",
@@ -54,7 +49,7 @@ class StepMeter:
         """`comm`: where collectives take the host's time. `device`: its name, for the peaks it may have in
         the model's `dtype`."""
         self.sink = sink
-        self._leader = leader
+        self._is_leader = is_leader
         self._costs = costs
         self._comm = comm
         self._peaks = peaks_of(device, dtype)
@@ -79,7 +74,7 @@ class StepMeter:
             self._flops += flops
             self._read_bytes += read_bytes
         phase.seconds.append(busy_ns / 1e9)
-        if self._leader is not None:
+        if self._is_leader:
             self._num_tokens.append(batch.num_tokens)
             self._num_requests.append(len(batch.requests))
 
@@ -100,9 +95,9 @@ class StepMeter:
             total("rayk_collective_seconds_total", self._comm.collective_ns / 1e9)
         if self._costs is not None:
             self._report_costs()
-        if self._leader is not None:
-            self._report_requests(self._leader)
-            self._report_blocks(self._leader)
+        if self._is_leader:
+            self.sink.observe_all("rayk_iteration_tokens", _taken(self._num_tokens))
+            self.sink.observe_all("rayk_batch_requests", _taken(self._num_requests))
 
     def _report_costs(self) -> None:
         sink = self.sink
@@ -117,32 +112,6 @@ class StepMeter:
         if self._peaks is not None:
             sink.set("rayk_model_flops_utilization", rates[0] / self._peaks.flops_per_s)
             sink.set("rayk_model_bandwidth_utilization", rates[1] / self._peaks.bytes_per_s)
-
-    def _report_requests(self, leader: Leader) -> None:
-        total, scheduler = self.sink.total, leader.scheduler
-        self.sink.observe_all("rayk_iteration_tokens", _taken(self._num_tokens))
-        self.sink.observe_all("rayk_batch_requests", _taken(self._num_requests))
-        for reason in ENDINGS:
-            total("rayk_requests_total", leader.num_ended[reason], finish_reason=reason)
-        total("rayk_not_finite_requests_total", leader.num_not_finite)
-        total("rayk_prompt_tokens_total", scheduler.num_prompt_tokens)
-        total("rayk_generation_tokens_total", scheduler.num_output_tokens)
-        total("rayk_num_preemptions_total", scheduler.num_preemptions)
-        if leader.manager.prefixes is not None:
-            total("rayk_prefix_cache_queries_total", scheduler.num_looked_up_tokens)
-            total("rayk_prefix_cache_hits_total", scheduler.num_found_tokens)
-        self.sink.set("rayk_num_requests_running", scheduler.num_running)
-        self.sink.set("rayk_num_requests_waiting", scheduler.num_waiting)
-
-    def _report_blocks(self, leader: Leader) -> None:
-        counts = leader.manager.count_blocks()
-        num_blocks = leader.manager.pool.num_blocks - 1
-        for group, states in counts.items():
-            for state, number in states.items():
-                self.sink.set("rayk_kv_blocks", number, group=group, state=state)
-        taken = counts["pool"]["used"] + counts["pool"]["leased"]
-        self.sink.set("rayk_kv_pool_blocks", num_blocks)
-        self.sink.set("rayk_kv_cache_usage_perc", taken / num_blocks)
 
 
 def _taken(values: list[float]) -> list[float]:

@@ -20,7 +20,7 @@ from rayk.types.batch import StepTokens
 from rayk.types.request import TokenLogprobs
 
 if TYPE_CHECKING:
-    from rayk.sched.batching import RequestState
+    from rayk.sched.request_state import RequestState
     from rayk.types.batch import ScheduledBatch
 
 NARROW_TOP_K = 1024

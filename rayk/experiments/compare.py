@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from rayk.actors.commands import CapturedRows
-from rayk.experiments.culprit import Head, WrongLayer, misplaced, name_culprit
+from rayk.experiments.culprit import misplaced, name_culprit
 from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
 from rayk.experiments.references import LayerKV, References
+from rayk.experiments.wrong_layer import Head, WrongLayer
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.fields import PageField
 from rayk.kv.groups import KVCacheGroup

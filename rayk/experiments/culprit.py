@@ -20,13 +20,10 @@ from dataclasses import dataclass
 import torch
 
 from rayk.experiments.culprit_state import LayerState, name_state_culprit
-from rayk.kv.fields import PageField
-from rayk.kv.specs import KVCacheSpec
-from rayk.models.config import DecoderConfig, RopeConfig
+from rayk.experiments.wrong_layer import SLACK, WrongLayer
+from rayk.models.config import RopeConfig
 from rayk.models.layers.rope import inverse_frequencies
 
-Head = tuple[str, int]
-"""(field, global unit): k or v of a KV head, or what else a layer keeps"""
 MAX_SHIFT = 64
 """Shifts of tokens and of positions that are looked for."""
 MAX_SUSPECTS = 256
@@ -36,47 +33,6 @@ MIN_TURNED = 4.0
 """Radians that a pair must turn between the first and the last wrong key for its speed to be known."""
 ALIKE = 0.02
 """Relative difference of two speeds or factors that are the same."""
-SLACK = 1.5
-"""A hypothesis adds noise of its own (the row it is compared with is rounded too)."""
-
-
-@dataclass(frozen=True, eq=False)
-class WrongLayer:
-    """A layer whose rows differ from the reference's. Filled by `compare`."""
-
-    layer: int
-    first_token: int
-    """Position of row 0."""
-    found: Mapping[Head, torch.Tensor]
-    """float64 [T, D], of every head that some rank holds."""
-    truth: Mapping[str, torch.Tensor]
-    """By field, float64 [U, T, D]: of k and v, U are KV heads."""
-    wrong: Mapping[Head, torch.Tensor]
-    """bool [T]"""
-    limit: Mapping[str, float]
-    """Largest error of a right value of each field."""
-    model: DecoderConfig | None = None
-    """None: keys' rotation is not known."""
-    spec: KVCacheSpec | None = None
-    """None: some keys and values."""
-
-    @property
-    def fields(self) -> Mapping[str, PageField]:
-        """What the spec says of each field, by name."""
-        return {} if self.spec is None else {field.name: field for field in self.spec.fields()}
-
-    @property
-    def first(self) -> Head:
-        """The first wrong head, keys before values."""
-        return min(head for head, wrong in self.wrong.items() if bool(wrong.any()))
-
-    def rows(self, head: Head) -> torch.Tensor:
-        """Indices of a head's wrong rows, int64."""
-        return self.wrong[head].nonzero()[:, 0]
-
-    def fits(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """Whether each row of `found` is that of `expected`, [..., D] -> bool [...]."""
-        return ((found - expected).abs() <= SLACK * self.limit[name]).all(-1)
 
 
 def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:

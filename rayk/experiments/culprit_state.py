@@ -16,14 +16,11 @@ Legend: U units, E elements of a unit, J taps kept (convolution width - 1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from rayk.experiments.wrong_layer import WrongLayer
 from rayk.kv.caches import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from rayk.experiments.culprit import WrongLayer
 
 MIN_COSINE = 0.5
 """Two unrelated states of so many elements are never this much alike."""

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from rayk.kernels.digest import RowPlaces, digest_views
 from rayk.transfer.digest_words import Ints
-from rayk.transfer.verify import CanonicalViews, Digests, LayerView
+from rayk.transfer.layer_view import LayerView
+from rayk.transfer.verify import CanonicalViews, Digests
 
 Bools = npt.NDArray[np.bool_]
 Tables = Sequence[Sequence[int]]

@@ -6,10 +6,9 @@ copied out (it is *leaving*), then they come free, then other blocks get its KV 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rayk.sched.batching import RequestState
+from rayk.sched.request_state import RequestState
 
 
 class Swapper(Protocol):

@@ -18,11 +18,11 @@ from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connector import ConnectorCase, Finished, KVRequest, Mode
 from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import LayerView, make_layer_view
 from rayk.transfer.wire import field_views
 
 NS_PER_S = 1_000_000_000

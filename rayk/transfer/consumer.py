@@ -16,6 +16,7 @@ from rayk.transfer import session as s
 from rayk.transfer.agent import TransferAgent, TransferState
 from rayk.transfer.arrivals import ArrivalReads
 from rayk.transfer.convert import Converting
+from rayk.transfer.layer_view import LayerView
 from rayk.transfer.lease import Renewals
 from rayk.transfer.link import Landing, ProducerLink
 from rayk.transfer.plan import BlockReads
@@ -23,7 +24,6 @@ from rayk.transfer.reads import DataReads, InFlight
 from rayk.transfer.staging import Staging
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
-    LayerView,
     Prove,
     WrongWord,
     compare_digests,

@@ -23,11 +23,11 @@ from rayk.kv.format_bounds import Floats, error_bound
 from rayk.kv.formats import FORMATS, KVFormat
 from rayk.kv.specs import with_block_size
 from rayk.transfer.diagnose import first_difference
+from rayk.transfer.layer_view import LayerView
 from rayk.transfer.rooms import Queued
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     CHUNK_ROWS,
-    LayerView,
     Rows,
     Sources,
     WrongWord,

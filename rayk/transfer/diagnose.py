@@ -11,7 +11,8 @@ import torch
 
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.fields import ITEMSIZE, PageField
-from rayk.transfer.verify import LayerView, Rows
+from rayk.transfer.layer_view import LayerView
+from rayk.transfer.verify import Rows
 from rayk.types.errors import KVMismatch
 
 Bytes = npt.NDArray[np.uint8]

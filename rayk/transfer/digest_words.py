@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from rayk.transfer.verify import LayerView
+from rayk.transfer.layer_view import LayerView
 
 Ints = npt.NDArray[np.int64]
 Sources = Mapping[tuple[int, str, int], int]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rayk.transfer.verify import CHUNK_ROWS, LayerView
+from rayk.transfer.layer_view import LayerView
+from rayk.transfer.verify import CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rayk.transfer.diagnose import first_difference, merge_rows
+from rayk.transfer.layer_view import LayerView
 from rayk.transfer.peer_data import check_ticket
 from rayk.transfer.valid_prefix import LayerProof, proven_rows
-from rayk.transfer.verify import CanonicalViews, LayerView, Rows, compare_digests, compute_digests, fetch_rows
+from rayk.transfer.verify import CanonicalViews, Rows, compare_digests, compute_digests, fetch_rows
 
 if TYPE_CHECKING:
     from rayk.transfer.consumer import Consumption

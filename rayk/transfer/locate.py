@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from rayk.kv.specs import rows_per_block
-from rayk.transfer.verify import LayerView
+from rayk.transfer.layer_view import LayerView
 from rayk.types.errors import KVMismatch
 
 MAX_SEARCHED_BYTES = 1 << 30

@@ -21,6 +21,7 @@ from rayk.transfer.convert import Converting, begin_converting
 from rayk.transfer.failed import FailedTransfers
 from rayk.transfer.handshake import CacheDescription, check_sides
 from rayk.transfer.inspection import all_wrong, first_wrong, layer_proofs
+from rayk.transfer.layer_view import LayerView
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
@@ -34,7 +35,7 @@ from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.try_read import Wirings
 from rayk.transfer.valid_prefix import LayerProof
-from rayk.transfer.verify import Digests, LayerView, Prove, Rows, compute_digests, fetch_rows, sorted_views
+from rayk.transfer.verify import Digests, Prove, Rows, compute_digests, fetch_rows, sorted_views
 from rayk.transfer.waiting import WaitingTicket
 from rayk.transfer.wire import wire_cache_for
 from rayk.transfer.wire_geometry import can_convert

@@ -18,7 +18,8 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import held_blocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
-from rayk.transfer.verify import CanonicalViews, LayerView, make_layer_view, sorted_views
+from rayk.transfer.layer_view import LayerView, make_layer_view
+from rayk.transfer.verify import CanonicalViews, sorted_views
 from rayk.transfer.wire_geometry import needs_conversion, num_wire_blocks, wire_geometry
 
 

@@ -13,7 +13,8 @@ from rayk.engine.graphs import Recorder
 from rayk.engine.rank import EngineRank
 from rayk.kv.manager import KVCacheManager
 from rayk.parallel.local import LocalComm
-from rayk.sched.batching import RequestState, Scheduler
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from tests.pd import NAN_POISON, make_request

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayk.experiments.culprit import WrongLayer, misplaced, name_culprit
+from rayk.experiments.culprit import misplaced, name_culprit
+from rayk.experiments.wrong_layer import WrongLayer
 from rayk.models.config import DecoderConfig, RopeConfig
 from tests.specs.models import decoder
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rayk.experiments.culprit import WrongLayer, name_culprit
+from rayk.experiments.culprit import name_culprit
+from rayk.experiments.wrong_layer import WrongLayer
 from rayk.kv.specs import Mamba2Spec
 from rayk.models.config import DecoderConfig, Mamba2Config
 from tests.specs.models import decoder

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from rayk.actors.request_meter import OUTCOMES
-from rayk.engine.metering import ENDINGS
+from rayk.engine.leader_metrics import ENDINGS
 from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings
 from rayk.metrics.__main__ import table
 from rayk.specs.experiment import VERDICTS

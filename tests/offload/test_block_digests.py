@@ -13,7 +13,8 @@ import torch
 from rayk.offload import block_digests
 from rayk.offload.block_digests import BlockDigests
 from rayk.transfer.connectors import layer_views
-from rayk.transfer.verify import CanonicalViews, LayerView, compute_digests, sorted_views
+from rayk.transfer.layer_view import LayerView
+from rayk.transfer.verify import CanonicalViews, compute_digests, sorted_views
 from rayk.types.errors import KVMismatch
 from tests.offload.cluster import Kind, open_node, random_values, tokens_of
 from tests.offload.families import FAMILIES

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rayk.kv.manager import KVCacheManager
-from rayk.sched.batching import RequestState, Scheduler
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
 from rayk.types.batch import ScheduledBatch
 from rayk.types.request import FinishReason, Request, SamplingParams
 from tests.kv.brute import full

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from rayk.kv.manager import KVCacheManager
-from rayk.sched.batching import RequestState, Scheduler
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
 from rayk.types.batch import ScheduledRequest
 from rayk.types.request import Request, SamplingParams, TokenLogprobs
 from tests.kv.brute import full

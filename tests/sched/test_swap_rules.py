@@ -7,7 +7,8 @@ import random
 import pytest
 
 from rayk.kv.manager import KVCacheManager
-from rayk.sched.batching import RequestState, Scheduler, max_cached_tokens
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState, max_cached_tokens
 from rayk.types.batch import ScheduledRequest
 from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.kv.brute import full

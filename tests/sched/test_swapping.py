@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from rayk.kv.manager import KVCacheManager
-from rayk.sched.batching import RequestState, Scheduler
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
 from tests.sched.test_batching import SchedulerWalk, request, small_scheduler
 from tests.sched.world import BLOCK, STATE_BLOCKS, WINDOWS, World
 

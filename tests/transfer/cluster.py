@@ -19,12 +19,12 @@ from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.handshake import CacheDescription, describe_cache
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import consecutive_tables
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.verify import make_layer_view
 from tests.transfer.brute import brute_shard
 from tests.transfer.families import FAMILIES, Specs
 

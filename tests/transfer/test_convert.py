@@ -20,10 +20,11 @@ from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.transfer import convert, wire
 from rayk.transfer.convert import conversion_bound
 from rayk.transfer.handshake import describe_cache
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import consecutive_tables
 from rayk.transfer.rank import TransferRank
-from rayk.transfer.verify import fetch_rows, make_layer_view
+from rayk.transfer.verify import fetch_rows
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 from tests.transfer.cluster import FINGERPRINT
 

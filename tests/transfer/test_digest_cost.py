@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayk.kernels import digest as digest_module
 from rayk.kernels.digest import native, native_digest
 from rayk.transfer import verify
-from rayk.transfer.verify import LayerView, WrongWord, compare_digests, compute_digests
+from rayk.transfer.layer_view import LayerView
+from rayk.transfer.verify import WrongWord, compare_digests, compute_digests
 from tests.transfer.cluster import Shape, local_pair
 
 

@@ -15,10 +15,10 @@ from rayk.kv.caches import FieldView
 from rayk.kv.fields import ITEMSIZE
 from rayk.kv.geometry import FieldGeometry, GroupGeometry
 from rayk.transfer import plan as plan_module
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.staging import StagingSettings
-from rayk.transfer.verify import make_layer_view
 from rayk.types.errors import KVMismatch
 from tests.transfer.cluster import Pair, Shape, make_engine
 from tests.transfer.test_verify import TOKENS, diagnose, run, where

@@ -1,0 +1,113 @@
+"""A request as the scheduler of one engine knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayk.types.request import FinishReason, Request, TokenLogprobs
+
+
+class StopText(Protocol):
+    """Watches one request's output for its stop strings."""
+
+    def feed(self, token_id: int) -> str | None:
+        """Take the next output token; the stop string that it completes, or None."""
+        ...
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request inside one engine. Filled and changed by the Scheduler only."""
+
+    request: Request
+    eos_token_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    row: int | None = None
+    arrival: int = 0
+    """Its number among all that came to the scheduler: lower ones go first."""
+    num_preemptions: int = 0
+    """Times its KV was given up, at least in part."""
+    num_swaps: int = 0
+    """Times a swapper took its KV."""
+    was_admitted: bool = False
+    """Whether it ran here at some time."""
+    num_prompt_seen: int = 0
+    """First prompt tokens that were computed at some time, here or where the request was prefilled."""
+    num_recomputed_tokens: int = 0
+    """Prompt tokens that were computed here though they had been before."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the prefix cache had when it was first admitted; None where the prompt was prefilled
+    elsewhere."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it."""
+    stop_text: StopText | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere."""
+    submitted_ns: int | None = None
+    """When it came to this engine; this and what follows is its leader's."""
+    first_step_ns: int | None = None
+    """When the step began that first took it."""
+    first_info: dict[str, Any] = field(default_factory=dict)
+    """What else its first token is to tell."""
+    is_told: bool = False
+    """Whether a token of it was told here."""
+    tables_sent: bool = False
+    """Whether the ranks hold this request's block tables (in its row)."""
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.tokens[len(self.request.prompt_token_ids) :]
+
+    def advance(self, start: int, stop: int) -> None:
+        """Tokens `start` to `stop` were computed here, and all before them exist."""
+        end = min(stop, len(self.request.prompt_token_ids))
+        self.num_computed = stop
+        self.num_recomputed_tokens += max(0, min(end, self.num_prompt_seen) - start)
+        self.num_prompt_seen = max(end, self.num_prompt_seen)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """First tokens that nobody need compute if their KV is there: not the last one, whose logits are
+        sampled, nor those whose logits tell of a prompt token nobody was told of yet."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.request.prompt_token_ids):
+            return len(self.tokens) - 1
+        return len(self.prompt_logprobs) - 1
+
+    def append(self, token: int, max_positions: int) -> None:
+        """Take a sampled token and decide whether the request is finished."""
+        self.tokens.append(token)
+        sampling = self.request.sampling
+        num_output = len(self.tokens) - len(self.request.prompt_token_ids)
+        stop_string = self.stop_text.feed(token) if self.stop_text is not None else None
+        if token in self.eos_token_ids and not sampling.ignore_eos:
+            self.finish_reason = FinishReason.STOP
+        elif token in sampling.stop_token_ids:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, token
+        elif stop_string is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
+        elif num_output >= sampling.max_tokens or len(self.tokens) >= max_positions:
+            self.finish_reason = FinishReason.LENGTH
+
+    def prompt_logits(self, num_tokens: int) -> tuple[int, int]:
+        """Of the next `num_tokens`, those whose logits tell of a prompt token nobody was told of yet."""
+        if self.prompt_logprobs is None:
+            return (0, 0)
+        # Logits of position i are about token i + 1; after a preemption some are known already.
+        start = max(0, len(self.prompt_logprobs) - 1 - self.num_computed)
+        stop = min(num_tokens, len(self.request.prompt_token_ids) - 1 - self.num_computed)
+        return (start, stop) if start < stop else (0, 0)
+
+
+def max_cached_tokens(request: Request) -> int:
+    """First prompt tokens of a new request that nobody need compute if their KV is there. See
+    `RequestState.max_cached_tokens`."""
+    return 0 if request.sampling.prompt_logprobs is not None else len(request.prompt_token_ids) - 1
