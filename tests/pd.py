@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rayk.actors.commands import Capture, Connect, Describe, Diagnose
 from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
 from rayk.actors.extension import TransferExtension
@@ -27,6 +29,7 @@ from rayk.engine.stopping import Decode
 from rayk.metrics import BufferedSink
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch
@@ -304,6 +307,24 @@ def _make_side(
 
     engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, **options)
     return Side(stack.enter_context(engine), handover)
+
+
+class Clock:
+    """What `time.monotonic_ns` tells meanwhile: a test may set it forward, so that a lease or a deadline of
+    minutes is over when the test says so, and on no machine before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._real, self._ahead_ns = time.monotonic_ns, 0
+        monkeypatch.setattr(time, "monotonic_ns", self.monotonic_ns)
+        monkeypatch.setitem(TransferRank.__init__.__kwdefaults__, "clock", self.monotonic_ns)  # type: ignore[index]
+
+    def monotonic_ns(self) -> int:
+        """Now."""
+        return self._real() + self._ahead_ns
+
+    def go_on(self, seconds: float) -> None:
+        """So much later."""
+        self._ahead_ns += int(seconds * 1e9)
 
 
 def wait_until(

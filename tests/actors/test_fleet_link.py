@@ -110,7 +110,7 @@ def test_a_call_that_is_lost_late_leaves_the_line_that_others_found(monkeypatch:
         monkeypatch.setattr(link_module.ray, "get_actor", nobody)
         link, late, good = make_link(), Late(), Good()
         link._line = cast(Line, late)
-        call = asyncio.create_task(link.call("who", until=time.monotonic() + 1.0))
+        call = asyncio.create_task(link.call("who", until=time.monotonic() + LIMIT_S))
         await asyncio.sleep(0.01)
         link._line = cast(Line, good)
         late.go.set()
@@ -135,7 +135,8 @@ def test_news_go_on_after_a_fleet_that_answers_with_an_error(monkeypatch: pytest
         for number, name in enumerate("ab"):
             link.ended(name)
             await asyncio.wait(
-                {asyncio.create_task(until(lambda n=number: len(told) > n)), carrying}, timeout=5
+                {asyncio.create_task(until(lambda n=number: len(told) > n)), carrying},
+                return_when=asyncio.FIRST_COMPLETED,
             )
         carrying.cancel()
         await asyncio.gather(carrying, return_exceptions=True)

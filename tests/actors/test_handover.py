@@ -21,7 +21,7 @@ from rayk.types.errors import DeadlineExceeded, TransferError, UserError
 from rayk.types.request import FinishReason
 from tests.actors.cases import NUM_TOKENS, Model, stubborn_agents
 from tests.markers import nixl
-from tests.pd import Pair, local_agents, make_request, wait_until
+from tests.pd import Clock, Pair, local_agents, make_request, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,15 @@ def test_a_ticket_of_other_tokens_is_refused_and_its_lease_released(qwen3: Model
         pair.check_all_free()
 
 
-def test_a_lease_nobody_comes_for_expires(qwen3: Model) -> None:
-    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.5) as pair:
+def test_a_lease_nobody_comes_for_expires(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with Pair.open(qwen3.path, tp=(2, 1), lease_s=600.0) as pair:
         request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
         done = pair.prefill(request)
         assert pair.p.num_blocks - pair.p.num_free_blocks == 19, "300 tokens stay leased"
         again = pair.prefill(request)
         assert isinstance(again.error, UserError), "the id is in use while the lease lasts"
+        clock.go_on(600.0)
         wait_until(lambda: pair.p.handover.num_expired_leases == 1)
         pair.check_all_free()
         # The blocks are used by others now: whoever comes late is refused, and nothing is decoded.

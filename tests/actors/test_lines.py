@@ -476,7 +476,7 @@ def test_a_funnel_that_is_filled_while_it_goes_to_sleep_wakes():
                 super().__setattr__(name, value)
 
         funnel = Late()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(LIMIT_S):
             await funnel.wait()
         assert funnel.take() == ["late"]
 

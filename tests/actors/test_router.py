@@ -80,6 +80,7 @@ class Engine:
     clock_offset_ns: int = 0
     leader: Leader = field(default_factory=Leader)
     asked: list[tuple[Request, dict[str, Any]]] = field(default_factory=list)
+    when_hung: Callable[[], None] = lambda: None
 
     async def stream(
         self, timeout_s: float, request: Request, **how: Any
@@ -96,6 +97,7 @@ class Engine:
             yield event
             await asyncio.sleep(0)
         if life.hangs:
+            self.when_hung()
             await asyncio.Event().wait()
         if life.error is not None:
             raise life.error
@@ -306,9 +308,16 @@ def test_attempts_are_bounded() -> None:
     assert len(fleet.placed) == 3
 
 
-def test_a_request_past_its_deadline_is_aborted_where_it_runs() -> None:
-    fleet = Fleet(Engine("p", [Life(2, hangs=True)]))
-    deltas, problem = run(fleet, deadline_s=0.2)
+def test_a_request_past_its_deadline_is_aborted_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[float | None, asyncio.Timeout] = {}
+    of_library = asyncio.timeout
+
+    def timeout(limit_s: float | None) -> asyncio.Timeout:
+        return limits.setdefault(limit_s, of_library(limit_s))
+
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+    fleet = Fleet(Engine("p", [Life(2, hangs=True)], when_hung=lambda: limits[30.0].reschedule(0.0)))
+    deltas, problem = run(fleet, deadline_s=30.0)
     assert tokens_of(deltas) == FULL[:2]
     assert isinstance(problem, DeadlineExceeded)
     assert fleet.prefill.leader.abort.calls == [(fleet.placed[0][0],)]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,15 +22,18 @@ from rayk.actors.request_meter import report_request
 from rayk.actors.stage_clock import StageClock
 from rayk.engine.leader import RequestEvent
 from rayk.metrics import BufferedSink
+from rayk.reports import ResultWriter, load
 from rayk.reports.fields import STAGES
+from rayk.reports.stages import limit_rows
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import TransferError
 from rayk.types.request import FinishReason, Request, SamplingParams
-from rayk.types.rows import RequestRow, TransferRow, moving_ns
+from rayk.types.rows import CellRow, RequestRow, TransferRow, moving_ns
 from tests.actors.test_request_rows import Unheard
 from tests.metrics.recording import Recorder
+from tests.reports.synthetic import SPEC
 
 REQUEST = Request(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
 RULES = FlightRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
@@ -163,6 +169,56 @@ def test_a_pulled_request_has_every_stage(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
     assert row.exposed_ns == 1_247 - 1_142
     assert set(row.stage_ns) | {"retry", "lookup", "load", "relay", "swap"} == set(STAGES)
+
+
+LIMIT_OF = {
+    "queue": "queue",
+    "dispatch": "coordinator",
+    "prefill_queue": "prefill",
+    "prefill": "prefill",
+    "ticket": "ticket",
+    "digest": "checks",
+    "handover": "coordinator",
+    "reserve": "decode KV",
+    "read": "link",
+    "fence": "checks",
+    "verify": "checks",
+    "notice": "decode step",
+    "decode_queue": "decode step",
+    "decode": "decode step",
+}
+"""What limits a cell whose requests spend most of their time in a stage."""
+
+
+def paced(took_ns: Mapping[str, int]) -> tuple[list[RequestEvent], list[RequestEvent]]:
+    """What both engines say of a pulled request whose stages take as long as told."""
+    at = dict(zip(took_ns, accumulate(took_ns.values()), strict=True))
+    ticket = replace(TICKET, digest_ns=(1, took_ns["digest"]))
+    here = {stage: took_ns[stage] for stage in HERE}
+    first = {"submitted_ns": at["dispatch"], "first_step_ns": at["prefill_queue"]}
+    came = {"submitted_ns": at["handover"], "taken_ns": at["handover"], "stage_ns": here}
+    prefill = [event(at["prefill"], token_ids=(4,), info=first), event(at["digest"], payload=ticket)]
+    end = event(at["decode"], token_ids=(5,), finish_reason=FinishReason.LENGTH)
+    end.info["first_step_ns"] = at["decode_queue"]
+    return prefill, [event(at["notice"], info=came), end]
+
+
+def test_the_stage_that_takes_longest_limits_its_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From what engines say to the report: ms on a clock, one stage of each cell as long as 20 others."""
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for long in LIMIT_OF:
+        took_ns = {stage: (20 if stage == long else 1) * 10**6 for stage in LIMIT_OF}
+        row, (prefill, decode) = replace(row_of(), cell_id=long), paced(took_ns)
+        engines = [Played("prefill0", "prefill", prefill), Played("decode0", "decode", decode)]
+        fly(row, monkeypatch, engines, sent_ns=(took_ns["queue"],))
+        assert row.stage_ns == took_ns
+        writer.write_cell(CellRow(cell_id=long, axes={}, verdict="PASS"), [row], [])
+    writer.finish()
+    rows = {row["cell_id"]: row for row in limit_rows(load(tmp_path))}
+    assert {stage: row["limit"] for stage, row in rows.items()} == LIMIT_OF
+    assert rows["handover"]["coordinator"] == pytest.approx(100 * 21 / 33)
 
 
 def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -366,7 +366,7 @@ def test_an_idle_engine_turns_at_its_heartbeat_only(qwen3: Model) -> None:
         engine.generate(requests_of(qwen3)[:1])
         times = engine.loops[0].times
         wait_until(lambda: all_free(engine))
-        before, started = times.num_turns, time.monotonic()
+        started, before = time.monotonic(), times.num_turns
         wait_until(lambda: times.num_turns >= before + 4)
         num_turns, waited_s = times.num_turns - before, time.monotonic() - started
         # A turn may have been due when the count began.
@@ -374,17 +374,25 @@ def test_an_idle_engine_turns_at_its_heartbeat_only(qwen3: Model) -> None:
 
 
 def test_times_leave_out_only_the_forward_pass(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = Decoder.forward
+    """On a clock that goes on in the forward pass, and where the extension is polled at each turn's end."""
+    forward, poll, now_ns = Decoder.forward, NoExtension.poll, 0
 
-    def slow(self: Decoder, *args: Any) -> torch.Tensor:
-        time.sleep(0.02)
+    def late(self: Decoder, *args: Any) -> torch.Tensor:
+        nonlocal now_ns
+        now_ns += 1000
         return forward(self, *args)
 
-    monkeypatch.setattr(Decoder, "forward", slow)
+    def later(self: NoExtension) -> object:
+        nonlocal now_ns
+        now_ns += 7
+        return poll(self)
+
+    monkeypatch.setattr(Decoder, "forward", late)
+    monkeypatch.setattr(NoExtension, "poll", later)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
     with qwen3.engine() as engine:
         engine.generate([make_request("r", qwen3.prompts[0], 5)])
         times = engine.loops[0].times
     assert times.num_steps == times.num_sampled_tokens == 5
     assert times.num_computed_tokens == len(qwen3.prompts[0]) + 4
-    assert times.model_ns >= 5 * 20_000_000
-    assert 0 < times.turn_ns - times.model_ns < times.model_ns
+    assert (times.model_ns, times.turn_ns) == (5 * 1000, 5 * 1007)

@@ -430,7 +430,7 @@ def test_closing_takes_bounded_time_on_a_disk_that_hangs(tmp_path: Path):
         assert tier.put(name_of(i), page_of(name_of(i)), ended.append)
     began = time.monotonic()
     tier.close(timeout_s=0.4)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "it waited for the disk"
     assert ended == [False] * 3
     assert not tier.busy
     assert not tier.put(name_of(9), page_of(name_of(9)), ended.append)

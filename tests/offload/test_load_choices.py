@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +17,7 @@ from rayk.transfer.faults import FlipBit, StallReads
 from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine
 from tests.offload.test_faults import breaking_agents
-from tests.pd import make_request, wait_until
+from tests.pd import Clock, make_request, wait_until
 
 LENGTHS = (600, 301, 290, 280)
 ROOM: dict[str, Any] = {"num_blocks": 400}
@@ -62,7 +62,8 @@ def test_what_is_here_is_weighed_as_what_the_rest_sees(case: Case) -> None:
 
 PATIENCE_S = 0.3
 """A load is waited for so long, and then as long until nothing is in flight."""
-FIRST_S, LONGEST_S = 0.4, 1.6
+FIRST_S, LONGEST_S = 1000.0, 4000.0
+"""Longer than any machine takes for a few prompts: the clock is set forward."""
 
 
 @pytest.fixture
@@ -95,35 +96,37 @@ def open_stalled(case: Case, agents: FaultyAgents, **settings: Any) -> AbstractC
 
 @pytest.mark.usefixtures("hasty")
 def test_loads_that_stand_still_are_left_alone_until_they_work_again(
-    case: Case, caplog: pytest.LogCaptureFixture
+    case: Case, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agents = FaultyAgents()
+    agents, clock, num = FaultyAgents(), Clock(monkeypatch), 0
+
+    def num_loaded(engine: NodeEngine, times: int) -> int:
+        """Of so many prompts in a row."""
+        nonlocal num
+        num += times
+        done = [case.complete(engine, f"b{num - i}-", 1)[0] for i in range(times)]
+        return sum(bool(d.info.get("num_host_tokens", 0)) for d in done)
+
     with open_stalled(case, agents, load="auto") as node:
         first, second = stored(case, node, 1)
         agents.made["e1.0"].plant(StallReads())
-        began, num = time.monotonic(), 0
-        while time.monotonic() < began + FIRST_S + 2 * FIRST_S + LONGEST_S + 1.0:
-            case.complete(second, f"b{num}-", 1)
-            num += 1
-        # Two in a row; then one after each of the pauses of 0.4, 0.8 and 1.6 s.
-        tried = told(second)["loads_failed"]
-        assert 3 <= tried <= 5
-        assert told(second)["loads_held_back"] == num - tried
-        assert told(second)["lookups"] == tried, "nor is it looked up"
-        assert "failed in a row" in told(second)["why_paused"]
+        # Two in a row; then one after each of the pauses, which double.
+        for tried, pause_s in enumerate((FIRST_S, 2 * FIRST_S, LONGEST_S, LONGEST_S), 2):
+            assert num_loaded(second, 4) == 0
+            assert told(second)["loads_failed"] == tried
+            assert told(second)["loads_held_back"] == num - tried
+            assert told(second)["lookups"] == tried, "nor is it looked up"
+            assert "failed in a row" in told(second)["why_paused"]
+            clock.go_on(pause_s / 2)
+            assert num_loaded(second, 1) == 0
+            assert told(second)["lookups"] == tried
+            clock.go_on(pause_s / 2)
         warned = [r for r in caplog.records if "asks its host tier for nothing" in r.getMessage()]
         assert len(warned) == tried - 1
         agents.made["e1.0"].heal()
-
-        def is_loaded() -> bool:
-            nonlocal num
-            num += 1
-            (done,) = case.complete(second, f"c{num}-", 1)
-            return bool(done.info.get("num_host_tokens", 0))
-
-        wait_until(is_loaded, LONGEST_S + 5.0, lambda: str(told(second)))
+        monkeypatch.setattr(offloading, "LOAD_S", 60.0)
+        assert num_loaded(second, 2) == 2
         assert told(second)["why_paused"] == ""
-        assert is_loaded()
         node.settle()
 
 
@@ -162,6 +165,7 @@ def test_a_tier_that_answers_late_each_time_is_asked_less_and_less(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offloading, "ANSWER_S", 0.05)
+    monkeypatch.setattr(backoff, "FIRST_S", FIRST_S)
     with Node.open(case.path, [ROOM, ROOM], load="auto") as node:
         first, second = stored(case, node, 1)
         held = HeldTier.before(second, "load")
@@ -193,8 +197,10 @@ def test_another_tier_begins_without_what_the_last_one_did(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_swaps_that_do_not_come_back_are_left_alone(case: Case, reference: Callable[..., Any]) -> None:
-    make, agents = breaking_agents()
+def test_swaps_that_do_not_come_back_are_left_alone(
+    case: Case, reference: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (make, agents), clock, names = breaking_agents(), Clock(monkeypatch), itertools.count()
     growing = Case.make(case.path, reference(case.path), [40 + i for i in range(8)], 120)
     small = {"num_blocks": 26, "max_seqs": 8}
     with Node.open(case.path, [small], make_agent=make, store=False, load="never", swap="auto") as node:
@@ -208,8 +214,9 @@ def test_swaps_that_do_not_come_back_are_left_alone(case: Case, reference: Calla
         node.settle()
 
         def is_swapped() -> bool:
-            growing.complete(engine, f"b{time.monotonic_ns()}-", *range(8))
+            clock.go_on(LONGEST_S)
+            growing.complete(engine, f"b{next(names)}-", *range(8))
             return bool(told(engine)["swapped_in_bytes"])
 
-        wait_until(is_swapped, 20.0, lambda: str(told(engine)))
+        wait_until(is_swapped, what=lambda: str(told(engine)))
         node.settle()

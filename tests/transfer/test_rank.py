@@ -11,6 +11,7 @@ import torch
 
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
+from tests.pd import Clock
 from tests.transfer.cluster import Pair, Shape, local_pair, make_engine
 
 TPS = [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (4, 1), (1, 4), (8, 1), (4, 8)]
@@ -151,13 +152,16 @@ def test_fences_wait_for_room_to_land_in():
     assert landing.take(4) is not None, "every slot came back"
 
 
-def test_a_deadline_ends_a_slow_transfer_and_frees_the_producer():
+def test_a_deadline_ends_a_slow_transfer_and_frees_the_producer(monkeypatch):
+    clock = Clock(monkeypatch)
     shape = Shape(tp=(2, 1))
     pair = local_pair(shape, delay_polls=10**9)
     tables = [[1, 2, 3]]
     pair.producer.write(shape.values(10), tables)
     ticket = pair.producer.ticket(10, tables)
-    pair.start(ticket, tables, deadline_s=0.05)
+    pair.start(ticket, tables, deadline_s=600.0)
+    assert pair.poll() == []
+    clock.go_on(600.0)
     (outcome,) = pair.finish(ticket).values()
     assert isinstance(outcome.error, TransferError)
     assert "deadline passed while reading" in str(outcome.error)
@@ -233,14 +237,16 @@ def test_a_mismatch_keeps_the_lease_until_it_is_given_up():
     assert pair.released(timeout_s=0.05) == [[]]
 
 
-def test_a_mismatch_nobody_looks_at_is_given_up_at_the_deadline():
+def test_a_mismatch_nobody_looks_at_is_given_up_at_the_deadline(monkeypatch):
+    clock = Clock(monkeypatch)
     shape = Shape()
     pair = local_pair(shape)
     pair.producer.write(shape.values(10), [[1, 2, 3]])
     ticket = pair.producer.ticket(10, [[1, 2, 3]])
     pair.producer.caches[0].view(1)[2, 1, 0, 3] += 1.0
-    pair.start(ticket, [[1, 2, 3]], deadline_s=0.2)
+    pair.start(ticket, [[1, 2, 3]], deadline_s=600.0)
     assert isinstance(pair.finish(ticket)[0].error, KVMismatch)
+    clock.go_on(600.0)
     assert pair.released() == [["lease-r"]]
 
 
