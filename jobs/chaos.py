@@ -4,7 +4,7 @@
     ray job submit --working-dir . -- python jobs/chaos.py --out /absolute/path
 
 Options and exit status as of hetero_tp.py. Exit 0: every cell ended in the verdict that the table of faults
-(rayk/transfer/fault_table.py) asks for.
+(rayk/types/fault_table.py) asks for.
 """
 
 from __future__ import annotations

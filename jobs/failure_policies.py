@@ -37,7 +37,7 @@ from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
-from rayk.transfer.recovery import POLICIES  # noqa: E402
+from rayk.types.fault_table import FAILURE_POLICIES  # noqa: E402
 
 NO_FAULTS = "no faults"
 LENGTHS = [64, 300, 150, 400]
@@ -82,7 +82,7 @@ def make_spec(options: argparse.Namespace) -> dict[str, Any]:
         "prefill": {"num_engines": 2},
         "transfer": {"mode": options.mode, "lease_s": 5.0},
         "matrix": [
-            {"failure_policy": list(POLICIES), "faults": [faults]},
+            {"failure_policy": list(FAILURE_POLICIES), "faults": [faults]},
             {"failure_policy": ["fail"], "faults": [[]]},
         ],
         "repeat": options.repeats,

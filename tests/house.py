@@ -35,8 +35,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "metrics": "types",
         "engine": "types parallel kv kernels attention models sched metrics",
         "reports": "types metrics",
-        # What must come of a fault is said once, by the table that the simulator is held to.
-        "specs": "types kv models sched transfer",
+        "specs": "types kv models sched",
         "explain": "types kv models transfer specs",
         "actors": "types parallel kv models transfer engine sched metrics specs offload",
         "offload": "types parallel kv transfer kernels",
@@ -100,7 +99,6 @@ TORCH_FREE = (
     "rayk.transfer.reservation",
     "rayk.transfer.recovery",
     "rayk.transfer.valid_prefix",
-    "rayk.transfer.fault_table",
     "rayk.transfer.simulator",
     "rayk.offload.page_file",
     "rayk.offload.page_store",

@@ -28,11 +28,11 @@ from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
 from rayk.metrics import BufferedSink
 from rayk.specs import Cell
-from rayk.transfer.fault_table import RANK_KINDS
 from rayk.transfer.staging import StagingSettings
 from rayk.types.bugs import bug
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.fault_table import RANK_KINDS
 from rayk.types.offload import OffloadSettings
 from rayk.types.waiting import busy
 

@@ -15,12 +15,12 @@ from rayk.actors.planted import PlantedFault
 from rayk.engine.rank import EngineRank
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import refusal
-from rayk.transfer.fault_table import POINTS, RANK_KINDS
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.strikes import Strike
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import TransferError
+from rayk.types.fault_table import POINTS, RANK_KINDS
 
 if TYPE_CHECKING:
     from rayk.specs import Cell

@@ -26,9 +26,9 @@ from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
-from rayk.transfer.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.config import EngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
+from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.request import SamplingParams
 
 TABLED = (*KINDS, "kill_node")

@@ -11,8 +11,8 @@ from rayk.models.kv_specs import engine_groups, group_chunks, kv_cache_specs
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
-from rayk.transfer.fault_table import MESSAGE_KINDS, POINTS, RANK_KINDS, REQUEST_POINTS
 from rayk.types.errors import SpecError
+from rayk.types.fault_table import MESSAGE_KINDS, POINTS, RANK_KINDS, REQUEST_POINTS
 
 STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
 """Points of wrong_kv in a recurrent layer."""
@@ -33,7 +33,7 @@ computation.
 
 kill ends the worker process of a rank, stop leaves it there without a sign of life, restart ends it and has
 its engine formed again; kill_node ends its whole Ray node: the raylet, and with it every worker there, of any
-job. drop, delay, reorder, duplicate and corrupt strike one message, read or write; see transfer.fault_table.
+job. drop, delay, reorder, duplicate and corrupt strike one message, read or write; see types.fault_table.
 wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes
 tokens to stand one position later, or stores them one slot later in their block; in a recurrent layer it
 exchanges the taps of B and C (of q and k), moves all taps one place on, writes the state as bfloat16 where

@@ -11,8 +11,8 @@ from rayk.sched.policy import PolicySettings
 from rayk.sched.request_describer import new_secret
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import OffloadSpec, TransferSpec
-from rayk.transfer.recovery import Policy as FailurePolicy
 from rayk.types.config import EngineConfig
+from rayk.types.fault_table import FailurePolicy
 from rayk.types.serving import ModelCard
 
 MAX_STREAMS = 96

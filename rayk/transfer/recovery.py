@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rayk.types.errors import (
     DeadlineExceeded,
@@ -20,9 +19,8 @@ from rayk.types.errors import (
     RaykError,
     TransferError,
 )
+from rayk.types.fault_table import FAILURE_POLICIES, FailurePolicy
 
-Policy = Literal["fail", "recompute", "migrate"]
-POLICIES: tuple[Policy, ...] = ("fail", "recompute", "migrate")
 MAX_ATTEMPTS = 3
 
 
@@ -80,9 +78,9 @@ Decision = GiveUp | Recompute | Migrate
 class Recovery:
     """Decides for one request."""
 
-    def __init__(self, policy: Policy, num_producers: int, max_attempts: int = MAX_ATTEMPTS) -> None:
+    def __init__(self, policy: FailurePolicy, num_producers: int, max_attempts: int = MAX_ATTEMPTS) -> None:
         """`max_attempts`: times the request may be placed or taken up again, the first included."""
-        assert policy in POLICIES, policy
+        assert policy in FAILURE_POLICIES, policy
         self.policy = policy
         self.num_attempts = 1
         self._num_producers = num_producers

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayk.transfer.agent import Transfer, TransferState
-from rayk.transfer.fault_table import RANK_KINDS
 from rayk.types.errors import TransferError
+from rayk.types.fault_table import RANK_KINDS
 
 REORDER_S = 0.05
 """What is to be overtaken waits this long for something to overtake it."""

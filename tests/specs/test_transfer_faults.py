@@ -10,8 +10,8 @@ import pytest
 from rayk.actors.struck import faults_of
 from rayk.specs import Cell, load_spec
 from rayk.specs.checks import plan_cells
-from rayk.transfer.fault_table import all_faults, expected
 from rayk.types.errors import SpecError
+from rayk.types.fault_table import all_faults, expected
 from tests.specs.models import decoder, spec
 
 

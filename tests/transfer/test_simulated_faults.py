@@ -10,21 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from rayk.transfer.fault_table import (
+from rayk.transfer.simulator.__main__ import main, story
+from rayk.transfer.simulator.checks import check, simulate
+from rayk.transfer.simulator.world import World
+from rayk.types.fault_table import (
+    FAILURE_POLICIES,
     KINDS,
     MODES,
     POINTS,
     RANK_KINDS,
     ROLES,
     Expected,
+    FailurePolicy,
     Fault,
     all_faults,
     table_text,
 )
-from rayk.transfer.recovery import POLICIES, Policy
-from rayk.transfer.simulator.__main__ import main, story
-from rayk.transfer.simulator.checks import check, simulate
-from rayk.transfer.simulator.world import World
 
 NUM_SEEDS = 200
 
@@ -42,7 +43,7 @@ def fail(world: World, problems: list[str], again: World) -> None:
 def run_all(faults: list[Fault], mode: str, seeds: range) -> Counter[bool]:
     """How many worlds their fault struck, and how many it missed."""
     struck: Counter[bool] = Counter()
-    for fault, policy in product(faults, POLICIES):
+    for fault, policy in product(faults, FAILURE_POLICIES):
         # A fault that strikes a rank has two rows in the table, one per side: each gets its share of seeds.
         roles = (fault.role,) if fault.role is None else ROLES
         for seed in seeds[roles.index(fault.role) :: len(roles)]:
@@ -50,7 +51,7 @@ def run_all(faults: list[Fault], mode: str, seeds: range) -> Counter[bool]:
     return struck
 
 
-def run_one(fault: Fault, mode: str, policy: Policy, seed: int, struck: Counter[bool]) -> None:
+def run_one(fault: Fault, mode: str, policy: FailurePolicy, seed: int, struck: Counter[bool]) -> None:
     world, problems = simulate(seed, fault, mode, policy)
     struck[world.struck] += 1
     if problems:
@@ -119,8 +120,8 @@ def test_an_unknown_fault_is_refused(
 def test_every_kind_of_ending_occurs(mode: str):
     """Worlds are worth something only if each way to end is one that they take."""
     seen: Counter[str] = Counter()
-    worlds = list(product(all_faults(), POLICIES, range(3)))
-    worlds += product([Fault("corrupt", "mid_transfer")], POLICIES, range(3, 40))
+    worlds = list(product(all_faults(), FAILURE_POLICIES, range(3)))
+    worlds += product([Fault("corrupt", "mid_transfer")], FAILURE_POLICIES, range(3, 40))
     for fault, policy, seed in worlds:
         world = World(seed, (fault,), mode=mode, policy=policy, tracing=True).run()
         seen[world.verdict()] += 1
@@ -139,7 +140,7 @@ def test_every_kind_of_ending_occurs(mode: str):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_worlds_without_faults_pass(mode: str):
-    for seed, policy in product(range(300), POLICIES):
+    for seed, policy in product(range(300), FAILURE_POLICIES):
         world = World(seed, mode=mode, policy=policy).run()
         problems = check(world, Expected("PASS"))
         if problems or world.is_recovered:
@@ -149,7 +150,7 @@ def test_worlds_without_faults_pass(mode: str):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_given_up_at_any_time_leaves_nothing_behind(mode: str):
     stages: Counter[int] = Counter()
-    for seed, policy in product(range(400), POLICIES):
+    for seed, policy in product(range(400), FAILURE_POLICIES):
         world = World(seed, mode=mode, policy=policy, abort=True).run()
         stages[len(world.requests[0].stream.token_ids)] += 1
         problems = check(world, Expected("PASS", is_recovered=None))
@@ -164,7 +165,7 @@ def two_faults(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         chosen = draw.sample(faults, 2)
-        mode, policy = draw.choice(MODES), draw.choice(POLICIES)
+        mode, policy = draw.choice(MODES), draw.choice(FAILURE_POLICIES)
         abort = draw.random() < 0.2
         world = World(seed, chosen, mode=mode, policy=policy, abort=abort).run()
         problems = check(world)

@@ -7,10 +7,19 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from rayk.transfer.fault_table import KINDS, MODES, POINTS, RANK_KINDS, ROLES, Fault, expected, table_text
-from rayk.transfer.recovery import POLICIES
 from rayk.transfer.simulator.checks import check
 from rayk.transfer.simulator.world import World
+from rayk.types.fault_table import (
+    FAILURE_POLICIES,
+    KINDS,
+    MODES,
+    POINTS,
+    RANK_KINDS,
+    ROLES,
+    Fault,
+    expected,
+    table_text,
+)
 
 
 def parse_fault(text: str) -> Fault:
@@ -60,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--policy",
-        choices=POLICIES,
+        choices=FAILURE_POLICIES,
         default="fail",
         help="of a request whose transfer fails: it fails, the decode engine computes what is missing, or "
         "another prefill engine takes it [default: fail]",

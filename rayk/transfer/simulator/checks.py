@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rayk.transfer.fault_table import Expected, Fault, expected
-from rayk.transfer.recovery import Policy
 from rayk.transfer.simulator.consumer import Consumer
 from rayk.transfer.simulator.producer import TICK
 from rayk.transfer.simulator.requests import MAX_OUTPUT, right_token
 from rayk.transfer.simulator.world import REQUEST_DEADLINE, World
+from rayk.types.fault_table import Expected, FailurePolicy, Fault, expected
 
 
 def check(world: World, wanted: Expected | None = None) -> list[str]:
@@ -65,7 +64,7 @@ def _check_outcome(world: World, wanted: Expected) -> list[str]:
 
 
 def simulate(
-    seed: int, fault: Fault, mode: str, policy: Policy, *, tracing: bool = False
+    seed: int, fault: Fault, mode: str, policy: FailurePolicy, *, tracing: bool = False
 ) -> tuple[World, list[str]]:
     """A world with one fault, over, and what is wrong with it."""
     world = World(seed, (fault,), mode=mode, policy=policy, tracing=tracing).run()

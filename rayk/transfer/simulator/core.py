@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayk.transfer.fault_table import RANK_KINDS, Fault
 from rayk.transfer.simulator.memory import BLOCK_SIZE, CORRUPT, Memory, Place
+from rayk.types.fault_table import RANK_KINDS, Fault
 
 # All times are in units of the world's clock, which stands for nanoseconds to the machines.
 LATENCY = 3

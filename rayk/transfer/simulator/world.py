@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rayk.transfer.fault_table import Fault
-from rayk.transfer.recovery import (
-    Cause,
-    Failure,
-    Migrate,
-    Policy,
-    Recompute,
-    Recovery,
-    attempt_id,
-    cause_of,
-)
+from rayk.transfer.recovery import Cause, Failure, Migrate, Recompute, Recovery, attempt_id, cause_of
 from rayk.transfer.simulator.asked import GRAVEST, Asked
 from rayk.transfer.simulator.consumer import Consumer
 from rayk.transfer.simulator.core import Clock, Engine
@@ -34,6 +24,7 @@ from rayk.types.errors import (
     RaykError,
     TransferError,
 )
+from rayk.types.fault_table import FailurePolicy, Fault
 from rayk.types.verdicts import verdict_of
 
 NUM_PRODUCERS = 2
@@ -59,14 +50,14 @@ class World(Clock):
         faults: Sequence[Fault] = (),
         *,
         mode: str = "pull",
-        policy: Policy = "fail",
+        policy: FailurePolicy = "fail",
         abort: bool = False,
         tracing: bool = False,
     ) -> None:
         super().__init__(seed, faults, tracing=tracing)
         draw = self.random.random
         self.mode = mode
-        self.policy: Policy = policy
+        self.policy: FailurePolicy = policy
         self.model = Model(self.random.choice(("full", "window", "state")))
         self.blocks_free_at = int(draw() * 70) if draw() < 0.5 else 0
         """When the decode engine begins to have blocks."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from rayk.transfer.recovery import POLICIES
-
+FailurePolicy = Literal["fail", "recompute", "migrate"]
+"""What becomes of a request whose engine or transfer fails."""
+FAILURE_POLICIES: tuple[FailurePolicy, ...] = ("fail", "recompute", "migrate")
 MODES = ("pull", "push")
 MESSAGE_KINDS = ("drop", "delay", "reorder", "duplicate", "corrupt")
 RANK_KINDS = ("kill", "stop", "restart")
@@ -103,7 +104,7 @@ def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -
     """What must come out. `num_producers`: prefill engines of the cell; a request migrates to the same one
     where there is only one and it lives. KeyError for faults that the table does not know."""
     assert mode in MODES, mode
-    assert policy in POLICIES, policy
+    assert policy in FAILURE_POLICIES, policy
     verdict, is_final = _plainly(fault, mode)
     if verdict == "PASS" or policy == "fail" or is_final:
         return Expected(verdict)
@@ -171,7 +172,7 @@ REQUEST_POINTS = ("prefill", "transfer", "decode")
 def table_text() -> str:
     """The table as Markdown: a row per kind and outcome, a column per mode and policy. Points that a kind
     ends in alike share a row."""
-    columns = [(mode, policy) for mode in MODES for policy in POLICIES]
+    columns = [(mode, policy) for mode in MODES for policy in FAILURE_POLICIES]
     rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for fault in all_faults():
         name = fault.kind + (f" ({fault.role})" if fault.role else "")
