@@ -14,7 +14,7 @@ from typing import Any
 
 from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
 from rayk.actors.commands import CapturedRows
-from rayk.actors.engines import EngineHandle
+from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure
 from rayk.actors.request_meter import report_request
 from rayk.actors.sampled import with_seed
@@ -153,13 +153,15 @@ class CellRun:
         recovery = Recovery(self._cell.spec.failure_policy, len(self._engines.prefill))
         flight = Flight(self._rules, row, self, captures=self._capture)
         while True:
+            met: list[EngineHandle] = []
             try:
-                await flight.attempt(self._way(attempt))
-            except RaykError as error:
+                await flight.attempt(self._way(attempt, met))
+            except RaykError as found:
+                error = await bug_behind(found, met, EngineHandle.death)
                 again = next_attempt(recovery, self._engines, attempt, error)
                 row.failure = row.failure or str(error)
                 if again is None:
-                    raise
+                    raise error from None
                 attempt = again
                 row.num_attempts = recovery.num_attempts
             else:
@@ -203,13 +205,18 @@ class CellRun:
             computes_all=placed.prefill is None,
         )
 
-    def _way(self, attempt: Attempt) -> Way:
-        """An attempt, with engines as they are when it comes to them."""
+    def _way(self, attempt: Attempt, met: list[EngineHandle]) -> Way:
+        """An attempt, with engines as they are when it comes to them. `met`: filled with those."""
         has_decode = bool(self._engines.decode)
+
+        async def find(role: str, index: int) -> EngineHandle:
+            met.append(await self._engines.live(role, index))
+            return met[-1]
+
         return Way(
             request=attempt.request,
-            prefill=None if attempt.computes_all else partial(self._engines.live, "prefill", attempt.p),
-            decode=partial(self._engines.live, "decode", attempt.d) if has_decode else None,
+            prefill=None if attempt.computes_all else partial(find, "prefill", attempt.p),
+            decode=partial(find, "decode", attempt.d) if has_decode else None,
             number=attempt.number,
         )
 

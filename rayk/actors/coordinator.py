@@ -31,7 +31,7 @@ from rayk.specs import Cell
 from rayk.transfer.staging import StagingSettings
 from rayk.types.bugs import bug
 from rayk.types.config import EngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError
 from rayk.types.fault_table import RANK_KINDS
 from rayk.types.offload import OffloadSettings
 from rayk.types.waiting import busy
@@ -172,6 +172,8 @@ class Coordinator:
         """A new life of a lost engine on new workers in its place; it commits no faults. Raises RaykError."""
         try:
             lost.raise_if_dead()
+        except InternalError as error:
+            outcome.errors.append(error)
         except RaykError as error:
             survives = cell.failure_policy != "fail" or not was_serving
             (outcome.survived if survives else outcome.errors).append(error)
@@ -236,6 +238,8 @@ class Coordinator:
             if str(error) not in {str(e) for e in outcome.errors}:
                 (outcome.survived if survives else outcome.errors).append(error)
         except RaykError as error:
+            if isinstance(error, InternalError) and self._losses is not None and engine.died.done():
+                self._losses.found_late(engine.name)
             outcome.errors.append(error)
         await self._pool.replace_workers(engine.name, len(engine.workers))
 

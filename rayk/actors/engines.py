@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
@@ -17,15 +17,26 @@ from rayk.actors.phases import stream_options
 from rayk.engine.leader import RequestEvent
 from rayk.types.bugs import bug
 from rayk.types.config import EngineConfig
-from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, LayoutVetoed, RaykError
+from rayk.types.errors import (
+    CommError,
+    DeadlineExceeded,
+    EngineDied,
+    HandshakeMismatch,
+    InternalError,
+    LayoutVetoed,
+    RaykError,
+    TransferError,
+)
 from rayk.types.waiting import busy
 
 T = TypeVar("T")
 
 CONTROL_S = 30.0
 """Deadline for a command."""
-BLAME_S = 1.0
+BLAME_S = 5.0
 """A rank that lost another one is believed after this long: what the other died of says more."""
+WHY_S = 2 * BLAME_S
+"""How long a request that lost its engine waits for what that died of, where another rank knows."""
 BUGS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(NameError, NotImplementedError, TypeError, ValueError),
@@ -99,6 +110,11 @@ class EngineHandle:
         if self.died.done():
             self.died.result()
 
+    async def death(self, within_s: float) -> BaseException | None:
+        """What it died of, as far as its watchers find within this time; None: it lives."""
+        await asyncio.wait({self.died}, timeout=within_s)
+        return self.died.exception() if self.died.done() else None
+
     async def guard(self, awaitable: Awaitable[T], what: str, timeout_s: float) -> T:
         """Await a reply from this engine, but no longer than it lives, nor than `timeout_s`."""
         task = asyncio.ensure_future(awaitable)
@@ -160,7 +176,7 @@ class EngineHandle:
             await ref
         except RayError as error:
             found = translate(error, self.name, rank, node=self.node)
-            if isinstance(found, EngineDied) and found.cause.startswith(f"{CommError.__name__}: "):
+            if _lost_another(found):
                 await asyncio.wait({self.died}, timeout=BLAME_S)
             if not self.died.done():
                 self.died.set_exception(found)
@@ -168,6 +184,29 @@ class EngineHandle:
                 self.died.exception()
         except Exception as error:  # noqa: BLE001 - this rank would never be missed
             self.declare_dead(str(bug(f"the watch over {self.name} rank {rank}", error)))
+
+
+async def bug_behind(
+    error: RaykError,
+    engines: Sequence[EngineHandle],
+    death: Callable[[EngineHandle, float], Awaitable[BaseException | None]],
+) -> RaykError:
+    """What ended a request on these engines, now that one of them may be dead: a bug in an engine's loop, the
+    error itself where there was none. Takes WHY_S and an answer of `death` at the longest, which says what an
+    engine died of: see EngineHandle.death."""
+    if isinstance(error, EngineDied | TransferError | HandshakeMismatch):
+        for engine in engines:
+            # Other losses are known where one looks by now: workers of a dead engine are ended only then.
+            is_unclear = _lost_another(error) and error.engine == engine.name
+            found = await death(engine, WHY_S if is_unclear else 0.0)
+            if isinstance(found, InternalError):
+                return found
+    return error
+
+
+def _lost_another(error: RaykError) -> TypeGuard[EngineDied]:
+    """Whether a rank says only that it lost another one, which may know more."""
+    return isinstance(error, EngineDied) and error.cause.startswith(f"{CommError.__name__}: ")
 
 
 async def _next(generator: Any) -> list[RequestEvent] | None:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from rayk.actors.bugs import lasting
 from rayk.actors.desk import Desk
 from rayk.actors.engine_meter import EngineMeter
-from rayk.actors.engines import CONTROL_S, EngineHandle, translate
+from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
 from rayk.actors.forming import (
     COMM_S,
     all_of,
@@ -98,10 +98,10 @@ class Fleet:
         offload = settings.offload.settings(**limits)
         self._tiers = None if offload is None else HostTiers(name, offload, self._desk.lost, reopens=True)
         self._wiring = asyncio.Lock()
-        told = (self.place, self.tell, self.leave, self.roster, self.health, self.engines, self.set_role)
-        self._service = LineService(
-            calls={method.__name__: method for method in told}, streams={"present": self.present}
-        )
+        told = (self.place, self.tell, self.leave, self.roster, self.death)
+        asked = (self.health, self.engines, self.set_role)
+        calls = {method.__name__: method for method in (*told, *asked)}
+        self._service = LineService(calls=calls, streams={"present": self.present})
         sink = make_sink(model=model_label(settings.model.folder))
         self._meter = EngineMeter(sink, lambda: (m.now for m in self._members.values()))
         self._meter.watch(self._desk)
@@ -292,6 +292,10 @@ class Fleet:
         ]
         return self._life, tuple(cards)
 
+    async def death(self, life: str, engine: str, epoch: int, within_s: float) -> BaseException | None:
+        """What a life of an engine of this life of the fleet died of: see Member.death."""
+        return await self._members[engine].death(epoch, within_s) if life == self._life else None
+
     async def health(self) -> Health:
         """Ready when every rank gave a word lately, and every engine took a turn. Raises InternalError where
         somebody who should look after them does not any more."""
@@ -391,8 +395,10 @@ class Fleet:
             self._lenders.add((p.name, p.life.epoch))
             try:
                 await self._connect(p.life, d.life)
-            except EngineDied:
+            except (EngineDied, InternalError) as error:
                 member.life.raise_if_dead()
+                if isinstance(error, InternalError) and await other.life.death(WHY_S) is None:
+                    raise
                 continue  # the other one will connect in its next life
             self._linked.add(link)
 

@@ -19,6 +19,8 @@ from rayk.types.errors import EngineDied, RaykError
 
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""
+FLEET_S = 5.0
+"""How long the fleet may take to say what it knows."""
 TIER_S = 30.0
 """How long requests that go through a host tier wait for another one in a lost one's place."""
 PREFILLED_S = 0.02
@@ -133,6 +135,17 @@ class FleetLink:
         if life != self._life or key not in self._engines:
             raise EngineDied(key[0], "it was lost before the request came to it")
         return self._engines[key]
+
+    async def death(self, life: str, engine: EngineHandle, within_s: float) -> BaseException | None:
+        """What a life of an engine of this life of the fleet died of, as far as the fleet finds within this
+        time, and says; None where it does not."""
+        try:
+            async with asyncio.timeout(within_s + FLEET_S):
+                asked = (life, engine.name, engine.epoch, within_s)
+                found: BaseException | None = await self.call("death", *asked, until=time.monotonic())
+        except (RaykError, TimeoutError):
+            return None
+        return found
 
     def _lacks_tier(self, key: tuple[str, int]) -> bool:
         """Whether its tier was found dead: it may have another one."""

@@ -175,6 +175,7 @@ async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, An
     leaked = await _await_releases(engine, STOP_S + lease_s)
     engine.leader.stop.options(concurrency_group="control").remote()
     await engine.guard(engine.stopped(), "stopping", STOP_S)
+    engine.raise_if_dead()
     await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
     return await engine.guard(engine.leader.status.remote(), "what it computed", STOP_S), leaked
 

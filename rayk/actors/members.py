@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,14 @@ from rayk.actors.forming import hear, until_it_hangs
 from rayk.actors.lines import LineAddress
 from rayk.sched.policy import EngineLoad
 from rayk.specs.serving import EngineEntry
-from rayk.types.errors import RaykError
+from rayk.types.errors import InternalError, RaykError
 from rayk.types.serving import EngineState
 
 SILENT_S = 4.0
 """An engine with a rank that gave no word for so long is not well. It is not ended for that: machines
 stall."""
+KEPT_BUGS = 16
+"""Requests that ended with an engine ask what it died of while they are young."""
 
 
 @dataclass(eq=False)
@@ -42,6 +45,9 @@ class Member:
     """Lives that it has lost."""
     restart: dict[str, object] = field(default_factory=dict)
     """How long it took to be ready again after its last loss, in all and by parts; what is known so far."""
+
+    bugs: deque[tuple[int, InternalError]] = field(default_factory=lambda: deque(maxlen=KEPT_BUGS))
+    """What its last lives died of, by epoch, where that was a bug."""
 
     @property
     def name(self) -> str:
@@ -78,6 +84,14 @@ class Member:
 
         watches = until_it_hangs(self.life, hang_s, on_turn), hear(self.life, hang_s, on_word)
         await until(self.life.died, *watches)
+        if isinstance(found := self.life.died.exception(), InternalError):
+            self.bugs.append((self.epoch, found))
+
+    async def death(self, epoch: int, within_s: float) -> BaseException | None:
+        """What this life of it died of, as EngineHandle.death; of an earlier one only a bug is known."""
+        if self.handle is not None and epoch == self.epoch:
+            return await self.handle.death(within_s)
+        return dict(self.bugs).get(epoch)
 
     def why_unwell(self, now: float, patience_s: float) -> str:
         """Why requests should not come to it, or nothing. `now`: time.monotonic."""

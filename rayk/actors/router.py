@@ -18,7 +18,7 @@ from typing import Any
 
 from rayk.actors.bugs import lasting
 from rayk.actors.commands import CapturedRows
-from rayk.actors.engines import EngineHandle
+from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.fleet_link import FleetLink
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure
 from rayk.actors.ray_metrics import make_sink, model_label
@@ -258,7 +258,10 @@ class Router:
             decode=None if seat.decode is None else partial(find, seat.decode),
             number=number,
         )
-        await flight.attempt(way)
+        try:
+            await flight.attempt(way)
+        except RaykError as error:
+            raise await bug_behind(error, engines, partial(self._link.death, seat.fleet)) from None
         row = flight.row
         if row.finish_reason == FinishReason.ABORT:
             # Nobody here asked for that: the fleet took this front for gone.

@@ -49,8 +49,8 @@ from rayk.parallel.factory import make_comm
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.push_messages import PUSH_AGENT
 from rayk.transfer.ticket import Reservation, TransferTicket
-from rayk.types.bugs import bug
-from rayk.types.errors import CommError, DeadlineExceeded, RaykError
+from rayk.types.bugs import LOG
+from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, RaykError
 from rayk.types.request import Request
 
 LET_GO_S = 1.0
@@ -178,7 +178,8 @@ class Worker:
         }
 
     def run(self) -> None:
-        """The rank's loop, until `stop`. Raises EngineDied when it ends any other way."""
+        """The rank's loop, until `stop`. Raises EngineDied when it ends any other way, InternalError of a
+        bug."""
         assert self._loop is not None, "form first"
         try:
             self._run()
@@ -196,8 +197,8 @@ class Worker:
             assert self._spec is not None
             self._lost_peer = isinstance(error, CommError)
             died = dead_engine(self._spec.engine, error, self._spec.rank)
-            if not isinstance(error, RaykError):
-                bug(f"the loop of {self._spec.engine} rank {self._spec.rank}", error)
+            if isinstance(died, EngineDied) and not isinstance(error, RaykError):
+                LOG.exception("the loop of %s rank %d ended", self._spec.engine, self._spec.rank)
                 died.cause += "\n" + traceback.format_exc(limit=-4)
             # Peers that wait for this rank learn of it now, not at their timeout.
             assert self._rank is not None
@@ -209,7 +210,7 @@ class Worker:
             raise died from None
         else:
             if self._leader is not None:
-                self._leader.fail(dead_engine(self.name, RuntimeError("stopped")))
+                self._leader.fail(EngineDied(self.name, "stopped"))
 
     def call(self, command: object, timeout_s: float) -> list[object]:
         """Run a command on every rank of this engine (rank 0 only); one result per rank."""

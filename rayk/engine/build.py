@@ -195,4 +195,4 @@ class ThreadEngine:
                 self.error = error if isinstance(error, RaykError) else dead_engine(self.name, error, rank)
         self._ready.abort()
         if leader is not None:
-            leader.fail(dead_engine(self.name, self.error))
+            leader.fail(dead_engine(self.name, self.error, rank))

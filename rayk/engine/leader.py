@@ -25,7 +25,8 @@ from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
 from rayk.types.batch import ScheduledBatch, StepTokens
-from rayk.types.errors import EngineDied, NotFiniteError, RaykError, UserError
+from rayk.types.bugs import bug, may_be_the_machine
+from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -486,8 +487,11 @@ def _how_ended(event: RequestEvent) -> str:
     return "handed_over" if event.finish_reason is None else str(event.finish_reason)
 
 
-def dead_engine(engine: str, error: BaseException, rank: int | None = None) -> EngineDied:
-    """What an exception that ended a loop looks like to clients; `rank`: where it was raised."""
-    if isinstance(error, EngineDied):
+def dead_engine(engine: str, error: BaseException, rank: int) -> EngineDied | InternalError:
+    """What an exception that ended a loop looks like to clients; `rank`: where it was raised. A bug is logged
+    here, and stays one: its requests would meet it again elsewhere."""
+    if isinstance(error, EngineDied | InternalError):
         return error
-    return EngineDied(engine=engine, cause=f"{type(error).__name__}: {error}", rank=rank)
+    if isinstance(error, RaykError) or may_be_the_machine(error):
+        return EngineDied(engine=engine, cause=f"{type(error).__name__}: {error}", rank=rank)
+    return bug(f"the loop of {engine} rank {rank}", error)

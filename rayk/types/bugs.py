@@ -8,6 +8,14 @@ import traceback
 from rayk.types.errors import InternalError
 
 LOG = logging.getLogger("rayk")
+MACHINE_WORDS = ("CUDA", "cuDNN", "allocate memory", "start new thread")
+"""In a RuntimeError: torch tells of a device that fails by the class that it has for wrong shapes, too."""
+
+
+def may_be_the_machine(error: BaseException) -> bool:
+    """Whether a computation may have failed because of its memory, disk, network or device, not of a bug."""
+    says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in MACHINE_WORDS)
+    return says_so or isinstance(error, OSError | MemoryError)
 
 
 def bug(where: str, error: BaseException, trace: str = "") -> InternalError:

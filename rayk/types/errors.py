@@ -246,7 +246,7 @@ class NotFiniteError(RaykError):
 
 @dataclass
 class EngineDied(RaykError):
-    """An engine lost a rank, or its loop raised."""
+    """An engine lost a rank, or its machine failed it. A bug in its loop is an InternalError."""
 
     engine: str
     cause: str

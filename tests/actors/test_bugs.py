@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -17,23 +19,37 @@ from rayk.actors import fleet as fleet_module
 from rayk.actors import fleet_link as link_module
 from rayk.actors.attempts import Engines
 from rayk.actors.bugs import lasting
+from rayk.actors.cell_run import CellOutcome
 from rayk.actors.coordinator import Coordinator
 from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.fleet import Fleet
 from rayk.actors.lines import LineService
 from rayk.actors.members import Member
 from rayk.actors.router import Router
+from rayk.experiments.verdict import Findings
+from rayk.models.families import load_config
+from rayk.serve.errors import api_error
 from rayk.serve.fleet_part import FleetPart
 from rayk.serve.supervisor import Supervisor
+from rayk.specs import expand, load_spec
+from rayk.specs.experiment import TransferSpec
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, InternalError, RaykError
 from rayk.types.serving import ModelCard
+from tests.actors import in_threads
+from tests.actors.cases import NUM_TOKENS, Model
+from tests.actors.served import complete, settings_for
+from tests.specs.models import spec
 
 LIMIT_S = 60.0
 CARD = ModelCard(model_id="m", folder="m", vocab_size=500, max_positions=64)
 ENTRY = EngineEntry(name="prefill0", role="aggregated", config=EngineConfig(model="m"))
 SETTINGS = ServerSettings(model=CARD, engines=(ENTRY,))
+PAIR = ServerSettings(
+    model=CARD,
+    engines=tuple(replace(ENTRY, name=f"{role}0", role=role) for role in ("prefill", "decode")),
+)
 
 
 def test_a_front_tells_of_a_fleets_bug_and_does_not_ask_again(
@@ -176,3 +192,186 @@ def test_a_cell_that_meets_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     error = asyncio.run(run())
     assert str(error) == "a bug in the coordinator: TypeError: unlike"
     assert "in broken" in error.trace
+
+
+@pytest.fixture(scope="module")
+def qwen3(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Model:
+    path = checkpoint("qwen3")
+    return Model(path, reference(path))
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> in_threads.Pool:
+    return in_threads.make_pool(monkeypatch)
+
+
+IN_A_LOOP = [
+    pytest.param("p1 d2", "decode0", 1, 2, "pull", id="follower of D"),
+    pytest.param("p2 d1", "prefill0", 0, 1, "pull", id="P"),
+    pytest.param("p2 d1", "prefill0", 1, 1, "pull", id="follower of P"),
+    pytest.param("p1 d1", "decode0", 0, 1, "pull", id="D"),
+    pytest.param("p2 d1", "prefill0", 1, 1, "push", id="follower of a P that pushes"),
+    pytest.param("p1 d2", "decode0", 1, 1, "push", id="follower of a D that is pushed to"),
+    pytest.param("a2", "prefill0", 1, 3, "pull", id="aggregated"),
+]
+"""Engines, where and at which step a bug is met, and how KV is moved."""
+
+
+async def until_formed_again(fleet: Fleet, lost: str) -> None:
+    """That engine has its second life, all take requests, and nobody holds any of their blocks."""
+    async with asyncio.timeout(in_threads.LIMIT_S):
+        while not fleet._members[lost].num_restarts:
+            await asyncio.sleep(0.01)
+        while not all(m.state == "ready" for m in fleet._members.values()):
+            await asyncio.sleep(0.01)
+        while any(free != count - 1 for free, count in (await fleet.blocks()).values()):
+            await asyncio.sleep(0.01)
+    assert {m.name for m in fleet._members.values() if m.num_restarts} == {lost}
+
+
+@pytest.mark.parametrize(("engines", "engine", "rank", "step", "mode"), IN_A_LOOP)
+def test_a_bug_in_a_loop_ends_the_request_it_met_and_no_other_engine(
+    qwen3: Model,
+    pool: in_threads.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    engines: str,
+    engine: str,
+    rank: int,
+    step: int,
+    mode: Literal["pull", "push"],
+) -> None:
+    pool.plan.steps[engine, rank] = (step, KeyError("a layer"))
+
+    async def run() -> None:
+        transfer = TransferSpec(mode=mode)
+        settings = settings_for(qwen3.path, engines, hang_s=LIMIT_S, transfer=transfer)
+        async with in_threads.served(pool, settings, monkeypatch) as (fleet, router):
+            got = await complete(router, qwen3.prompts[1], NUM_TOKENS)
+            assert str(got.error) == f"a bug in the loop of {engine} rank {rank}: KeyError: 'a layer'"
+            assert isinstance(got.error, InternalError)
+            assert "in failing\n    raise error" in got.error.trace
+            answer = api_error(got.error)
+            assert (answer.status, answer.code) == (500, "internal_error")
+            await until_formed_again(fleet, engine)
+            assert fleet._bug is None, "the server goes on"
+            # Asked for later than the engine was formed again, the answer is the same.
+            asked = SimpleNamespace(name=engine, epoch=next(e for n, e, _ in pool.plan.forms if n == engine))
+            assert await router._link.death(fleet._life, asked, 0.0) == got.error  # type: ignore[arg-type]
+            assert await router._link.death("another", asked, 0.0) is None  # type: ignore[arg-type]
+            got = await complete(router, qwen3.prompts[1], NUM_TOKENS, "again")
+            assert got.error is None
+            assert got.token_ids == qwen3.expected[1]
+
+    asyncio.run(run())
+    assert caplog.text.count("a bug in") == 1, "its traceback is told once"
+
+
+@pytest.mark.parametrize("whose", ["decode0", "prefill0", ""])
+def test_an_engine_that_is_formed_again_does_not_answer_for_its_partners_bug(
+    monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """But for its own, and for one that ended neither's loop: to form it once more would end the same."""
+    monkeypatch.setattr(fleet_module, "WHY_S", LIMIT_S if whose == "prefill0" else 0.01)
+    found = InternalError(f"the loop of {whose} rank 0", "KeyError: 'a peer'")
+
+    async def run() -> None:
+        fleet = Fleet("rayk/fleet/m", PAIR)
+        for name, member in fleet._members.items():
+            member.handle = EngineHandle(name, member.role, 1, ENTRY.config, [])
+            member.state = "ready"
+
+        async def connect(*_: EngineHandle) -> None:
+            if whose:  # the watch is told later than whoever called
+                died = fleet._members[whose].life.died
+                asyncio.get_running_loop().call_soon(died.set_exception, found)
+            raise found
+
+        monkeypatch.setattr(fleet, "_connect", connect)
+        member = fleet._members["decode0"]
+        if whose == "prefill0":
+            await fleet._connect_all(member, "decode")
+            assert not fleet._linked
+        else:
+            with pytest.raises(InternalError):
+                await fleet._connect_all(member, "decode")
+
+    asyncio.run(run())
+
+
+def test_requests_that_come_before_the_watch_knows_of_the_bug_end_with_it(
+    qwen3: Model, pool: in_threads.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.plan.steps["prefill0", 0] = (3, RuntimeError("The size of tensor a (4) must match b (5)"))
+    pool.plan.may_be_noticed.clear()
+
+    async def run() -> None:
+        settings = settings_for(qwen3.path, "a1", hang_s=LIMIT_S)
+        async with in_threads.served(pool, settings, monkeypatch) as (fleet, router):
+            found = [await complete(router, qwen3.prompts[0], NUM_TOKENS, f"r{i}") for i in range(3)]
+            assert [type(got.error) for got in found] == [InternalError] * 3
+            assert [len(got.token_ids) for got in found] == [2, 0, 0]
+            pool.plan.may_be_noticed.set()
+            await until_formed_again(fleet, "prefill0")
+            got = await complete(router, qwen3.prompts[0], NUM_TOKENS, "last")
+            assert (got.error, got.token_ids) == (None, qwen3.expected[0])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        in_threads.Killed(),
+        OSError("no memory for that"),
+        RuntimeError("CUDA error: uncorrectable ECC error"),
+    ],
+    ids=lambda death: type(death).__name__,
+)
+def test_what_the_machine_did_to_a_rank_is_tried_again(
+    qwen3: Model, pool: in_threads.Pool, monkeypatch: pytest.MonkeyPatch, death: BaseException
+) -> None:
+    pool.plan.steps["decode0", 1] = (3, death)
+
+    async def run() -> None:
+        settings = settings_for(qwen3.path, "p1 d2", hang_s=LIMIT_S)
+        async with in_threads.served(pool, settings, monkeypatch) as (fleet, router):
+            got = await complete(router, qwen3.prompts[1], NUM_TOKENS)
+            assert (got.error, got.token_ids) == (None, qwen3.expected[1])
+            await until_formed_again(fleet, "decode0")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_bug", [True, False])
+def test_a_cell_says_what_its_loop_died_of(qwen3: Model, pool: in_threads.Pool, is_bug: bool) -> None:
+    """And has another engine go on only where that is no bug, though the policy would."""
+    pool.plan.steps["prefill0", 1] = (1, KeyError("a layer") if is_bug else in_threads.Killed())
+    changes = {
+        "model": str(qwen3.path),
+        "prompts": {"random": {"count": 1, "input_tokens": [5]}},
+        "sampling": {"max_tokens": 4},
+        "mode": "disaggregated",
+        "prefill": {"tp": 2, "num_engines": 2},
+        "failure_policy": "migrate",
+    }
+    (cell,) = expand(load_spec(spec(**changes)).spec, load_config(str(qwen3.path)), device="cpu")
+
+    async def run() -> CellOutcome:
+        return await in_threads.coordinator_of(pool).run_cell(cell, [qwen3.prompts[0]], 0, capture=False)
+
+    try:
+        outcome = asyncio.run(run())
+    finally:
+        pool.free_all()
+    (row,) = outcome.requests
+    findings = Findings()
+    findings.add_errors(outcome.errors, outcome.survived)
+    if is_bug:
+        assert (row.num_attempts, row.recovered_by) == (1, None)
+        told = "a bug in the loop of prefill0 rank 1: KeyError: 'a layer'"
+        assert (row.error, *findings.judge()) == (told, "ENGINE_ERROR", told)
+    else:
+        assert (row.error, row.num_attempts, row.recovered_by) == (None, 2, "migrate")
+        assert row.output_token_ids == qwen3.expected[0][:4]
+    assert outcome.ledgers["decode0"].num_held == outcome.ledgers["prefill1"].num_held == 0

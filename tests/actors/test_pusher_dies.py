@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayk.transfer.pusher import Pusher, _Worker
-from rayk.types.errors import EngineDied
+from rayk.types.errors import InternalError
 from tests.actors.cases import NUM_TOKENS, Model
 from tests.pd import Pair, make_request, wait_until
 
@@ -58,15 +58,15 @@ def use_while_writing(model: Model, rank: int) -> None:
         dies_when_written(pusher_of(pair, rank)._worker)
         stream = pair.start_prefill(request, reservation=reservation)
         done = pair.p.engine.collect(stream)
-        assert isinstance(done.error, EngineDied)
+        assert isinstance(done.error, InternalError)
         assert "a bug in the pusher" in done.error.cause
         # Where another engine waits for blocks of this one, it is told what became of it at once.
-        with pytest.raises(EngineDied, match="a bug in the pusher"):
+        with pytest.raises(InternalError, match="a bug in the pusher"):
             pair.p.has_all_blocks()
 
 
 @pytest.mark.parametrize("use", [use_while_idle, use_while_writing])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_its_engine_says_what_ended_it(qwen3: Model, rank: int, use: Callable[[Model, int], None]) -> None:
-    with pytest.raises(EngineDied, match=f"rank {rank}.*a bug in the pusher"):
+    with pytest.raises(InternalError, match=f"rank {rank}.*a bug in the pusher"):
         use(qwen3, rank)

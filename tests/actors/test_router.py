@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rayk.actors import router as router_module
+from rayk.actors.engines import WHY_S
 from rayk.actors.router import Router
 from rayk.actors.serving import Seat
 from rayk.engine.leader import RequestEvent
@@ -20,6 +21,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import (
     DeadlineExceeded,
     EngineDied,
+    InternalError,
     KVMismatch,
     Overloaded,
     RaykError,
@@ -141,6 +143,10 @@ class Fleet:
     placed: list[tuple[str, bool]] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
+    deaths: dict[str, RaykError] = field(default_factory=dict)
+    """What the fleet says that engines died of."""
+    asked: list[tuple[str, float]] = field(default_factory=list)
+    """For what an engine died of, and how long."""
 
     async def call(self, method: str, *args: Any, until: float, **how: Any) -> Any:
         del until
@@ -158,6 +164,11 @@ class Fleet:
 
     async def carry(self, period_s: float) -> None:
         await asyncio.sleep(period_s)
+
+    async def death(self, life: str, engine: Engine, within_s: float) -> RaykError | None:
+        assert life == "f"
+        self.asked.append((engine.name, within_s))
+        return self.deaths.get(engine.name)
 
     def prefilled(self, attempt: str) -> None:
         self.begun.append(attempt)
@@ -298,6 +309,31 @@ def test_what_would_be_refused_again_is_not_tried_again(error) -> None:
     fleet = Fleet(Engine("p", [Life(0, error), Life()]))
     assert run(fleet) == ([], error)
     assert len(fleet.placed) == 1
+
+
+BUG = InternalError("the loop of p rank 1", "KeyError: 'a layer'")
+
+
+@pytest.mark.parametrize("policy", ["migrate", "fail"])
+@pytest.mark.parametrize(
+    ("lost", "waits"),
+    [
+        (EngineDied("p", "CommError: gather_bytes: rank 1 is gone", 0), True),
+        (EngineDied("p", "the worker process cannot be reached", 0), False),
+        (EngineDied("d", "CommError: gather_bytes: rank 1 is gone", 0), False),
+        (TransferError("r", "the link went down"), False),
+    ],
+    ids=["by a rank", "unreachable", "another", "transfer"],
+)
+def test_before_a_request_is_tried_again_it_is_asked_what_its_engine_died_of(
+    lost: RaykError, waits: bool, policy: str
+) -> None:
+    """It waits for that only where another rank knows."""
+    fleet = Fleet(Engine("p", [Life(3, lost), Life()]), deaths={"p": BUG})
+    deltas, problem = run(fleet, changes={"failure_policy": policy})
+    assert (tokens_of(deltas), problem) == (FULL[:3], BUG)
+    assert fleet.asked == [("p", WHY_S if waits else 0.0)]
+    assert len(fleet.placed) == len(fleet.over) == 1
 
 
 def test_attempts_are_bounded() -> None:
