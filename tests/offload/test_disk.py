@@ -30,6 +30,7 @@ from tests.offload.disk import (
     page_of,
     put_all,
 )
+from tests.pd import wait_until
 
 BLOCK = 4096
 """Of the disks that tests run on."""
@@ -373,7 +374,8 @@ def test_a_killed_writer_leaves_whole_pages_only(tmp_path: Path):
         )
         assert child.stdout is not None
         assert int(child.stdout.readline()) == found
-        time.sleep(random.Random(start).uniform(0.05, 0.4))
+        enough = found + random.Random(start).randint(25, 100)
+        wait_until(lambda n=enough: len(files_of(tmp_path)) >= n)
         child.send_signal(signal.SIGKILL)
         child.wait(30)
         child.stdout.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +101,7 @@ def test_who_leaves_while_away_leaves_nothing(answers: Callable[[str], Answers])
     rng = random.Random(7)
     with Node.open(model.path, [{"num_blocks": pool_for(model, {}, 8)}], load="never") as node:
         engine = node.engines[0]
-        leader = engine.engine.leader
+        leader, times = engine.engine.leader, engine.engine.loops[0].times
         asked = crowd(model, 15)
         streams = {}
         for i, (prompt, _) in enumerate(asked):
@@ -120,7 +119,7 @@ def test_who_leaves_while_away_leaves_nothing(answers: Callable[[str], Answers])
 
         while len(aborted) < len(asked) - 2 and (len(aborted) < len(asked) // 3 or not num_away):
             num_away += engine.run(abort_one)
-            time.sleep(0.01)
+            wait_until(lambda n=times.num_turns: times.num_turns > n + 5)
         found = {name: engine.engine.collect(stream) for name, stream in streams.items()}
         for (name, done), (_, answer) in zip(found.items(), asked, strict=True):
             if done.finish_reason is FinishReason.ABORT:
@@ -130,7 +129,7 @@ def test_who_leaves_while_away_leaves_nothing(answers: Callable[[str], Answers])
                 assert done.token_ids == answer
         assert num_away, "somebody was aborted while away"
         node.settle()
-        wait_until(lambda: node.status()["num_kept"] == 0, 10.0, lambda: str(node.status()))
+        wait_until(lambda: node.status()["num_kept"] == 0, what=lambda: str(node.status()))
 
 
 @pytest.mark.parametrize("when", range(4))

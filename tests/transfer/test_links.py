@@ -172,7 +172,7 @@ def both_ways(make_agent: Callable[[str], TransferAgent]) -> tuple[Pair, Pair]:
     return there, back
 
 
-def finish_all(pairs: list[Pair], timeout_s: float = 20.0) -> list[RaykError | None]:
+def finish_all(pairs: list[Pair], timeout_s: float = 60.0) -> list[RaykError | None]:
     """How one request of each pair ends on each consumer rank, in that order."""
     errors: list[RaykError | None] = []
     until = time.monotonic() + timeout_s
