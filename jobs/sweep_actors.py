@@ -15,6 +15,7 @@ import torch
 
 from jobs.sweep_cells import SweepCell
 from jobs.sweep_host import Host, Setup
+from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.nixl_agent import nixl_api
 from rayk.types.errors import RaykError
 
@@ -41,8 +42,8 @@ class Hosts:
         """One request from pages to pages. Raises the RaykError that it ends with."""
         lease = f"lease-{next(self._numbers)}"
         p, d = self._producer, self._consumer
-        described, consumers = self._get([p.build.remote(_setup(cell, 0)), d.build.remote(_setup(cell, 1))])
-        ticket, _ = self._get([p.fill.remote(lease), d.connect.remote(described)])
+        consumers = self._connect(cell)
+        ticket = self._get(p.fill.remote(lease))
         found: dict[str, Any] = {"num_wrong_words": 0, "released": True}
         if cell.mode == "pull":
             found |= self._get(d.receive.remote(ticket))
@@ -56,8 +57,8 @@ class Hosts:
     def measure(self, cell: SweepCell, rounds: int) -> dict[str, Any]:
         """Times of one request, moved over and over; every byte checked after the last."""
         p, d = self._producer, self._consumer
-        described, consumers = self._get([p.build.remote(_setup(cell, 0)), d.build.remote(_setup(cell, 1))])
-        ticket, _ = self._get([p.fill.remote("lease"), d.connect.remote(described)])
+        consumers = self._connect(cell)
+        ticket = self._get(p.fill.remote("lease"))
         if cell.mode == "pull":
             found = self._get(d.measure.remote(ticket, rounds))
         else:
@@ -67,6 +68,14 @@ class Hosts:
         if wrong:
             raise RuntimeError(f"{cell.cell_id}: {wrong} bytes are wrong")
         return found
+
+    def _connect(self, cell: SweepCell) -> list[CacheDescription]:
+        """Build both sides and have them meet; the consumer's ranks."""
+        sides = self._producer, self._consumer
+        described = self._get([side.build.remote(_setup(cell, i)) for i, side in enumerate(sides)])
+        self._get([side.connect.remote(*described) for side in sides])
+        consumers: list[CacheDescription] = described[1]
+        return consumers
 
     def ucx_logs(self) -> dict[str, str]:
         """Mode -> what UCX of the side that posts said of its choices."""

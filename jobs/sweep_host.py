@@ -148,11 +148,11 @@ class Host:
         """Block ids of the request, by group."""
         return self._tables
 
-    def connect(self, producers: list[CacheDescription]) -> None:
-        """Handshake as a consumer of these."""
+    def connect(self, producers: list[CacheDescription], consumers: list[CacheDescription]) -> None:
+        """Handshake, as either side."""
         self._peers = producers
         for rank in self._ranks:
-            rank.connect(producers, [r.description for r in self._ranks])
+            rank.connect(producers, consumers)
 
     def receive(self, ticket: TransferTicket) -> dict[str, Any]:
         """Pull a request to its verdict on every rank, one rank after the other. Raises what it ends with."""

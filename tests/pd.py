@@ -163,8 +163,7 @@ class Pair:
         producers, consumers = self.p.call(Describe()), self.d.call(Describe())
         sides: Any = tuple(producers), tuple(consumers)
         landings: Any = self.d.call(Connect(*sides))
-        if self.is_push:
-            self.p.call(Connect(*sides, tuple(landings)))
+        self.p.call(Connect(*sides, tuple(landings) if self.is_push else ()))
 
     def start_reserve(
         self, request: Request, reserve_s: float = 20.0, hold_s: float = 60.0

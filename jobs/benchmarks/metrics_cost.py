@@ -333,7 +333,8 @@ def measure_consumer(model: Path, batch: int, prices: Prices) -> list[Row]:
     events: dict[str, queue.SimpleQueue[RequestEvent]] = {}
     with p.engine, d.engine:
         sides: Any = tuple(tuple(s.engine.leader.call(Describe()).result(60)) for s in (p, d))
-        d.engine.leader.call(Connect(*sides)).result(60)
+        for side in (d, p):
+            side.engine.leader.call(Connect(*sides)).result(60)
         requests = requests_of(batch)
         for r in requests:
             events[r.request_id] = queue.SimpleQueue()

@@ -85,9 +85,11 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
         mode: make_side(case, 1, num_blocks, 10 * life + i, StagingSettings(mode))
         for i, mode in enumerate(MODES)
     }
-    for side in sides.values():
+    described = [[rank.description for rank in side.ranks] for side in sides.values()]
+    pipe.send(described)
+    for side, consumers in zip(sides.values(), described, strict=True):
         for rank in side.ranks:
-            rank.connect(producers, [r.description for r in side.ranks])
+            rank.connect(producers, consumers)
     seen = {mode: Seen() for mode in MODES}
     for i in range(rounds + 1):
         for mode in (*MODES[i % 3 :], *MODES[: i % 3]):

@@ -127,7 +127,7 @@ def make_side(
             make_layer_view(layer, groups[0], field_views(caches.view(layer), heads))
             for layer in range(NUM_LAYERS)
         ]
-        description = describe_cache(agent, caches, engine="pd"[side], fingerprint={})
+        description = describe_cache(agent, caches, engine=f"{'pd'[side]}{life}", fingerprint={})
         made.agents.append(agent)
         made.caches.append(caches)
         made.heads.append(heads)
@@ -195,7 +195,11 @@ def produce(pipe: Connection) -> None:
             block_tables=[table],
             digests=[rank.digests(num_tokens, [table]) for rank in side.ranks],
         )
-        pipe.send(([rank.description for rank in side.ranks], ticket))
+        described = [rank.description for rank in side.ranks]
+        pipe.send((described, ticket))
+        for consumers in pipe.recv():
+            for rank in side.ranks:
+                rank.connect(described, consumers)
 
 
 def check_bytes(side: Side, table: Sequence[int], num_tokens: int) -> None:
@@ -251,8 +255,10 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
     side = make_side(case, 1, num_blocks, life)
     producers, ticket = pipe.recv()
     table = block_table(case, 1, num_tokens, num_blocks)
+    consumers = [rank.description for rank in side.ranks]
+    pipe.send([consumers])
     for rank in side.ranks:
-        rank.connect(producers, [r.description for r in side.ranks])
+        rank.connect(producers, consumers)
     read_with_rayk(side, ticket, table, "warm-up")
     check_bytes(side, table, num_tokens)
     same = same_descriptors(list(zip(side.agents, side.ranks, strict=True)), producers, ticket, [table])

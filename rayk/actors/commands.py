@@ -23,13 +23,14 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Handshake between two engines: check every field, then wire up. Each of them is told, the producer only
-    where it is to push. A consumer rank answers where it is pushed to (see TransferRank.landing)."""
+    """Handshake between two engines: check every field, then wire up. Each of them is told: a producer takes
+    releases and renewals from no others. A consumer rank answers where it is pushed to (see
+    TransferRank.landing)."""
 
     producers: tuple[CacheDescription, ...]
     consumers: tuple[CacheDescription, ...]
     landings: tuple[CacheDescription, ...] = ()
-    """For the producer: what the consumer's ranks answered."""
+    """For the producer that is to push: what the consumer's ranks answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,8 @@ class TransferExtension:
         self.transfer.connect(command.producers, command.consumers)
         if self.transfer.description.agent_name not in {p.agent_name for p in command.producers}:
             return self.transfer.landing(command.producers[0].engine)
-        self._push.connect(command.producers, command.landings)
+        if command.landings:
+            self._push.connect(command.producers, command.landings)
         return None
 
     def _make_ticket(self, command: MakeTicket) -> TicketPart:

@@ -73,8 +73,8 @@ async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: b
     landings = await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
     while not all(await _of(d, Wire(p.name, wire_s), (p, d))):
         await asyncio.sleep(WIRE_POLL_S)
-    if is_push:
-        await _of(p, Connect(p.descriptions, d.descriptions, tuple(landings)), (p, d))
+    at = tuple(landings) if is_push else ()
+    await _of(p, Connect(p.descriptions, d.descriptions, at), (p, d))
 
 
 async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle]) -> list[Any]:

@@ -26,17 +26,35 @@ Message = ReleaseMessage | RenewMessage | PushMessage
 _log = logging.getLogger(__name__)
 
 
-def messages(agent: TransferAgent) -> Iterator[tuple[str, Message]]:
-    """Notifications that mean something, each with its sender. Nobody speaks for another consumer rank; who
-    speaks for a producer rank is looked at where the link is known."""
-    for peer, content in agent.notifications():
-        found = ReleaseMessage.decode(content) or RenewMessage.decode(content) or decode_push(content)
-        if found is None:
-            _log.warning("notification of no meaning from %s: %r", peer, content[:80])
-        elif isinstance(found, ReleaseMessage | RenewMessage | StopMessage) and found.consumer != peer:
-            _log.warning("notification from %s in the name of %s: %r", peer, found.consumer, content[:80])
-        else:
-            yield peer, found
+class Peers:
+    """The ranks of the engines that one rank is connected to: nobody else releases, renews or stops there."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}
+        """Engine -> agent names of its ranks, in its last life."""
+
+    def add(self, me: CacheDescription, *sides: Sequence[CacheDescription]) -> None:
+        """Engines are connected, one of which is this rank's."""
+        for side in sides:
+            names = frozenset(rank.agent_name for rank in side)
+            if me.agent_name not in names:
+                self._names[side[0].engine] = names
+
+    def messages(self, agent: TransferAgent) -> Iterator[tuple[str, Message]]:
+        """Notifications that mean something, each with its sender. Nobody speaks for another consumer rank;
+        who speaks for a producer rank is looked at where the link is known."""
+        for peer, content in agent.notifications():
+            found = ReleaseMessage.decode(content) or RenewMessage.decode(content) or decode_push(content)
+            if found is None:
+                _log.warning("notification of no meaning from %s: %r", peer, content[:80])
+            elif not isinstance(found, ReleaseMessage | RenewMessage | StopMessage):
+                yield peer, found
+            elif found.consumer != peer:
+                _log.warning("notification from %s in the name of %s: %r", peer, found.consumer, content[:80])
+            elif not any(peer in names for names in self._names.values()):
+                _log.warning("notification from %s, of no connected engine: %r", peer, content[:80])
+            else:
+                yield peer, found
 
 
 def wrong_head(ticket: TransferTicket) -> str | None:

@@ -31,7 +31,7 @@ from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.link import PreparedReads, ProducerLink
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.nixl_agent import NixlAgent
-from rayk.transfer.peer_data import messages
+from rayk.transfer.peer_data import Peers
 from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, make_consumer_link
@@ -89,6 +89,7 @@ class AgentPushConnector(BaseConnector):
         """By request."""
         self._draining: list[Push] = []
         """Of requests that are reported, with writes in flight."""
+        self._peers = Peers()
         self._over = StoppedTable()
         """Reservations that no push may begin of (any more)."""
 
@@ -122,6 +123,7 @@ class AgentPushConnector(BaseConnector):
         for producer, consumer in itertools.product(*sides):
             if self.name in (producer.agent_name, consumer.agent_name):
                 check(producer, consumer)
+        self._peers.add(self._me, *sides)
         if self.name in {c.agent_name for c in sides[1]}:
             self._producers = self._link_from(sides[0])
         else:
@@ -272,7 +274,7 @@ class AgentPushConnector(BaseConnector):
         """See Connector."""
         if self._agent is None:
             return []
-        for peer, message in messages(self._agent):
+        for peer, message in self._peers.messages(self._agent):
             if isinstance(message, StopMessage):
                 self._stop(message)
             elif not isinstance(message, ReleaseMessage | RenewMessage):

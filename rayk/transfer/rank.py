@@ -26,7 +26,7 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
 from rayk.transfer.locate import Place, find_rows
-from rayk.transfer.peer_data import check_ticket, messages, wrong_lease
+from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
 from rayk.transfer.reserving import Reserved, Reserving
@@ -81,6 +81,7 @@ class TransferRank:
         self._reserving = Reserving(agent, description.tp_rank, self.generations, clock)
         self.num_unsent: dict[int, int] = {}
         """Producer rank -> releases and renewals that it could not be told of."""
+        self._peers = Peers()
         self._stops: list[StopMessage] = []
         """Of consumer ranks that this rank may push to."""
 
@@ -95,9 +96,10 @@ class TransferRank:
         name: str | None = None,
     ) -> None:
         """Check the handshake between two engines, each given whole and in rank order; this rank is one of
-        them. A consumer rank also prepares its reads. Both engines must be polled until the first read is
-        over (wiring needs both ends). Connecting to a new life of an engine replaces the old one. The same
-        two engines may be connected the other way round, too.
+        them. A consumer rank also prepares its reads; a producer rank lets these consumers release and
+        renew its leases, and nobody whom it was not told of. Both engines must be polled until the first
+        read is over (wiring needs both ends). Connecting to a new life of an engine replaces the old one.
+        The same two engines may be connected the other way round, too.
 
         A consumer may have several links to an engine, each reading other replicas (`turn`, see
         `plan_transfer`) under a `name` of its own, by default the engine's: tickets' `engine` says which one
@@ -105,6 +107,7 @@ class TransferRank:
         """
         me = self.description
         check_sides(me, producers, consumers, can_convert)
+        self._peers.add(me, producers, consumers)
         if me.agent_name not in {c.agent_name for c in consumers}:
             return
         name = name or producers[0].engine
@@ -487,7 +490,7 @@ class TransferRank:
         return find_rows(view, field, unit, rows, self.description.tp_rank, self._caches.generations)
 
     def _take_notifications(self) -> None:
-        for peer, message in messages(self._agent):
+        for peer, message in self._peers.messages(self._agent):
             match message:
                 case ReleaseMessage():
                     self._leases.on_release(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,10 @@ import torch
 from rayk.conformance.engines import EnginePair
 from rayk.kv.caches import allocate
 from rayk.transfer import KVRequest, LocalPushConnector, push_connectors
+from rayk.transfer.connectors import LOCAL_NETWORK
+from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.push_connectors import WRITING_SHARE
+from rayk.transfer.push_messages import StopMessage
 
 _NAMES = itertools.count()
 FILLS = 17, 0
@@ -72,6 +76,17 @@ def test_all_that_is_live_arrives_and_nothing_else():
     assert written[[1, 3]].any(dim=1).all()
     assert not written[[0, 2, *range(4, len(written))]].any()
     assert sum(consumer.held().values()) == sum(producer.held().values()) == 1, "the registrations"
+
+
+def test_a_stranger_stops_nothing():
+    producer, consumer = connected()
+    offer = consumer.receive(request(60.0))
+    stranger = LocalAgent("stranger", LOCAL_NETWORK)
+    stranger.notify(producer.name, StopMessage(pickle.loads(offer)[0].reservation_id, 0, "stranger").encode())
+    stranger.close()
+    assert producer.poll() == []
+    producer.send(request(60.0, (2, 5)), [offer])
+    assert all(finished.ok for finished in reports(consumer, producer))
 
 
 def test_a_producer_that_comes_too_late_writes_nothing(clock):

@@ -101,6 +101,13 @@ def _start(
     return call, process
 
 
+def connect(producer: Call, consumer: Call) -> None:
+    """Handshake between both."""
+    sides = producer("describe"), consumer("describe")
+    for call in (producer, consumer):
+        call("connect", *sides)
+
+
 def lose_power(process: Process) -> None:
     """End a host behind a cut cable. UCX crashes when an agent is closed, or its process ends, while reads
     are under way that nobody answers."""
@@ -156,6 +163,13 @@ class Peer:
     def describe(self) -> list[Any]:
         return self.engine.descriptions
 
+    def connect(self, producers: list[Any], consumers: list[Any]) -> None:
+        """Handshake; the consumer's comes second, with the wiring, while the producer is polled."""
+        for rank in self.engine.ranks:
+            rank.connect(producers, consumers)
+            while self.side == 1 and not rank.wire("p", 100.0):
+                pass
+
     def close(self) -> None:
         """Give back what the agents hold."""
         for rank in self.engine.ranks if self.engine is not None else ():
@@ -187,13 +201,6 @@ class Consumer(Peer):
     """Reads it."""
 
     side = 1
-
-    def connect(self, producers: list[Any]) -> None:
-        """Handshake and wiring, while the producer is polled."""
-        for rank in self.engine.ranks:
-            rank.connect(producers, self.describe())
-            while not rank.wire("p", 100.0):
-                pass
 
     def read(self, ticket: Any) -> tuple[float, Any]:
         """Seconds and outcome of a transfer, whose every byte is compared."""

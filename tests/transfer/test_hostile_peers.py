@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayk.actors.commands import Describe
+from rayk.actors.engines import EngineHandle
+from rayk.actors.forming import connect
 from rayk.actors.handover import TransferHandover
+from rayk.transfer.agent import TransferAgent
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.peer_data import wrong_reservation
 from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push_messages import (
@@ -32,7 +41,8 @@ from rayk.transfer.push_messages import (
 from rayk.transfer.pusher import _Worker
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import HandshakeMismatch, RaykError, TransferError
-from tests.transfer.cluster import Pair, Shape, local_pair
+from tests import pd
+from tests.transfer.cluster import Pair, Shape, local_pair, make_engine
 
 TABLES = [[3, 7, 5]]
 OWN = [[1, 2, 3]]
@@ -129,6 +139,97 @@ def test_nobody_releases_in_anothers_name():
     pair.consumer.agents[1].notify(producer, ReleaseMessage("lease-r", "d0.1", 2).encode())
     pair.poll()
     assert pair.producer.ranks[0].released() == ["lease-r"]
+
+
+@pytest.mark.parametrize("kind", ["local", pytest.param("nixl", marks=pytest.mark.nixl)])
+def test_strangers_release_renew_and_stop_nothing(kind: str, caplog: pytest.LogCaptureFixture):
+    network, number = LocalNetwork(), f"strange-{os.getpid()}."
+
+    def make_agent(name: str) -> TransferAgent:
+        return LocalAgent(name, network) if kind == "local" else NixlAgent(number + name)
+
+    pair = Pair(*(make_engine(Shape(), side, make_agent) for side in (0, 1)))
+    pair.connect()
+    stranger, (rank,) = make_agent("stranger"), pair.producer.ranks
+    lease_ns = 60 * 10**9
+    for lease in "ab":
+        rank.lease(lease, time.monotonic_ns() + 10 * lease_ns, lease_ns)
+    opened_ns = time.monotonic_ns()
+    stranger.add_peer(rank.description.agent_name, rank.description.agent_metadata)
+    messages = [
+        RenewMessage("a", stranger.name, 0),
+        ReleaseMessage("b", stranger.name, 1),
+        StopMessage("w", 0, stranger.name),
+    ]
+    for message in messages:
+        stranger.notify(rank.description.agent_name, message.encode())
+    until = time.monotonic() + 60.0
+    while caplog.text.count("of no connected engine") < len(messages):
+        assert time.monotonic() < until, "not all were turned away"
+        pair.poll()
+        stranger.notifications()  # over NIXL it sends as it is asked
+    assert (rank.released(), rank.stops()) == ([], [])
+    assert rank.expired(opened_ns + lease_ns) == ["a", "b"], "nobody renewed them"
+    for agent in (stranger, *pair.consumer.agents, *pair.producer.agents):
+        agent.close()
+
+
+def test_a_new_life_of_a_consumer_takes_the_old_ones_right():
+    pair = local_pair(Shape())
+    agent, (rank,) = pair.consumer.agents[0], pair.producer.ranks
+    pair.producer.ticket(10, TABLES)
+    reborn = make_engine(Shape(), 1, lambda name: LocalAgent(name, agent.network), epoch=1)
+    Pair(pair.producer, reborn).connect()
+    agent.notify("p0.0", ReleaseMessage("lease-r", agent.name, 1).encode())
+    pair.poll()
+    assert rank.released() == []
+    reborn.agents[0].notify("p0.0", ReleaseMessage("lease-r", "d1.0", 1).encode())
+    pair.poll()
+    assert rank.released() == ["lease-r"]
+
+
+class Here(EngineHandle):
+    """An engine of this process as its coordinator sees it."""
+
+    async def call(self, command: object, timeout_s: float) -> list[Any]:
+        return await asyncio.to_thread(self.leader.call, command)
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_a_stranger_that_comes_first_ends_no_lease_of_an_engine(push: bool, checkpoint: Callable[..., Path]):
+    """Its engines were connected as coordinators and fleets do it."""
+    make_agent = pd.local_agents()
+    stranger = make_agent("stranger")
+    with pd.Pair.open(checkpoint("qwen3"), make_agent=make_agent, push=push, connect=False) as pair:
+        producer = pair.p.extensions[0].transfer.description.agent_name
+
+        async def connect_them() -> None:
+            sides = [(side, side.engine) for side in (pair.p, pair.d)]
+            handles = [
+                Here(e.name, role, 1, e._config, [side])
+                for (side, e), role in zip(sides, ("prefill", "decode"), strict=True)
+            ]
+            await connect(*handles, 60.0, is_push=push)
+
+        def strike(message: Any) -> None:
+            stranger.notify(producer, message.encode())
+            for _ in range(3):
+                pair.p.call(Describe())  # a turn each
+
+        asyncio.run(connect_them())
+        pair.is_push = push
+        request = pd.make_request("r", range(5, 42), 4)
+        reservation = pair.reserve(request) if push else None
+        if reservation is not None:
+            strike(StopMessage(reservation.reservation_id, 0, stranger.name))
+        prefilled = pair.p.engine.collect(pair.start_prefill(request, reservation=reservation))
+        ticket: Any = prefilled.payload
+        strike(ReleaseMessage(ticket.lease_id, stranger.name, 1))
+        assert pair.p.engine.leader.manager.leases == (ticket.lease_id,)
+        done = pair.decode(request, prefilled)
+        assert done.error is None
+        assert {row.mode for row in done.info["transfers"]} == {"push" if push else "pull"}
+        pair.check_all_free()
 
 
 def test_a_reservation_that_is_refused_leaves_nothing_behind():

@@ -129,7 +129,7 @@ def test_a_new_life_ends_all_links_to_the_old_one():
     reborn = make_engine(shape, 0, lambda name: LocalAgent(name, agent.network), epoch=1)
     again = Pair(reborn, pair.consumer)
     late = replace(pair.producer.ticket(5, [[1, 2]]), engine=names[1])
-    for rank in pair.consumer.ranks:
+    for rank in (*pair.consumer.ranks, *reborn.ranks):
         rank.connect(reborn.descriptions, pair.consumer.descriptions, turn=1, name=names[1])
     with pytest.raises(HandshakeMismatch, match=r"p epoch 1"):
         again.start(late, [[1, 2]])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rayk.types.errors import TransferError
-from tests.transfer.far_peer import TOO_LATE, lose_power, two_hosts, why_not
+from tests.transfer.far_peer import TOO_LATE, connect, lose_power, two_hosts, why_not
 
 pytestmark = pytest.mark.nixl
 
@@ -39,7 +39,7 @@ def again_if_too_late(test: Callable[[], None]) -> Callable[[], None]:
 @again_if_too_late
 def test_pages_cross_hosts_and_a_killed_producer_is_noticed() -> None:
     with two_hosts() as (producer, consumer):
-        consumer("connect", producer("describe"))
+        connect(producer, consumer)
         _, outcome = consumer("read", producer("ticket", 300, "small"))
         assert outcome.error is None
         assert {row.producer_rank for row in outcome.rows} == {0, 1}
@@ -58,7 +58,7 @@ def test_pages_cross_hosts_and_a_killed_producer_is_noticed() -> None:
 def test_a_cut_cable_ends_transfers_at_their_deadline() -> None:
     """Nobody says goodbye when a host loses its power."""
     with two_hosts(end=lose_power) as (producer, consumer):
-        consumer("connect", producer("describe"))
+        connect(producer, consumer)
         ticket = producer("ticket", 30_000, "large")
         seconds, outcome = consumer("read_until_some_landed", ticket, None, 4.0)
         assert outcome.error is not None, TOO_LATE

@@ -23,7 +23,7 @@ from rayk.transfer.push_connectors import NixlPushConnector
 from rayk.types.errors import DeviceError, TransferError
 from tests.listeners import listened_at
 from tests.transfer.cluster import Pair, Shape, make_engine
-from tests.transfer.far_peer import two_processes
+from tests.transfer.far_peer import connect, two_processes
 
 pytestmark = pytest.mark.nixl
 
@@ -111,7 +111,7 @@ def test_every_kind_of_cache_crosses_processes():
         num_blocks=(60, 70),
     )
     with two_processes(shape) as (producer, consumer):
-        consumer("connect", producer("describe"))
+        connect(producer, consumer)
         _, outcome = consumer("read", producer("ticket", 300, "r"))
         assert outcome.error is None
         assert {(row.producer_rank, row.group) for row in outcome.rows} >= {

@@ -13,7 +13,7 @@ from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import TransferError
 from tests.markers import slow
 from tests.transfer.cluster import Pair, Shape, make_engine
-from tests.transfer.far_peer import two_hosts, two_processes, why_not
+from tests.transfer.far_peer import connect, two_hosts, two_processes, why_not
 from tests.transfer.test_netns import again_if_too_late
 
 pytestmark = pytest.mark.nixl
@@ -65,7 +65,7 @@ def test_every_kind_of_cache_is_staged_between_processes(num_bytes):
         num_blocks=(60, 70),
     )
     with two_processes(shape, StagingSettings("always", num_bytes)) as (producer, consumer):
-        consumer("connect", producer("describe"))
+        connect(producer, consumer)
         _, outcome = consumer("read", producer("ticket", 300, "r"))
         assert outcome.error is None
         assert all(row.staged and row.repack_ns > 0 for row in outcome.rows)
@@ -79,7 +79,7 @@ def test_a_producer_killed_in_the_middle_leaves_the_staging_buffer_free():
     if why_not() is not None:
         pytest.skip(str(why_not()))
     with two_hosts(staging=StagingSettings("always", 4 << 20)) as (producer, consumer):
-        consumer("connect", producer("describe"))
+        connect(producer, consumer)
         _, outcome = consumer("read", producer("ticket", 300, "small"))
         assert outcome.error is None
         assert {row.staged for row in outcome.rows} == {True}
