@@ -113,6 +113,12 @@ def _check_token(address: str) -> None:
         )
 
 
+def running_clusters() -> list[str]:
+    """HOST:PORT of the GCS of each cluster that has processes on this machine."""
+    _services.find_gcs_addresses.cache_clear()
+    return sorted(_services.find_gcs_addresses())
+
+
 def free_resources() -> dict[str, dict[str, float]]:
     """Id of each live node -> what nobody has reserved of it."""
     found: dict[str, dict[str, float]] = _state.available_resources_per_node()
