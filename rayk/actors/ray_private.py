@@ -104,7 +104,7 @@ def _check_token(address: str) -> None:
         token = _core.AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True)
         why = "this is another" if token else "none is set"
     except AuthenticationError as error:  # RAY_AUTH_TOKEN_PATH names no file, or an empty one
-        token, why = "", next(iter(str(error).splitlines()))
+        token, why = "", str(error).partition(". ")[0]  # then advice, which is below
     if not token or is_protected(address, token):
         raise DeviceError(
             f"the Ray cluster at {address} asks for a token; {why}",
