@@ -38,7 +38,7 @@ help:
 	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
 	@echo "make dashboards  Prometheus (and Grafana if it is here) over the Ray cluster of this machine; ARGS='--help'"
 	@echo "make bench       every script of jobs/benchmarks"
-	@echo "make mutants     bugs planted one by one, each found by the test that is named for it"
+	@echo "make mutants     bugs planted one by one, each found by the test that is named for it; ARGS='--only TEXT'"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
 
 venv: $(STAMP)
@@ -143,7 +143,7 @@ bench: $(STAMP)
 	done
 
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV) .venv-aiperf .venv-guidellm

@@ -115,6 +115,17 @@ def test_mutated_messages_change_nothing(data: st.DataObject):
         assert all(isinstance(n, str) or (type(n) is int and 0 <= n < 2**63) for n in numbers), found
 
 
+def test_a_message_of_which_a_bit_flipped_is_not_read():
+    """A CRC finds every one."""
+    for message in MESSAGES:
+        raw = message.encode()
+        for place in range(8 * len(raw)):
+            flipped = bytearray(raw)
+            flipped[place // 8] ^= 1 << place % 8
+            found = (ReleaseMessage.decode, RenewMessage.decode, decode_push)
+            assert not any(decode(bytes(flipped)) for decode in found), (raw, place)
+
+
 @pytest.mark.parametrize("odd", ODD, ids=lambda text: text[:12])
 def test_a_rank_outlives_odd_messages(odd: str):
     pair, ticket = ready()

@@ -1,0 +1,15 @@
+"""The bugs to plant, by part of rayk."""
+
+from __future__ import annotations
+
+from tests.mutants.catalog.compute import COMPUTE
+from tests.mutants.catalog.kv import KV
+from tests.mutants.catalog.offload import OFFLOAD
+from tests.mutants.catalog.serving import SERVING
+from tests.mutants.catalog.telling import TELLING
+from tests.mutants.catalog.transfer import TRANSFER
+
+_CATALOGS = (KV, TRANSFER, OFFLOAD, COMPUTE, SERVING, TELLING)
+MUTANTS = {mutant.name: mutant for catalog in _CATALOGS for mutant in catalog.mutants}
+"""By what they do wrong."""
+assert len(MUTANTS) == sum(len(catalog.mutants) for catalog in _CATALOGS), "two mutants of one name"

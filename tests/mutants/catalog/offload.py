@@ -1,0 +1,145 @@
+"""Bugs of the host tier, its disk, and of what engines do with it."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Catalog
+
+OFFLOAD = Catalog("tests/offload")
+
+
+@OFFLOAD.twin(
+    "a page whose bits flipped is served",
+    "rayk.offload.page_file:check_page",
+    "test_disk_faults.py::test_every_damaged_file_is_reported_and_none_is_served",
+)
+def _(original, *args):
+    return original(*args).replace("flipped", "")
+
+
+@OFFLOAD.twin(
+    "the identity of pages forgets what engines compute in",
+    "rayk.offload.pages:identity_of",
+    "test_identity.py::test_engines_of_another_dtype_find_nothing_in_a_folder",
+)
+def _(original, groups, like, dtype):
+    return original(groups, like, "any")
+
+
+@OFFLOAD.twin(
+    "a second owner of a folder is let in",
+    "rayk.offload.disk_folder:_wait_for_lock",
+    "test_disk.py::test_a_second_process_is_refused_and_other_pages_are_apart",
+)
+def _(original, descriptor):
+    return None
+
+
+@OFFLOAD.twin(
+    "a page that is being read is evicted",
+    "rayk.offload.disk:DiskTier.get",
+    "test_disk.py::test_a_page_being_read_is_not_evicted",
+)
+def _(original, self, names, into, done):
+    original(self, names, into, done)
+    for held in self._held.values():
+        held.num_readers = 0
+
+
+@OFFLOAD.twin(
+    "a sequence evicts its own beginning",
+    "rayk.offload.disk:DiskTier.admit",
+    "test_pages.py::test_a_sequence_that_grows_beyond_the_disk_keeps_its_beginning",
+)
+def _(original, self, names, beside):
+    return original(self, names, ())
+
+
+OFFLOAD.constant(
+    "one odd file turns the disk off",
+    "rayk.offload.disk:ODD_FILE",
+    frozenset(),
+    "test_odd_files.py::test_something_else_in_a_pages_place_costs_that_page_alone",
+)
+
+
+@OFFLOAD.twin(
+    "pages that changed in memory are written to disk",
+    "rayk.offload.pages:DiskPages.write",
+    "test_pages.py::test_a_page_that_changed_in_host_memory_is_not_written",
+)
+def _(original, self, host, name, token_ids, num_tokens, num_held):
+    return original(self, host, name, token_ids, num_tokens, 0)
+
+
+@OFFLOAD.twin(
+    "pages go through NIXL where it is missing",
+    "rayk.offload.page_store:open_store",
+    "test_nixl_files.py::test_plain_files_where_the_backend_is_missing",
+)
+def _(original):
+    from rayk.transfer.nixl_files import NixlFiles
+
+    return NixlFiles()
+
+
+@OFFLOAD.twin(
+    "what is lent is digested as it is now",
+    "rayk.offload.block_digests:BlockDigests.recall",
+    "test_block_digests.py::test_pages_that_change_in_host_memory_are_not_served_and_then_forgotten",
+)
+def _(original, self, tables, num_tokens, first_row=0):
+    return self.prove(tables, num_tokens, first_row)
+
+
+@OFFLOAD.twin(
+    "a ticket that was changed on the way is stored",
+    "rayk.offload.host:is_whole",
+    "test_tier.py::test_a_ticket_that_was_changed_on_the_way_is_refused_and_stores_nothing",
+)
+def _(original, ticket):
+    return True
+
+
+@OFFLOAD.twin(
+    "failures are never left alone for a while",
+    "rayk.offload.backoff:Backoff.may_try",
+    "test_backoff.py::test_pauses_double_up_to_the_longest_and_one_is_tried_after_each",
+)
+def _(original, self, now_ns):
+    return True
+
+
+@OFFLOAD.twin(
+    "a swap need not come back",
+    "rayk.offload.costs:CostModel.swap",
+    "test_costs.py::test_the_choice_is_the_cheaper_one_but_near_the_break_even",
+)
+def _(original, self, bytes_out, bytes_in, num_tokens, setting="auto"):
+    return original(self, bytes_out, 0, num_tokens, setting)
+
+
+@OFFLOAD.twin(
+    "word of a lost tier's end ends the next one",
+    "rayk.actors.offloading:Offloading.lost",
+    "test_faults.py::test_word_of_a_lost_tiers_end_does_not_end_the_next_one",
+)
+def _(original, self, why, epoch=None):
+    original(self, why)
+
+
+@OFFLOAD.twin(
+    "the blocks of a store that failed stay held",
+    "rayk.actors.storing:Storing.end_all",
+    "test_faults.py::test_a_tier_that_is_killed_in_the_middle_of_stores",
+)
+def _(original, self):
+    return None
+
+
+@OFFLOAD.twin(
+    "swaps that do not come back go on leaving",
+    "rayk.actors.tier_side:TierSide.in_vain",
+    "test_load_choices.py::test_swaps_that_do_not_come_back_are_left_alone",
+)
+def _(original, self, setting, began_ns, why, ticket):
+    return None

@@ -1,0 +1,272 @@
+"""Bugs of who is served when and where, of servers' doors, and of what engines are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.mutants.mutant import Catalog
+
+SERVING = Catalog("tests")
+
+
+# Scheduling.
+
+
+@SERVING.twin(
+    "a large engine counts as a small one",
+    "rayk.sched.work:work",
+    "sched/test_policies.py::test_least_loaded_takes_who_has_least_to_do",
+)
+def _(original, engines, *args):
+    return original([replace(engine, tp=1) for engine in engines], *args)
+
+
+@SERVING.twin(
+    "an engine's successor inherits its cache",
+    "rayk.sched.prefix_index:PrefixIndex.forget",
+    "sched/test_prefix_index.py::test_the_index_knows_what_a_search_through_all_prompts_finds",
+)
+def _(original, self, engine):
+    return None
+
+
+@SERVING.twin(
+    "clients can tell the keys of prefixes",
+    "rayk.sched.request_describer:prefix_keys",
+    "sched/test_prefix_index.py::test_keys_are_those_of_one_prefix_and_one_secret",
+)
+def _(original, prompt_token_ids, block_tokens, secret):
+    return original(prompt_token_ids, block_tokens, b"")
+
+
+@SERVING.twin(
+    "priorities are ignored",
+    "rayk.sched.waiting_room:WaitingRoom.enter",
+    "sched/test_waiting_room.py::test_a_room_does_what_a_list_does",
+)
+def _(original, self, name, item, *, priority=0, **options):
+    original(self, name, item, **options)
+
+
+@SERVING.twin(
+    "later requests start while an earlier one is away",
+    "rayk.sched.swapping:AwayRequests.precedes",
+    "sched/test_swapping.py::test_long_walks_swap_in_every_way",
+)
+def _(original, self, state):
+    return False
+
+
+@SERVING.twin(
+    "the last token of a prompt is taken from the cache",
+    "rayk.sched.request_state:RequestState.max_cached_tokens",
+    "engine/test_prefix_caching.py::test_a_prompt_that_came_before_is_taken_from_the_cache",
+)
+def _(original, self):
+    return original(self) + 1
+
+
+# Specs.
+
+
+@SERVING.twin(
+    "every repeat has the same arrivals",
+    "rayk.specs.cells:Cell.due_ns",
+    "specs/test_arrivals.py::test_times_are_those_of_the_seed_in_every_cell_and_anew_in_every_repeat",
+)
+def _(original, self, num_requests, repeat):
+    return original(self, num_requests, 0)
+
+
+@SERVING.twin(
+    "settings that no cell heeds are passed over",
+    "rayk.specs.host_tier:check_heeded",
+    "specs/test_host_tier.py::test_settings_without_a_host_tier_are_refused_by_name",
+)
+def _(original, cells, loaded):
+    return None
+
+
+@SERVING.twin(
+    "a server's pools have no room for what is handed over",
+    "rayk.specs.server_plan:plan_server",
+    "specs/test_server_plan.py::test_pools_hold_every_row_at_its_longest_or_what_memory_allows",
+)
+def _(original, options, **more):
+    plan = original(options, **more)
+    smaller = [replace(e.config, num_blocks=e.config.num_blocks // 3) for e in plan.engines]
+    engines = tuple(replace(e, config=config) for e, config in zip(plan.engines, smaller, strict=True))
+    return replace(plan, engines=engines)
+
+
+# Engines and fleets.
+
+
+@SERVING.twin(
+    "a server that ends turns away what it began",
+    "rayk.actors.desk:Desk.place",
+    "actors/test_desk.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
+    "actors/test_desk.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
+)
+async def _(original, self, front, asked, *, again, **options):
+    return await original(self, front, asked, again=False, **options)
+
+
+@SERVING.twin(
+    "silent fronts keep their places",
+    "rayk.actors.desk:Desk.gone",
+    "actors/test_desk.py::test_a_silent_fronts_attempts_are_given_back_with_their_engines",
+)
+def _(original, self, silent_s):
+    return []
+
+
+@SERVING.twin(
+    "reservations are held for ever",
+    "rayk.actors.reservations:_Held.until_ns",
+    "actors/test_push.py::test_a_reservation_that_nobody_uses_is_given_up",
+)
+def _(original, self):
+    return 1 << 62
+
+
+@SERVING.twin(
+    "a process that stands still is well until it is ended",
+    "rayk.actors.members:Member.why_unwell",
+    "actors/test_members.py::test_silence_and_standing_still_are_told_apart",
+)
+def _(original, self, now, patience_s):
+    return ""
+
+
+@SERVING.twin(
+    "a stage that comes again forgets the first",
+    "rayk.actors.stage_clock:StageClock.lasted",
+    "actors/test_stage_times.py::test_what_a_failed_attempt_took_is_told_and_adds_up",
+)
+def _(original, self, stage, length_ns):
+    self._row.stage_ns.pop(stage, None)
+    original(self, stage, length_ns)
+
+
+@SERVING.twin(
+    "lines serve whoever connects",
+    "rayk.actors.lines:_meet_caller",
+    "actors/test_lines.py::test_nothing_is_unpickled_for_who_does_not_know_the_secret",
+)
+async def _(original, wire, secret):
+    await original(wire, secret)
+    return True
+
+
+@SERVING.twin(
+    "a worker has a coroutine, so that its calls no longer run side by side",
+    "rayk.actors.worker:Worker.describe",
+    "experiments/test_overlap_on_ray.py::test_requests_of_a_cell_decode_at_the_same_time",
+)
+async def _(original, self):
+    return original(self)
+
+
+# Doors.
+
+
+@SERVING.twin(
+    "any key is the right one",
+    "rayk.serve.guard:has_key",
+    "serve/test_guard.py::test_the_key_is_asked_for_everywhere_but_of_health",
+)
+def _(original, settings, scope):
+    return True
+
+
+@SERVING.twin(
+    "heads of requests may be of any size",
+    "rayk.serve.listener:BoundedHttp.data_received",
+    "serve/test_listener.py::test_what_never_becomes_a_head_is_not_kept",
+)
+def _(original, self, data):
+    self.max_head_bytes = 1 << 30
+    original(self, data)
+
+
+@SERVING.twin(
+    "prompts may be as long as anybody likes",
+    "rayk.serve.asks:check_prompt",
+    "serve/test_guard.py::test_what_is_wrong_is_named",
+)
+def _(original, front, prompt, max_tokens, asked_by="max_tokens"):
+    return None
+
+
+@SERVING.twin(
+    "all choices draw with one seed",
+    "rayk.serve.asks:choice_seed",
+    "serve/test_completions.py::test_choices_differ_and_come_again_with_the_seed",
+)
+def _(original, temperature, seed, index):
+    return original(temperature, seed, 0)
+
+
+@SERVING.twin(
+    "who goes is not noticed",
+    "rayk.serve.replies:unless_gone",
+    "serve/test_disconnect.py::test_every_choice_is_aborted_and_has_the_time_to_clean_up",
+)
+async def _(original, receive, work):
+    return await work
+
+
+@SERVING.twin(
+    "half a character is told",
+    "rayk.serve.text:Detokenizer.feed",
+    "serve/test_text.py::test_deltas_join_to_the_tokenizers_own_text",
+)
+def _(original, self, token_id):
+    return original(self, token_id) + self.end()
+
+
+@SERVING.twin(
+    "what stands behind the first part is not stopped",
+    "rayk.serve.supervisor:stop_parts",
+    "serve/test_supervisor.py::test_every_part_is_stopped_whatever_becomes_of_others",
+)
+async def _(original, parts, timeout_s, say):
+    await original(parts[:1], timeout_s, say)
+
+
+@SERVING.twin(
+    "requests that their engine's death ended are those of clients who went",
+    "rayk.actors.flight:note_failure",
+    "metrics/test_outcomes.py::test_a_request_is_counted_by_how_it_ended_for_its_client",
+)
+def _(original, row, error):
+    return None
+
+
+@SERVING.twin(
+    "what arrived is still in transfer",
+    "rayk.actors.phases:phases_of",
+    "actors/test_phases.py::test_phases_follow_what_the_engine_tells",
+)
+def _(original, request_id, engine, mode):
+    return original(request_id, engine, "whole")
+
+
+@SERVING.twin(
+    "every token tells when its request was begun with",
+    "rayk.engine.leader:begin_times",
+    "actors/test_stage_stamps.py::test_a_request_that_is_preempted_was_begun_with_once",
+)
+def _(original, state):
+    state.is_told = False
+    return original(state)
+
+
+@SERVING.twin(
+    "requests come at another rate than is said",
+    "rayk.sched.arrivals:due_times",
+    "bench/test_arrivals.py::test_gaps_have_the_mean_and_deviation_of_their_process",
+)
+def _(original, process, *, rate, **options):
+    return original(process, rate=2 * rate, **options)

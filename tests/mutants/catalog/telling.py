@@ -1,0 +1,196 @@
+"""Bugs of verdicts, measurements, reports and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.mutants.mutant import Catalog
+
+TELLING = Catalog("tests")
+
+
+# Verdicts.
+
+
+@TELLING.twin(
+    "errors beyond the bound are let through",
+    "rayk.experiments.noise:excess",
+    "experiments/test_logprobs.py::test_what_the_bounds_let_through",
+)
+def _(original, errors, bound):
+    return None
+
+
+@TELLING.twin(
+    "whatever is wrong has no culprit",
+    "rayk.experiments.culprit:name_culprit",
+    "experiments/test_culprit.py::test_mistakes_in_keys",
+)
+def _(original, wrong, *others):
+    return "something else"
+
+
+# Load generation.
+
+
+@TELLING.twin(
+    "an event ends with the chunk that brought it",
+    "rayk.bench.client:EventLines.feed",
+    "bench/test_generator.py::test_events_may_be_cut_anywhere",
+)
+def _(original, self, received):
+    self._rest = b""
+    return original(self, received)
+
+
+@TELLING.twin(
+    "what is not known is good",
+    "rayk.bench.rows:is_good",
+    "bench/test_summary.py::test_what_is_not_known_is_not_good",
+)
+def _(original, row, slo):
+    known = {name: limit for name, limit in slo.limits_ms.items() if row[f"{name}_ms"] is not None}
+    return original(row, type("Known", (), {"limits_ms": known})())
+
+
+@TELLING.twin(
+    "requests pass for independent of one another",
+    "rayk.bench.statistics:batch_means",
+    "bench/test_statistics.py::test_intervals_hold_the_truth_as_often_as_they_say",
+)
+def _(original, values):
+    return values
+
+
+@TELLING.twin(
+    "a generator that is too slow is believed",
+    "rayk.bench.verdict:judge",
+    "bench/test_summary.py::test_what_is_held_against_a_load",
+)
+def _(original, load, cell, rows):
+    return original(load, {**cell, "send_lag_ms_p90": 0.0, "loop_lag_ms_p90": 0.0}, rows)
+
+
+# Comparisons and reports.
+
+
+@TELLING.twin(
+    "an interval is an order statistic too narrow",
+    "rayk.reports.paired:median_interval",
+    "reports/test_paired.py::test_an_interval_holds_the_median_as_often_as_it_says",
+)
+def _(original, values, confidence):
+    return original(sorted(values)[1:-1], confidence)
+
+
+@TELLING.twin(
+    "every cell is marked at the rate of one",
+    "rayk.reports.discoveries:intervals",
+    "reports/test_discoveries.py::test_findings_are_those_of_benjamini_and_hochberg",
+)
+def _(original, samples, margin, rate):
+    return [interval for sample in samples for interval in original([sample], margin, rate)]
+
+
+@TELLING.twin(
+    "the queue passes for prefill",
+    "rayk.reports.stages:limit_shares",
+    "reports/test_report_numbers.py::test_shares_name_the_limit",
+)
+def _(original, parts):
+    return original(parts.assign(prefill=parts["prefill"] + parts["queue"], queue=0.0))
+
+
+@TELLING.twin(
+    "attempts that failed are counted as what moved",
+    "rayk.reports.moves:moves",
+    "reports/test_tp_pairs.py::test_only_the_attempt_that_brought_the_kv_counts",
+)
+def _(original, requests, transfers):
+    return original(requests, transfers.assign(verdict="OK"))
+
+
+@TELLING.twin(
+    "tables of a newer version are read",
+    "rayk.reports.schema:check_schema",
+    "reports/test_schema.py::test_a_newer_version_is_refused",
+)
+def _(original, path):
+    return 0
+
+
+@TELLING.twin(
+    "latencies of exports count from when requests were due",
+    "rayk.reports.export:send_lag_ms",
+    "reports/test_exports.py::test_a_load_as_aiperf_tells_it",
+)
+def _(original, rows):
+    return original(rows) * 0.0
+
+
+# Metrics and dashboards.
+
+
+@TELLING.twin(
+    "a counter that others count is told anew each time",
+    "rayk.metrics.buffer:BufferedSink.total",
+    "metrics/test_buffer.py::test_totals_that_others_count_are_told_as_differences",
+)
+def _(original, self, name, value, **labels):
+    self.add(name, value, **labels)
+
+
+@TELLING.twin(
+    "requests that failed are counted as answered",
+    "rayk.actors.request_meter:report_request",
+    "metrics/test_engine_meter.py::test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times",
+)
+def _(original, sink, row):
+    original(sink, replace(row, finish_reason="stop", error=None))
+
+
+@TELLING.twin(
+    "a query of what does not exist is made",
+    "dashboards.queries:known",
+    "dashboards/test_dashboards.py::test_a_query_of_what_does_not_exist_is_refused",
+)
+def _(original, name, kind, *labels):
+    from rayk.metrics.registry import METRICS
+
+    return METRICS.get(name) or next(metric for metric in METRICS.values() if metric.kind is kind)
+
+
+@TELLING.twin(
+    "plain lines are folded",
+    "rayk.cli.plain:print_table",
+    "cli/test_plain.py::test_a_terminal_gets_the_table_and_a_pipe_the_lines",
+)
+def _(original, console, table):
+    console.print(table)
+
+
+@TELLING.twin(
+    "a busy machine is not told",
+    "rayk.reports.trust:busy",
+    "reports/test_trust.py::test_a_busy_machine_is_told",
+)
+def _(original, environment):
+    return []
+
+
+@TELLING.twin(
+    "utilisation is of another dtype's peak",
+    "rayk.engine.costs:peaks_of",
+    "metrics/test_engine_metrics.py::test_utilisation_is_of_a_known_devices_peak_in_its_dtype",
+)
+def _(original, device, dtype):
+    return original(device, "bfloat16")
+
+
+@TELLING.twin(
+    "a push's trace has its reservation behind the prompt",
+    "rayk.reports.timeline:spans_of",
+    "reports/test_timeline.py::test_every_span_starts_and_lasts_as_the_table_says",
+)
+def _(original, request, *, is_push=False):
+    return original(request)
