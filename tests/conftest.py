@@ -18,7 +18,9 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
@@ -53,8 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what the machine cannot run, with the reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what the machine cannot run, with the reason; tests of the marker `ray` come first, as one group.
+
+    They take longest, and one process has the one cluster.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    _mark_others(items)
     missing = {
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "nixl": None if _installed("nixl", "nixl_cu13", "nixl_cu12") else "NIXL is not installed",
@@ -64,6 +71,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if config.pluginmanager.hasplugin("xdist") and item.get_closest_marker("ray") is not None:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
+def _mark_others(items: list[pytest.Item]) -> None:
+    """Of tests with the marker `one_per`, all cases but the first of each value get the marker `thorough`."""
+    seen = set()
+    for item in items:
+        marker = item.get_closest_marker("one_per")
+        if marker is None or item.get_closest_marker("slow") is not None:
+            continue
+        case = SimpleNamespace(**item.callspec.params)  # type: ignore[attr-defined]
+        key = item.nodeid.partition("[")[0], *(repr(attrgetter(name)(case)) for name in marker.args)
+        if key in seen:
+            item.add_marker(pytest.mark.thorough)
+        seen.add(key)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests in no group run file by file, so that what a module makes is made once.
+
+    Groups are begun in the order of collection, not the largest first: the last ones are to be short.
+    """
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return super()._split_scope(nodeid).split("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -108,7 +147,7 @@ def checkpoint() -> CheckpointFactory:
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """While another test process writes a checkpoint, wait for it (tests/lanes.py runs two)."""
+    """While another test process writes a checkpoint, wait for it (`make test` has two)."""
     CHECKPOINTS.mkdir(exist_ok=True)
     with (CHECKPOINTS / f".test-{name}.lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

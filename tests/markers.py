@@ -1,6 +1,7 @@
 """Markers as values: `from tests.markers import gpu`, then `@gpu` or `pytestmark = gpu`.
 
-conftest.py skips what this machine cannot run; `make test` leaves out `slow` and `gpu`.
+conftest.py skips what this machine cannot run; `make test` leaves out `thorough`, `slow` and `gpu`,
+`make test-all` the last two.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ nixl = pytest.mark.nixl
 
 ray = pytest.mark.ray
 """Starts or uses a Ray cluster."""
+
+thorough = pytest.mark.thorough
+"""Left to `make test-all`: what takes long, and has a cheaper test of its kind in `make test`."""
+
+one_per = pytest.mark.one_per
+"""`@one_per("cell.model")`: `make test` takes one case per model. Where nothing is named it takes one."""
 
 slow = pytest.mark.slow
 """A sweep run by `make test-slow`."""

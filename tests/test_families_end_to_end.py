@@ -16,6 +16,7 @@ from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import ATTENTION, GROUPED
+from tests.markers import one_per
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,6 +112,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
+@one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)

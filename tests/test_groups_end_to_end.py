@@ -19,6 +19,7 @@ from rayk.models.families import load_config
 from rayk.oracle.groups import GROUP_MODELS
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
+from tests.markers import one_per
 from tests.pd import NAN_POISON, Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,6 +150,7 @@ def token_layers(cell: Cell, path: Path, prompts: list[list[int]]) -> tuple[int,
     return of_prompts, len(prompts) * (NUM_TOKENS - 1) * config.num_layers
 
 
+@one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)

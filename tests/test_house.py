@@ -17,6 +17,7 @@ import pytest
 import rayk.types.errors
 from rayk.types.errors import RaykError
 from tests import house
+from tests.each import each
 
 RULES = [
     house.check_import_table,
@@ -258,7 +259,7 @@ def sample(cls: type[RaykError]) -> RaykError:
     return cls(**{field.name: _SAMPLES[str(field.type)] for field in fields})
 
 
-@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+@each("cls", ERRORS, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize(
     "send",
     [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],

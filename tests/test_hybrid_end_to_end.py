@@ -22,6 +22,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch, LayoutVetoed, TransferError
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import HYBRID
+from tests.markers import one_per, thorough
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -130,6 +131,7 @@ def cut_where_possible(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     return others if kind is None or size is None else others | {"kernel_block_sizes": ((kind, size),)}
 
 
+@one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)
@@ -192,6 +194,7 @@ MANY_RUNS = ("granitemoehybrid", "nemotron_h", "qwen3_next")
 """Left to the slow run: what they keep is kept by others too, or in fewer runs."""
 
 
+@thorough
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=[pytest.mark.slow] * (f in MANY_RUNS)) for f in HYBRID]
 )

@@ -16,7 +16,7 @@ from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, RaykError, SpecError, Unsupported, UserError
 from rayk.types.request import FinishReason
 from rayk.types.serving import Delta
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
 NUM_TOKENS = 24
 
@@ -122,6 +122,7 @@ def prompts(model: Path) -> list[list[int]]:
     return [probe["prompt"] for probe in read_marker(model)["probes"]]
 
 
+@thorough
 @ray
 @nixl
 def test_token_ids_in_order_as_transformers_says(
@@ -139,6 +140,7 @@ def test_token_ids_in_order_as_transformers_says(
     assert {(c.finish_reason, c.stop_reason, c.logprobs) for c in found} == {("length", None, None)}
 
 
+@thorough
 @ray
 @nixl
 def test_one_sampling_per_prompt(llm: LLM, model: Path) -> None:
@@ -175,6 +177,7 @@ def test_one_sampling_per_prompt(llm: LLM, model: Path) -> None:
     assert drawn.token_ids == again.token_ids != other.token_ids
 
 
+@thorough
 @ray
 @nixl
 @pytest.mark.parametrize(
@@ -195,6 +198,7 @@ def test_bad_prompts_leave_it_as_it_was(llm: LLM, prompts: Any, sampling: Any, m
     assert [c.finish_reason for c in llm.generate([[3, 4, 5]] * 4, SamplingParams(max_tokens=2))] != []
 
 
+@thorough
 @ray
 @nixl
 def test_no_prompts(llm: LLM) -> None:

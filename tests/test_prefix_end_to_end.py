@@ -19,7 +19,7 @@ from rayk.transfer.handshake import ROWS_PER_GROUP, row_group_blocks
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.families import ATTENTION, GROUPED, HYBRID
-from tests.markers import slow
+from tests.markers import one_per, slow
 from tests.pd import NAN_POISON, Pair, make_request
 
 STATES = {"state_block_size": 16, "block_size": 16}
@@ -74,6 +74,7 @@ def longest(groups: Sequence[KVCacheGroup], num_known: int, num_tokens: int) -> 
     return min(num_known, num_tokens - 1) // unit * unit
 
 
+@one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_are_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)

@@ -14,6 +14,7 @@ import pytest
 
 from rayk.oracle.tiny import HYBRID
 from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.markers import one_per
 from tests.pd import NAN_POISON, Pair, make_request
 
 SIX: Mapping[str, Any] = MappingProxyType({"num_attention_heads": 6, "num_key_value_heads": 2})
@@ -61,6 +62,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
+@one_per("cell.model")
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.model}-{c.tp[0]}to{c.tp[1]}")
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)

@@ -14,7 +14,7 @@ import pytest
 from rayk.types.errors import Overloaded, RoleConflict, UnknownEngine, UserError
 from rayk.types.request import FinishReason
 from tests.actors.served import REQUEST_S, Got, Served, complete, follow, settings_for
-from tests.markers import nixl, ray
+from tests.markers import nixl, one_per, ray, thorough
 
 pytestmark = [ray, nixl, pytest.mark.timeout(300)]
 
@@ -190,6 +190,7 @@ class Front:
         return os.getpid()
 
 
+@thorough
 def test_a_front_that_dies_leaves_nothing_behind(served, prompts) -> None:
     import ray as ray_package
 
@@ -213,6 +214,7 @@ STRUCK = [
 ]
 
 
+@one_per()
 @pytest.mark.parametrize(("engine", "rank", "how"), STRUCK, ids=lambda v: getattr(v, "name", str(v)))
 def test_streams_go_on_when_a_rank_is_lost(served, prompts, expected, engine, rank, how) -> None:
     """Without a token twice, or one that is missing."""
@@ -236,6 +238,7 @@ def test_streams_go_on_when_a_rank_is_lost(served, prompts, expected, engine, ra
     asyncio.run(run())
 
 
+@thorough
 def test_roles_change_under_load_and_no_request_is_lost(served, prompts, expected) -> None:
     """A decode engine becomes a prefill engine, then the only one."""
 
@@ -278,6 +281,7 @@ def test_roles_change_under_load_and_no_request_is_lost(served, prompts, expecte
     asyncio.run(run())
 
 
+@thorough
 def test_streams_go_on_when_the_whole_fleet_is_lost(served, prompts, expected) -> None:
     async def run() -> None:
         await served.until_ready()

@@ -18,6 +18,7 @@ from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.serving import ModelCard
+from tests.markers import thorough
 
 LIMIT_S = 60.0
 
@@ -120,6 +121,7 @@ def test_a_call_that_is_lost_late_leaves_the_line_that_others_found(monkeypatch:
     asyncio.run(run())
 
 
+@thorough
 def test_news_go_on_after_a_fleet_that_answers_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, ...]] = []
 

@@ -6,9 +6,9 @@ import pytest
 
 from rayk import Experiment, load
 from rayk.reports.stages import limit_rows
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 LENGTHS = [40, 170, 300]
 WHOLE = [32, 160, 288]
 """Tokens of their prompts that a tier of 16 in a block has, the last token aside."""

@@ -9,6 +9,8 @@ import pytest
 
 from rayk.actors.nodes import EngineAsk, Node, matches, plan_nodes
 from rayk.types.errors import DeviceError
+from tests.each import each
+from tests.markers import thorough
 
 
 def node(index: int, gpus: float, free: float | None = None, **labels: str) -> Node:
@@ -47,7 +49,7 @@ def holds(asks: list[EngineAsk], where: tuple[Node, ...], placement: str) -> boo
     return placement == "auto" or all(len(s) == 1 for s in sides.values())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each("seed", range(60))
 def test_plans_hold_and_are_found_whenever_one_exists(seed):
     draw = random.Random(seed)
     nodes = [node(i, draw.choice([0, 1, 2, 4]), rack=draw.choice("ab")) for i in range(draw.randint(1, 4))]
@@ -110,6 +112,7 @@ def test_refusals_name_engines_nodes_and_what_is_wanted():
     assert told.value.where == "prefill.node_labels"
 
 
+@thorough
 @pytest.mark.timeout(120)
 def test_many_engines_on_many_nodes_are_planned_at_once():
     """A search through all ways to place them would not end."""

@@ -24,7 +24,7 @@ from rayk.actors.environment import (
     open_channel,
     own_cluster,
 )
-from tests.markers import ray
+from tests.markers import ray, thorough
 
 LISTENS = "0A"
 """A listening socket's state in /proc/net/tcp."""
@@ -93,6 +93,7 @@ def refusals(address: str, token: str) -> set[Any]:
     return found
 
 
+@thorough
 @ray
 def test_strangers_are_refused_and_nothing_is_left_behind() -> None:
     from rayk.actors import launch
@@ -161,6 +162,7 @@ def test_ray_goes_by_what_is_set_and_then_by_what_was() -> None:
     assert get_node_ip_address() == host
 
 
+@thorough
 def test_importing_rayk_leaves_nothing_in_the_environment(tmp_path: Path) -> None:
     code = (
         "import os, ray, ray.serve; before = dict(os.environ)\n"

@@ -16,9 +16,9 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied
 from rayk.types.request import Request, SamplingParams
 from tests.actors.cases import NUM_TOKENS, Model
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(300)]
+pytestmark = [ray, nixl, pytest.mark.timeout(300), thorough]
 
 START_S = 240.0
 """Machines may be slow: nothing here measures time."""

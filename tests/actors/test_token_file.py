@@ -16,7 +16,7 @@ from rayk.actors.token_file import TokenFile
 from rayk.cli.main import app
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
-from tests.markers import ray
+from tests.markers import ray, thorough
 
 TWICE = """
 import os, signal, sys
@@ -143,6 +143,7 @@ def test_a_signal_while_ray_starts_leaves_none(
     assert not list(tmp_path.iterdir())
 
 
+@thorough
 @ray
 @pytest.mark.timeout(600)
 def test_its_owner_gets_in(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from rayk.attention import backends as backends_module
 from rayk.kernels.paged_attention import why_no_native
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.types.errors import UserError
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, count_marks, dense_attention, make_batch, num_seen
 from tests.markers import interpreted
@@ -56,8 +57,8 @@ def forward(
     return backend.forward(batch.q, k, v, batch.cache, metadata, params)
 
 
-@pytest.mark.parametrize("order", AXIS_ORDERS)
-@pytest.mark.parametrize("window", [None, 13])
+@each("order", AXIS_ORDERS)
+@each("window", [None, 13])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_stores_then_attends(name: str, order: str, window: int | None) -> None:
     """This step's keys and values reach the cache only through the backend; counted exactly."""

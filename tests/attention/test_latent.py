@@ -14,6 +14,7 @@ from rayk.attention import (
     get_backend,
 )
 from rayk.kv.specs import GatedDeltaNetSpec, MlaSpec
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, make_batch
 from tests.markers import interpreted
@@ -67,7 +68,7 @@ def dense(batch: Batch, q: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(outs)
 
 
-@pytest.mark.parametrize("order", AXIS_ORDERS)
+@each("order", AXIS_ORDERS)
 @pytest.mark.parametrize("name", BACKENDS)
 def test_stores_then_attends(name: str, order: str) -> None:
     """This step's rows reach the cache only through the backend, as they are, and nothing else does."""

@@ -27,6 +27,7 @@ from rayk.attention import (
 )
 from rayk.kv.specs import FullAttentionSpec
 from tests.attention.brute import Asked, make_common, requests_of_a_step, seen_keys, wanted_tokens
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import layer_view
 from tests.markers import interpreted
@@ -161,7 +162,7 @@ def attend(name: str, step: Step, view: AttentionView, *, shares: bool) -> Tenso
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("view", "step", "size"), CASES)
+@each(("view", "step", "size"), CASES)
 def test_numbers_match_masked_attention(name: str, view: str, step: str, size: int) -> None:
     """What layers share is in the cache already, and stays as it is to the byte."""
     made = make_step(STEPS[step], VIEWS[view], size, stored=True)
@@ -172,9 +173,7 @@ def test_numbers_match_masked_attention(name: str, view: str, step: str, size: i
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(
-    "view", ["window", "chunk", "window in chunk", "fast", "fast chunk", "fast window in chunk"]
-)
+@each("view", ["window", "chunk", "window in chunk", "fast", "fast chunk", "fast window in chunk"])
 def test_exactly_the_keys_of_the_definition_are_counted(name: str, view: str) -> None:
     check_counts([name], STEPS["mixed"], VIEWS[view], 4)
 

@@ -12,7 +12,7 @@ import yaml
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.experiments.conftest import wait_until, worker_processes
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
 JOB = Path(__file__).parents[2] / "jobs" / "hetero_tp.py"
 
@@ -41,6 +41,7 @@ def test_bad_input_exits_2_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [spec]
 
 
+@thorough
 @ray
 @nixl
 def test_the_jobs_exit_status_is_the_runs_on_a_cluster_of_its_own(

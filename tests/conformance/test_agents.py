@@ -9,6 +9,7 @@ import pytest
 from rayk.conformance.catalog import all_checks, choose
 from rayk.conformance.runner import PASS, Kit
 from tests.conformance.settings import IMPATIENT, PATIENT
+from tests.markers import one_per, thorough
 
 COVERING = (
     "requests.one_request",
@@ -39,11 +40,13 @@ def failures(target: str, checks, settings=PATIENT) -> list[str]:
     return [f"{r.id}: {r.verdict} {r.reason}" for r in results if r.verdict != PASS]
 
 
+@one_per()
 @pytest.mark.parametrize("name", ["LocalConnector", "LocalPushConnector"])
 def test_a_local_connector_passes_every_check(name):
     assert failures(f"rayk.transfer:{name}", all_checks(every_layout=True)) == []
 
 
+@one_per()
 @pytest.mark.nixl
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
 def test_a_nixl_connector_passes_a_covering_selection(name):
@@ -57,6 +60,7 @@ def test_a_nixl_connector_passes_every_check(name):
     assert failures(f"rayk.transfer:{name}", all_checks(every_layout=True)) == []
 
 
+@thorough
 def test_a_connector_that_pushes_passes_every_check():
     checks = [c for c in all_checks() if not c.id.startswith("layouts.")]
     assert failures("tests.conformance.copying:Copying", checks) == []

@@ -11,6 +11,7 @@ from rayk.conformance.catalog import all_checks, choose
 from rayk.conformance.rig import Settings
 from rayk.conformance.runner import FAIL, PASS, Kit
 from tests.conformance.settings import BRIEF, HANGING, PATIENT
+from tests.markers import one_per, thorough
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -28,6 +29,7 @@ def run(kit: Kit, name: str, check_id: str, settings: Settings = PATIENT):
     return kit.run(check)
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("name", "passes", "fails", "reason"),
     [
@@ -127,6 +129,7 @@ def test_a_broken_connector_fails_for_its_own_reason(kit, name, passes, fails, r
     assert re.search(reason, found.reason), found.reason
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("name", "passes", "fails", "reason"),
     [
@@ -151,6 +154,7 @@ def test_what_never_comes_is_missed(kit, name, passes, fails, reason):
     assert re.search(reason, found.reason), found.reason
 
 
+@thorough
 def test_a_connector_that_hangs_is_killed_and_the_next_check_runs(kit):
     found = run(kit, "Hangs", "requests.one_request", HANGING)
     assert found.verdict == FAIL

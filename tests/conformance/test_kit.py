@@ -19,6 +19,7 @@ from rayk.conformance.catalog import all_checks, choose
 from rayk.conformance.scenarios import SCENARIOS
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import UserError
+from tests.markers import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("requests.one_request", "requests.whole_blocks", "tp.1-2")
@@ -63,6 +64,7 @@ def test_the_readmes_connector_works(tmp_path):
     assert told["groups.full+sliding"] == "PASS"
 
 
+@thorough
 def test_the_command_fails_and_leaves_tables(tmp_path):
     broken = "tests.conformance.broken:WholeBlocksOnly"
     done = rayk(broken, "--out", "out", *only(*FEW), cwd=tmp_path)

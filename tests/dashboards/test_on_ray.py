@@ -16,9 +16,9 @@ from dashboards.table import ABSENT_ON_CPU
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.dashboards.watching import complete, fired, post, run_spec, serving, targets_of, until, watched
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(900)]
+pytestmark = [ray, nixl, pytest.mark.timeout(900), thorough]
 WINDOW_S = 600.0
 NEVER_HAPPENED = frozenset(
     {

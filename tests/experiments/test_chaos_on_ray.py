@@ -8,9 +8,9 @@ import pytest
 from rayk import Experiment
 from rayk.reports import exit_code
 from tests.experiments.conftest import wait_until, worker_processes
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 MAX_TOKENS = 8
 

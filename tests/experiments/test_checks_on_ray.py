@@ -10,9 +10,9 @@ import pytest
 
 from rayk import Experiment, load
 from rayk.reports import exit_code
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 ALL = ["logprobs", "kv_bytes", "kv_values"]
 

@@ -20,6 +20,7 @@ from tests.conftest import CHECKPOINTS
 from tests.experiments.teacher import handed_over, prompts_of
 from tests.families import ATTENTION
 from tests.families import HYBRID as KEEP_STATES
+from tests.markers import one_per
 from tests.pd import Pair
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +59,7 @@ def num_judged(groups: Sequence[KVCacheGroup], tp: int, num_tokens: int, bounds:
     return total
 
 
+@one_per()
 @pytest.mark.parametrize(("model", "dtype"), cases())
 def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtype: str) -> None:
     family, options = MODELS[model]

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment, load
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 LAYERS, FAST = 4, 2
 NUM_PROMPTS, NUM_PROMPT_TOKENS, MAX_TOKENS = 3, 5 + 37 + 300, 12

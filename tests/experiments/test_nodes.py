@@ -18,9 +18,9 @@ from rayk import Experiment, load
 from rayk.types.errors import CheckpointError, DeviceError
 from tests.clusters import cluster
 from tests.experiments.conftest import wait_until, worker_processes
-from tests.markers import nixl, ray, slow
+from tests.markers import nixl, ray, slow, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 HEALTH_CHECK = {
     "health_check_initial_delay_ms": 0,

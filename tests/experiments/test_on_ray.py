@@ -16,7 +16,7 @@ from rayk import Experiment, load
 from rayk.reports import exit_code
 from rayk.types.errors import DeviceError
 from tests.experiments.conftest import wait_until, worker_processes
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240)]
 
@@ -126,6 +126,7 @@ def test_the_results_say_what_ran(matrix_run):
     assert (out / "report.html").stat().st_size > 100_000
 
 
+@thorough
 def test_models_of_one_matrix_run_with_their_own_weights(ray_address, checkpoint, reference, tmp_path):
     """The same workers serve one model after the other; each row of the results names its own."""
     paths = {name: checkpoint(name) for name in ("mamba2", "deepseek_v3")}
@@ -165,6 +166,7 @@ def test_no_worker_is_left_behind(matrix_run):
     wait_until(lambda: not worker_processes(), "workers end with their run")
 
 
+@thorough
 def test_planted_faults_end_in_their_verdicts_and_other_cells_run(spec, ray_address, tmp_path):
     faults = [
         {"kind": "kill", "point": "prefill", "step": 1},
@@ -211,6 +213,7 @@ def _check_undamaged_requests(requests: pd.DataFrame, cells: pd.DataFrame) -> No
         assert rows["error"].notna().tolist() == [i == hit for i in range(3)]
 
 
+@thorough
 def test_requests_over_their_deadline_leave_nothing_behind(spec, ray_address, tmp_path):
     matrix = {"prefill.tp": 1, "decode.tp": 1, "deadlines.request_s": [0.1, 60.0]}
     many = {"random": {"count": 30, "input_tokens": [300, 304]}}
@@ -224,6 +227,7 @@ def test_requests_over_their_deadline_leave_nothing_behind(spec, ray_address, tm
     assert set(whole["finish_reason"]) <= {"length", "stop"}
 
 
+@thorough
 def test_a_hung_worker_is_a_timeout_and_the_next_cell_runs(spec, ray_address, tmp_path):
     out = tmp_path / "run"
     slow = {
@@ -269,6 +273,7 @@ def test_too_few_gpus_is_bad_input_before_any_worker(spec, ray_address, tmp_path
     assert not worker_processes()
 
 
+@thorough
 def test_workers_share_gpus_and_stay_for_smaller_engines(ray_address):
     from rayk.actors import launch
     from rayk.actors.nodes import EngineAsk, worker_resources

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 NUM_PROMPTS = 4
 MAX_TOKENS = 160

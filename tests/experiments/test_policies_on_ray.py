@@ -7,9 +7,9 @@ import json
 import pytest
 
 from rayk import Experiment, load
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 NUM, RATE = 9, 8.0
 LENGTHS = [5, 37, 300]

@@ -7,9 +7,9 @@ import pytest
 
 from rayk import Experiment, load
 from tests.experiments.test_on_ray import KV_BYTES, LAYERS
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from tests.experiments.interrupted import (
     assert_same_tables,
     draw_interrupts,
 )
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(600)]
+pytestmark = [ray, nixl, pytest.mark.timeout(600), thorough]
 
 SHORT: dict[str, Any] = {
     "prompts": {"random": {"count": 2, "input_tokens": [5, 21], "seed": 0}},

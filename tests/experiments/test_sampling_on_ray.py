@@ -9,9 +9,9 @@ import torch
 from rayk import Experiment
 from rayk.actors.tokenizer import load_decoder
 from tests.helpers import assert_matches
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 STOP = "e"
 

@@ -16,9 +16,9 @@ from rayk.reports import Result
 from rayk.reports.fields import STAGES
 from rayk.reports.moves import moves
 from rayk.reports.stages import LIMITS, limit_rows, request_parts
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 SLACK_MS = 0.01
 """Times are whole ns in rows and ms in tables; stages are end to end."""

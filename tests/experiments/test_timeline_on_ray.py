@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
+
+pytestmark = thorough
 
 NUM_REQUESTS = 24
 PHASES = ("prefill", "transfer", "decode")

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from rayk.types.errors import UserError
-from tests.markers import ray
+from tests.markers import ray, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("jobs.offload", "jobs.offload_engines", "jobs.offload_report")
@@ -219,6 +219,7 @@ def test_a_check_without_anything_to_judge_is_refused(
     assert job.parse_options(["--check"]).prompts[-1] == 8192
 
 
+@thorough
 @ray
 def test_a_small_run(
     job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

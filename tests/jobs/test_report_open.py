@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from rayk.reports import load
+from tests.markers import thorough
 from tests.reports.browser import needs_chromium
+
+pytestmark = thorough
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "jobs" / "benchmarks"
 

@@ -26,6 +26,7 @@ from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS, get_layout
 from rayk.transfer.plan import consecutive_tables
 from rayk.types.errors import SpecError, UserError
+from tests.markers import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = ROOT / "jobs" / "transfer_sweep.yaml"
@@ -150,6 +151,7 @@ def test_short_texts_of_the_ceiling_stand_on_one_line(tmp_path: Path):
     assert "td.short" in nowrap[1]
 
 
+@thorough
 @pytest.mark.ray
 @pytest.mark.nixl
 def test_some_cells_on_ray(tmp_path: Path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rayk.kernels.copy_runs import copy_runs, make_run_table, native_copy_runs
+from tests.each import each
 from tests.markers import interpreted
 
 POISON = 0x5A
@@ -67,8 +68,8 @@ def buffers(need, shift=(0, 0)):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("unit", [1, 2, 4, 8, 16, 64])
-@pytest.mark.parametrize("is_alike", [True, False])
+@each("unit", [1, 2, 4, 8, 16, 64])
+@each("is_alike", [True, False])
 def test_every_alignment(impl, unit, is_alike):
     rng = np.random.default_rng(unit)
     lengths = [unit * 3] * 5 if is_alike else [unit * int(n) for n in rng.integers(1, 40, 7)]
@@ -80,7 +81,7 @@ def test_every_alignment(impl, unit, is_alike):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("shift", [(0, 8), (4, 0), (2, 2), (1, 16), (8, 24), (0, 1)])
+@each("shift", [(0, 8), (4, 0), (2, 2), (1, 16), (8, 24), (0, 1)])
 def test_buffers_that_start_anywhere(impl, shift):
     """The runs are multiples of 16, the buffers' first bytes are not."""
     rng = np.random.default_rng(0)
@@ -89,7 +90,7 @@ def test_buffers_that_start_anywhere(impl, shift):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("length", [8, 16, 32, 64, 128, 256, 512, 24, 1 << 14, 8200])
+@each("length", [8, 16, 32, 64, 128, 256, 512, 24, 1 << 14, 8200])
 def test_every_length(impl, length):
     """Those that are compiled apart, and longer ones than a tile."""
     runs, need = scattered_runs(np.random.default_rng(1), 8, [length, length], num_blocks=2)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rayk.kernels import digest as digest_module
 from rayk.kernels.digest import native_digest
+from tests.each import each
 from tests.kernels.cases import AXIS_ORDERS, layer_view
 from tests.markers import gpu
 
@@ -117,8 +118,8 @@ def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("first_row", [0, 17])
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+@each("first_row", [0, 17])
 def test_equals_the_bytes_taken_one_by_one(dtype: torch.dtype, first_row: int) -> None:
     content = make_content(dtype)
     if dtype == torch.int8:  # an odd number of bytes: words of one byte
@@ -131,7 +132,7 @@ def test_equals_the_bytes_taken_one_by_one(dtype: torch.dtype, first_row: int) -
         assert int(got[f, h, g]) == expected.get((f, UNITS[h], first + g), 0)
 
 
-@pytest.mark.parametrize("num_elems", [1, 2, 3, 4, 7, 8])
+@each("num_elems", [1, 2, 3, 4, 7, 8])
 def test_words_narrow_with_the_fields_bytes(num_elems: int) -> None:
     """int8 fields of 1 .. 8 bytes use words of 1, 2, 4 or 8 bytes; every byte counts."""
     content = torch.randint(-128, 128, (3, 2, num_elems), dtype=torch.int8)
@@ -163,8 +164,8 @@ def test_words_narrow_with_the_fields_bytes(num_elems: int) -> None:
         assert before[1] != after[1]
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("order", AXIS_ORDERS)
+@each("block_size", [1, 4, 16])
+@each("order", AXIS_ORDERS)
 def test_layout_and_block_size_do_not_matter(order: str, block_size: int) -> None:
     content = make_content()
     expected = Cached(content).digest(UNITS)
@@ -234,7 +235,7 @@ CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CORRUPTIONS)
+@each("name", CORRUPTIONS)
 def test_corruption_changes_the_digest(name: str) -> None:
     good = Cached(make_content()).digest(UNITS)
     bad = Cached(CORRUPTIONS[name](make_content())).digest(UNITS)
@@ -295,7 +296,7 @@ def test_no_rows_digest_to_zero() -> None:
 @pytest.mark.parametrize(
     "strides", [(1000, 96, 96), (96, 700, 7), (5000, 1, 3)], ids=["page", "head-outermost", "overlapping"]
 )
-@pytest.mark.parametrize("units", [(0,), tuple(range(100, 612, 23))], ids=len)
+@each("units", [(0,), tuple(range(100, 612, 23))], ids=len)
 def test_a_state_is_read_at_any_strides(strides: tuple[int, int, int], units: tuple[int, ...]) -> None:
     """One row of a block, many units, wherever they lie: the digest of a dense copy, and of the bytes."""
     memory = torch.randn(120_000, generator=torch.Generator().manual_seed(1))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention.tiles import Tiles
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, make_batch
 from tests.markers import gpu, interpreted
@@ -117,7 +118,7 @@ def counts(latents: Latents) -> tuple[Tensor, Tensor]:
 
 
 @each_impl
-@pytest.mark.parametrize(
+@each(
     ("order", "block_size", "kernel_block_size"),
     [(order, 16, 16) for order in AXIS_ORDERS] + [("BLHNC", 12, 4), ("LBNHC", 16, 1), ("BHLNC", 5, 5)],
 )
@@ -133,7 +134,7 @@ def test_every_visible_row_counts_once(
 
 
 @each_impl
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("requests", "num_heads", "latent", "rope"),
     [(MIXED, 3, 32, 8), (DECODES, 17, 40, 6), (((20, 20),), 2, 64, 16)],

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from rayk.kernels.paged_attention import head_groups, paged_attention, why_no_native
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, count_marks, dense_attention, make_batch, num_seen
-from tests.markers import gpu, interpreted
+from tests.markers import gpu, interpreted, one_per
 
 needs_native = pytest.mark.skipif(why_no_native() is not None, reason=f"no native: {why_no_native()}")
 IMPLS = (
@@ -42,9 +43,9 @@ def check_marks(batch: Batch, impl: str) -> None:
     assert torch.equal(counts, count_marks(batch))
 
 
-@pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize("block_size", [1, 8, 16])
-@pytest.mark.parametrize("order", AXIS_ORDERS)
+@each("window", [None, 21])
+@each("block_size", [1, 8, 16])
+@each("order", AXIS_ORDERS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_query_sees_exactly_its_tokens(
     impl: str, order: str, block_size: int, window: int | None, poisoned_empty: None
@@ -58,14 +59,14 @@ def test_addressing_is_exact_in_every_dtype(impl: str, dtype: torch.dtype) -> No
     check_marks(make_batch(((1, 300), (33, 130)), dtype=dtype, marks=True), impl)
 
 
-@pytest.mark.parametrize("order", AXIS_ORDERS)
+@each("order", AXIS_ORDERS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_kernel_blocks_smaller_than_the_managers(impl: str, order: str) -> None:
     batch = make_batch(MIXED, order=order, block_size=16, kernel_block_size=4, window=21, marks=True)
     check_marks(batch, impl)
 
 
-@pytest.mark.parametrize(
+@each(
     "kv_index",
     [(0,), (1, 0), (0, 0, 0, 0, 0, 0), (2, 0, 1, 2, 0, 1), (0, 0, 0, 1, 2), (2, 2, 0), (1,) * 12],
     ids=str,
@@ -76,16 +77,15 @@ def test_kv_head_of_each_query_head_is_explicit(impl: str, kv_index: tuple[int, 
     check_marks(make_batch(((1, 20), (6, 11)), kv_heads=3, kv_index=kv_index, marks=True), impl)
 
 
-@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 1000])
+@one_per()
+@each("window", [1, 2, 15, 16, 17, 63, 64, 65, 1000])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_window_edges(impl: str, window: int) -> None:
     check_marks(make_batch(((1, 130), (40, 100), (65, 65)), window=window, marks=True), impl)
 
 
-@pytest.mark.parametrize(
-    "head_sizes", [(16, 16), (20, 20), (64, 64), (24, 16), (80, 48), (128, 128)], ids=str
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("head_sizes", [(16, 16), (20, 20), (64, 64), (24, 16), (80, 48), (128, 128)], ids=str)
+@each("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", FAST)
 def test_numbers_match_float64(impl: str, dtype: torch.dtype, head_sizes: tuple[int, int]) -> None:
     dk, dv = head_sizes

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from rayk.kernels.pointwise import gated, rms_norm, rotate_halves
 from rayk.kernels.pointwise.native import is_native, why_no_native
+from tests.each import each
 from tests.helpers import assert_matches, poison
 
 needs_native = pytest.mark.skipif(why_no_native() is not None, reason=str(why_no_native()))
@@ -36,9 +37,9 @@ def heads_of(fused: Tensor, first: int, count: int, size: int) -> Tensor:
     return fused[:, first * size : (first + count) * size].view(-1, count, size)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wide", [False, True])
+@each("size", SIZES)
+@each("dtype", DTYPES, ids=str)
+@each("wide", [False, True])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rms_norm(impl: str, wide: bool, dtype: torch.dtype, size: int) -> None:
     x, weight = 3 * draw(7, size, dtype=dtype), draw(size, seed=1, dtype=dtype)
@@ -69,8 +70,8 @@ def test_rms_norm_of_heads_has_a_weight_of_each(impl: str, dtype: torch.dtype) -
     assert_matches(unweighted, exact, F.rms_norm(x, (24,), eps=1e-6))
 
 
-@pytest.mark.parametrize("turned", [2, 8, 34, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("turned", [2, 8, 34, 64])
+@each("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_rotation_is_transformers_own_bit_for_bit(impl: str, dtype: torch.dtype, turned: int) -> None:
     x = heads_of(draw(9, 5 * 64, dtype=dtype), 1, 3, 64)
@@ -83,9 +84,9 @@ def test_rotation_is_transformers_own_bit_for_bit(impl: str, dtype: torch.dtype,
     assert torch.equal(found[..., turned:], x[..., turned:])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@each("size", SIZES)
+@each("dtype", DTYPES, ids=str)
+@each("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gated_activations(impl: str, activation: str, dtype: torch.dtype, size: int) -> None:
     # Most gates where the functions bend, some where they are flat.

@@ -12,6 +12,7 @@ from torch import Tensor
 from rayk.kernels.quantise import Quantised, dequantise, quantise
 from rayk.kv.format_bounds import error_bound
 from rayk.kv.formats import FORMATS
+from tests.each import each
 from tests.markers import interpreted
 
 IMPLS = ("reference", pytest.param("triton", marks=interpreted))
@@ -126,8 +127,8 @@ def test_token_head_scales_are_the_largest_over_448(impl: str) -> None:
     np.testing.assert_array_equal(as_codes(stored), _e4m3(x.numpy() / wanted))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.05])
-@pytest.mark.parametrize("name", FORMATS)
+@each("scale", [1.0, 0.05])
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_comes_back_is_within_the_formats_bound(impl: str, name: str, scale: float) -> None:
     kv_format = FORMATS[name]
@@ -154,8 +155,8 @@ def test_the_worst_relative_error_is_reached_and_not_passed(name: str) -> None:
     assert 0.97 * kv_format.worst_relative_error < worst <= kv_format.worst_relative_error * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each("name", QUANTISED)
+@each("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_nan_stays_nan_and_the_rest_finite(impl: str, name: str, bad: float) -> None:
     """An infinity, too: one that saturates would never be seen again."""
@@ -169,8 +170,8 @@ def test_nan_stays_nan_and_the_rest_finite(impl: str, name: str, bad: float) -> 
     assert back[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", QUANTISED)
+@each("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@each("name", QUANTISED)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_dtypes_of_what_comes_back(impl: str, name: str, dtype: torch.dtype) -> None:
     stored = quantise(some_values(seed=3), FORMATS[name], 0.5)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from rayk.kernels.paged_attention import paged_attention, why_no_native
 from rayk.kernels.store_kv import store_kv
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import Batch, count_marks, dense_attention, make_batch, num_seen
 from tests.kernels.quantised_cases import SCALES, bound, empty_cache, quantised, row_bytes
-from tests.markers import interpreted
+from tests.markers import interpreted, one_per
 
 FORMATS = ("fp8_e4m3", "fp8_e4m3_token_head", "nvfp4")
 needs_native = pytest.mark.skipif(why_no_native() is not None, reason=f"no native: {why_no_native()}")
@@ -45,9 +46,9 @@ def run(batch: Batch, cache: Any, impl: str, scale: float = 0.25, **more: Any) -
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", FORMATS)
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("order", ORDERS)
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", STORES)
 def test_only_the_named_rows_change(impl: str, name: str, order: str, dtype: torch.dtype) -> None:
     """Rows are what `quantise` says of each token by itself, at their places; no other byte is touched."""
@@ -69,9 +70,9 @@ def test_only_the_named_rows_change(impl: str, name: str, order: str, dtype: tor
         assert torch.equal(stored, expected), bundle
 
 
-@pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", FORMATS)
+@each("window", [None, 21])
+@each("order", ORDERS)
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_query_sees_exactly_its_tokens(
     impl: str, name: str, order: str, window: int | None, poisoned_empty: None
@@ -83,9 +84,9 @@ def test_every_query_sees_exactly_its_tokens(
     assert torch.equal(torch.round(out * num_seen(batch)).long(), wanted)
 
 
-@pytest.mark.parametrize("head_sizes", [(16, 16), (64, 64), (48, 16), (32, 80), (128, 128)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@each("head_sizes", [(16, 16), (64, 64), (48, 16), (32, 80), (128, 128)], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", FAST)
 def test_numbers_match_float64(impl: str, name: str, dtype: torch.dtype, head_sizes: tuple[int, int]) -> None:
     """Against attention in float64 over the dequantised keys and values."""
@@ -99,8 +100,9 @@ def test_numbers_match_float64(impl: str, name: str, dtype: torch.dtype, head_si
     assert_matches(actual, exact, dense_attention(batch, dtype, dk**-0.5), what=impl)
 
 
-@pytest.mark.parametrize("kv_index", [(0, 0, 0, 1, 2), (2, 2, 0), (1,) * 12], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@one_per()
+@each("kv_index", [(0, 0, 0, 1, 2), (2, 2, 0), (1,) * 12], ids=str)
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", FAST)
 def test_sinks_caps_and_uneven_heads(impl: str, name: str, kv_index: tuple[int, ...]) -> None:
     batch = make_batch(MIXED, kv_heads=3, kv_index=kv_index, order="BLHNC")

@@ -9,6 +9,7 @@ from torch import Tensor
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.quantised_cases import bound, empty_cache, quantised, row_bytes
 from tests.kernels.test_mla_attention import DECODES, MIXED, NARROW, Latents, counts, make_latents, mark
@@ -56,8 +57,8 @@ def test_only_the_named_rows_change(impl: str, name: str) -> None:
         assert torch.equal(found[bundle], view), bundle
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", FORMATS)
+@each("order", ORDERS)
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_visible_row_counts_once(impl: str, name: str, order: str, poisoned_empty: None) -> None:
     """Whatever nobody sees is NaN."""
@@ -69,13 +70,13 @@ def test_every_visible_row_counts_once(impl: str, name: str, order: str, poisone
     assert torch.equal(found, expected.expand_as(found))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("requests", "num_heads", "latent", "rope"),
     [(MIXED, 3, 32, 16), (DECODES, 17, 48, 16), (((20, 20),), 2, 64, 32)],
     ids=["mixed", "decode", "prefill"],
 )
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_numbers_match_float64(
     impl: str,

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from rayk.kernels.paged_attention import paged_attention, torch_cpu
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, count_marks, dense_attention, make_batch, num_seen
 from tests.kernels.test_paged_attention import DTYPES, FAST, IMPLS, MIXED, needs_native
-from tests.markers import gpu
+from tests.markers import gpu, one_per
 
 FOUR_SINKS = torch.tensor([1.5, -2.0, 0.3, 4.0])
 VARIANTS = {
@@ -45,8 +46,8 @@ def check_marks_with_sinks(batch: Batch, impl: str) -> None:
     assert float((counts - counts.round()).abs().max()) < 0.2
 
 
-@pytest.mark.parametrize("window", [None, 1, 21])
-@pytest.mark.parametrize("order", AXIS_ORDERS)
+@each("window", [None, 1, 21])
+@each("order", AXIS_ORDERS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_sink_counts_once_in_every_layout(
     impl: str, order: str, window: int | None, poisoned_empty: None
@@ -55,9 +56,7 @@ def test_a_sink_counts_once_in_every_layout(
     check_marks_with_sinks(make_batch(MIXED, order=order, block_size=8, window=window, marks=True), impl)
 
 
-@pytest.mark.parametrize(
-    "kv_index", [(0,), (1, 0), (2, 0, 1, 2, 0, 1), (0, 0, 0, 1, 2), (2, 2, 0), (1,) * 12], ids=str
-)
+@each("kv_index", [(0,), (1, 0), (2, 0, 1, 2, 0, 1), (0, 0, 0, 1, 2), (2, 2, 0), (1,) * 12], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_each_query_head_has_its_own_sink(impl: str, kv_index: tuple[int, ...]) -> None:
     check_marks_with_sinks(make_batch(((1, 20), (6, 11)), kv_heads=3, kv_index=kv_index, marks=True), impl)
@@ -78,9 +77,9 @@ def test_native_serves_groups_larger_than_a_tile(group_size: int) -> None:
     assert_matches(run(batch, "native", sinks=sinks), exact, eager)
 
 
-@pytest.mark.parametrize("head_sizes", [(16, 16), (24, 16), (80, 48), (256, 256)], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("head_sizes", [(16, 16), (24, 16), (80, 48), (256, 256)], ids=str)
+@each("variant", VARIANTS)
+@each("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", FAST)
 def test_numbers_match_float64(
     impl: str, dtype: torch.dtype, variant: str, head_sizes: tuple[int, int]
@@ -230,6 +229,7 @@ def test_soft_cap_matches_transformers_gemma2(impl: str) -> None:
     assert_matches(run(batch, impl, 0.5, soft_cap=2.0), exact, gemma, what=impl)
 
 
+@one_per()
 @pytest.mark.parametrize("impl", IMPLS)
 def test_both_match_flex_attention(impl: str) -> None:
     batch = make_batch(MIXED, head_size_k=32, head_size_v=32, window=30)

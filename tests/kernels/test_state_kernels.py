@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rayk.kernels.segments import NO_SLOT, Segments
+from tests.each import each
 from tests.kernels.state_cases import CONV, OPS, SELECTIVE, SSD, WIDE, Op, World
 from tests.markers import gpu, interpreted
 
@@ -44,8 +45,8 @@ def splits(n: int) -> Iterator[list[int]]:
 
 
 @each_op
-@pytest.mark.parametrize("impl", CPU)
-@pytest.mark.parametrize("block_size", [1, 2, 3, 100])
+@each("impl", CPU)
+@each("block_size", [1, 2, 3, 100])
 def test_every_split_of_a_sequence_gives_the_same(impl: str, op: Op, block_size: int) -> None:
     """Whole numbers, so that the same means equal, and a wrong slot or token cannot hide."""
     for parts in splits(6):
@@ -57,7 +58,7 @@ def test_every_split_of_a_sequence_gives_the_same(impl: str, op: Op, block_size:
 
 @each_op
 @each_impl
-@pytest.mark.parametrize(("parts", "block_size"), [((5,), 2), ((1, 2, 1, 1), 3), ((2, 3), 1), ((1, 4), 100)])
+@each(("parts", "block_size"), [((5,), 2), ((1, 2, 1, 1), 3), ((2, 3), 1), ((1, 4), 100)])
 def test_splits_across_borders(
     impl: str, device: str, op: Op, parts: tuple[int, ...], block_size: int, poisoned_empty: None
 ) -> None:
@@ -80,8 +81,8 @@ def run_at_random(world: World, most: int, **options: Any) -> None:
 
 
 @each_wide_op
-@pytest.mark.parametrize("impl", CPU)
-@pytest.mark.parametrize("seed", range(6))
+@each("impl", CPU)
+@each("seed", range(6))
 def test_mixed_batches_at_random(impl: str, op: Op, seed: int, poisoned_empty: None) -> None:
     """Of every kind: in place and forked, with states at borders kept or not."""
     options = {"fork": seed % 2 == 1, "keep": "last" if seed % 3 == 2 else "all"}
@@ -109,7 +110,7 @@ def test_mixed_batches_in_triton(
 
 @each_op
 @each_impl
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@each("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_16_bit_inputs_are_rounded_once(
     impl: str, device: str, op: Op, dtype: torch.dtype, poisoned_empty: None
 ) -> None:
@@ -121,8 +122,8 @@ def test_16_bit_inputs_are_rounded_once(
 
 
 @each_wide_op
-@pytest.mark.parametrize("impl", CPU)
-@pytest.mark.parametrize("time_scale", [0.01, 1.0, 30.0])
+@each("impl", CPU)
+@each("time_scale", [0.01, 1.0, 30.0])
 def test_long_sequences(impl: str, op: Op, time_scale: float) -> None:
     """Several chunks, with next to nothing, or nearly everything, forgotten in each."""
     world = World(op, [300, 131], 1000, impl=impl, time_scale=time_scale)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rayk.kernels.store_kv import store_kv
 from rayk.kernels.store_kv.native import why_no_native
+from tests.each import each
 from tests.kernels.cases import AXIS_ORDERS, layer_view
 from tests.markers import interpreted
 
@@ -43,8 +44,8 @@ def expected_bytes(view: Tensor, k: Tensor, v: Tensor, slots: list[int]) -> Tens
     return copy.view(torch.int8)
 
 
-@pytest.mark.parametrize("block_size", [1, 8])
-@pytest.mark.parametrize("order", AXIS_ORDERS)
+@each("block_size", [1, 8])
+@each("order", AXIS_ORDERS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_only_the_named_slots_change(impl: str, order: str, block_size: int) -> None:
     view = layer_view(

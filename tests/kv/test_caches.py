@@ -25,6 +25,7 @@ from rayk.kv.fields import ITEMSIZE
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import CacheKey, group_layers
 from rayk.kv.layout import LAYOUTS
+from tests.each import each
 from tests.kv.brute import (
     RANK_CASES,
     Case,
@@ -64,7 +65,7 @@ def fields_of(caches: CanonicalKVCaches, key: CacheKey) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_views_lie_where_the_layout_puts_them(case: Case, layout: str, tp_rank: int):
     """A number per element of the buffer, seen through the view, is the element's number by definition."""
     caches = make(case, layout, tp_rank)
@@ -83,7 +84,7 @@ def test_views_lie_where_the_layout_puts_them(case: Case, layout: str, tp_rank: 
                 np.testing.assert_array_equal(seen.numpy() * size, places[name][position][..., ::size])
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_writing_through_a_view_writes_those_bytes_and_no_others(case: Case, layout: str, tp_rank: int):
     for group, places in zip(case.groups, brute_addresses(case, layout, tp_rank), strict=True):
         caches = make(case, layout, tp_rank)
@@ -94,7 +95,7 @@ def test_writing_through_a_view_writes_those_bytes_and_no_others(case: Case, lay
         np.testing.assert_array_equal(changed, np.sort(written))
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_what_kernels_write_is_found_where_the_geometry_says(case: Case, layout: str, tp_rank: int):
     """Each byte of a field, written through the bound view, is its coordinate's own number; read back from
     the buffer at geometry's address. Groups share bytes, so each has the buffer to itself."""
@@ -116,7 +117,7 @@ def test_what_kernels_write_is_found_where_the_geometry_says(case: Case, layout:
         np.testing.assert_array_equal(held[at], np.array(list(expected.values()), dtype=np.uint8))
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_tensors_cover_all_pages_once_and_references_hold_their_blocks(case: Case, layout: str, tp_rank: int):
     caches = make(case, layout, tp_rank)
     geometry = caches.geometry
@@ -174,8 +175,8 @@ def test_hybrid_canonical_allocation():
     assert caches.references == ((BlockReference(0, 0, 4096),),) * 3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_blocks", [2, 3, 7])
+@each("layout", LAYOUTS)
+@each("num_blocks", [2, 3, 7])
 def test_generations_lie_in_the_buffer_behind_the_pages(layout: str, num_blocks: int):
     case = Case("odd", {0: full(block_size=1, kv_heads=1)}, 1, None, num_blocks)
     caches = make(case, layout, 0)

@@ -9,6 +9,7 @@ from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
+from tests.each import each
 from tests.kv.decoders import decoder, layer
 
 LLAMA4 = ("chunked", "chunked", "chunked", "full")
@@ -34,9 +35,9 @@ def chunks_begin_with_kernel_blocks(made: EnginePlan, chunk: int, num_tokens: in
     )
 
 
-@pytest.mark.parametrize("hybrid_kv", [True, False])
-@pytest.mark.parametrize("block_size", [1, 4, 16, 24])
-@pytest.mark.parametrize("chunk", [1, 5, 6, 7, 8, 16, 48, 64, 512])
+@each("hybrid_kv", [True, False])
+@each("block_size", [1, 4, 16, 24])
+@each("chunk", [1, 5, 6, 7, 8, 16, 48, 64, 512])
 def test_kernel_blocks_are_the_largest_that_chunks_begin_with(chunk: int, block_size: int, hybrid_kv: bool):
     made = plan(*LLAMA4, chunk=chunk, block_size=block_size, hybrid_kv=hybrid_kv)
     found = kernel_blocks(made)

@@ -11,6 +11,7 @@ import pytest
 from rayk.kv.geometry import layout_veto
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS, KVCacheLayout
+from tests.each import each
 from tests.kv import test_caches, test_geometry, test_maps
 from tests.kv.brute import CASES, Case, brute_addresses, brute_clashes, cuts_blocks, full, sliding
 from tests.transfer.cluster import Shape, local_pair
@@ -42,7 +43,7 @@ def every_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     brute_addresses.cache_clear()
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@each("order", ORDERS)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=() if c.name in QUICK else pytest.mark.slow) for c in CASES],
@@ -61,7 +62,7 @@ def test_an_order_is_right_or_vetoed(case: Case, order: str):
         return
     assert not any(brute_clashes(case, order, rank) for rank in range(case.tp_size))
     for check in EXACT:
-        check(case, order, case.tp_size // 2)
+        check.__wrapped__(case, order, case.tp_size // 2)
 
 
 def test_the_veto_is_needed():

@@ -12,6 +12,7 @@ from rayk.kv.groups import group_layers
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import Unsupported
+from tests.each import each
 from tests.kv.brute import (
     CASES,
     ITEMSIZES,
@@ -32,7 +33,7 @@ from tests.kv.brute import (
 )
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_every_address_is_where_the_layout_puts_it(case: Case, layout: str, tp_rank: int):
     rank = case.rank(layout, tp_rank)
     for group, places in zip(rank.groups, brute_addresses(case, layout, tp_rank), strict=True):
@@ -53,7 +54,7 @@ def test_every_address_is_where_the_layout_puts_it(case: Case, layout: str, tp_r
                 assert np.all(actual[:, :, 0, :, 0] % 16 == 0)
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_describe_names_every_byte_and_padding_has_no_name(case: Case, layout: str, tp_rank: int):
     rank = case.rank(layout, tp_rank)
     owners = brute_owners(case, layout, tp_rank)
@@ -62,7 +63,7 @@ def test_describe_names_every_byte_and_padding_has_no_name(case: Case, layout: s
         assert rank.describe(byte) == owners.get(byte, []), byte
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_a_block_is_the_same_bytes_in_every_group(case: Case, layout: str, tp_rank: int):
     """Groups share block ids: bytes of block 1 in one group must never be bytes of block 2 in another."""
     rank = case.rank(layout, tp_rank)
@@ -80,7 +81,7 @@ def test_a_block_is_the_same_bytes_in_every_group(case: Case, layout: str, tp_ra
         block_of = np.where(mine == -1, block_of, mine)
 
 
-@pytest.mark.parametrize("case", CASES, ids=ident)
+@each("case", CASES, ids=ident)
 def test_sizes(case: Case):
     for rank_index in range(case.tp_size):
         pages = [brute_page_bytes(g.spec, case.tp_size, rank_index) for g in case.groups]

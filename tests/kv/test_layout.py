@@ -9,6 +9,7 @@ import pytest
 
 from rayk.kv.layout import LAYOUTS, KVCacheLayout, get_layout, resolve_layout
 from rayk.types.errors import LayoutVetoed, UserError
+from tests.each import each
 
 SIX = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
 
@@ -39,7 +40,7 @@ def test_auto_takes_the_most_preferred():
     assert (agreed.layout.name, agreed.vetoes) == ("BHLNC", ())
 
 
-@pytest.mark.parametrize("vetoed", [c for n in range(6) for c in combinations(LAYOUTS, n)], ids="-".join)
+@each("vetoed", [c for n in range(6) for c in combinations(LAYOUTS, n)], ids="-".join)
 def test_vetoes_leave_the_most_preferred_of_the_rest(vetoed: tuple[str, ...]):
     agreed = resolve_layout("auto", [("specs", refuses()), ("backend", refuses(*vetoed))])
     assert agreed.layout.name == next(name for name in LAYOUTS if name not in vetoed)

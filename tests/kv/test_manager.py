@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
+from tests.each import each
 from tests.kv.brute import chunked, full, mamba2, sliding
 
 BLOCK = 4
@@ -278,8 +279,8 @@ def test_reserving_twice_is_a_bug():
         manager.reserve_live("a", 3)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 64])
-@pytest.mark.parametrize("num_tokens", [1, 5, 8, 30, 41])
+@each("chunk", [1, 3, 4, 7, 64])
+@each("num_tokens", [1, 5, 8, 30, 41])
 def test_max_request_blocks_is_enough_and_no_more(num_tokens: int, chunk: int):
     """Prefill in chunks of any size up to `chunk`, computed and trimmed as engines do; the worst start."""
     manager = KVCacheManager(GROUPS, 200)

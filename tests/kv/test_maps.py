@@ -11,6 +11,7 @@ from rayk.kv.geometry import GroupGeometry, canonical_page
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.maps import Runs, block_strides, coalesce, match_rows, page_map
 from rayk.kv.specs import KVCacheSpec, Mamba2Spec
+from tests.each import each
 from tests.kv.brute import (
     CASES,
     RANK_CASES,
@@ -91,7 +92,7 @@ def canonical_bytes(spec: KVCacheSpec, num_layers: int) -> list[tuple[str, int, 
     ]
 
 
-@pytest.mark.parametrize(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
+@each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_page_map_names_the_canonical_byte_of_every_byte(case: Case, layout: str, tp_rank: int):
     """Moved to the last block, each source byte is what its canonical offset means."""
     rank = case.rank(layout, tp_rank)
@@ -113,8 +114,8 @@ def test_page_map_names_the_canonical_byte_of_every_byte(case: Case, layout: str
             assert found.layer == layers[position]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES, ids=ident)
+@each("layout", LAYOUTS)
+@each("case", CASES, ids=ident)
 def test_elected_writers_tile_the_canonical_page_once(case: Case, layout: str):
     """The first rank that holds a unit writes it; all ranks together write each byte once per holder."""
     if not case.fits(layout):
@@ -166,9 +167,9 @@ TP_PAIRS = [(3, 2), (4, 6), (6, 4), (2, 3), (1, 4), (4, 1)]
 LAYOUT_PAIRS = [("BHLNC", "LBNHC"), ("LHBNC", "BLNHC"), ("LBHNC", "LHBNC"), ("BLHNC", "BHLNC")]
 
 
-@pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
-@pytest.mark.parametrize("tp", TP_PAIRS, ids=str)
-@pytest.mark.parametrize("kind", MOVED)
+@each("layouts", LAYOUT_PAIRS, ids="-".join)
+@each("tp", TP_PAIRS, ids=str)
+@each("kind", MOVED)
 def test_runs_between_any_two_shards_join_what_means_the_same(
     kind: str, tp: tuple[int, int], layouts: tuple[str, str]
 ):
@@ -205,7 +206,7 @@ def check_runs(here: Case, there: Case, layouts: tuple[str, str], ranks: tuple[i
         assert dict(zip(to_copied.tolist(), from_copied.tolist(), strict=True)) == expected
 
 
-@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids="-".join)
+@each("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids="-".join)
 def test_match_rows_between_unlike_shards_kernel_blocks_and_rows(layouts: tuple[str, str]):
     """Rows 1..3 of one side against rows 3..5 of the other, for the heads both hold, in all layout pairs."""
     here = Case("here", {0: full(kv_heads=6, query_heads=6), 1: full(kv_heads=6, query_heads=6)}, 2, 2)

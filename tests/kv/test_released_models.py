@@ -26,6 +26,7 @@ from rayk.kv.specs import (
     SlidingWindowSpec,
     page_bytes,
 )
+from tests.each import each
 from tests.kv.brute import keyed
 
 POSITIONS = 262144
@@ -255,8 +256,8 @@ def test_gemma3n_keeps_the_layers_that_do_not_share(num_layers: int, num_shared:
     assert measure_waste(groups).bytes == 16 * 2048
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@each("layout", LAYOUTS)
+@each("name", MODELS)
 def test_every_layout_holds_them_or_says_why(name: str, layout: str):
     """One buffer, at TP 1, 2 and 4; nothing but LHBNC over unlike pages is refused."""
     model = MODELS[name]

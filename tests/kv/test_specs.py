@@ -20,6 +20,7 @@ from rayk.kv.specs import (
     with_block_size,
 )
 from rayk.types.errors import Unsupported
+from tests.each import each
 from tests.house import ROOT, python_files
 from tests.kv.brute import (
     ITEMSIZES,
@@ -55,7 +56,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=ident)
+@each("spec", SPECS, ids=ident)
 def test_fields_are_what_each_family_keeps(spec: KVCacheSpec):
     """Names, sizes and readers against heads, groups and channels counted one by one."""
     pieces = [piece for bundle in brute_bundles(spec) for piece in bundle]
@@ -94,7 +95,7 @@ def test_published_sizes_of_states():
     assert page_bytes(spec) == 4 * 32 * 128 * 128 + 2 * (2 * 16 * 128 + 32 * 128) * (width - 1)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=ident)
+@each("spec", SPECS, ids=ident)
 def test_block_sizes_can_be_changed_and_nothing_else(spec: KVCacheSpec):
     changed = with_block_size(spec, 24)
     assert (changed.block_size, type(changed)) == (24, type(spec))
@@ -128,8 +129,8 @@ def test_specs_of_unlike_kinds_are_unlike():
     assert len({full(), full(), sliding(3), sliding(3), sliding(4)}) == 3
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 12])
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6, 12])
+@each("kv_heads", [1, 2, 3, 4, 6, 12])
+@each("tp_size", [1, 2, 3, 4, 6, 12])
 def test_shard_of_a_field(kv_heads: int, tp_size: int):
     spec = full(kv_heads=kv_heads)
     pieces = brute_bundles(spec)[0]
@@ -174,7 +175,7 @@ def test_live_rows_of_a_chunk_are_what_a_later_token_sees(chunk: int):
         assert spec.live_rows(num_tokens).start % spec.live_step == 0
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *(chunked(n) for n in (1, 2, 7, 16, 64))], ids=ident)
+@each("spec", [*SPECS, *(chunked(n) for n in (1, 2, 7, 16, 64))], ids=ident)
 def test_the_fullest_moment_of_a_sequence(spec: KVCacheSpec):
     """The last of those with most live rows."""
     for max_tokens in range(140):
@@ -191,16 +192,16 @@ def kept_blocks(spec: KVCacheSpec, num_computed: int, num_tokens: int) -> int:
     return kept
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *(chunked(n) for n in (1, 2, 7, 16, 64)), sliding(1)], ids=ident)
+@each("spec", [*SPECS, *(chunked(n) for n in (1, 2, 7, 16, 64)), sliding(1)], ids=ident)
 def test_blocks_are_held_until_nobody_reads_or_writes_them(spec: KVCacheSpec):
     held = [held_blocks(spec, n) for n in range(140)]
     assert held == [kept_blocks(spec, n, n) for n in range(140)]
     assert max(held) <= max_live_blocks(spec, 139)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 6, 9])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 6, 7, 12])
-@pytest.mark.parametrize("num_new", [0, 1, 2, 7, 13])
+@each("block_size", [1, 2, 4, 6, 9])
+@each("chunk", [1, 2, 3, 4, 6, 7, 12])
+@each("num_new", [0, 1, 2, 7, 13])
 def test_most_blocks_of_a_chunk_is_the_maximum_over_all_places(block_size: int, chunk: int, num_new: int):
     """Exact: chunks begin at few places of a block, unlike windows; blocks of earlier ones are given back,
     but for the one in which the next row lies (which is all that chunks of one position keep)."""
@@ -228,9 +229,9 @@ def test_published_window_block_counts(window: int, blocks: int):
     assert max(touched) == blocks
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4, 5])
-@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 13])
-@pytest.mark.parametrize("num_new", [0, 1, 2, 7])
+@each("block_size", [1, 2, 4, 5])
+@each("window", [1, 2, 3, 4, 5, 9, 13])
+@each("num_new", [0, 1, 2, 7])
 def test_most_blocks_is_the_maximum_over_all_places(block_size: int, window: int, num_new: int):
     spec = sliding(window, full(block_size=block_size))
     enough = window + num_new + 3 * block_size

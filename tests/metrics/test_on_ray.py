@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from rayk.metrics import LABEL_VALUES, METRICS, MetricKind
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 from tests.pd import wait_until
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 RAYS_OWN = {"WorkerId", "NodeAddress", "SessionName", "Version", "Component", "JobId"}
 """Labels that Ray adds, besides those of its telemetry (otel_...)."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-import pytest
-
 from rayk.actors.request_meter import OUTCOMES
 from rayk.engine.leader_metrics import ENDINGS
 from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings
 from rayk.metrics.__main__ import table
 from rayk.specs.experiment import VERDICTS
 from rayk.types.request import FinishReason
+from tests.each import each
 
 OPEN_LABELS = {"model", "engine", "rank", "group", "kind", "point", "path", "status", "run"}
 """As many values as a deployment has models, engines, ranks..."""
@@ -21,7 +20,7 @@ VLLM_TTFT = (*_UP_TO_1, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 VLLM_E2E = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0)
 VLLM_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """Borders of vLLM's own histograms (vllm/v1/metrics/loggers.py), as far as two minutes."""
-BY_METRIC = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+BY_METRIC = each("metric", METRICS.values(), ids=lambda metric: metric.name)
 
 
 @BY_METRIC

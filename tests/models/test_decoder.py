@@ -15,6 +15,7 @@ from rayk.models.layers import linear
 from rayk.models.loader import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
+from tests.markers import one_per
 from tests.models.tiny import (
     LLAMA3,
     LONGROPE,
@@ -120,6 +121,7 @@ def every_logit(
     return ranks[0]
 
 
+@one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:

@@ -21,6 +21,7 @@ from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
 from tests.helpers import assert_matches
+from tests.markers import one_per
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import (
     Checkpoint,
@@ -58,6 +59,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp("gemma3n"), "gemma3n", **VARIANTS[request.param])
 
 
+@one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from rayk.models.loader import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
+from tests.markers import one_per, thorough
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import (
     YARN,
@@ -75,6 +76,7 @@ def cases(*pairs: tuple[str, int]) -> Any:
     return pytest.mark.parametrize(("checkpoint", "tp_size"), pairs, indirect=["checkpoint"])
 
 
+@one_per()
 @cases(
     *(("qwen3_next", tp) for tp in (1, 2, 4)),
     ("qwen3_next-biases-tied", 1),
@@ -129,6 +131,7 @@ def test_logits_with_the_fast_backend(checkpoint: Checkpoint, tp_size: int) -> N
         assert_right(checkpoint, token_ids, logits)
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("checkpoint", "state_block_size"),
     [("qwen3_next-dense", None), ("qwen3_next-dense", 5), ("deepseek_v3", None)],
@@ -231,6 +234,7 @@ def _state_fields(checkpoint: Checkpoint, cache: Any) -> dict[str, torch.Tensor]
     }
 
 
+@thorough
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [

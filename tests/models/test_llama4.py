@@ -26,6 +26,7 @@ from rayk.models.layers.router import Router
 from rayk.models.loader import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
+from tests.markers import one_per
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import (
     DIMS,
@@ -65,6 +66,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp(request.param), "llama4", **VARIANTS[request.param])
 
 
+@one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
+from tests.markers import one_per
 from tests.models.noise import assert_as_transformers
 from tests.models.tiny import (
     Checkpoint,
@@ -104,6 +105,7 @@ def whole_logits(model: Any) -> torch.Tensor:
     return torch.cat([reference_logits(model, ids) for ids in prompts()])
 
 
+@one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:

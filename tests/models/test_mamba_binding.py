@@ -17,6 +17,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.models.decoder import Decoder
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.parallel.local import LocalComm
+from tests.markers import one_per
 from tests.models.noise import assert_as_transformers
 from tests.models.tiny import Checkpoint, Paged, load, reference_logits, run_ranks, write_checkpoint
 
@@ -105,6 +106,7 @@ def test_adjacent_taps_are_convolved_at_once(
         assert mixer._weights.conv.num_launches == launches
 
 
+@one_per()
 @pytest.mark.parametrize("family", ["mamba2", "jamba", "falcon_h1"])
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_units_are_what_was_cut(tmp_path: Path, family: str, tp_size: int) -> None:

@@ -21,6 +21,7 @@ from rayk.parallel import shard
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import assert_right, draw, load, run_ranks, write_checkpoint
@@ -82,8 +83,8 @@ def answers(theirs: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return exact(x[None].double())[0][0], theirs(x[None])[0][0]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 37])
-@pytest.mark.parametrize(
+@each("num_tokens", [1, 5, 37])
+@each(
     ("num_experts", "num_chosen", "tp_size"),
     [(4, 2, 1), (4, 2, 3), (5, 3, 2), (5, 3, 4), (3, 1, 4), (2, 2, 5), (1, 1, 2), (8, 4, 4)],
 )

@@ -19,6 +19,7 @@ from transformers.models.phi3 import modeling_phi3
 from rayk.models.config import RopeConfig
 from rayk.models.families import parse_config
 from rayk.models.layers.rope import Rotary, inverse_frequencies, rotate
+from tests.each import each
 from tests.helpers import assert_matches
 from tests.models import released
 from tests.models.released import LLAMA3, small
@@ -73,8 +74,8 @@ def parsed(raw: dict[str, Any], layer: int = 0) -> RopeConfig:
     return rope
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", list(KINDS))
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("kind", list(KINDS))
 def test_every_kind_is_transformers_own(kind: str, dtype: torch.dtype) -> None:
     raw = small("llama", rope_scaling=KINDS[kind], head_dim=64)
     config = parsed(raw)

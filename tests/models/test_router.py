@@ -17,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 from rayk.models.config import RouterConfig
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.router import Router
+from tests.each import each
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_TOKENS = 12, 4, 400
 
@@ -81,8 +82,8 @@ def theirs_and_mine(name: str, dtype: torch.dtype) -> tuple[Any, Router]:
 
 
 @pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", list(ROUTERS))
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("name", list(ROUTERS))
 def test_router_is_transformers_own(name: str, dtype: torch.dtype, levels: int | None) -> None:
     theirs, mine = theirs_and_mine(name, dtype)
     draw = torch.Generator().manual_seed(2)

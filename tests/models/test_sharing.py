@@ -17,6 +17,7 @@ from rayk.models.families.sharing import shared_sources
 from rayk.models.loader import unused_tensors
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
+from tests.markers import one_per
 from tests.models.released import small
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import CLASSES, LONGROPE, Checkpoint, Paged, assert_right, load, write_checkpoint
@@ -52,6 +53,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(folder, family, **{"num_hidden_layers": 4, **overrides})
 
 
+@one_per()
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)
 def test_logits_equal_transformers(checkpoint: Checkpoint, tp_size: int) -> None:

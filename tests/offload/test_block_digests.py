@@ -16,6 +16,8 @@ from rayk.transfer.connectors import layer_views
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import CanonicalViews, compute_digests, sorted_views
 from rayk.types.errors import KVMismatch
+from tests.each import each
+from tests.markers import one_per
 from tests.offload.cluster import Kind, open_node, random_values, tokens_of
 from tests.offload.families import FAMILIES
 from tests.offload.test_pages import finish_writes
@@ -54,8 +56,8 @@ def flip(views: CanonicalViews, tables: Sequence[Sequence[int]], row: int, rng: 
     return tables[view.group.index][row // view.group.spec.block_size]
 
 
-@pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@each("block_size", [16, 48])
+@each("family", sorted(FAMILIES))
 def test_they_are_those_of_the_rows_however_much_is_known(family: str, block_size: int) -> None:
     views, num_blocks = open_views(family, block_size)
     kept, rng = BlockDigests(views, num_blocks, PER_GROUP), random.Random(family)
@@ -95,6 +97,7 @@ def test_they_stay_what_they_were_and_name_the_blocks_that_did_not(family: str) 
         assert np.array_equal(kept.recall(tables, num_tokens), proven)
 
 
+@one_per()
 @pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("family", ["full", "gpt_oss", "gemma3", "llama4", "fp8_token_head"])
 def test_a_change_is_lent_to_nobody_whatever_prefix_is_asked_for(family: str, block_size: int) -> None:
@@ -124,6 +127,7 @@ def test_a_change_is_lent_to_nobody_whatever_prefix_is_asked_for(family: str, bl
     assert num_met > 20
 
 
+@one_per()
 @pytest.mark.parametrize("family", ["full", "gpt_oss", "llama4", "jamba", "qwen3_next", "fp8_token_head"])
 def test_blocks_that_changed_are_named_also_where_their_rows_are_dead(family: str) -> None:
     views, num_blocks = open_views(family)

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.markers import thorough
+
+pytestmark = thorough
+
 SCRIPT = Path(__file__).parents[2] / "jobs" / "benchmarks" / "offload_copies.py"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rayk.offload.costs import BLIND, CostModel
+from tests.markers import thorough
 
 GB = 10**9
 
@@ -82,6 +83,7 @@ def learn(model: CostModel, machine: Machine, draw: random.Random, num_prompts: 
         model.observe_in(num_bytes, machine.move_in(num_bytes) * noise(draw))
 
 
+@thorough
 def test_the_choice_is_the_cheaper_one_but_near_the_break_even() -> None:
     sides = [0, 0]
     for seed in range(60):
@@ -107,6 +109,7 @@ def test_the_choice_is_the_cheaper_one_but_near_the_break_even() -> None:
     assert min(sides) > 400, "both were right often"
 
 
+@thorough
 def test_estimates_come_near_the_truth() -> None:
     for seed in range(20):
         draw = random.Random(seed)
@@ -225,6 +228,7 @@ def test_a_prompt_takes_as_few_steps_as_the_engine_can() -> None:
     assert model.recompute_ns(600) == pytest.approx(3 * 7e6 + 600 * 2e4, rel=0.1)
 
 
+@thorough
 @pytest.mark.parametrize(("move_ns", "is_cheaper"), [(150e6, False), (9e6, True)])
 def test_who_loads_every_prompt_computes_one_now_and_then_and_learns_what_it_costs(
     move_ns: float, is_cheaper: bool

@@ -20,6 +20,7 @@ from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName
 from rayk.offload.page_store import PlainFiles
 from rayk.types.errors import UserError
 from tests.house import ROOT
+from tests.markers import thorough
 from tests.offload.disk import (
     IDENTITY,
     files_of,
@@ -312,6 +313,7 @@ def test_identities_differ_in_every_fact():
     assert len({i.folder_name for i in (one, *others)}) == 5
 
 
+@thorough
 def test_processes_that_start_at_once_share_one_secret(tmp_path: Path):
     script = (
         "import sys; from pathlib import Path; from rayk.offload.disk import DiskTier\n"
@@ -366,6 +368,7 @@ WRITER = (
 )
 
 
+@thorough
 def test_a_killed_writer_leaves_whole_pages_only(tmp_path: Path):
     found = 0
     for start in range(0, 5_000_000, 1_000_000):
@@ -393,6 +396,7 @@ def test_a_killed_writer_leaves_whole_pages_only(tmp_path: Path):
     tier.close()
 
 
+@thorough
 @pytest.mark.parametrize("seed", range(4))
 def test_it_agrees_with_a_dict(tmp_path: Path, seed: int):
     """Random puts, gets, damage and restarts; nothing wrong is ever served, and without damage all is."""

@@ -25,6 +25,7 @@ from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName
 from rayk.offload.page_store import PlainFiles
 from rayk.types.errors import DiskUnavailable, UserError
 from tests.house import ROOT
+from tests.markers import thorough
 from tests.offload.disk import IDENTITY, files_of, finish, get_all, name_of, open_tier, page_of, put_all
 
 NUM_DAMAGED = 1000
@@ -56,6 +57,7 @@ def damage(file: Path, other: Path, rng: random.Random) -> str:
     return reasons.get(kind, "flipped")
 
 
+@thorough
 def test_every_damaged_file_is_reported_and_none_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rng = random.Random(5)
     names = [name_of(i, i % 2) for i in range(NUM_DAMAGED + 200)]
@@ -85,6 +87,7 @@ def test_every_damaged_file_is_reported_and_none_is_served(tmp_path: Path, caplo
     assert left == {n.file_name for n in (*names, other) if n not in set(damaged[50:])}
 
 
+@thorough
 def test_every_bit_of_the_header_counts(tmp_path: Path):
     """Flipped one after the other, version and magic included."""
     identity = PageIdentity({"n": "1"}, (16,))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rayk.types.errors import UserError
+from tests.markers import thorough
 from tests.offload.disk import finish
 from tests.offload.faults import Case, reopen
 from tests.offload.node import Node
@@ -52,6 +53,7 @@ def flip(file: Path, draw: random.Random) -> None:
     file.write_bytes(data)
 
 
+@thorough
 def test_a_thousand_flipped_bits_cost_no_answer(case: Case, tmp_path: Path) -> None:
     """All pages come from disk; damaged ones are met, told and computed again, the others are used."""
     draw = random.Random(11)

@@ -17,6 +17,7 @@ from rayk.transfer.agent import Transfer, TransferState
 from rayk.transfer.faults import FlipBit, StallReads
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.request import FinishReason
+from tests.markers import one_per
 from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine, until
 from tests.pd import make_request
@@ -44,6 +45,7 @@ def told(engine: NodeEngine) -> dict[str, Any]:
 # What is read is not what was stored, or does not come.
 
 
+@one_per()
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=lambda t: f"{t[0]}to{t[1]}")
 @pytest.mark.parametrize("descriptor", [0, 17])
 def test_a_flipped_bit_in_a_load_is_found_and_computed_again(
@@ -207,6 +209,7 @@ def growing(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return Case.make(path, reference(path), [40 + i for i in range(8)], 120)
 
 
+@one_per()
 @pytest.mark.parametrize("stage", ["leaving", "away", "returning"])
 def test_a_tier_that_is_killed_in_the_middle_of_swaps(growing: Case, stage: str) -> None:
     agents = FaultyAgents()

@@ -16,6 +16,7 @@ from rayk.actors.tiers import HostTiers
 from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch
 from rayk.types.offload import OffloadSettings
+from tests.markers import thorough
 from tests.offload.disk import finish
 from tests.offload.faults import Case
 from tests.offload.node import Node, describe
@@ -77,6 +78,7 @@ def kinds_of(path: Path, changes: Sequence[dict[str, Any]]) -> list[tuple[str, s
     return found
 
 
+@thorough
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
     [("qwen3", "auto"), ("qwen3", "nvfp4"), ("gemma3", "fp8_e4m3"), ("jamba", "auto"), ("jamba", "fp8_e4m3")],

@@ -14,10 +14,13 @@ from rayk.actors import offloading, receiving
 from rayk.offload import backoff
 from rayk.offload.costs import Choice
 from rayk.transfer.faults import FlipBit, StallReads
+from tests.markers import thorough
 from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine
 from tests.offload.test_faults import breaking_agents
 from tests.pd import Clock, make_request, wait_until
+
+pytestmark = thorough
 
 LENGTHS = (600, 301, 290, 280)
 ROOM: dict[str, Any] = {"num_blocks": 400}

@@ -19,7 +19,7 @@ from rayk.engine.build import Completion
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.markers import slow
+from tests.markers import one_per, slow
 from tests.offload.node import Node, NodeEngine
 from tests.pd import make_request
 from tests.test_quantised_end_to_end import FORMATS_OF, Model, check_forced
@@ -112,6 +112,7 @@ def complete(engine: NodeEngine, name: str, prompt: Sequence[int], num_tokens: i
     return done
 
 
+@one_per()
 @pytest.mark.parametrize("cell", marked())
 def test_tokens_after_a_load_are_those_without(cell: Cell, answers: Callable[[str], Answers]) -> None:
     name = QUANTISED.get(cell.model, "auto")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayk.offload.disk import DiskTier
+from tests.markers import one_per
 from tests.offload.cluster import BareNode, Kind, open_node, tokens_of
 from tests.offload.disk import finish
 from tests.offload.test_tier import N, hit, store
@@ -274,6 +275,7 @@ def test_a_page_that_changed_in_host_memory_is_not_written(tmp_path: Path, num_t
     node.tier.close()
 
 
+@one_per()
 @pytest.mark.parametrize("family", ["full", "gpt_oss", "llama4", "granite", "fp8_token_head"])
 def test_changes_anywhere_in_host_memory_never_come_back_from_disk(tmp_path: Path, family: str) -> None:
     """Pages that a slow disk did not take, of blocks whose rows may be dead by the time it does."""

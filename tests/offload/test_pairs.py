@@ -18,7 +18,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
 from rayk.transfer.consumer import TransferOutcome
 from rayk.types.errors import Unsupported
-from tests.markers import slow
+from tests.markers import one_per, slow
 from tests.offload.cluster import BareNode, ByteEngine, Kind, Loaded, open_node, random_values, tokens_of
 from tests.offload.families import CHUNK, FAMILIES, WINDOW
 from tests.transfer.brute import brute_shard
@@ -110,6 +110,7 @@ def moved(outcomes: dict[int, TransferOutcome]) -> int:
     return sum(row.bytes for outcome in outcomes.values() for row in outcome.rows)
 
 
+@one_per("family")
 @pytest.mark.parametrize(("family", "layout", "size", "chosen"), cases())
 def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size: int, chosen: slice) -> None:
     node = open_node(family, num_blocks=900, layout=layout, block_size=size)

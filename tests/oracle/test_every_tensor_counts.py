@@ -16,6 +16,7 @@ from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.tiny import OTHER_STREAMS
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
+from tests.markers import one_per
 
 # Mistakes of a model's author, as settings of a transformers model that makes them. A name "a.b" is
 # `b` inside the mapping `a`.
@@ -195,6 +196,7 @@ def test_sinks_of_other_heads_change_the_output(checkpoint: CheckpointFactory) -
     assert same_output(model, path)
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("family", "settings"), [(f, s) for f, found in MISTAKES.items() for s in found], ids=str
 )

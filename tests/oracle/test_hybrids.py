@@ -15,6 +15,7 @@ from rayk.oracle.hybrids import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITION
 from rayk.oracle.text import Text
 from tests.conftest import CheckpointFactory
 from tests.families import HYBRID
+from tests.markers import one_per
 from tests.oracle.test_every_tensor_counts import forgotten, load, same_output
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -91,6 +92,7 @@ def test_one_forgotten_tensor_changes_the_output(checkpoint: CheckpointFactory, 
     assert same_output(model, path)
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("family", "settings"), [(f, s) for f, found in MISTAKES.items() for s in found], ids=str
 )

@@ -6,13 +6,14 @@ import pytest
 
 from rayk.parallel.shard import kv_heads, kv_index, query_heads, shard_range, shard_units
 from rayk.types.errors import Unsupported
+from tests.each import each
 
 SIZES = range(1, 17)
 HEADS = [(query, kv) for query in range(1, 33) for kv in range(1, query + 1) if query % kv == 0]
 
 
-@pytest.mark.parametrize("num_units", SIZES)
-@pytest.mark.parametrize("tp_size", SIZES)
+@each("num_units", SIZES)
+@each("tp_size", SIZES)
 def test_shard_units(num_units: int, tp_size: int):
     if num_units % tp_size and tp_size % num_units:
         with pytest.raises(Unsupported, match=f"{num_units} units cannot be shared by TP {tp_size}"):
@@ -26,7 +27,7 @@ def test_shard_units(num_units: int, tp_size: int):
     assert {len(share) for share in shares} == {max(1, num_units // tp_size)}
 
 
-@pytest.mark.parametrize("tp_size", SIZES)
+@each("tp_size", SIZES)
 def test_shard_range_is_contiguous_and_even(tp_size: int):
     for size in (0, 1, 2, 7, 64, 1000):
         shares = [shard_range(size, tp_size, rank) for rank in range(tp_size)]
@@ -35,7 +36,7 @@ def test_shard_range_is_contiguous_and_even(tp_size: int):
         assert max(lengths) - min(lengths) <= 1
 
 
-@pytest.mark.parametrize(("num_query", "num_kv"), HEADS)
+@each(("num_query", "num_kv"), HEADS)
 def test_heads_of_a_rank(num_query: int, num_kv: int):
     """Query heads in equal contiguous shares; a rank's KV heads are the ones its query heads attend to."""
     per_kv = num_query // num_kv
@@ -58,7 +59,7 @@ def test_heads_of_a_rank(num_query: int, num_kv: int):
             assert [heads[slot] for slot in slots] == [attends[q] for q in mine]
 
 
-@pytest.mark.parametrize("num_kv", SIZES)
+@each("num_kv", SIZES)
 def test_kv_heads_follow_the_published_map(num_kv: int):
     """Engines split KV heads evenly, or give rank r of TP > heads the head r // (TP / heads)."""
     for tp_size in SIZES:

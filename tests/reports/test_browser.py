@@ -12,6 +12,7 @@ from rayk.reports import ResultWriter
 from rayk.reports.compare import write_compare_html
 from rayk.reports.result import load
 from rayk.reports.stages import PARTS
+from tests.markers import thorough
 from tests.reports.browser import CONTRAST, needs_chromium, probe
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 from tests.reports.synthetic_load import write_bench
@@ -92,6 +93,7 @@ def test_a_report_works_wide_and_narrow(tmp_path: Path) -> None:
         assert all(drawings for _, drawings in found["drawn"])
 
 
+@thorough
 @needs_chromium
 def test_a_comparison_works_wide_and_narrow(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
@@ -134,6 +136,7 @@ COLOURS = (
 )
 
 
+@thorough
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("kind", ["run", "bench", "comparison"])
@@ -165,6 +168,7 @@ def write_pages(folder: Path, kind: str) -> Path:
     return write_compare_html([load(folder / name) for name in "ab"], folder / "compare.html")
 
 
+@thorough
 @needs_chromium
 def test_a_benchs_report_works_wide_and_narrow(tmp_path: Path) -> None:
     page = write_pages(tmp_path, "bench")
@@ -203,6 +207,7 @@ FADES = """
 """
 
 
+@thorough
 @needs_chromium
 def test_nothing_lies_behind_a_fade_on_a_usual_screen(tmp_path: Path) -> None:
     """Wide tables fade at their edges where they go on: at 1280 px none of a run has to."""
@@ -239,6 +244,7 @@ ANSWERS = """
 """
 
 
+@thorough
 @needs_chromium
 def test_the_four_answers_are_on_the_first_screen(tmp_path: Path) -> None:
     """Wide: questions and the beginnings of their answers are seen before anything is scrolled. Narrow: the
@@ -301,6 +307,7 @@ LAYOUT = """
 """
 
 
+@thorough
 @needs_chromium
 @pytest.mark.parametrize("kind", ["run", "bench", "comparison"])
 def test_nothing_lies_on_anything_else(tmp_path: Path, kind: str) -> None:
@@ -326,11 +333,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return writer.finish()
 
 
+@thorough
 def test_a_large_run_is_no_large_file(large: Path) -> None:
     assert 1_000_000 < large.stat().st_size < 10_000_000
     assert large.read_text(encoding="utf-8").count("cell-299-") > 2
 
 
+@thorough
 @needs_chromium
 def test_a_large_run_opens_without_trouble(large: Path, tmp_path: Path) -> None:
     script = "return document.querySelectorAll('.grid td[data-tip]').length;"

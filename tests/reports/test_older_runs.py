@@ -17,6 +17,7 @@ from rayk.reports.files import TABLES
 from rayk.reports.html import render
 from rayk.reports.text import markdown, write_csv
 from rayk.reports.verdicts import verdict_table
+from tests.markers import one_per
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
 
 ENDS = [
@@ -76,6 +77,7 @@ def columns_that_may_lack() -> list[str]:
     return [column for column in [*FIELDS["cells"], *axes] if column != "cell_id"]
 
 
+@one_per()
 @pytest.mark.parametrize("column", columns_that_may_lack())
 def test_a_run_may_lack_any_column(column: str, older: Callable[..., Path], whole: Result) -> None:
     folder = older("cells", column)

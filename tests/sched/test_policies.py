@@ -17,6 +17,7 @@ from rayk.sched.policies import POLICIES, get_policy, heeds
 from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, Policy, PolicySettings
 from rayk.sched.request_describer import RequestDescriber
 from rayk.types.errors import UserError
+from tests.each import each
 
 ASKED = PlacementRequest(request_id="r", num_prompt_tokens=1)
 SECRET = b"of these tests"
@@ -437,8 +438,8 @@ OTHER = PolicySettings(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("setting", [f.name for f in fields(PolicySettings)])
+@each("name", POLICIES)
+@each("setting", [f.name for f in fields(PolicySettings)])
 def test_a_setting_changes_decisions_of_policies_that_heed_it_and_no_others(name: str, setting: str) -> None:
     changed = replace(SETTINGS, **{setting: getattr(OTHER, setting)})
     worlds = [
@@ -449,8 +450,8 @@ def test_a_setting_changes_decisions_of_policies_that_heed_it_and_no_others(name
     assert heeds(name, setting, hands_over=True) == (setting in POLICIES[name].heeds)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("setting", [f.name for f in fields(PolicySettings)])
+@each("name", POLICIES)
+@each("setting", [f.name for f in fields(PolicySettings)])
 def test_settings_of_hand_overs_say_nothing_where_there_are_none(name: str, setting: str) -> None:
     found = []
     for settings in (SETTINGS, replace(SETTINGS, **{setting: getattr(OTHER, setting)})):

@@ -11,6 +11,7 @@ import pytest
 from rayk.sched.keyed_heap import KeyedHeap
 from rayk.sched.waiting_room import MAX_RETRY_S, MIN_RETRY_S, NUM_GAPS, WaitingRoom
 from rayk.types.errors import Overloaded
+from tests.each import each
 
 SECOND = 10**9
 
@@ -48,7 +49,7 @@ class Listed:
         return min((w[2] for w in self.waiting if w[2] is not None), default=None)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_a_room_does_what_a_list_does(seed: int) -> None:
     draw = random.Random(seed)
     room = WaitingRoom[str](max_waiting=draw.choice([0, 1, 5, 40]))

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
-
 from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve.app import make_app
 from rayk.serve.text import Text
 from rayk.types.serving import Ask, Delta, ModelCard
 from tests.completer import ScriptedCompleter, serve
+from tests.each import each
+from tests.markers import thorough
 from tests.pd import wait_until
 from tests.serve.conftest import Server
 
@@ -31,10 +31,11 @@ def start(url: str, path: str, body: dict[str, Any]) -> http.client.HTTPConnecti
     return connection
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("has_begun", [True, False])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@thorough
+@each("n", [1, 3])
+@each("stream", [True, False])
+@each("has_begun", [True, False])
+@each("path", ["/v1/completions", "/v1/chat/completions"])
 def test_every_choice_is_aborted_and_has_the_time_to_clean_up(
     n: int, stream: bool, has_begun: bool, path: str
 ) -> None:

@@ -18,9 +18,9 @@ from rayk.actors import launch
 from rayk.actors.fleets import fleet_names
 from rayk.specs.experiment import OffloadSpec, TransferSpec
 from tests.actors.served import Got, Served, complete, settings_for
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 NUM_TOKENS = 60
 LENGTHS = (40, 57, 75, 90)
 OFFLOAD = OffloadSpec(host_gib=0.03, load="always", swap="always", store_tokens=64)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from rayk.cli.main import app
 from rayk.serve.command import HttpOptions
 from tests.conftest import CheckpointFactory
-from tests.markers import nixl, ray
+from tests.markers import nixl, ray, thorough
 
 START_S = 240.0
 """Machines may be slow: nothing here measures time."""
@@ -401,6 +401,7 @@ def process_of(title: str) -> int:
     return found[0]
 
 
+@thorough
 @ray
 @nixl
 @pytest.mark.timeout(900)
@@ -452,6 +453,7 @@ def test_a_front_that_hangs_is_started_again(
         assert server.ends() == 0
 
 
+@thorough
 @ray
 @nixl
 @pytest.mark.timeout(600)

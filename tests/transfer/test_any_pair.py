@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer import plan as plan_module
 from rayk.transfer.plan import TransferPlan, plan_pushes, plan_transfer, release_senders
+from tests.markers import one_per
 from tests.transfer.any_pair import (
     AnyPair,
     Content,
@@ -196,6 +197,7 @@ def run_part(number_of_pairs: int, part_seed: int | None) -> list[AnyPair]:
     return met
 
 
+@one_per()
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_every_byte_of_any_pair_arrives_once(part: int) -> None:
     met = run_part(PAIRS_PER_PART, part)

@@ -10,6 +10,7 @@ import pytest
 
 from rayk.transfer.arrivals import Arrivals
 from rayk.transfer.push_messages import ArrivedMessage, PushMessage, StoppedMessage, WroteMessage
+from tests.each import each
 
 OF_NEW: list[PushMessage] = [
     WroteMessage("w", 1, 0, 0),
@@ -37,7 +38,7 @@ def reserved() -> Arrivals:
     return arrivals
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(5)), ids=str)
+@each("order", itertools.permutations(range(5)), ids=str)
 def test_an_attempt_is_here_when_all_of_it_is(order: tuple[int, ...]) -> None:
     arrivals, told = reserved(), set()
     for index in order:

@@ -29,8 +29,11 @@ from tests.kv.brute import (
     mla,
     sliding,
 )
+from tests.markers import thorough
 from tests.transfer.brute import UNKNOWN
 from tests.transfer.test_families import byte_indices
+
+pytestmark = thorough
 
 SIZES = ((4, 50), (4, 3), (6, 50), (2, 7))
 """Tokens per block of attention, and of states."""

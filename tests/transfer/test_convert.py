@@ -26,6 +26,7 @@ from rayk.transfer.plan import consecutive_tables
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.verify import fetch_rows
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
+from tests.each import each
 from tests.transfer.cluster import FINGERPRINT
 
 NAMES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e4m3_token_head", "nvfp4")
@@ -190,7 +191,7 @@ class Link:
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
 
 
-@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+@each("names", PAIRS, ids="-".join)
 def test_every_pair_of_formats_is_within_its_bound(names: tuple[str, str]) -> None:
     turn = PAIRS.index(names)
     tp = ((1, 2), (2, 1), (2, 2))[turn % 3]

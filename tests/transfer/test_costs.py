@@ -16,6 +16,7 @@ from rayk.transfer.costs import (
     transfer_costs,
 )
 from rayk.types.errors import TransferError
+from tests.each import each
 
 COSTS = TransferCosts(
     request_ns=1000,
@@ -79,10 +80,10 @@ def exposed_ns(k: int, num_layers: int, write_ns: list[float], layer_ns: float) 
     return free - num_layers * layer_ns
 
 
-@pytest.mark.parametrize("num_layers", [1, 7, 32])
-@pytest.mark.parametrize("num_blocks", [1, 40, 2000])
-@pytest.mark.parametrize("layer_ns", [0.0, 2e4, 1e6, 1e8])
-@pytest.mark.parametrize("is_block_outermost", [True, False])
+@each("num_layers", [1, 7, 32])
+@each("num_blocks", [1, 40, 2000])
+@each("layer_ns", [0.0, 2e4, 1e6, 1e8])
+@each("is_block_outermost", [True, False])
 def test_pushes_wait_as_little_as_any_granularity_allows(
     num_layers: int, num_blocks: int, layer_ns: float, is_block_outermost: bool
 ) -> None:

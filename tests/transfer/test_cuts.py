@@ -15,6 +15,7 @@ from rayk.kv.groups import BLOCK_COST_BYTES, group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from rayk.transfer.plan import BlockReads, consecutive_tables, plan_transfer
+from tests.markers import thorough
 
 JOB = Path(__file__).resolve().parents[2] / "jobs" / "benchmarks" / "descriptors.py"
 LENGTHS = (5, 1024, 4096)
@@ -118,6 +119,7 @@ def test_a_cut_that_saves_less_than_its_descriptors_cost_is_not_made() -> None:
     assert reads.source_blocks.tolist() == [1, 2, 3, 4]
 
 
+@thorough
 def test_released_models_move_what_they_need(job: Any) -> None:
     """A tenth more at most, or a block that did not grow: of any length, layout and TP pair."""
     seen = set()

@@ -13,6 +13,7 @@ from rayk.kv.geometry import layout_veto
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer.plan import BlockReads, plan_transfer
+from tests.markers import thorough
 from tests.transfer.cluster import Engine, Shape, Values, local_pair, make_caches
 from tests.transfer.families import FAMILIES
 
@@ -125,6 +126,7 @@ def test_the_sweep_covers_what_it_says():
     assert {len(layout_pairs(family)) for family in ("jamba", "falcon_h1")} == {25}
 
 
+@thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_at_tp_pairs_even_and_uneven(family: str):
     """Every layout on each side, blocks and state blocks of unlike sizes."""

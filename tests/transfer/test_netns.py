@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from rayk.types.errors import TransferError
+from tests.markers import thorough
 from tests.transfer.far_peer import TOO_LATE, connect, lose_power, two_hosts, why_not
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.nixl, thorough]
 
 
 @pytest.fixture(autouse=True)

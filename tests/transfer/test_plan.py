@@ -28,6 +28,7 @@ from rayk.transfer.plan import (
     release_senders,
 )
 from rayk.types.errors import TransferError
+from tests.each import each
 from tests.transfer.brute import UNKNOWN, BruteRank, brute_shard, coordinates
 
 NAMES = tuple(LAYOUTS)
@@ -129,7 +130,7 @@ def test_the_sweep_covers_what_it_says():
     assert (1, 16, 16) in TRIPLES
 
 
-@pytest.mark.parametrize("triple", TRIPLES, ids=lambda t: f"{t[0]}units-{t[1]}to{t[2]}")
+@each("triple", TRIPLES, ids=lambda t: f"{t[0]}units-{t[1]}to{t[2]}")
 def test_every_triple_at_some_layout_pairs(triple: tuple[int, int, int]):
     """Every (units, P TP, D TP); the 36 layout pairs are dealt over neighbouring triples."""
     pairs = list(itertools.product(NAMES, repeat=2))

@@ -11,16 +11,15 @@ import torch
 
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
+from tests.each import each
 from tests.pd import Clock
 from tests.transfer.cluster import Pair, Shape, local_pair, make_engine
 
 TPS = [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (4, 1), (1, 4), (8, 1), (4, 8)]
 
 
-@pytest.mark.parametrize("tp", TPS, ids=lambda t: f"{t[0]}to{t[1]}")
-@pytest.mark.parametrize(
-    "layouts", [("BHLNC", "LBNHC"), ("LHBNC", "BLNHC"), ("BLHNC", "LBHNC")], ids="-".join
-)
+@each("tp", TPS, ids=lambda t: f"{t[0]}to{t[1]}")
+@each("layouts", [("BHLNC", "LBNHC"), ("LHBNC", "BLNHC"), ("BLHNC", "LBHNC")], ids="-".join)
 def test_kv_arrives_verified_and_every_producer_rank_is_released(tp, layouts):
     shape = Shape(tp=tp, layouts=layouts)
     pair = local_pair(shape, delay_polls=1)
@@ -37,7 +36,7 @@ def test_kv_arrives_verified_and_every_producer_rank_is_released(tp, layouts):
         assert {r.transport for r in outcome.rows} == {"local"}
 
 
-@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids="-".join)
+@each("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids="-".join)
 def test_all_layout_pairs(layouts):
     shape = Shape(tp=(2, 1), layouts=layouts, dtype="bfloat16", head_sizes=(6, 2))
     pair = local_pair(shape)

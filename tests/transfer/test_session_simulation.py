@@ -17,6 +17,7 @@ import pytest
 from rayk.transfer import session as s
 from rayk.transfer.lease import LeaseTable, ReleaseMessage
 from rayk.types.errors import KVMismatch, TransferError
+from tests.markers import one_per
 
 STEP_NS = 10
 DEADLINE_NS = 1_000
@@ -253,6 +254,7 @@ class World:
             assert table.open_leases == ()
 
 
+@one_per()
 @pytest.mark.parametrize("block", range(10))
 def test_random_worlds(block: int):
     for seed in range(block * 100, block * 100 + 100):

@@ -26,6 +26,7 @@ from rayk.types.fault_table import (
     all_faults,
     table_text,
 )
+from tests.markers import thorough
 
 NUM_SEEDS = 200
 
@@ -58,6 +59,7 @@ def run_one(fault: Fault, mode: str, policy: FailurePolicy, seed: int, struck: C
         fail(world, problems, World(seed, (fault,), mode=mode, policy=policy, tracing=True))
 
 
+@thorough
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(10))
 def test_every_fault_leads_to_its_verdict(block: int, mode: str):
@@ -116,6 +118,7 @@ def test_an_unknown_fault_is_refused(
     assert ", ".join(allowed) in line
 
 
+@thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_every_kind_of_ending_occurs(mode: str):
     """Worlds are worth something only if each way to end is one that they take."""
@@ -147,6 +150,7 @@ def test_worlds_without_faults_pass(mode: str):
             fail(world, problems, World(seed, mode=mode, policy=policy, tracing=True))
 
 
+@thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_given_up_at_any_time_leaves_nothing_behind(mode: str):
     stages: Counter[int] = Counter()
@@ -174,6 +178,7 @@ def two_faults(seeds: range) -> None:
             fail(world, [*(["--abort"] if abort else []), *problems], again)
 
 
+@thorough
 def test_two_faults_at_once_break_nothing():
     two_faults(range(2000))
 

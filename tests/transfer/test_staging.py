@@ -18,6 +18,7 @@ from rayk.transfer.extents import make_extents
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import KVMismatch, TransferError
+from tests.each import each
 from tests.transfer.cluster import Pair, Shape, local_pair
 
 MODES = ("never", "always", "auto")
@@ -53,7 +54,7 @@ def transfer_in(shape: Shape, mode: str, num_tokens: int, num_bytes: int = 1 << 
     return buffers(pair), outcomes
 
 
-@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids="-".join)
+@each("layouts", list(itertools.product(LAYOUTS, repeat=2)), ids="-".join)
 def test_the_bytes_are_the_same_in_every_mode(layouts):
     """All layout pairs, each with another pair of TP sizes, odd head bytes and windows."""
     index = list(itertools.product(LAYOUTS, repeat=2)).index(layouts)
@@ -139,9 +140,9 @@ def started(kind: type[LocalAgent] = LocalAgent, delay_polls: int = 3, deadline_
     return pair, ticket, buffer, ours
 
 
-@pytest.mark.parametrize("num_polls", [0, 3, 5])
-@pytest.mark.parametrize("kind", [LocalAgent, Stubborn])
-@pytest.mark.parametrize("how", ["cancel", "deadline", "disconnect", "peer lost"])
+@each("num_polls", [0, 3, 5])
+@each("kind", [LocalAgent, Stubborn])
+@each("how", ["cancel", "deadline", "disconnect", "peer lost"])
 def test_an_end_in_the_middle_leaves_nothing(how, kind, num_polls):
     pair, ticket, buffer, tables = started(kind)
     rank = pair.consumer.ranks[0]
@@ -298,7 +299,7 @@ def test_consecutive_blocks_are_one_descriptor():
     pair.consumer.check(values, [list(range(10, 0, -1))])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each("seed", range(40))
 def test_extents_cover_every_run_and_nothing_twice(seed):
     """Random patterns: in what is read, every run lies where it says; areas of a chunk do not overlap."""
     rng = np.random.default_rng(seed)

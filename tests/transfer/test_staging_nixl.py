@@ -11,7 +11,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import TransferError
-from tests.markers import slow
+from tests.markers import slow, thorough
 from tests.transfer.cluster import Pair, Shape, make_engine
 from tests.transfer.far_peer import connect, two_hosts, two_processes, why_not
 from tests.transfer.test_netns import again_if_too_late
@@ -74,6 +74,7 @@ def test_every_kind_of_cache_is_staged_between_processes(num_bytes):
         assert consumer("staging_in_use") == [(0, 0)]
 
 
+@thorough
 @again_if_too_late
 def test_a_producer_killed_in_the_middle_leaves_the_staging_buffer_free():
     if why_not() is not None:

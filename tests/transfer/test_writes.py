@@ -17,7 +17,7 @@ from rayk.transfer.agent import DescriptorList, TransferAgent, TransferState
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.errors import TransferError
-from tests.markers import nixl
+from tests.markers import nixl, one_per
 
 NAMES = itertools.count()
 NUM_BLOCKS, RUN_BYTES, STRIDE = 16, 40, 64
@@ -98,6 +98,7 @@ while True:
 """
 
 
+@one_per()
 @nixl
 @pytest.mark.parametrize("error_handling", ["none", "peer"])
 def test_nixl_notifies_when_the_bytes_are_there(error_handling: str) -> None:

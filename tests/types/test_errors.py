@@ -27,6 +27,7 @@ from rayk.types.errors import (
     Unsupported,
     UserError,
 )
+from tests.each import each
 
 VALUES = {
     str: "text",
@@ -63,7 +64,7 @@ def test_the_tree_in_the_docstring_is_the_tree():
     }
 
 
-@pytest.mark.parametrize("cls", every_error(), ids=lambda c: c.__name__)
+@each("cls", every_error(), ids=lambda c: c.__name__)
 def test_pickle_round_trip(cls: type[RaykError]):
     error = filled(cls)
     error.add_note("seen by rank 1")
@@ -76,7 +77,7 @@ def test_pickle_round_trip(cls: type[RaykError]):
             raise other
 
 
-@pytest.mark.parametrize("cls", every_error(), ids=lambda c: c.__name__)
+@each("cls", every_error(), ids=lambda c: c.__name__)
 def test_can_be_raised_and_printed(cls: type[RaykError]):
     with pytest.raises(cls) as caught:
         raise filled(cls)
@@ -84,7 +85,7 @@ def test_can_be_raised_and_printed(cls: type[RaykError]):
     assert str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "text"),
     [
         (UserError("no such file"), "no such file"),
