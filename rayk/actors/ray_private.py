@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from ray import _raylet
-from ray._private import profiling, ray_constants, services, state, worker
+from ray._private import parameter, profiling, ray_constants, services, state, worker
 from ray.exceptions import AuthenticationError
 
 from rayk.actors.environment import (
@@ -23,6 +24,7 @@ from rayk.types.errors import DeviceError
 
 __all__ = ["profiling"]
 _core: Any = _raylet
+_parameter: Any = parameter
 _services: Any = services
 _state: Any = state
 _worker: Any = worker
@@ -41,6 +43,21 @@ def without_paragraphs() -> Iterator[None]:
 
 def _drop(*_: object, **__: object) -> None:
     pass
+
+
+@contextmanager
+def with_agents_of_their_own() -> Iterator[None]:
+    """Within the block the kernel chooses where new nodes' job agents listen.
+
+    Ray would have 52365 of every cluster on a machine. An agent that finds it taken tries for 3 s, for which
+    the raylet waits, and then never listens: that cluster takes no jobs.
+    """
+    before = _parameter.RayParams
+    _parameter.RayParams = partial(before, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        _parameter.RayParams = before
 
 
 @contextmanager

@@ -5,15 +5,18 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from rayk.actors.environment import (
@@ -30,6 +33,8 @@ LISTENS = "0A"
 """A listening socket's state in /proc/net/tcp."""
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 """127.0.0.1, also as IPv6 writes it, and ::1, as the kernel does."""
+AGENTS = {b"ray::DashboardA", b"ray::RuntimeEnv"}
+"""What the kernel calls them."""
 
 
 def content(path: Path) -> bytes:
@@ -41,8 +46,16 @@ def content(path: Path) -> bytes:
 
 
 def processes_with(token: str) -> list[Path]:
-    """Folders in /proc of the processes that were started with this token in their environment."""
-    return [p for p in Path("/proc").glob("[0-9]*") if token.encode() in content(p / "environ")]
+    """Folders in /proc of the processes that were started with this token in their environment.
+
+    Ray's agents write their titles over what the kernel shows of theirs, or over a part of it, in which the
+    token may be: they count as the raylet's children.
+    """
+    stats = {p: content(p / "stat").rpartition(b")")[2].split() for p in Path("/proc").glob("[0-9]*")}
+    parents = {p: stat[1].decode() for p, stat in stats.items() if stat}
+    named = {p for p in parents if token.encode() in content(p / "environ")}
+    raylets = {p.name for p in named if b"raylet" in content(p / "comm")}
+    return [p for p in parents if p in named or parents[p] in raylets]
 
 
 def listening(processes: list[Path]) -> dict[int, str]:
@@ -100,7 +113,10 @@ def test_strangers_are_refused_and_nothing_is_left_behind() -> None:
     from rayk.actors.ray_private import ray_environment
 
     users = {AUTH_MODE: "disabled", TOKEN: None, "RAY_ADDRESS": None}  # for other clusters
-    with ray_environment(users):
+    with ray_environment(users), socket.socket() as other:
+        with suppress(OSError):  # another cluster's agent has it
+            other.bind(("127.0.0.1", DEFAULT_DASHBOARD_AGENT_LISTEN_PORT))
+            other.listen()
         before = dict(os.environ)
         with launch.connect(None) as joined:
             assert joined.is_own
@@ -116,18 +132,17 @@ def check(address: str, token: str) -> None:
     assert is_protected(address)
     ours = processes_with(token)
     assert any(b"gcs_server" in content(p / "cmdline") for p in ours)
-    # They listen a while after the cluster is there, or never: seen where clusters follow each other at once.
-    # The refusals below do not hang on them; jobs/attack.py asks the agent of a server for jobs.
-    agents: list[int] = []
-    until = time.monotonic() + 20
-    while not agents and time.monotonic() < until:
+    agents: list[int] = []  # of jobs, of environments: the latter listens a little after the cluster is there
+    until = time.monotonic() + 120
+    while len(agents) < len(AGENTS) and time.monotonic() < until:
         ours = processes_with(token)
         ports = listening(ours)
         assert set(ports.values()) <= LOOPBACK, ports
         # Ray leaves metrics to everybody, whatever is asked for; whoever has jobs asks for the token.
         # One that takes connections and says nothing, while the others start, must not take all the time.
-        statuses = {port: status_of(port, answer_s=2) for port in ports}
+        statuses = {port: status_of(port, answer_s=5) for port in ports}
         agents = [port for port, status in statuses.items() if status == 401]
+    assert {content(p / "comm").strip() for p in ours for port in agents if port in listening([p])} == AGENTS
     assert not {status_of(port, token) for port in agents} & {None, 401, 403}
     assert set(statuses.values()) <= {None, 401, 404, 200}
     assert refusals(address, "") == refusals(address, "x" * 64) == {grpc.StatusCode.UNAUTHENTICATED}
