@@ -33,6 +33,26 @@ def test_a_local_cluster_that_does_not_start(
     assert caught.value.__cause__ is error
 
 
+def test_a_local_cluster_asks_for_no_port_that_another_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import parameter
+
+    from rayk.actors import launch
+
+    asked = []
+
+    def init(**_: object) -> None:
+        asked.append(parameter.RayParams().dashboard_agent_listen_port)
+        raise TimeoutError
+
+    before = parameter.RayParams
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launch.ray, "init", init)
+    with pytest.raises(DeviceError), launch.connect(None):
+        raise AssertionError("there is no cluster")
+    assert asked == [0]
+    assert parameter.RayParams is before
+
+
 def test_a_cluster_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     from rayk.actors import launch, ray_private
 
