@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.commands import Capture, Connect, Describe, Diagnose
 from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
-from rayk.actors.extension import TransferExtension
-from rayk.actors.handover import TransferHandover
 from rayk.actors.rank_meter import make_meter
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
 from rayk.engine.stopping import Decode
+from rayk.handover.commands import Capture, Connect, Describe, Diagnose
+from rayk.handover.extension import TransferExtension
+from rayk.handover.handover import TransferHandover
 from rayk.metrics import BufferedSink
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork

@@ -41,10 +41,7 @@ from typing import Any
 
 import torch
 
-from rayk.actors.commands import Connect, Describe
 from rayk.actors.environment import own_cluster
-from rayk.actors.extension import TransferExtension
-from rayk.actors.handover import TransferHandover
 from rayk.actors.rank_meter import make_meter
 from rayk.actors.ray_metrics import RaySink
 from rayk.actors.ray_private import ray_environment
@@ -53,6 +50,9 @@ from rayk.engine.build import ThreadEngine
 from rayk.engine.leader import Leader, RequestEvent
 from rayk.engine.metering import StepMeter
 from rayk.engine.rank import EngineRank
+from rayk.handover.commands import Connect, Describe
+from rayk.handover.extension import TransferExtension
+from rayk.handover.handover import TransferHandover
 from rayk.metrics import BufferedSink
 from rayk.metrics.buffer import FLUSH_S
 from rayk.oracle.checkpoint import write_checkpoint

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
-from rayk.actors.commands import CapturedRows
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure
+from rayk.actors.planting import as_it_arrives
 from rayk.actors.request_meter import report_request
 from rayk.actors.sampled import with_seed
-from rayk.actors.struck import as_it_arrives
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import CapturedRows
 from rayk.kv.usage import Ledger
 from rayk.metrics import BufferedSink, NullSink
 from rayk.sched.loads import LoadBook

@@ -18,14 +18,14 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
 from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
 from rayk.actors.placement import this_node
-from rayk.actors.planted import PlantedFault
+from rayk.actors.planting import faults_of
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.request_meter import beating, begin_outcomes
-from rayk.actors.struck import faults_of
 from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
+from rayk.handover.planted import PlantedFault
 from rayk.metrics import BufferedSink
 from rayk.specs import Cell
 from rayk.transfer.staging import StagingSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import Capture, Diagnose, Locate
+from rayk.handover.commands import Capture, Diagnose, Locate
 from rayk.transfer.locate import classify_places
 from rayk.types.errors import KVMismatch, RaykError
 

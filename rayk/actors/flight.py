@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rayk.actors.commands import CapturedRows
 from rayk.actors.diagnosis import diagnose
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.push_flow import reserved
@@ -19,6 +18,7 @@ from rayk.actors.sampled import note_sampling
 from rayk.actors.stage_clock import StageClock
 from rayk.actors.tiers import relay
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import CapturedRows
 from rayk.offload.messages import StoreAnswer
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError

@@ -14,13 +14,13 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.placement import kill
 from rayk.actors.pool import FORM_S
-from rayk.actors.receiving import IN_FLIGHT
 from rayk.actors.serving import EngineAccount
 from rayk.actors.worker import RankSpec
+from rayk.handover.commands import Connect, Describe, EndReads, Wire
+from rayk.handover.receiving import IN_FLIGHT
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
 END_S = 30.0

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.actors.ray_metrics import make_sink, model_label
-from rayk.actors.tier_meter import report_offload
-from rayk.actors.transfer_meter import report_requests
 from rayk.engine.costs import StepCosts
 from rayk.engine.leader_metrics import report_leader
 from rayk.engine.metering import StepMeter
+from rayk.handover.leader_metrics import report_offload, report_requests
 from rayk.metrics import BufferedSink, beginnings
 from rayk.parallel.timed import TimedComm
 
 if TYPE_CHECKING:
-    from rayk.actors.handover import TransferHandover
     from rayk.engine.leader import Leader
     from rayk.engine.rank import EngineRank
+    from rayk.handover.handover import TransferHandover
     from rayk.parallel.comm import Comm
 
 OF_TRANSFERS = ("rayk_nixl_", "rayk_kv_")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayk.actors.planted import PlantedFault
 from rayk.actors.push_flow import PushSettings
+from rayk.handover.planted import PlantedFault
 from rayk.transfer.staging import StagingSettings
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from rayk.actors.bugs import lasting
-from rayk.actors.commands import CapturedRows
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.fleet_link import FleetLink
 from rayk.actors.flight import Flight, FlightRules, Way, note_failure
@@ -26,6 +25,7 @@ from rayk.actors.request_meter import beat, begin_outcomes, report_request
 from rayk.actors.serving import Seat
 from rayk.engine.admission import bad_sampling, seeded
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import CapturedRows
 from rayk.sched.policy import PlacementRequest
 from rayk.sched.request_describer import RequestDescriber
 from rayk.specs.serving import ServerSettings

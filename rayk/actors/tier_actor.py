@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from rayk.actors.agents import make_agent
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.stack_watch import StackWatch
-from rayk.actors.tier_meter import NAME, report_tier
-from rayk.actors.tier_side import TierFacts, tier_facts
+from rayk.handover.leader_metrics import NAME, report_tier
+from rayk.handover.tier_side import TierFacts, tier_facts
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config

@@ -17,10 +17,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayk.actors.bugs import lasting
-from rayk.actors.commands import Connect, Describe, EndReads, Wire
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.tier_actor import TierHost, tier_identity
-from rayk.actors.tier_side import TierFacts
+from rayk.handover.commands import Connect, Describe, EndReads, Wire
+from rayk.handover.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.offload.page_file import PageIdentity
 from rayk.transfer.ticket import TransferTicket

@@ -25,23 +25,23 @@ from typing import Any
 import torch
 
 from rayk.actors.agents import make_agent
-from rayk.actors.extension import CaptureExtension, TransferExtension
-from rayk.actors.handover import TransferHandover
 from rayk.actors.line_streams import LineStreams
 from rayk.actors.lines import LineAddress, LineService, LineThread
 from rayk.actors.naming import rank_in_words
 from rayk.actors.phases import phases_of
-from rayk.actors.planted import commit_wrong_kv, kill_raylet
 from rayk.actors.rank_meter import make_meter, sink_of_rank, timed
 from rayk.actors.rank_spec import RankSpec as RankSpec
-from rayk.actors.struck import StruckExtension, strike_process, struck_pusher
 from rayk.actors.tier_client import RayTier
-from rayk.actors.tier_side import TierFacts
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
+from rayk.handover.extension import CaptureExtension, TransferExtension
+from rayk.handover.handover import TransferHandover
+from rayk.handover.planted import commit_wrong_kv, kill_raylet
+from rayk.handover.struck import StruckExtension, strike_process, struck_pusher
+from rayk.handover.tier_side import TierFacts
 from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights

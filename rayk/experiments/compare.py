@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rayk.actors.commands import CapturedRows
 from rayk.experiments.culprit import misplaced, name_culprit
 from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.wrong_layer import Head, WrongLayer
+from rayk.handover.commands import CapturedRows
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.fields import PageField
 from rayk.kv.groups import KVCacheGroup

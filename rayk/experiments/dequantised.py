@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from rayk.actors.commands import CapturedRows
+from rayk.handover.commands import CapturedRows
 from rayk.kernels.quantise import Quantised, dequantise
 from rayk.kv.caches import TORCH_DTYPES
 from rayk.kv.fields import PageField

@@ -31,7 +31,7 @@ from rayk.types.rows import RequestRow
 
 if TYPE_CHECKING:
     from rayk.actors.cell_run import CellOutcome
-    from rayk.actors.commands import CapturedRows
+    from rayk.handover.commands import CapturedRows
 
 Prompts = Sequence[Sequence[int]]
 Tokens = Mapping[int, list[int]]

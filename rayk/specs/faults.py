@@ -12,10 +12,7 @@ from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
 from rayk.types.errors import SpecError
-from rayk.types.fault_table import MESSAGE_KINDS, POINTS, RANK_KINDS, REQUEST_POINTS
-
-STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
-"""Points of wrong_kv in a recurrent layer."""
+from rayk.types.fault_table import MESSAGE_KINDS, POINTS, RANK_KINDS, REQUEST_POINTS, STATE_POINTS
 
 TRANSFER_POINTS = tuple(POINTS)
 RANK_POINTS = (*REQUEST_POINTS, *TRANSFER_POINTS)

@@ -40,6 +40,8 @@ POINTS: dict[str, tuple[str, str]] = {
     "lease_renewal": ("the decode engine renews the lease of blocks it still needs", "the same"),
 }
 """Point -> what happens there (pull, push)."""
+STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
+"""Points of wrong_kv in a recurrent layer."""
 
 
 class FaultLike(Protocol):

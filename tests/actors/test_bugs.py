@@ -38,8 +38,8 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, InternalError, RaykError
 from rayk.types.serving import ModelCard
 from tests.actors import in_threads
-from tests.actors.cases import NUM_TOKENS, Model
 from tests.actors.served import complete, settings_for
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.specs.models import spec
 
 LIMIT_S = 60.0

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors import receiving as receiving_module
+from rayk.handover import receiving as receiving_module
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.errors import KVMismatch
 from rayk.types.request import FinishReason
-from tests.actors.cases import Model, TamperingAgent, stubborn_agents
+from tests.handover.cases import Model, TamperingAgent, stubborn_agents
 from tests.pd import Pair, Side, make_request, wait_until
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from rayk.actors import receiving
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.handover import receiving
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import KVMismatch, TransferError
 from rayk.types.request import FinishReason, Request
-from tests.actors.cases import NUM_TOKENS, Model, TamperingAgent, stubborn_agents
+from tests.handover.cases import NUM_TOKENS, Model, TamperingAgent, stubborn_agents
 from tests.pd import Pair, make_request, wait_until
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayk.actors.arrival_times import arrival_stages
 from rayk.actors.engines import EngineHandle
 from rayk.actors.flight import Flight, FlightRules, Way
 from rayk.actors.push_flow import reserved
 from rayk.actors.request_meter import report_request
 from rayk.actors.stage_clock import StageClock
 from rayk.engine.leader import RequestEvent
+from rayk.handover.arrival_times import arrival_stages
 from rayk.metrics import BufferedSink
 from rayk.reports import ResultWriter, load
 from rayk.reports.fields import STAGES

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rayk.actors.reservations import Reservations
 from rayk.actors.worker import Worker
+from rayk.handover.reservations import Reservations
 
 
 def test_reservations_are_told_while_others_are_given_out() -> None:

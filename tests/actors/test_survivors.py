@@ -15,7 +15,7 @@ from rayk.actors.worker import RankSpec
 from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied
 from rayk.types.request import Request, SamplingParams
-from tests.actors.cases import NUM_TOKENS, Model
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.markers import nixl, ray, thorough
 
 pytestmark = [ray, nixl, pytest.mark.timeout(300), thorough]

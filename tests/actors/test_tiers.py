@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError
 from rayk.actors.desk import Desk
 from rayk.actors.engines import EngineHandle
 from rayk.actors.serving import News
-from rayk.actors.tier_side import TierFacts
 from rayk.actors.tiers import HostTiers, _Tier
+from rayk.handover.tier_side import TierFacts
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PolicySettings
 from rayk.sched.request_describer import RequestDescriber

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from rayk.actors import planted
 from rayk.actors import worker as worker_module
 from rayk.attention import (
     AttentionGroups,
@@ -25,6 +24,7 @@ from rayk.attention import (
 from rayk.engine.graphs import DecodeGraphs, Forward, Replay, StepViews, graph_sizes
 from rayk.engine.inputs import ModelInputs
 from rayk.engine.rank import EngineRank
+from rayk.handover import planted
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.specs import FullAttentionSpec
 from rayk.oracle.checkpoint import read_marker

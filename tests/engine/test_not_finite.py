@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors.commands import MakeTicket
-from rayk.actors.extension import CaptureExtension, layer_views
-from rayk.actors.handover import TransferHandover
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.finite import _is_finite, not_finite_weights
 from rayk.engine.rank import EngineRank
 from rayk.engine.sampling import are_finite, sample_step
+from rayk.handover.commands import MakeTicket
+from rayk.handover.extension import CaptureExtension, layer_views
+from rayk.handover.handover import TransferHandover
 from rayk.kv.manager import KVCacheManager
 from rayk.models.layers.embedding import LmHead
 from rayk.parallel.local import LocalComm

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors.planted import PlantedFault, commit_wrong_kv
 from rayk.experiments.compare import ValueComparison, compare_values, measure_values
 from rayk.experiments.noise import ROUTED_ROWS, broken, measure
 from rayk.experiments.references import References
+from rayk.handover.planted import PlantedFault, commit_wrong_kv
 from rayk.models.decoder import Decoder
 from rayk.models.families import load_config
 from rayk.types.errors import KVMismatch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rayk.actors.planted import PlantedFault, commit_wrong_kv
 from rayk.experiments.compare import ValueComparison, compare_values
 from rayk.experiments.references import References
+from rayk.handover.planted import PlantedFault, commit_wrong_kv
 from rayk.models.families import load_config
 from rayk.types.errors import KVMismatch
 from tests.conftest import CHECKPOINTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.failure_policies import LENGTHS, MAX_BATCH_TOKENS, MIN_REQUESTS, make_spec, parse_options
-from rayk.actors.struck import faults_of
+from rayk.actors.planting import faults_of
 from rayk.specs import load_spec, plan_cells
 from tests.specs.models import decoder
 

@@ -16,7 +16,7 @@ from rayk.engine.metering import StepMeter, phase_of
 from rayk.metrics import LABEL_VALUES, METRICS, BufferedSink
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.rows import TransferRow
-from tests.actors.cases import NUM_TOKENS, Model
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.metrics.recording import Recorder
 from tests.pd import Pair, make_request, wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rayk.actors.tier_meter import FAILURES, NAME, PAGES, report_offload, report_tier
+from rayk.handover.leader_metrics import FAILURES, NAME, PAGES, report_offload, report_tier
 from rayk.kv.specs import page_bytes
 from rayk.metrics import LABEL_VALUES, BufferedSink
 from rayk.offload.disk import status_without

@@ -11,7 +11,7 @@ import torch
 
 from rayk.transfer.local_agent import LocalNetwork
 from rayk.types.errors import KVMismatch
-from tests.actors.cases import NUM_TOKENS, Model, TamperingAgent
+from tests.handover.cases import NUM_TOKENS, Model, TamperingAgent
 from tests.metrics.test_engine_metrics import flush, recorded
 from tests.pd import Pair, make_request, wait_until
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayk.actors.commands import Connect, Describe, Wire
-from rayk.actors.extension import TransferExtension
-from rayk.actors.handover import TransferHandover
-from rayk.actors.offloading import Offloading
 from rayk.actors.tier_actor import facts_of, open_tier
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
+from rayk.handover.commands import Connect, Describe, Wire
+from rayk.handover.extension import TransferExtension
+from rayk.handover.handover import TransferHandover
+from rayk.handover.offloading import Offloading
 from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.handshake import CacheDescription

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors import offloading, storing
+from rayk.handover import offloading, storing
 from rayk.offload.host import HostTier
 from rayk.transfer.agent import Transfer, TransferState
 from rayk.transfer.faults import FlipBit, StallReads

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors import offloading, receiving
+from rayk.handover import offloading, receiving
 from rayk.offload import backoff
 from rayk.offload.costs import Choice
 from rayk.transfer.faults import FlipBit, StallReads

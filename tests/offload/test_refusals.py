@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rayk.actors.commands import TicketPart
-from rayk.actors.digesting import Digesting
-from rayk.actors.extension import TransferExtension
+from rayk.handover.commands import TicketPart
+from rayk.handover.digesting import Digesting
+from rayk.handover.extension import TransferExtension
 from rayk.offload.host import HostTier
 from rayk.offload.messages import StoreAsk
 from rayk.transfer.faults import FlipBit

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.planted_state import SPOILS
+from rayk.handover.planted_state import SPOILS
 from rayk.models.families import load_config
 from rayk.specs import expand, load_spec, plan_cells
-from rayk.specs.faults import STATE_POINTS
 from rayk.types.errors import SpecError
+from rayk.types.fault_table import STATE_POINTS
 from tests.specs.models import decoder, spec
 
 

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayk.actors.commands import Describe
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import connect
-from rayk.actors.handover import TransferHandover
+from rayk.handover.commands import Describe
+from rayk.handover.handover import TransferHandover
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork

@@ -120,7 +120,7 @@ def _(original, self, bytes_out, bytes_in, num_tokens, setting="auto"):
 
 @OFFLOAD.twin(
     "word of a lost tier's end ends the next one",
-    "rayk.actors.offloading:Offloading.lost",
+    "rayk.handover.offloading:Offloading.lost",
     "test_faults.py::test_word_of_a_lost_tiers_end_does_not_end_the_next_one",
 )
 def _(original, self, why, epoch=None):
@@ -129,7 +129,7 @@ def _(original, self, why, epoch=None):
 
 @OFFLOAD.twin(
     "the blocks of a store that failed stay held",
-    "rayk.actors.storing:Storing.end_all",
+    "rayk.handover.storing:Storing.end_all",
     "test_faults.py::test_a_tier_that_is_killed_in_the_middle_of_stores",
 )
 def _(original, self):
@@ -138,7 +138,7 @@ def _(original, self):
 
 @OFFLOAD.twin(
     "swaps that do not come back go on leaving",
-    "rayk.actors.tier_side:TierSide.in_vain",
+    "rayk.handover.tier_side:TierSide.in_vain",
     "test_load_choices.py::test_swaps_that_do_not_come_back_are_left_alone",
 )
 def _(original, self, setting, began_ns, why, ticket):

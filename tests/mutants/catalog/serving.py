@@ -123,8 +123,8 @@ def _(original, self, silent_s):
 
 @SERVING.twin(
     "reservations are held for ever",
-    "rayk.actors.reservations:_Held.until_ns",
-    "actors/test_push.py::test_a_reservation_that_nobody_uses_is_given_up",
+    "rayk.handover.reservations:_Held.until_ns",
+    "handover/test_push.py::test_a_reservation_that_nobody_uses_is_given_up",
 )
 def _(original, self):
     return 1 << 62
@@ -256,7 +256,7 @@ def _(original, request_id, engine, mode):
 @SERVING.twin(
     "every token tells when its request was begun with",
     "rayk.engine.leader:begin_times",
-    "actors/test_stage_stamps.py::test_a_request_that_is_preempted_was_begun_with_once",
+    "handover/test_stage_stamps.py::test_a_request_that_is_preempted_was_begun_with_once",
 )
 def _(original, state):
     state.is_told = False

@@ -1,12 +1,14 @@
-"""What rank 0 asks all ranks of its engine to do between steps. Plain data, broadcast by the loop."""
+"""What rank 0 asks all ranks of its engine to do between steps, and what they tell it. Plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.finite import NotFinitePlace
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.push import Chunk
+from rayk.transfer.reserving import Reserved
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import Digests, Rows
 
@@ -225,3 +227,21 @@ class EndPush:
 
     reservation_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankNews:
+    """What a rank tells the leader after a poll; None is told instead when there is nothing."""
+
+    outcomes: tuple[TransferOutcome, ...]
+    drained: tuple[str, ...]
+    released: tuple[str, ...]
+    expired: tuple[str, ...]
+    cleared: tuple[str, ...] = ()
+    """Reservations into whose blocks nobody writes any more."""
+    reserved: tuple[Reserved, ...] = ()
+    """Those into which somebody may write from now on."""
+    stored: tuple[tuple[str, TicketPart], ...] = ()
+    """Stores by name that were digested."""
+    unstored: tuple[tuple[str, str], ...] = ()
+    """Stores by name that could not be, and why."""

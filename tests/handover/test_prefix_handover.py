@@ -10,8 +10,8 @@ import pytest
 
 from rayk.types.errors import KVMismatch
 from rayk.types.request import FinishReason
-from tests.actors.cases import NUM_TOKENS, Model
 from tests.actors.test_recompute import damage, start_decode, tampering_agents
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.pd import Pair, make_request
 
 HELD = 256

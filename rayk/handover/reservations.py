@@ -13,16 +13,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rayk.actors.commands import BlockTables, EndReservation, Reserve
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import BlockTables, EndReservation, Reserve
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded, RaykError
 
 if TYPE_CHECKING:
-    from rayk.actors.extension import RankNews
     from rayk.engine.leader import Leader
+    from rayk.handover.commands import RankNews
     from rayk.kv.manager import HeldPrefix
     from rayk.transfer.reserving import Reserved
 

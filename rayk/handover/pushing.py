@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rayk.actors.commands import EndPush, PushStep
+from rayk.handover.commands import EndPush, PushStep
 from rayk.transfer.options import kept_layers
 from rayk.transfer.push import Chunk
 from rayk.transfer.pusher import Pusher

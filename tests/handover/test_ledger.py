@@ -10,7 +10,7 @@ import pytest
 
 from rayk.kv.usage import Ledger
 from rayk.types.request import FinishReason
-from tests.actors.cases import Model, stubborn_agents
+from tests.handover.cases import Model, stubborn_agents
 from tests.pd import Pair, Side, make_request, wait_until
 
 NUM_BLOCKS = 19

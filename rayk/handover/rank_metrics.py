@@ -10,8 +10,7 @@ from rayk.types.rows import TransferRow, moving_ns
 from rayk.types.verdicts import verdict_of
 
 if TYPE_CHECKING:
-    from rayk.actors.extension import RankNews
-    from rayk.actors.handover import TransferHandover
+    from rayk.handover.commands import RankNews
     from rayk.metrics import BufferedSink, MetricsSink
     from rayk.transfer.consumer import TransferOutcome
 
@@ -32,15 +31,6 @@ def report_totals(
     for counts in struck:
         for (kind, point), number in counts.items():
             sink.total("rayk_faults_total", number, kind=kind, point=point)
-
-
-def report_requests(sink: BufferedSink, handover: TransferHandover) -> None:
-    """Report requests, each once, at whichever ranks it failed or expired. On rank 0."""
-    sink.set("rayk_num_requests_receiving", handover.num_awaited)
-    sink.total("rayk_nixl_received_requests_total", handover.receiving.num_received)
-    for reason, number in handover.receiving.num_failed.items():
-        sink.total("rayk_nixl_failed_requests_total", number, reason=reason)
-    sink.total("rayk_nixl_expired_requests_total", handover.num_expired_leases)
 
 
 def _report_outcome(sink: MetricsSink, outcome: TransferOutcome) -> None:

@@ -21,7 +21,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import TransferError
 from rayk.types.request import FinishReason, Request
-from tests.actors.cases import NUM_TOKENS, Model
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.markers import slow
 from tests.pd import NAN_POISON, Pair, Side, _make_side, make_request, wait_until
 

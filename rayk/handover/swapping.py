@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.receiving import Incoming
-from rayk.actors.storing import Store, Storing
-from rayk.actors.tier_side import TierSide, moving_ns
 from rayk.engine.leader import RequestEvent, begin_times
+from rayk.handover.receiving import Incoming
+from rayk.handover.storing import Store, Storing
+from rayk.handover.tier_side import TierSide, moving_ns
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.peer_data import wrong_head
@@ -24,7 +24,7 @@ from rayk.types.errors import RaykError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rayk.actors.receiving import Receiving
+    from rayk.handover.receiving import Receiving
     from rayk.sched.request_state import RequestState
 
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.arrival_times import arrival_stages
-from rayk.actors.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
-from rayk.actors.reservations import reserve_blocks
 from rayk.engine.leader import RequestEvent
+from rayk.handover.arrival_times import arrival_stages
+from rayk.handover.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
+from rayk.handover.reservations import reserve_blocks
 from rayk.kv.manager import HeldPrefix
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.valid_prefix import longest_valid_prefix
@@ -28,8 +28,8 @@ from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError, TransferE
 from rayk.types.verdicts import verdict_of
 
 if TYPE_CHECKING:
-    from rayk.actors.extension import RankNews
     from rayk.engine.leader import Leader
+    from rayk.handover.commands import RankNews
     from rayk.transfer.consumer import TransferOutcome
     from rayk.transfer.ticket import TransferTicket
     from rayk.types.request import Request

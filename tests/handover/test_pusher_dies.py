@@ -10,7 +10,7 @@ import pytest
 
 from rayk.transfer.pusher import Pusher, _Worker
 from rayk.types.errors import InternalError
-from tests.actors.cases import NUM_TOKENS, Model
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.pd import Pair, make_request, wait_until
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayk.actors.commands import BlockTables, MakeTicket, TicketPart
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import BlockTables, MakeTicket, TicketPart
 from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import TransferTicket
 
 if TYPE_CHECKING:
-    from rayk.actors.extension import RankNews
     from rayk.engine.leader import Leader
+    from rayk.handover.commands import RankNews
     from rayk.types.errors import RaykError
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from rayk.actors.commands import TicketPart
+from rayk.handover.commands import TicketPart
 
 LOG = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from rayk.actors.commands import (
+from rayk.engine.finite import not_finite_weights
+from rayk.engine.rank import EngineRank
+from rayk.handover.commands import (
     BlockTables,
     Capture,
     CapturedRows,
@@ -27,18 +28,17 @@ from rayk.actors.commands import (
     MakeTicket,
     Prove,
     PushStep,
+    RankNews,
     ReleaseMismatch,
     Reserve,
     StartRead,
     TicketPart,
     Wire,
 )
-from rayk.actors.digesting import Digesting
-from rayk.actors.planted import FaultBox, PlantedFault
-from rayk.actors.pushing import PushSide
-from rayk.actors.transfer_meter import report_news, report_totals
-from rayk.engine.finite import not_finite_weights
-from rayk.engine.rank import EngineRank
+from rayk.handover.digesting import Digesting
+from rayk.handover.planted import FaultBox, PlantedFault
+from rayk.handover.pushing import PushSide
+from rayk.handover.rank_metrics import report_news, report_totals
 from rayk.metrics import BufferedSink
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
@@ -48,28 +48,9 @@ from rayk.transfer.finite import first_not_finite
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.rank import TransferRank
-from rayk.transfer.reserving import Reserved
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.verify import Digests, compute_digests, fetch_rows, sorted_views
 from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
-
-
-@dataclass(frozen=True, slots=True)
-class RankNews:
-    """What a rank tells the leader after a poll; None is told instead when there is nothing."""
-
-    outcomes: tuple[TransferOutcome, ...]
-    drained: tuple[str, ...]
-    released: tuple[str, ...]
-    expired: tuple[str, ...]
-    cleared: tuple[str, ...] = ()
-    """Reservations into whose blocks nobody writes any more."""
-    reserved: tuple[Reserved, ...] = ()
-    """Those into which somebody may write from now on."""
-    stored: tuple[tuple[str, TicketPart], ...] = ()
-    """Stores by name that were digested."""
-    unstored: tuple[tuple[str, str], ...] = ()
-    """Stores by name that could not be, and why."""
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
@@ -181,7 +162,7 @@ class TransferExtension:
             metrics.on_flush(lambda: report_totals(metrics, sum(self.transfer.num_unsent.values()), struck))
 
     def execute(self, command: object) -> object:
-        """Run one command; see actors.commands."""
+        """Run one command; see handover.commands."""
         if isinstance(command, PushStep | Reserve | EndReservation | EndPush):
             return self._for_pushes(command)
         # Others are about to read or overwrite pages: no kernel of an earlier step may still use them.

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.commands import Wire
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import Wire
 from rayk.transfer import strikes
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -21,7 +21,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import KVMismatch, TransferError
 from rayk.types.fault_table import MESSAGE_KINDS, Fault, expected
 from rayk.types.request import Request
-from tests.actors.cases import Model
+from tests.handover.cases import Model
 from tests.pd import Clock, Pair, make_request, wait_until
 
 NUM_TOKENS = 6

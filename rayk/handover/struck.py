@@ -1,4 +1,4 @@
-"""Faults at points of a transfer's life, planted into a rank: which ranks commit them, and how."""
+"""Faults at points of a transfer's life, planted into a rank: how it commits them."""
 
 from __future__ import annotations
 
@@ -7,83 +7,18 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rayk.actors.commands import BlockTables, Describe, Reserve, StartRead, Wire
-from rayk.actors.extension import RankNews, TransferExtension
-from rayk.actors.planted import PlantedFault
 from rayk.engine.rank import EngineRank
+from rayk.handover.commands import BlockTables, Describe, RankNews, Reserve, StartRead, Wire
+from rayk.handover.extension import TransferExtension
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import refusal
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.strikes import Strike
-from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import TransferError
-from rayk.types.fault_table import POINTS, RANK_KINDS
-
-if TYPE_CHECKING:
-    from rayk.specs import Cell
-    from rayk.specs.experiment import FaultSpec
-
-DESCRIBE = "describe"
-"""The part of a handshake in which an engine says what it is; the agent's reads are the other."""
-
-
-def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[PlantedFault, ...]:
-    """The faults that a rank of engine `index` of this role commits, or sets off at a rank of the other side.
-
-    A fault that names no rank is the last one's.
-    """
-    # Imported here: a worker reads no specs, and starts the sooner for it.
-    from rayk.specs.faults import committing_role
-
-    planted: list[PlantedFault] = []
-    for fault in cell.faults:
-        is_own = role == committing_role(fault, cell.spec.transfer.mode)
-        is_here = (
-            is_own
-            and fault.engine in (None, index)
-            and rank == (fault.rank if fault.rank is not None else tp - 1)
-        )
-        if fault.point not in POINTS:
-            planted += [_planted(fault)] if is_here else []
-            continue
-        strike = _strike(fault, cell.spec.transfer.mode)
-        if is_here or (strike.remote is not None and not is_own):
-            planted.append(_planted(fault, strike))
-    return tuple(planted)
-
-
-def _planted(fault: FaultSpec, strike: Strike | None = None) -> PlantedFault:
-    return PlantedFault(
-        kind=fault.kind,
-        point=fault.point,
-        layer=fault.layer,
-        step=fault.step,
-        request=fault.request,
-        seed=fault.seed,
-        strike=strike,
-    )
-
-
-def _strike(fault: FaultSpec, mode: str) -> Strike:
-    from rayk.specs.faults import CORRUPT_HANDSHAKE, side_of
-
-    point = fault.point or ""
-    is_of_rank = fault.kind in RANK_KINDS
-    if point == "handshake" and (is_of_rank or (fault.kind, point) == CORRUPT_HANDSHAKE):
-        point = DESCRIBE
-    is_remote = is_of_rank and point != DESCRIBE and fault.engine_role != side_of(point, mode)
-    return Strike(
-        kind=fault.kind,
-        point=point,
-        step=fault.step or 1,
-        delay_s=fault.delay_s,
-        seed=fault.seed,
-        remote=fault.engine_role if is_remote else None,
-    )
-
 
 PUSHED_POINTS = ("post", "mid_transfer", "notify")
 """Points at which a rank that pushes acts, through the agent of its pusher."""
@@ -105,6 +40,10 @@ def struck_pusher(agent: TransferAgent, role: str, strikes: Sequence[Strike]) ->
     return faulty
 
 
+DESCRIBE = "describe"
+"""The part of a handshake in which an engine says what it is; the agent's reads are the other."""
+
+
 class StruckExtension(TransferExtension):
     """A rank that commits faults at the points its agent does not see: describing itself, taking tickets."""
 
@@ -119,7 +58,7 @@ class StruckExtension(TransferExtension):
             agent.plant(strike)
 
     def execute(self, command: object) -> object:
-        """Run one command; see actors.commands."""
+        """Run one command; see handover.commands."""
         match command:
             case Describe():
                 strike = self._struck.passes(DESCRIBE)
@@ -183,20 +122,12 @@ def _other_model(description: CacheDescription) -> CacheDescription:
 
 
 def _other_ticket(ticket: TransferTicket) -> TransferTicket:
-    return replace(ticket, block_tables=_exchanged(ticket.block_tables))
+    return replace(ticket, block_tables=exchanged_blocks(ticket.block_tables))
 
 
-def _exchanged(block_tables: BlockTables) -> BlockTables:
+def exchanged_blocks(block_tables: BlockTables) -> BlockTables:
     """Other blocks in the first table that has any."""
     first = next(i for i, table in enumerate(block_tables) if any(table))
     tables, changed = list(block_tables), block_tables[first]
     tables[first] = (*changed[1:], changed[0]) if len(changed) > 1 else (changed[0] + 1,)
     return tuple(tables)
-
-
-def as_it_arrives(cell: Cell, reservation: Reservation, number: int) -> Reservation:
-    """The `number`-th reservation of a cell, from 1, at the prefill engine: changed if a fault says so."""
-    faults = [f for f in cell.faults if (f.kind, f.point) == ("corrupt", "reserve")]
-    if all((f.step or 1) != number for f in faults):
-        return reservation
-    return replace(reservation, block_tables=_exchanged(reservation.block_tables))

@@ -21,7 +21,7 @@ from rayk.transfer.pusher import Pusher
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError
 from rayk.types.request import FinishReason
-from tests.actors.cases import NUM_TOKENS, Model, stubborn_agents
+from tests.handover.cases import NUM_TOKENS, Model, stubborn_agents
 from tests.pd import Pair, make_request, wait_until
 
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import EndReads, HoldTicket, LetGo, MakeStore
-from rayk.actors.receiving import Incoming
-from rayk.actors.storing import Storing
-from rayk.actors.swapping import Swapping
-from rayk.actors.tier_side import Tier, TierFacts, TierSide, moving_ns
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import EndReads, HoldTicket, LetGo, MakeStore
+from rayk.handover.receiving import Incoming
+from rayk.handover.storing import Storing
+from rayk.handover.swapping import Swapping
+from rayk.handover.tier_side import Tier, TierFacts, TierSide, moving_ns
 from rayk.offload.backoff import Backoff
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
 from rayk.sched.request_state import max_cached_tokens
@@ -28,9 +28,9 @@ from rayk.types.errors import RaykError
 from rayk.types.offload import ENDED
 
 if TYPE_CHECKING:
-    from rayk.actors.extension import RankNews
-    from rayk.actors.receiving import Receiving
     from rayk.engine.leader import Leader
+    from rayk.handover.commands import RankNews
+    from rayk.handover.receiving import Receiving
     from rayk.sched.request_state import RequestState
     from rayk.types.batch import ScheduledBatch
     from rayk.types.offload import OffloadSettings

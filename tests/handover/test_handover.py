@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.commands import Capture
-from rayk.actors.extension import TransferExtension
 from rayk.engine.build import Completion
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import Capture
+from rayk.handover.extension import TransferExtension
 from rayk.transfer.seal import sealed
 from rayk.types.errors import DeadlineExceeded, TransferError, UserError
 from rayk.types.request import FinishReason
-from tests.actors.cases import NUM_TOKENS, Model, stubborn_agents
+from tests.handover.cases import NUM_TOKENS, Model, stubborn_agents
 from tests.markers import nixl
 from tests.pd import Clock, Pair, local_agents, make_request, wait_until
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayk.actors.planted_state import wrong_state
+from rayk.handover.planted_state import wrong_state
 from rayk.models.layers.rope import Rotary, Rotation
 from rayk.transfer.faults import FlipBit
 from rayk.transfer.strikes import Strike
+from rayk.types.fault_table import STATE_POINTS
 
 if TYPE_CHECKING:
     from rayk.models.decoder import Decoder, Mixer
@@ -85,9 +86,6 @@ def commit_wrong_kv(decoder: Decoder, faults: Sequence[PlantedFault]) -> None:
 
 
 def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
-    # Imported here: a worker that plants nothing reads no specs, and starts the sooner for it.
-    from rayk.specs.faults import STATE_POINTS
-
     if point is not None and point in STATE_POINTS:
         _replace_mixer(decoder, layer, wrong_state(decoder, layer, point))
         return

@@ -16,7 +16,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.wire import WireCache
 from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError
 from rayk.types.request import FinishReason
-from tests.actors.cases import stubborn_agents
+from tests.handover.cases import stubborn_agents
 from tests.pd import Pair, make_request, wait_until
 
 FORMATS: dict[str, dict[str, Any]] = {

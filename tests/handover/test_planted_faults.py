@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from rayk.actors.extension import CaptureExtension
-from rayk.actors.handover import TransferHandover
 from rayk.attention.backends import paged
 from rayk.engine.build import ThreadEngine
 from rayk.experiments.compare import ValueComparison, compare_values
 from rayk.experiments.references import caches_of
+from rayk.handover.extension import CaptureExtension
+from rayk.handover.handover import TransferHandover
 from rayk.kernels.store_kv import store_kv
 from rayk.kv import maps
 from rayk.oracle.checkpoint import read_marker

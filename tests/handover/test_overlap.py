@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rayk.actors.commands import Wire
 from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import Wire
 from rayk.transfer import try_read
 from rayk.types.errors import TransferError
 from tests.conftest import CheckpointFactory

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rayk.actors.commands import (
+from rayk.engine.leader import RequestEvent
+from rayk.handover.commands import (
     Capture,
     EndPush,
     HoldTicket,
@@ -24,12 +25,11 @@ from rayk.actors.commands import (
     Prove,
     Reserve,
 )
-from rayk.actors.lending import Lending
-from rayk.actors.offloading import Offloading
-from rayk.actors.pushing import Pushing
-from rayk.actors.receiving import Incoming, Receiving
-from rayk.actors.reservations import Reservations, Wish
-from rayk.engine.leader import RequestEvent
+from rayk.handover.lending import Lending
+from rayk.handover.offloading import Offloading
+from rayk.handover.pushing import Pushing
+from rayk.handover.receiving import Incoming, Receiving
+from rayk.handover.reservations import Reservations, Wish
 from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.seal import is_whole
 from rayk.types.errors import NotFiniteError, RaykError, TransferError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayk.actors.commands import BlockTables, EndLease, MakeStore, TicketPart
-from rayk.actors.tier_side import TierSide
+from rayk.handover.commands import BlockTables, EndLease, MakeStore, TicketPart
+from rayk.handover.tier_side import TierSide
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.offload.messages import StoreAnswer, StoreAsk
 from rayk.transfer.handshake import row_group_blocks
@@ -26,7 +26,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
-    from rayk.actors.extension import RankNews
+    from rayk.handover.commands import RankNews
     from rayk.sched.request_state import RequestState
 
 ACTIVE_STORES = 4

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayk.actors.offloading import Offloading
+    from rayk.handover.handover import TransferHandover
+    from rayk.handover.offloading import Offloading
     from rayk.metrics import BufferedSink
 
 OF_ENGINE = {
@@ -56,3 +57,12 @@ def report_tier(sink: BufferedSink, status: Mapping[str, Any]) -> None:
         sink.total("rayk_offload_disk_pages_total", disk[counter], outcome=outcome)
     num_bad = sum(number for name, number in disk.items() if name.startswith("bad_"))
     sink.total("rayk_offload_disk_pages_total", num_bad, outcome="bad")
+
+
+def report_requests(sink: BufferedSink, handover: TransferHandover) -> None:
+    """Report requests, each once, at whichever ranks it failed or expired. On rank 0."""
+    sink.set("rayk_num_requests_receiving", handover.num_awaited)
+    sink.total("rayk_nixl_received_requests_total", handover.receiving.num_received)
+    for reason, number in handover.receiving.num_failed.items():
+        sink.total("rayk_nixl_failed_requests_total", number, reason=reason)
+    sink.total("rayk_nixl_expired_requests_total", handover.num_expired_leases)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors.commands import Capture
+from rayk.handover.commands import Capture
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.errors import KVMismatch
-from tests.actors.cases import Model, TamperingAgent
+from tests.handover.cases import Model, TamperingAgent
 from tests.pd import Pair, make_request
 
 LAYER, NUM_TOKENS = 1, 37

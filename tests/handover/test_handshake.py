@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayk.types.errors import HandshakeMismatch
-from tests.actors.cases import Model
+from tests.handover.cases import Model
 from tests.pd import Pair, make_request
 
 
