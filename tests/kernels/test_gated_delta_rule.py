@@ -30,6 +30,7 @@ IMPLS = [
 ]
 each_impl = pytest.mark.parametrize(("impl", "device"), IMPLS)
 KEY_HEADS = 3
+CHUNKS = DeltaTiles(16, 16, 4)
 
 
 def draw(op: Op, n: int, generator: torch.Generator, whole: bool) -> tuple[Tensors, Tensors]:
@@ -77,8 +78,15 @@ def transformers_own(op: Op, tokens: Tensors, constants: Tensors) -> tuple[Tenso
     return outs[0], torch.stack(states)
 
 
-def call(tokens: Tensors, constants: Tensors, state: Tensor, segments: Segments, impl: str) -> Tensor:
-    """q and k as slices of one wider tensor of NaN, as a projection's output is sliced."""
+def call(
+    tokens: Tensors,
+    constants: Tensors,
+    state: Tensor,
+    segments: Segments,
+    impl: str,
+    tiles: DeltaTiles = CHUNKS,
+) -> Tensor:
+    """q and k as slices of one wider tensor of NaN, as a projection's output is sliced. tiles: of chunks."""
     q, k = tokens["q"], tokens["k"]
     mixed = q.new_full((len(q), 3, *q.shape[1:]), float("nan"))
     mixed[:, 0], mixed[:, 1] = q, k
@@ -88,7 +96,7 @@ def call(tokens: Tensors, constants: Tensors, state: Tensor, segments: Segments,
     if impl == "chunks":
         from rayk.kernels.gated_delta_rule.triton import gated_delta_rule_triton
 
-        return gated_delta_rule_triton(*batch, scale=scale, tiles=DeltaTiles(16, 16, 4))
+        return gated_delta_rule_triton(*batch, scale=scale, tiles=tiles)
     return gated_delta_rule(*batch, scale=scale, impl=impl)
 
 

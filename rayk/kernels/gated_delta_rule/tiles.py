@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rayk.kernels.interpreter import INTERPRETED
 from rayk.kernels.target import Target
 
 
@@ -33,4 +34,6 @@ def choose_tiles(target: Target, *, key_size: int, padded_v: int, by_token: bool
         return DeltaTiles(min(padded_v, 32 if key_size <= 128 else 16), 1, 4)
     if target.is_amd:
         return DeltaTiles(16, 16, 4)
-    return DeltaTiles(min(padded_v, 32) if target.has_warp_group_mma else 16, 16, 8, "tf32")
+    # The interpreter multiplies float32 as it is.
+    precision = "ieee" if INTERPRETED else "tf32"
+    return DeltaTiles(min(padded_v, 32) if target.has_warp_group_mma else 16, 16, 8, precision)

@@ -23,6 +23,7 @@ import triton.language as tl
 from rayk.kernels.gated_delta_rule.tiles import DeltaTiles, choose_tiles
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.segments import Segments
+from rayk.kernels.ssd_scan.triton import round_tf32
 from rayk.kernels.target import current_target
 
 MAX_KEY_SIZE = 256
@@ -106,6 +107,7 @@ def gated_delta_chunks_kernel(
     WIDEN: tl.constexpr,
 ):
     """Chunk by chunk. Grid: (requests, value heads, value tiles)."""
+    EXACT: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
     i_r = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     i_key = tl.load(key_index + i_h)
@@ -139,16 +141,18 @@ def gated_delta_chunks_kernel(
             p_v = v + o_t * v_stride_t + i_h * v_stride_h
             b_v = tl.load(p_v[:, None] + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0).to(tl.float32)
             b_kept = _exp(b_total)
-            b_held = tl.dot(b_k.to(tl.float32), b_state, input_precision=PRECISION)
+            # Of 16-bit inputs tf32 has every bit.
+            b_before = round_tf32(b_state, PRECISION)
+            b_held = tl.dot(b_k.to(tl.float32), b_before, input_precision=PRECISION)
             b_v = b_beta[:, None] * (b_v - (b_kept * b_unit)[:, None] * b_held)
-            b_change = tl.dot(b_x, b_v, input_precision=PRECISION)
+            b_change = tl.dot(b_x, b_v, input_precision=EXACT)
 
             b_q, b_q_unit = _load_rows(
                 q + o_t * q_stride_t + i_key * q_stride_h, m_t, KEY_SIZE, PADDED_K, WIDEN
             )
             b_attention = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_between * b_unit[None, :]
-            b_out = b_kept[:, None] * tl.dot(b_q.to(tl.float32), b_state, input_precision=PRECISION)
-            b_out += tl.dot(b_attention, b_change, input_precision=PRECISION)
+            b_out = b_kept[:, None] * tl.dot(b_q.to(tl.float32), b_before, input_precision=PRECISION)
+            b_out += tl.dot(b_attention, b_change, input_precision=EXACT)
             b_out *= (scale * b_q_unit)[:, None]
             p_out = out + (o_t * num_heads + i_h) * VALUE_SIZE
             tl.store(p_out[:, None] + o_v[None, :], b_out.to(out.dtype.element_ty), mask=m_t[:, None] & m_v)
@@ -156,7 +160,7 @@ def gated_delta_chunks_kernel(
             all_g = tl.sum(b_g, 0)
             b_change *= (b_unit * _exp(all_g - b_total))[:, None]
             b_state *= _exp(all_g)
-            b_state += tl.dot(tl.trans(b_k.to(tl.float32)), b_change, input_precision=PRECISION)
+            b_state += tl.dot(tl.trans(b_k.to(tl.float32)), b_change, input_precision=EXACT)
         write_slot = tl.load(write_slots + i_segment)
         tl.store(p_state + write_slot * stride_b, b_state, mask=m_state & (write_slot >= 0))
 

@@ -35,8 +35,10 @@ def ssd_scan_triton(
     group_index: torch.Tensor,
     state: torch.Tensor,
     segments: Segments,
+    *,
+    tiles: ChunkTiles | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `ssd_scan`."""
+    """Arguments and result as `ssd_scan`. `tiles` is for tests."""
     assert x.stride(2) == b.stride(2) == c.stride(2) == dt.stride(1) == 1, "last axes must be dense"
     assert state.dtype == a.dtype == d.dtype == dt_bias.dtype == torch.float32
     out_dtype = torch.float32 if INTERPRETED else x.dtype
@@ -50,8 +52,7 @@ def ssd_scan_triton(
         "group_index": group_index,
         "out": out,
     }
-    tiles = None
-    if not segments.is_single_step and x.dtype != torch.float32:
+    if tiles is None and not segments.is_single_step and x.dtype != torch.float32:
         tiles = choose_chunk_tiles(current_target(), b.shape[2])
     with launching():
         if tiles is None:
@@ -103,6 +104,9 @@ class ChunkTiles(NamedTuple):
     channels: int
     padded_state: int
     num_warps: int
+    precision: str
+    """How float32 tiles are multiplied. tf32 keeps as many bits as 16-bit inputs have. AMD's matrix cores and
+    the interpreter multiply float32 as it is."""
 
 
 def choose_chunk_tiles(target: Target, state_size: int) -> ChunkTiles | None:
@@ -110,9 +114,10 @@ def choose_chunk_tiles(target: Target, state_size: int) -> ChunkTiles | None:
     padded = max(MIN_TILE, triton.next_power_of_2(state_size))
     if padded > 256 or (target.is_amd and padded < 64):
         return None  # vector registers would spill, or scalar ones
+    precision = "ieee" if INTERPRETED or target.is_amd else "tf32"
     if padded > 128 or target.is_amd:
-        return ChunkTiles(MIN_TILE, MIN_TILE, padded, 4)
-    return ChunkTiles(32, 32, padded, 8)
+        return ChunkTiles(MIN_TILE, MIN_TILE, padded, 4, precision)
+    return ChunkTiles(32, 32, padded, 8, precision)
 
 
 def _walk(arguments: dict[str, Any]) -> None:
@@ -130,8 +135,7 @@ def _chunk(arguments: dict[str, Any], tiles: ChunkTiles) -> None:
         PADDED_N=tiles.padded_state,
         TILE_P=tiles.channels,
         CHUNK=tiles.tokens,
-        # tf32 keeps as many bits as 16-bit inputs have. AMD's matrix cores multiply float32 as it is.
-        PRECISION="ieee" if current_target().is_amd else "tf32",
+        PRECISION=tiles.precision,
         WIDEN=INTERPRETED,
         num_warps=tiles.num_warps,
         num_stages=1,

@@ -12,6 +12,27 @@ from rayk.kernels.selective_scan.triton import softplus
 
 
 @triton.jit
+def round_tf32(x, PRECISION: tl.constexpr):
+    """float32 values as tf32 has them, to the nearest: tensor cores drop what does not fit, which would make
+    every product too small. Other precisions take values as they are. What is not finite stays so."""
+    if PRECISION == "tf32":
+        bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
+        x = tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
+def dot_16_bit(a, b, PRECISION: tl.constexpr):
+    """a @ b of float32 tiles, b of 16-bit values, of which tf32 has every bit. What it drops of a is
+    a product of its own."""
+    if PRECISION == "tf32":
+        b_high = round_tf32(a, PRECISION)
+        b_low = tl.dot(a - b_high, b, input_precision=PRECISION)
+        return tl.dot(b_high, b, b_low, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def _load_token(x, dt, b, c, i_t, o_p, o_n, m_p, m_n, strides):
     """A token's x, dt, b, c in float32."""
     b_x = tl.load(x + i_t * strides[0] + o_p, mask=m_p, other=0.0).to(tl.float32)
@@ -184,14 +205,16 @@ def ssd_chunk_kernel(
 
             b_decay = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(b_since), 0.0)
             b_weight = tl.dot(b_c, tl.trans(b_b)) * b_decay * b_dt[None, :]
-            b_y = tl.dot(b_c.to(tl.float32), tl.trans(b_h), input_precision=PRECISION)
+            # Of 16-bit inputs tf32 has every bit.
+            b_held = tl.trans(round_tf32(b_h, PRECISION))
+            b_y = tl.dot(b_c.to(tl.float32), b_held, input_precision=PRECISION)
             b_y = b_y * tl.exp(tl.cumsum(b_log, 0))[:, None] + d_h * b_x
-            b_y += tl.dot(b_weight, b_x, input_precision=PRECISION)
+            b_y += dot_16_bit(b_weight, b_x, PRECISION)
             p_out = out + o_t[:, None] * (HEADS * HEAD) + o_p[None, :]
             tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m_x)
             b_left = b_x * (b_dt * tl.exp(b_until_end))[:, None]
             b_h = tl.exp(tl.sum(b_log, 0)) * b_h
-            b_h += tl.dot(tl.trans(b_left), b_b.to(tl.float32), input_precision=PRECISION)
+            b_h += dot_16_bit(tl.trans(b_left), b_b.to(tl.float32), PRECISION)
         slot = tl.load(write_slots + i_s)
         if slot >= 0:
             tl.store(p_head + slot * stride_b, b_h, mask=m_state)
