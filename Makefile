@@ -120,10 +120,11 @@ test-generators: $(STAMP) .venv-aiperf/.installed .venv-guidellm/.installed
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/transfer/test_any_pair.py $(ARGS)
 
-# Only files that mention the marker are collected: an interpreter that is already there may lack
-# packages that other tests import.
+# Only files that import the marker are collected: an interpreter that is already there may lack
+# packages that other tests import. Eight at a time where pytest-xdist is there, which pytest-benchmark warns of.
 test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
-	$(PY) -m pytest -m gpu $$(grep -rlw gpu tests --include='test_*.py')
+	$(PY) -m pytest -m gpu -p no:benchmark $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=8) $(ARGS) \
+		$$(grep -rlE 'tests.markers import .*\bgpu\b' tests --include='test_*.py')
 
 check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Triton reads the variable when it is imported, which test modules do after this hook.
     """
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: without effect (no pytest-timeout here)")
     assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET was decided"
     expression = config.option.markexpr
     compiles = torch.cuda.is_available() and "gpu" in expression and "not gpu" not in expression

@@ -30,8 +30,8 @@ from rayk.kv.specs import FullAttentionSpec
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.tiny import ALL_ROUTED
 from rayk.parallel.local import LocalComm
-from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
+from tests.engine.stepped import run_greedy
 
 
 class Again:
@@ -366,43 +366,6 @@ def test_a_planted_fault_is_in_what_a_worker_records(
         assert num_wrong == 3, "once per recorded size"
     finally:
         worker.dissolve()
-
-
-def run_greedy(rank: EngineRank, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """Greedy decoding with the blocks of each group handed out one after the other."""
-    groups = rank.plan.groups
-    tables: list[list[list[int]]] = []
-    next_block = 1
-    for prompt, length in zip(prompts, lengths, strict=True):
-        row = []
-        for group in groups:
-            count = -(-(len(prompt) + length) // group.spec.block_size)
-            row.append(list(range(next_block, next_block + count)))
-            next_block += count
-        tables.append(row)
-    tokens = [list(p) for p in prompts]
-    computed = [0] * len(prompts)
-    for step in range(1, max(lengths) + 1):
-        live = [i for i, n in enumerate(lengths) if len(tokens[i]) - len(prompts[i]) < n]
-        batch = ScheduledBatch(
-            step=step,
-            requests=tuple(
-                ScheduledRequest(
-                    request_id=str(i),
-                    row=i,
-                    num_computed_tokens=computed[i],
-                    token_ids=tuple(tokens[i][computed[i] :]),
-                    new_block_ids=tuple((0, tuple(ids)) if step == 1 else (0, ()) for ids in tables[i]),
-                    needs_logits=True,
-                )
-                for i in live
-            ),
-        )
-        chosen = rank.step(batch).argmax(-1).tolist()
-        for i, token in zip(live, chosen, strict=True):
-            computed[i] = len(tokens[i])
-            tokens[i].append(token)
-    return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]
 
 
 def test_a_cpu_engine_says_why_it_has_no_graphs(checkpoint) -> None:

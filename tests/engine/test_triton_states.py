@@ -16,7 +16,8 @@ from rayk.engine.rank import EngineRank
 from rayk.models.layers import causal_conv, gdn, mamba1, mamba2
 from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
-from tests.engine.test_graphs import Again, run_greedy
+from tests.engine.stepped import run_greedy
+from tests.engine.test_graphs import Again
 from tests.markers import interpreted
 
 pytestmark = interpreted

@@ -164,10 +164,12 @@ def test_a_fence_waits_for_every_step_so_far(steps: int) -> None:
     assert fence.step_ns() == 0
     counter = torch.zeros(1, dtype=torch.int64, device="cuda:0")
     seen = torch.zeros(1, dtype=torch.int64).pin_memory()
+    torch.cuda._sleep(1)
+    seen.copy_(counter.add_(0), non_blocking=True)  # what runs for the first time takes the host a while
     torch.cuda.synchronize()
     for _ in range(steps):
         fence.begin()
-        torch.cuda._sleep(SLEEP_CYCLES // 8)
+        torch.cuda._sleep(SLEEP_CYCLES)
         counter += 1
         seen.copy_(counter, non_blocking=True)
         fence.end()
