@@ -68,6 +68,17 @@ class Ceilings:
     matmul_tflops: float
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A captured call, kept as long as its graph, which reads the tensors that the call holds."""
+
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 class Clock:
     """Times calls on one device."""
 
@@ -89,7 +100,7 @@ class Clock:
             call()
         graph.replay()
         torch.cuda.synchronize()
-        return graph.replay
+        return Replay(graph, call)
 
     def milliseconds(self, call: Callable[[], object]) -> float:
         """Of one call, with cold caches on a GPU."""
@@ -187,11 +198,11 @@ def measure(shape: Shape, clock: Clock, options: argparse.Namespace) -> list[Row
     return [Row(shape, name, took.get(name), errors.get(name), reasons.get(name, "")) for name in PATHS]
 
 
-def environment(options: argparse.Namespace) -> list[str]:
+def environment(device: str) -> list[str]:
     """What the numbers were measured on and with."""
     machine = platform.processor() or platform.machine()
-    if options.device != "cpu":
-        properties = torch.cuda.get_device_properties(options.device)
+    if device != "cpu":
+        properties = torch.cuda.get_device_properties(device)
         machine = (
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
             f"{properties.multi_processor_count} multiprocessors, CUDA {torch.version.cuda}"
@@ -202,7 +213,6 @@ def environment(options: argparse.Namespace) -> list[str]:
         f"- {machine}, {platform.platform()}, Python {platform.python_version()}",
         "- " + ", ".join(f"{name} {version_of(name)}" for name in PACKAGES),
         f"- commit {commit or 'unknown'}",
-        f"- {options.dtype}, medians of {options.repeats}, {'calls' if options.eager else 'CUDA graphs'}",
     ]
 
 
@@ -219,7 +229,8 @@ def report(options: argparse.Namespace) -> Iterator[str]:
     clock = Clock(options.device, graphs=not options.eager)
     dry = options.device == "cpu"
     yield f"# Attention on {'a CPU: a dry run, not a measurement' if dry else 'a GPU'}\n"
-    yield "\n".join(environment(options))
+    yield "\n".join(environment(options.device))
+    yield f"- {options.dtype}, medians of {options.repeats}, {'calls' if options.eager else 'CUDA graphs'}"
     ceilings = measure_ceilings(clock, options.device, options.torch_dtype, options.repeats)
     yield f"- copy {ceilings.copy_gbps:.4g} GB/s, matrix product {ceilings.matmul_tflops:.4g} TFLOP/s\n"
     yield "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS)
