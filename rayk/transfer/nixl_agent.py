@@ -37,6 +37,7 @@ from rayk.types.errors import DeviceError, TransferError
 
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _NET_DEVICES = "UCX_NET_DEVICES"
+_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 _LOCAL_SIDE = "NIXL_INIT_AGENT"
 
 
@@ -104,6 +105,7 @@ class NixlAgent:
         self._backend = backend
         config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
         options = {"ucx_error_handling_mode": error_handling} if backend == "UCX" else {}
+        _let_cuda_ipc_read()
         try:
             self._nixl = api.nixl_agent(name, config)
             with _net_devices(is_one_node=is_one_node):
@@ -313,6 +315,14 @@ class NixlAgent:
             if start <= address < start + size:
                 return memory, device
         raise AssertionError(f"{address:#x} is not registered")
+
+
+def _let_cuda_ipc_read() -> None:
+    """Have UCX read the device memory of another process as it writes it. Where it sees no NVLink it reads in
+    small pieces instead: 0.7 against 1,400 GB/s on one H100. What the user has set stays."""
+    # Without CUDA no module of UCX's asks for it, and UCX warns of that.
+    if torch.cuda.is_available():
+        os.environ.setdefault(_GET_ZCOPY, "on")
 
 
 @contextmanager

@@ -222,3 +222,19 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch):
             NixlAgent("nobody")
     finally:
         nixl_agent.nixl_api.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "before", "after"), [(True, None, "on"), (True, "off", "off"), (False, None, None)]
+)
+def test_reads_of_device_memory_go_as_writes_do(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, before: str | None, after: str | None
+) -> None:
+    """Unless the user says otherwise; UCX hears nothing of it where it would warn."""
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    NixlAgent(f"{next(NAMES)}.device").close()
+    assert os.environ.get(name) == after
