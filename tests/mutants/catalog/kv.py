@@ -19,17 +19,6 @@ def _(original, self, position, block, slot, row):
 
 
 @KV.twin(
-    "every bundle has the block stride of the first",
-    "rayk.kv.maps:block_strides",
-    "test_maps.py::test_page_map_names_the_canonical_byte_of_every_byte",
-)
-def _(original, group, addresses):
-    found = original(group, addresses)
-    found[:] = found[:1]
-    return found
-
-
-@KV.twin(
     "heads are taken by place instead of id",
     "rayk.kv.maps:match_rows",
     "test_maps.py::test_match_rows_between_unlike_shards_kernel_blocks_and_rows",

@@ -46,23 +46,6 @@ def _(original, self, names, into, done):
 
 
 @OFFLOAD.twin(
-    "a sequence evicts its own beginning",
-    "rayk.offload.disk:DiskTier.admit",
-    "test_pages.py::test_a_sequence_that_grows_beyond_the_disk_keeps_its_beginning",
-)
-def _(original, self, names, beside):
-    return original(self, names, ())
-
-
-OFFLOAD.constant(
-    "one odd file turns the disk off",
-    "rayk.offload.disk:ODD_FILE",
-    frozenset(),
-    "test_odd_files.py::test_something_else_in_a_pages_place_costs_that_page_alone",
-)
-
-
-@OFFLOAD.twin(
     "pages that changed in memory are written to disk",
     "rayk.offload.pages:DiskPages.write",
     "test_pages.py::test_a_page_that_changed_in_host_memory_is_not_written",
@@ -133,13 +116,4 @@ def _(original, self, why, epoch=None):
     "test_faults.py::test_a_tier_that_is_killed_in_the_middle_of_stores",
 )
 def _(original, self):
-    return None
-
-
-@OFFLOAD.twin(
-    "swaps that do not come back go on leaving",
-    "rayk.handover.tier_side:TierSide.in_vain",
-    "test_load_choices.py::test_swaps_that_do_not_come_back_are_left_alone",
-)
-def _(original, self, setting, began_ns, why, ticket):
     return None

@@ -22,15 +22,6 @@ def _(original, engines, *args):
 
 
 @SERVING.twin(
-    "an engine's successor inherits its cache",
-    "rayk.sched.prefix_index:PrefixIndex.forget",
-    "sched/test_prefix_index.py::test_the_index_knows_what_a_search_through_all_prompts_finds",
-)
-def _(original, self, engine):
-    return None
-
-
-@SERVING.twin(
     "clients can tell the keys of prefixes",
     "rayk.sched.request_describer:prefix_keys",
     "sched/test_prefix_index.py::test_keys_are_those_of_one_prefix_and_one_secret",
@@ -113,15 +104,6 @@ async def _(original, self, front, asked, *, again, **options):
 
 
 @SERVING.twin(
-    "silent fronts keep their places",
-    "rayk.actors.desk:Desk.gone",
-    "actors/test_desk.py::test_a_silent_fronts_attempts_are_given_back_with_their_engines",
-)
-def _(original, self, silent_s):
-    return []
-
-
-@SERVING.twin(
     "reservations are held for ever",
     "rayk.handover.reservations:_Held.until_ns",
     "handover/test_push.py::test_a_reservation_that_nobody_uses_is_given_up",
@@ -197,15 +179,6 @@ def _(original, self, data):
 )
 def _(original, front, prompt, max_tokens, asked_by="max_tokens"):
     return None
-
-
-@SERVING.twin(
-    "all choices draw with one seed",
-    "rayk.serve.asks:choice_seed",
-    "serve/test_completions.py::test_choices_differ_and_come_again_with_the_seed",
-)
-def _(original, temperature, seed, index):
-    return original(temperature, seed, 0)
 
 
 @SERVING.twin(

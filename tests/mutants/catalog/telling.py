@@ -44,16 +44,6 @@ def _(original, self, received):
 
 
 @TELLING.twin(
-    "what is not known is good",
-    "rayk.bench.rows:is_good",
-    "bench/test_summary.py::test_what_is_not_known_is_not_good",
-)
-def _(original, row, slo):
-    known = {name: limit for name, limit in slo.limits_ms.items() if row[f"{name}_ms"] is not None}
-    return original(row, type("Known", (), {"limits_ms": known})())
-
-
-@TELLING.twin(
     "requests pass for independent of one another",
     "rayk.bench.statistics:batch_means",
     "bench/test_statistics.py::test_intervals_hold_the_truth_as_often_as_they_say",
@@ -84,15 +74,6 @@ def _(original, values, confidence):
 
 
 @TELLING.twin(
-    "every cell is marked at the rate of one",
-    "rayk.reports.discoveries:intervals",
-    "reports/test_discoveries.py::test_findings_are_those_of_benjamini_and_hochberg",
-)
-def _(original, samples, margin, rate):
-    return [interval for sample in samples for interval in original([sample], margin, rate)]
-
-
-@TELLING.twin(
     "the queue passes for prefill",
     "rayk.reports.stages:limit_shares",
     "reports/test_report_numbers.py::test_shares_name_the_limit",
@@ -102,30 +83,12 @@ def _(original, parts):
 
 
 @TELLING.twin(
-    "attempts that failed are counted as what moved",
-    "rayk.reports.moves:moves",
-    "reports/test_tp_pairs.py::test_only_the_attempt_that_brought_the_kv_counts",
-)
-def _(original, requests, transfers):
-    return original(requests, transfers.assign(verdict="OK"))
-
-
-@TELLING.twin(
     "tables of a newer version are read",
     "rayk.reports.schema:check_schema",
     "reports/test_schema.py::test_a_newer_version_is_refused",
 )
 def _(original, path):
     return 0
-
-
-@TELLING.twin(
-    "latencies of exports count from when requests were due",
-    "rayk.reports.export:send_lag_ms",
-    "reports/test_exports.py::test_a_load_as_aiperf_tells_it",
-)
-def _(original, rows):
-    return original(rows) * 0.0
 
 
 # Metrics and dashboards.

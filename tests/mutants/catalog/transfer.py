@@ -10,7 +10,6 @@ import numpy as np
 from tests.mutants.mutant import Catalog
 
 TRANSFER = Catalog("tests/transfer")
-FOREVER_NS = 1 << 62
 
 
 @TRANSFER.twin(
@@ -96,11 +95,11 @@ def _(original, self, event, now_ns):
 
 @TRANSFER.twin(
     "the deadline of a read is not kept",
-    "rayk.transfer.rank:TransferRank.start",
-    "test_rank.py::test_a_deadline_ends_a_slow_transfer_and_frees_the_producer",
+    "rayk.transfer.session:Session.handle",
+    "test_guards.py::test_a_read_that_ends_after_the_deadline_is_not_waited_for",
 )
-def _(original, self, ticket, tables, deadline_ns, first_row=0):
-    original(self, ticket, tables, FOREVER_NS, first_row)
+def _(original, self, event, now_ns):
+    return original(self, event, 0)
 
 
 @TRANSFER.twin(
