@@ -104,15 +104,6 @@ async def _(original, self, front, asked, *, again, **options):
 
 
 @SERVING.twin(
-    "reservations are held for ever",
-    "rayk.handover.reservations:_Held.until_ns",
-    "handover/test_push.py::test_a_reservation_that_nobody_uses_is_given_up",
-)
-def _(original, self):
-    return 1 << 62
-
-
-@SERVING.twin(
     "a process that stands still is well until it is ended",
     "rayk.actors.members:Member.why_unwell",
     "actors/test_members.py::test_silence_and_standing_still_are_told_apart",
