@@ -61,10 +61,10 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The layer's own; x [T, hidden]."""
-        self._clock.enter(self._index, x.shape[-2])
-        out: torch.Tensor = self._layer.forward(x, *args, **kwargs)
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own; x [T, hidden], or AltUp's streams of it."""
+        self._clock.enter(self._index, getattr(x, "streams", x).shape[-2])
+        out = self._layer.forward(x, *args, **kwargs)
         self._clock.leave(self._index)
         return out
 

@@ -159,7 +159,7 @@ def _attending(rank: EngineRank) -> Iterator[_Attending]:
 
 
 def _parts(root: object) -> Iterator[object]:
-    """A model's parts, whatever holds them: tuples, dataclasses and objects of rayk.models."""
+    """A model's parts, whatever holds them: tuples, dataclasses and objects of rayk.models.layers."""
     seen: set[int] = set()
     todo: list[Any] = [root]
     while todo:
@@ -171,8 +171,6 @@ def _parts(root: object) -> Iterator[object]:
             todo += part
         elif type(part).__module__.startswith("rayk.models.layers"):
             yield part
-            todo += _held(part)
-        elif type(part).__module__ == "rayk.models.decoder":
             todo += _held(part)
 
 

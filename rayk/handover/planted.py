@@ -19,7 +19,8 @@ from rayk.transfer.strikes import Strike
 from rayk.types.fault_table import STATE_POINTS
 
 if TYPE_CHECKING:
-    from rayk.models.decoder import Decoder, Mixer
+    from rayk.models.decoder import Decoder
+    from rayk.models.layers.mixers import Mixer
     from rayk.models.layers.places import Places
 
 
@@ -116,7 +117,7 @@ def _replace_mixer(decoder: Decoder, layer: int, mixer: Mixer) -> None:
 
 
 class _OnePositionOn:
-    """A mixer that takes every token to stand one position later. Implements models.decoder.Mixer."""
+    """A mixer that takes every token to stand one position later. Implements models.layers.mixers.Mixer."""
 
     def __init__(self, mixer: Mixer, one: Rotation) -> None:
         """`one`: the rotation of position 1."""

@@ -17,7 +17,8 @@ from rayk.kv.fields import PageField, twin_taps
 from rayk.models.kv_specs import kv_cache_specs
 
 if TYPE_CHECKING:
-    from rayk.models.decoder import Decoder, Mixer
+    from rayk.models.decoder import Decoder
+    from rayk.models.layers.mixers import Mixer
     from rayk.models.layers.places import Places
 
 Views = Mapping[str, torch.Tensor]
@@ -78,7 +79,7 @@ def _segments(metadata: Any) -> Any:
 
 
 class _SpoiledState:
-    """A mixer whose states are spoiled when written. Implements models.decoder.Mixer."""
+    """A mixer whose states are spoiled when written. Implements models.layers.mixers.Mixer."""
 
     def __init__(self, mixer: Mixer, fields: Sequence[PageField], views: Views, spoil: Spoil) -> None:
         self._mixer = mixer

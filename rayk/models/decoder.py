@@ -2,96 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rayk.kernels.quantise import QuantisedKV
+from rayk.models.layers.altup import build_altup_streams
 from rayk.models.layers.attention import Attention
+from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
+from rayk.models.layers.layer import OneStream, build_layer
 from rayk.models.layers.mla import Mla
+from rayk.models.layers.places import Placing
+from rayk.parallel import shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rayk.kv.caches import OwnsCache
     from rayk.kv.groups import CacheKey
+    from rayk.models.build import Build
     from rayk.models.config import DecoderConfig
-    from rayk.models.layers.altup import AltUpLayer, Streams
-    from rayk.models.layers.embedding import LmHead, VocabEmbedding
+    from rayk.models.layers.altup import AltUpLayer, AltUpStreams
+    from rayk.models.layers.layer import Layer, ParallelLayer
     from rayk.models.layers.norm import Norm
-    from rayk.models.layers.places import Places, Placing
-    from rayk.parallel.comm import Comm
-
-
-class Mixer(Protocol):
-    """What mixes tokens in a layer: attention, a recurrent mixer, or both side by side."""
-
-    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
-        ...
-
-
-class Mlp(Protocol):
-    """The feed-forward half of a layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)); each half normed once more where there are such norms.
-
-    A layer may have one half only: then the other's norms are None too.
-    """
-
-    input_norm: Norm | None
-    mixer: Mixer | None
-    post_mixer_norm: Norm | None = None
-    mlp_norm: Norm | None
-    mlp: Mlp | None
-    post_mlp_norm: Norm | None = None
-    residual_multiplier: float = 1.0
-    """On what each half adds."""
-    dtype: torch.dtype | None = None
-    """What the halves compute in where x is wider; None: as x is."""
-
-    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]. `metadata` is the mixer's."""
-        if self.mixer is not None:
-            assert self.input_norm is not None
-            mixed = self.mixer.forward(self._normed(self.input_norm, x), places, metadata)
-            x = self._added(x, mixed, self.post_mixer_norm)
-        if self.mlp is not None:
-            assert self.mlp_norm is not None
-            x = self._added(x, self.mlp.forward(self._normed(self.mlp_norm, x)), self.post_mlp_norm)
-        return x
-
-    def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        return norm.forward(x if self.dtype is None else x.to(self.dtype))
-
-    def _added(self, x: torch.Tensor, out: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        if norm is not None:
-            out = norm.forward(out)
-        return x + (out if self.residual_multiplier == 1.0 else out * self.residual_multiplier)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelLayer:
-    """x + mixer(n) + mlp(n), where n = norm(x); the halves' partial sums are added in one go."""
-
-    input_norm: Norm
-    mixer: Mixer
-    mlp: Mlp
-    comm: Comm
-
-    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        normed = self.input_norm.forward(x)
-        out = self.mixer.forward(normed, places, metadata) + self.mlp.forward(normed)
-        return x + (self.comm.all_reduce(out) if self.comm.size > 1 else out)
 
 
 class Decoder:
@@ -105,14 +38,15 @@ class Decoder:
         layers: tuple[Layer | ParallelLayer | AltUpLayer, ...],
         cache_owners: Mapping[CacheKey, OwnsCache],
         cache_readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
-        streams: Streams | None = None,
+        streams: OneStream | AltUpStreams,
         final_norm: Norm,
         lm_head: LmHead,
         placing: Placing,
         dtype: torch.dtype,
     ) -> None:
         """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `cache_readers`:
-        those that use another's, by its key. `streams`: around AltUpLayers. `dtype`: the weights'."""
+        those that use another's, by its key. `streams`: what passes from layer to layer. `dtype`: the
+        weights'."""
         self.config = config
         self.layers = layers
         self.cache_owners = dict(cache_owners)
@@ -123,7 +57,7 @@ class Decoder:
         self.num_token_layers = 0
         """Tokens of the last `forward`, summed over the layers that computed them."""
         self._embedding = embedding
-        self._streams = streams
+        self._streams: Any = streams
         self._final_norm = final_norm
         self._lm_head = lm_head
         self._placing = placing
@@ -174,31 +108,21 @@ class Decoder:
         layers that compute none of them.
         """
         places = self._placing.at(positions)
-        x = self._embedding.forward(token_ids).to(self._residual_dtype)
-        streams, per_layer_inputs = self._streams, None
-        if streams is not None:
-            x, per_layer_inputs = streams.begin(token_ids, x)
+        x = self._streams.begin(token_ids, self._embedding.forward(token_ids).to(self._residual_dtype))
         self.num_token_layers = 0
         first_fast = len(self.layers) if wanted is None else self.config.fast_prefill_layers.start
         for index, layer in enumerate(self.layers):
             if index == first_fast:
                 assert wanted is not None
-                x = x.index_select(-2, wanted)
-                per_layer_inputs = (
-                    None if per_layer_inputs is None else per_layer_inputs.index_select(-2, wanted)
-                )
+                x, positions = self._streams.select(x, wanted), positions[wanted]
                 if not len(wanted):
                     break
-                places = self._placing.at(positions[wanted])
-            self.num_token_layers += x.shape[-2]
+                places = self._placing.at(positions)
+            self.num_token_layers += len(positions)
             x = layer.forward(x, places[index], self._metadata_of(index, metadata))
             if on_layer is not None:
                 on_layer(index)
-            if streams is not None and per_layer_inputs is not None:
-                x = streams.after_layer(index, x, per_layer_inputs)
-        if streams is not None:
-            x = streams.end(x)
-        return self._final_norm.forward(x).to(self._dtype)
+        return self._final_norm.forward(self._streams.end(x)).to(self._dtype)
 
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
         """What its mixer takes: that of its only cache, or by part where it has two; None without any."""
@@ -210,3 +134,45 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 [R, vocab] on every rank."""
         return self._lm_head.forward(hidden)
+
+
+def build_decoder(build: Build) -> Decoder:
+    """The rank's share of the model."""
+    config, pieces, names = build.config, build.pieces, build.pieces.names
+    vocab_rows = shard.shard_range(config.vocab_size, *build.tp)
+    vocab = (config.vocab_size, config.hidden_size)
+    embedding = pieces.rows(names.embedding, vocab, vocab_rows)
+    scale = config.embedding_scale
+    if config.embedding_scale_rounded:
+        scale = rounded_scale(scale, pieces.dtype)
+    tied = config.tie_embeddings
+    built = [build_layer(build, index) for index in range(config.num_layers)]
+    return Decoder(
+        config=config,
+        embedding=VocabEmbedding(embedding, vocab_rows, build.comm, scale=scale),
+        layers=tuple(layer for layer, _ in built),
+        cache_owners={
+            (index, part): user
+            for index, (layer, (_, users)) in enumerate(zip(config.layers, built, strict=True))
+            for part, user in users.items()
+            if layer.kv_source is None
+        },
+        cache_readers=[
+            ((layer.kv_source, part), user)
+            for layer, (_, users) in zip(config.layers, built, strict=True)
+            for part, user in users.items()
+            if layer.kv_source is not None
+        ],
+        streams=OneStream() if config.altup is None else build_altup_streams(build, config.altup),
+        final_norm=build.norm(names.final_norm),
+        lm_head=LmHead(
+            embedding if tied else pieces.rows(names.lm_head, vocab, vocab_rows),
+            config.vocab_size,
+            build.comm,
+            tied=tied,
+            scale=config.logit_scale,
+            soft_cap=config.final_soft_cap,
+        ),
+        placing=Placing(config.layers, dtype=pieces.dtype, device=pieces.device),
+        dtype=pieces.dtype,
+    )

@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.attention import get_backend
-from rayk.models.builders.altup import build_streams
-from rayk.models.builders.context import Build
-from rayk.models.builders.layer import build_layer
-from rayk.models.decoder import Decoder
+from rayk.models.build import Build
+from rayk.models.decoder import build_decoder
 from rayk.models.families import FAMILIES
-from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
-from rayk.models.layers.places import Placing
 from rayk.models.pieces import Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.models.weights import HeaderReader, WeightReader
-from rayk.parallel import shard
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import Unsupported
 
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
 
     from rayk.attention.backend import AttentionBackend
     from rayk.models.config import DecoderConfig
+    from rayk.models.decoder import Decoder
     from rayk.parallel.comm import Comm
 
 NAMED_PARTS = 6
@@ -55,7 +51,7 @@ def load_decoder(
         raise Unsupported(reason)
     names = FAMILIES[config.family].weights
     with WeightReader(path, names.plain) as reader:
-        return _decoder(
+        return build_decoder(
             Build(
                 pieces=Pieces(reader, names, dtype, device),
                 config=config,
@@ -76,7 +72,7 @@ def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
     backend = get_backend("reference", "cpu")
     with HeaderReader(path, names.plain) as reader:
         pieces = Pieces(reader, names, torch.float32, torch.device("meta"))
-        _decoder(Build(pieces=pieces, config=config, comm=LocalComm(), backend_for=lambda _: backend))
+        build_decoder(Build(pieces=pieces, config=config, comm=LocalComm(), backend_for=lambda _: backend))
     starts = {start for name in reader.names - reader.unread for start in _starts(name)}
     return dict(Counter(_part(name, starts) for name in sorted(reader.unread)))
 
@@ -102,44 +98,3 @@ def _part(name: str, used: set[str]) -> str:
     *before, last = start.split(".")
     shown = ".".join([*("*" if word.isdecimal() else word for word in before), last])
     return shown if start == name else f"{shown}.*"
-
-
-def _decoder(build: Build) -> Decoder:
-    config, pieces, names = build.config, build.pieces, build.pieces.names
-    vocab_rows = shard.shard_range(config.vocab_size, *build.tp)
-    vocab = (config.vocab_size, config.hidden_size)
-    embedding = pieces.rows(names.embedding, vocab, vocab_rows)
-    scale = config.embedding_scale
-    if config.embedding_scale_rounded:
-        scale = rounded_scale(scale, pieces.dtype)
-    tied = config.tie_embeddings
-    built = [build_layer(build, index) for index in range(config.num_layers)]
-    return Decoder(
-        config=config,
-        embedding=VocabEmbedding(embedding, vocab_rows, build.comm, scale=scale),
-        layers=tuple(layer for layer, _ in built),
-        cache_owners={
-            (index, part): user
-            for index, (layer, (_, users)) in enumerate(zip(config.layers, built, strict=True))
-            for part, user in users.items()
-            if layer.kv_source is None
-        },
-        cache_readers=[
-            ((layer.kv_source, part), user)
-            for layer, (_, users) in zip(config.layers, built, strict=True)
-            for part, user in users.items()
-            if layer.kv_source is not None
-        ],
-        streams=None if config.altup is None else build_streams(build, config.altup),
-        final_norm=build.norm(names.final_norm),
-        lm_head=LmHead(
-            embedding if tied else pieces.rows(names.lm_head, vocab, vocab_rows),
-            config.vocab_size,
-            build.comm,
-            tied=tied,
-            scale=config.logit_scale,
-            soft_cap=config.final_soft_cap,
-        ),
-        placing=Placing(config.layers, dtype=pieces.dtype, device=pieces.device),
-        dtype=pieces.dtype,
-    )

@@ -12,11 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from rayk.models.builders.context import Build
-from rayk.models.builders.moe import build_moe
+from rayk.models.build import Build
 from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.models.families import FAMILIES, load_config
-from rayk.models.layers.moe import Moe
+from rayk.models.layers.moe import Moe, build_moe
 from rayk.models.pieces import Pieces
 from rayk.models.weights import WeightReader
 from rayk.parallel.comm import Comm

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rayk.models.decoder import Decoder
-from rayk.models.layers.altup import AltUpLayer
+from rayk.models.layers.altup import AltUpLayer, AltUpStreams
 from rayk.parallel.comm import Comm
 from tests.models.test_decoder import prompts
 from tests.models.tiny import Checkpoint, load, run_ranks, write_checkpoint
@@ -44,7 +44,7 @@ class Rounded:
         x = decoder._embedding.forward(self.ids)
         if part == "embedding":
             return x
-        assert decoder._streams is not None
+        assert isinstance(decoder._streams, AltUpStreams)
         if part == "table":
             return decoder._streams._table.forward(self.ids.clamp(max=200))
         if part == "per-layer inputs":

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from rayk.models.builders.layer import BUILDERS
 from rayk.models.config import (
     PARTS,
     DecoderConfig,
@@ -18,6 +17,7 @@ from rayk.models.config import (
     NormConfig,
 )
 from rayk.models.kv_specs import kv_cache_specs
+from rayk.models.layers.mixers import BUILDERS
 from rayk.models.tensor_parallel import why_tp_unsupported
 
 MAMBA1 = Mamba1Config(

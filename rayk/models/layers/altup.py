@@ -1,5 +1,5 @@
 """Alternating updates (AltUp): a residual stream that is several, of which each layer computes one; and
-per-layer embeddings: what each token adds behind each layer, from a row of its id and its embedding.
+per-layer embeddings: what each token adds at the end of each layer, from a row of its id and its embedding.
 
 Shapes: S streams, T packed tokens, L layers, P elements of a per-layer input. All of it is on every rank, but
 for the table of per-layer embeddings, which is split by token id. Source: gemma3n/modeling_gemma3n.py of
@@ -10,21 +10,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from rayk.kernels.pointwise import activate
+from rayk.models.config import MlpConfig
+from rayk.models.layers.embedding import VocabEmbedding, rounded_scale
+from rayk.models.layers.linear import Linear
+from rayk.models.pieces import Rows
+from rayk.parallel import shard
 
 if TYPE_CHECKING:
-    from rayk.models.decoder import Mixer, Mlp
-    from rayk.models.layers.embedding import VocabEmbedding
-    from rayk.models.layers.linear import Linear
+    from rayk.models.build import Build
+    from rayk.models.config import AltUpConfig
+    from rayk.models.layers.mixers import Mixer
+    from rayk.models.layers.mlp import Mlp
     from rayk.models.layers.norm import Norm
     from rayk.models.layers.places import Places
 
 _MIN_SQUARE = 1e-5
 """What a projected stream's mean square counts as at least, when it is given the first one's size."""
+
+
+class StreamsAndInputs(NamedTuple):
+    """What passes from layer to layer."""
+
+    streams: torch.Tensor
+    """[S, T, hidden]"""
+    inputs: torch.Tensor
+    """Per-layer inputs of all layers [L, T, P]."""
 
 
 class AltUp:
@@ -82,33 +97,8 @@ class Laurel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AltUpLayer:
-    """A layer with four norms around mixer and feed-forward half, for the active one of several streams."""
-
-    active: int
-    altup: AltUp
-    laurel: Laurel
-    input_norm: Norm
-    mixer: Mixer
-    post_mixer_norm: Norm
-    mlp_norm: Norm
-    mlp: Mlp
-    post_mlp_norm: Norm
-
-    def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[S, T, hidden] -> [S, T, hidden]. `metadata` is the mixer's."""
-        predicted = self.altup.predict(x)
-        active = predicted[self.active]
-        normed = self.input_norm.forward(active)
-        mixed = self.post_mixer_norm.forward(self.mixer.forward(normed, places, metadata))
-        out = (active + mixed + self.laurel.forward(normed)) / math.sqrt(2)
-        out = out + self.post_mlp_norm.forward(self.mlp.forward(self.mlp_norm.forward(out)))
-        return self.altup.correct(predicted, out)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PerLayerInput:
-    """What a layer's per-layer input adds behind it, to all streams but the first."""
+    """What a layer's per-layer input adds at its end, to all streams but the first."""
 
     active: int
     scale: torch.Tensor | None
@@ -127,8 +117,36 @@ class PerLayerInput:
         return streams
 
 
-class Streams:
-    """What stands around the layers: the streams' begin and end, and per-layer inputs."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AltUpLayer:
+    """A layer with four norms around mixer and feed-forward half, for the active one of several streams."""
+
+    index: int
+    active: int
+    altup: AltUp
+    laurel: Laurel
+    input_norm: Norm
+    mixer: Mixer
+    post_mixer_norm: Norm
+    mlp_norm: Norm
+    mlp: Mlp
+    post_mlp_norm: Norm
+    per_layer_input: PerLayerInput
+
+    def forward(self, x: StreamsAndInputs, places: Places, metadata: Any) -> StreamsAndInputs:
+        """`metadata` is the mixer's."""
+        predicted = self.altup.predict(x.streams)
+        active = predicted[self.active]
+        normed = self.input_norm.forward(active)
+        mixed = self.post_mixer_norm.forward(self.mixer.forward(normed, places, metadata))
+        out = (active + mixed + self.laurel.forward(normed)) / math.sqrt(2)
+        out = out + self.post_mlp_norm.forward(self.mlp.forward(self.mlp_norm.forward(out)))
+        streams = self.altup.correct(predicted, out)
+        return x._replace(streams=self.per_layer_input.forward(streams, x.inputs[self.index]))
+
+
+class AltUpStreams:
+    """Several residual streams, and per-layer inputs. Has the methods of layers.layer.OneStream."""
 
     def __init__(
         self,
@@ -141,11 +159,11 @@ class Streams:
         projection_scale: float,
         projection_norm: Norm,
         sum_scale: float,
-        inputs: tuple[PerLayerInput, ...],
+        num_layers: int,
     ) -> None:
         """`spread`, `merge`: of streams 1 and up, from and to the first. `table` [table_size, L * P] is
         looked up by token id, ids beyond it reading row 0; `projection` [L * P, hidden] of the embedding,
-        scaled and normed, joins that, and `sum_scale` is on the sum. `inputs`: by layer."""
+        scaled and normed, joins that, and `sum_scale` is on the sum."""
         assert len(spread) == len(merge)
         self._spread = spread
         self._merge = merge
@@ -155,30 +173,29 @@ class Streams:
         self._projection_scale = projection_scale
         self._projection_norm = projection_norm
         self._sum_scale = sum_scale
-        self._inputs = inputs
+        self._num_layers = num_layers
 
-    def begin(self, token_ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids [T] and their embeddings [T, hidden] -> streams [S, T, hidden] and per-layer inputs
-        [L, T, P]."""
-        others = (_of_size(linear.forward(x), x) for linear in self._spread)
-        return torch.stack([x, *others]), self._per_layer_inputs(token_ids, x)
+    def begin(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> StreamsAndInputs:
+        """Token ids [T] and their embeddings [T, hidden] -> what the first layer takes."""
+        others = (_of_size(linear.forward(embeddings), embeddings) for linear in self._spread)
+        streams = torch.stack([embeddings, *others])
+        return StreamsAndInputs(streams, self._per_layer_inputs(token_ids, embeddings))
 
-    def after_layer(self, layer: int, streams: torch.Tensor, per_layer_inputs: torch.Tensor) -> torch.Tensor:
-        """What a layer made of the streams [S, T, hidden], in place, and per-layer inputs [L, T, P]
-        -> [S, T, hidden]."""
-        return self._inputs[layer].forward(streams, per_layer_inputs[layer])
+    def select(self, x: StreamsAndInputs, tokens: torch.Tensor) -> StreamsAndInputs:
+        """Streams and inputs of `tokens` (int64 [M]) only."""
+        return StreamsAndInputs(*(part.index_select(1, tokens) for part in x))
 
-    def end(self, streams: torch.Tensor) -> torch.Tensor:
-        """[S, T, hidden] -> [T, hidden]."""
-        first = streams[0]
+    def end(self, x: StreamsAndInputs) -> torch.Tensor:
+        """What the last layer made -> [T, hidden]."""
+        first = x.streams[0]
         others = (
             _of_size(linear.forward(stream), first)
-            for linear, stream in zip(self._merge, streams[1:], strict=True)
+            for linear, stream in zip(self._merge, x.streams[1:], strict=True)
         )
         return torch.stack([first, *others]).mean(0)
 
     def _per_layer_inputs(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        shape = (len(x), len(self._inputs), -1)
+        shape = (len(x), self._num_layers, -1)
         projected = self._projection.forward(x) * self._projection_scale
         projected = self._projection_norm.forward(projected.view(shape))
         rows = self._table.forward(token_ids.where(token_ids < self._table_size, 0))
@@ -190,3 +207,82 @@ def _of_size(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     target = like.square().mean(-1, keepdim=True).sqrt()
     square = x.square().mean(-1, keepdim=True)
     return x * target / square.clamp(min=_MIN_SQUARE).sqrt()
+
+
+def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer, mlp: Mlp) -> AltUpLayer:
+    """Layer `index` around its mixer and feed-forward half."""
+    hidden, streams = build.config.hidden_size, altup.num_streams
+    return AltUpLayer(
+        index=index,
+        active=altup.active_stream,
+        altup=AltUp(
+            active=altup.active_stream,
+            router_norm=build.layer_norm(index, "altup_norm"),
+            router_scale=rounded_scale(1 / hidden, build.pieces.dtype),
+            router=_whole(build, index, "altup_router", streams, hidden),
+            predictor=_whole(build, index, "altup_predictor", streams**2, streams),
+            corrector=_whole(build, index, "altup_corrector", streams, streams),
+        ),
+        laurel=Laurel(
+            left=_whole(build, index, "laurel_left", altup.laurel_rank, hidden),
+            right=_whole(build, index, "laurel_right", hidden, altup.laurel_rank),
+            norm=build.layer_norm(index, "laurel_norm"),
+        ),
+        input_norm=build.layer_norm(index, "input_norm"),
+        mixer=mixer,
+        post_mixer_norm=build.layer_norm(index, "post_mixer_norm"),
+        mlp_norm=build.layer_norm(index, "mlp_norm"),
+        mlp=mlp,
+        post_mlp_norm=build.layer_norm(index, "post_mlp_norm"),
+        per_layer_input=_per_layer_input(build, index, altup),
+    )
+
+
+def build_altup_streams(build: Build, altup: AltUpConfig) -> AltUpStreams:
+    """What stands around the layers; the rows (token ids) of the table of per-layer inputs are divided."""
+    config, pieces, names = build.config, build.pieces, build.pieces.names.around
+    hidden, width = config.hidden_size, config.num_layers * altup.per_layer_size
+
+    def matrix(name: str, num_rows: int) -> Linear:
+        return Linear(pieces.rows(name, (num_rows, hidden), range(num_rows)), None)
+
+    def scale(value: float) -> float:
+        return rounded_scale(value, pieces.dtype)
+
+    rows = shard.shard_range(altup.per_layer_vocab_size, *build.tp)
+    return AltUpStreams(
+        spread=tuple(matrix(names["spread"].format(s=s), hidden) for s in range(altup.num_streams - 1)),
+        merge=tuple(matrix(names["merge"].format(s=s), hidden) for s in range(altup.num_streams - 1)),
+        table=VocabEmbedding(
+            pieces.rows(names["per_layer_inputs"], (altup.per_layer_vocab_size, width), rows),
+            rows,
+            build.comm,
+            scale=scale(altup.per_layer_size**0.5),
+        ),
+        table_size=altup.per_layer_vocab_size,
+        projection=matrix(names["per_layer_projection"], width),
+        projection_scale=scale(hidden**-0.5),
+        projection_norm=build.norm(names["per_layer_norm"], altup.per_layer_size),
+        sum_scale=scale(2**-0.5),
+        num_layers=config.num_layers,
+    )
+
+
+def _per_layer_input(build: Build, index: int, altup: AltUpConfig) -> PerLayerInput:
+    hidden, mlp = build.config.hidden_size, build.config.layers[index].mlp
+    assert isinstance(mlp, MlpConfig), "experts are not combined with several streams"
+    # Stored even where it is not used.
+    scale = build.pieces.whole(build.name(index, "per_layer_scale"), hidden)
+    return PerLayerInput(
+        active=altup.active_stream,
+        scale=scale if altup.scales_active else None,
+        gate=_whole(build, index, "per_layer_gate", altup.per_layer_size, hidden),
+        activation=mlp.activation,
+        out=_whole(build, index, "per_layer_out", hidden, altup.per_layer_size),
+        norm=build.layer_norm(index, "per_layer_norm"),
+    )
+
+
+def _whole(build: Build, index: int, parameter: str, num_rows: int, num_inputs: int) -> Linear:
+    every = (Rows(parameter, num_rows, (range(num_rows),)),)
+    return build.linear(index, every, bias=False, num_inputs=num_inputs)

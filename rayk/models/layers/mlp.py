@@ -1,18 +1,30 @@
-"""Feed-forward halves with one set of weights for all tokens."""
+"""Feed-forward halves with one set of weights for all tokens; inner rows are divided over the ranks."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.pointwise import activate, gated
+from rayk.models.pieces import Rows
+from rayk.parallel import shard
 
 if TYPE_CHECKING:
+    from rayk.models.build import Build
+    from rayk.models.config import MlpConfig
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.parallel.comm import Comm
+
+
+class Mlp(Protocol):
+    """The feed-forward half of a layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
+        ...
 
 
 class GateCut:
@@ -96,3 +108,23 @@ class PlainMlp:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank unless `down` leaves sums partial."""
         return self.down.forward(activate(self.up.forward(x), self._activation))
+
+
+def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> GatedMlp | PlainMlp:
+    """The rank's rows of the feed-forward half of layer `index`, whose names begin with `prefix`."""
+    size = mlp.intermediate_size
+    rows = (shard.shard_range(size, *build.tp),)
+    gate, up, down = (Rows(prefix + name, size, rows) for name in ("gate", "up", "down"))
+    columns = build.row_parallel(index, down, bias=mlp.bias)
+    if not mlp.gated:
+        assert mlp.gate_multiplier == mlp.down_multiplier == 1.0, mlp
+        assert not mlp.sparsity, mlp
+        return PlainMlp(build.linear(index, (up,), bias=mlp.bias), columns, mlp.activation)
+    return GatedMlp(
+        build.linear(index, (gate, up), bias=mlp.bias),
+        columns,
+        mlp.activation,
+        gate_multiplier=mlp.gate_multiplier,
+        down_multiplier=mlp.down_multiplier,
+        cut=GateCut(mlp.sparsity, size, build.comm) if mlp.sparsity else None,
+    )

@@ -1,73 +1,32 @@
-"""Feed-forward halves of which each token uses a few experts; whole experts lie on ranks."""
+"""Feed-forward halves of which each token uses a few experts.
+
+Whole experts go to ranks, as evenly as they can; the router is on every rank.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.pointwise import activate
+from rayk.models.layers.experts import Experts, build_experts
+from rayk.models.layers.mlp import build_mlp
+from rayk.models.layers.router import Router, build_router
+from rayk.models.pieces import Rows
+from rayk.parallel import shard
 
 if TYPE_CHECKING:
+    from rayk.models.build import Build
     from rayk.models.config import ExpertsConfig
     from rayk.models.layers.linear import Linear, RowParallelLinear
     from rayk.models.layers.mlp import GatedMlp, PlainMlp
-    from rayk.models.layers.router import Router
     from rayk.parallel.comm import Comm
 
 MAX_DENSE_TOKENS = 64
 """On an accelerator, steps of up to so many tokens run every expert of the rank on every token."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
-    """The rank's E experts (none is allowed), of inner size I: x @ weight + bias, twice.
-
-    `width` is the size of what they work on: the hidden size, or that of a latent.
-    """
-
-    gate_up: torch.Tensor
-    """[E, width, 2 I]: gate columns, then up columns; [E, width, I] where there is no gate."""
-    gate_up_bias: torch.Tensor | None
-    """[E, 2 I] or [E, I]"""
-    down: torch.Tensor
-    """[E, I, width]"""
-    down_bias: torch.Tensor | None
-    """[E, width]"""
-
-    @classmethod
-    def from_interleaved(
-        cls,
-        *,
-        gate_up: torch.Tensor,
-        gate_up_bias: torch.Tensor,
-        down: torch.Tensor,
-        down_bias: torch.Tensor,
-    ) -> Experts:
-        """As stored: gate and up columns take turns (gpt_oss/modeling_gpt_oss.py:81)."""
-        return cls(
-            gate_up=torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1),
-            gate_up_bias=torch.cat([gate_up_bias[..., ::2], gate_up_bias[..., 1::2]], dim=-1),
-            down=down,
-            down_bias=down_bias,
-        )
-
-    @classmethod
-    def from_rows(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
-        """Matrices as linear maps have them: gate_up [E, 2 I or I, width], down [E, width, I]; no biases."""
-        return cls.from_columns(gate_up=gate_up.mT, down=down.mT)
-
-    @classmethod
-    def from_columns(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
-        """As they are here, without biases."""
-        return cls(gate_up=gate_up, gate_up_bias=None, down=down, down_bias=None)
-
-    @property
-    def count(self) -> int:
-        """E."""
-        return self.down.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,3 +179,35 @@ def _runs_dense(x: torch.Tensor) -> bool:
     if x.device.type == "cpu":
         return False
     return x.shape[0] <= MAX_DENSE_TOKENS or torch.cuda.is_current_stream_capturing()
+
+
+def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:
+    """The router of layer `index`, the rank's experts, and its part of the shared one."""
+    held = shard.shard_range(mlp.num_experts, *build.tp)
+    return Moe(
+        router=build_router(build, index, mlp),
+        experts=build_experts(build, index, mlp, held),
+        first_expert=held.start,
+        config=mlp,
+        comm=build.comm,
+        latent=None if mlp.latent_size is None else _latent(build, index, mlp, mlp.latent_size),
+        shared=_shared(build, index, mlp),
+        reduce=build.reduce,
+    )
+
+
+def _latent(build: Build, index: int, mlp: ExpertsConfig, size: int) -> Latent:
+    every = (range(size),)
+    return Latent(
+        down=build.linear(index, (Rows("latent_down", size, every),), bias=mlp.latent_bias),
+        up=build.row_parallel(index, Rows("latent_up", size, every), bias=mlp.latent_bias, reduce=False),
+    )
+
+
+def _shared(build: Build, index: int, mlp: ExpertsConfig) -> SharedExpert | None:
+    if mlp.shared is None:
+        return None
+    gate = None
+    if mlp.shared_gate:
+        gate = build.linear(index, (Rows("shared_sigmoid", 1, (range(1),)),), bias=False)
+    return SharedExpert(mlp=build_mlp(replace(build, reduce=False), index, mlp.shared, "shared_"), gate=gate)

@@ -5,13 +5,17 @@ Shapes: T tokens, E experts of the whole model, K chosen ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from rayk.models.layers.linear import Linear
+from rayk.models.pieces import Rows
+
 if TYPE_CHECKING:
-    from rayk.models.config import RouterConfig
-    from rayk.models.layers.linear import Linear
+    from rayk.models.build import Build
+    from rayk.models.config import ExpertsConfig, RouterConfig
 
 _SMALLEST_SUM = 1e-20
 """Added to the sum of sigmoids that weights are divided by (deepseek_v3/modeling_deepseek_v3.py:152)."""
@@ -92,3 +96,21 @@ class Router:
     @property
     def _smallest_sum(self) -> float:
         return _SMALLEST_SUM if self._config.scoring == "sigmoid" else 0.0
+
+
+def build_router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
+    """The router of layer `index`, the same on every rank."""
+    config, total = mlp.router, mlp.num_experts
+    every = (Rows("router", total, (range(total),)),)
+    weight = build.pieces.stacked(index, every, "weight", (build.config.hidden_size,))
+    bias = build.pieces.stacked(index, every, "bias", ()) if config.bias else None
+    if config.wide:
+        # Rounded to the model's dtype like other weights; only the product is float32.
+        assert bias is None, config
+        weight = weight.float()
+    correction = None
+    if config.scoring == "sigmoid":
+        # Kept in float32 whatever the model's dtype (deepseek_v3/modeling_deepseek_v3.py:550).
+        wide = replace(build.pieces, dtype=torch.float32)
+        correction = wide.whole(build.name(index, "router.correction"), total)
+    return Router(Linear(weight, bias), config, mlp.num_chosen, correction)

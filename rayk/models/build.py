@@ -1,12 +1,14 @@
-"""What the builders of one rank's layers share: where weights come from, and how they are cut."""
+"""What all builders of one rank's layers take: where weights come from, and how they are cut.
+
+A builder stands beside its layer in `layers`. It cuts the layer's weights by the rank's units and says which
+units those are; nothing else decides what a rank holds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from rayk.kv.caches import OwnsCache
-from rayk.models.decoder import Mixer
 from rayk.models.kv_scales import read_kv_scales
 from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.norm import Norm
@@ -18,10 +20,6 @@ if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, NormConfig
     from rayk.models.pieces import Pieces, Rows
     from rayk.parallel.comm import Comm
-
-
-class CachingMixer(Mixer, OwnsCache, Protocol):
-    """A mixer that owns one part of its layer's cache: what a mixer's builder returns."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,64 @@
-"""Reading a rank's experts, in each form in which checkpoints have them (WeightNames.experts)."""
+"""A rank's experts, read in each form in which checkpoints have them (WeightNames.experts)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from rayk.models.layers.moe import Experts
-
 if TYPE_CHECKING:
-    from rayk.models.builders.context import Build
+    from rayk.models.build import Build
     from rayk.models.config import ExpertsConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The rank's E experts (none is allowed), of inner size I: x @ weight + bias, twice.
+
+    `width` is the size of what they work on: the hidden size, or that of a latent.
+    """
+
+    gate_up: torch.Tensor
+    """[E, width, 2 I]: gate columns, then up columns; [E, width, I] where there is no gate."""
+    gate_up_bias: torch.Tensor | None
+    """[E, 2 I] or [E, I]"""
+    down: torch.Tensor
+    """[E, I, width]"""
+    down_bias: torch.Tensor | None
+    """[E, width]"""
+
+    @classmethod
+    def from_interleaved(
+        cls,
+        *,
+        gate_up: torch.Tensor,
+        gate_up_bias: torch.Tensor,
+        down: torch.Tensor,
+        down_bias: torch.Tensor,
+    ) -> Experts:
+        """As stored: gate and up columns take turns (gpt_oss/modeling_gpt_oss.py:81)."""
+        return cls(
+            gate_up=torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1),
+            gate_up_bias=torch.cat([gate_up_bias[..., ::2], gate_up_bias[..., 1::2]], dim=-1),
+            down=down,
+            down_bias=down_bias,
+        )
+
+    @classmethod
+    def from_rows(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """Matrices as linear maps have them: gate_up [E, 2 I or I, width], down [E, width, I]; no biases."""
+        return cls.from_columns(gate_up=gate_up.mT, down=down.mT)
+
+    @classmethod
+    def from_columns(cls, *, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        """As they are here, without biases."""
+        return cls(gate_up=gate_up, gate_up_bias=None, down=down, down_bias=None)
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.down.shape[0]
 
 
 def build_experts(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
