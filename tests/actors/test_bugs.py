@@ -1,5 +1,5 @@
 """What becomes of errors that nobody raises on purpose: told as what they are, logged whole, never tried
-again. No Ray."""
+again. No Ray, but for one test of processes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 
 from rayk.actors import fleet as fleet_module
 from rayk.actors import fleet_link as link_module
+from rayk.actors import launch
 from rayk.actors.attempts import Engines
 from rayk.actors.bugs import lasting
 from rayk.actors.cell_run import CellOutcome
@@ -38,8 +39,15 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, InternalError, RaykError
 from rayk.types.serving import ModelCard
 from tests.actors import in_threads
+<<<<<<< ours
 from tests.actors.served import complete, settings_for
 from tests.handover.cases import NUM_TOKENS, Model
+=======
+from tests.actors.cases import NUM_TOKENS, Model
+from tests.actors.served import Served, complete, settings_for
+from tests.markers import nixl
+from tests.markers import ray as ray_mark
+>>>>>>> theirs
 from tests.specs.models import spec
 
 LIMIT_S = 60.0
@@ -375,3 +383,42 @@ def test_a_cell_says_what_its_loop_died_of(qwen3: Model, pool: in_threads.Pool, 
         assert (row.error, row.num_attempts, row.recovered_by) == (None, 2, "migrate")
         assert row.output_token_ids == qwen3.expected[0][:4]
     assert outcome.ledgers["decode0"].num_held == outcome.ledgers["prefill1"].num_held == 0
+
+
+@ray_mark
+@nixl
+@pytest.mark.timeout(300)
+def test_a_bug_in_a_workers_loop_reaches_the_front(
+    ray_address: str, qwen3: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rank 1 of D, then of P: in processes of their own."""
+
+    def plant(worker: Any) -> None:
+        def failing(_batch: Any) -> None:
+            raise KeyError("a layer")
+
+        worker._rank.step = failing
+
+    async def run(server: Served) -> None:
+        async with server.router() as router:
+            for name, rank in (("decode0", 1), ("prefill0", 0)):
+                _, cards = server.ask("roster")
+                (card,) = (c for c in cards if c.name == name)
+                await card.workers[rank].__ray_call__.remote(plant)
+                before = server.epochs()
+                got = await complete(router, qwen3.prompts[1], NUM_TOKENS)
+                assert str(got.error) == f"a bug in the loop of {name} rank {rank}: KeyError: 'a layer'"
+                assert isinstance(got.error, InternalError)
+                assert "in failing" in got.error.trace
+                await server.until_ready(lambda old=before: server.epochs() != old)
+                assert {n for n, epoch in server.epochs().items() if epoch != before[n]} == {name}
+                await server.until_free()
+            got = await complete(router, qwen3.prompts[1], NUM_TOKENS)
+            assert (got.error, got.token_ids) == (None, qwen3.expected[1])
+
+    with launch.connect(ray_address):
+        server = Served("rayk/fleet/bugs", settings_for(qwen3.path, "p1 d2"))
+        try:
+            asyncio.run(run(server))
+        finally:
+            server.close()
