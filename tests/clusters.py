@@ -16,9 +16,9 @@ def cluster(*, is_one_node: bool = True, **head: Any) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     from rayk.actors.environment import own_cluster
-    from rayk.actors.ray_private import ray_environment, with_agents_of_their_own
+    from rayk.actors.ray_private import ray_environment, starting_own_cluster
 
-    with ray_environment(own_cluster(is_one_node=is_one_node)), with_agents_of_their_own():
+    with ray_environment(own_cluster(is_one_node=is_one_node)), starting_own_cluster():
         found = Cluster()
         try:
             found.add_node(**{"include_dashboard": False} | head)

@@ -27,7 +27,7 @@ from rayk.actors.nodes import (
     plan_nodes,
 )
 from rayk.actors.placement import LOOPBACK, live_nodes, on_this_node, this_node
-from rayk.actors.ray_private import joining, ray_environment, with_agents_of_their_own, without_paragraphs
+from rayk.actors.ray_private import joining, ray_environment, starting_own_cluster, without_paragraphs
 from rayk.actors.sessions import kept_sigterm, session_folder
 from rayk.actors.token_file import TokenFile
 from rayk.specs import Cell
@@ -104,7 +104,7 @@ def connect(
             if num_gpus is not None:
                 settings["num_gpus"] = num_gpus
             stack.enter_context(ray_environment(own_cluster()))
-            stack.enter_context(with_agents_of_their_own())
+            stack.enter_context(starting_own_cluster())
         else:
             settings["address"], protected = stack.enter_context(joining(address))
         if not sys.stderr.isatty():

@@ -45,19 +45,25 @@ def _drop(*_: object, **__: object) -> None:
     pass
 
 
+_GCS_TRIES = 6
+"""A GCS that hangs lets each of Ray's tries last 41 s."""
+
+
 @contextmanager
-def with_agents_of_their_own() -> Iterator[None]:
-    """Within the block the kernel chooses where new nodes' job agents listen.
+def starting_own_cluster() -> Iterator[None]:
+    """Within the block the kernel chooses where new nodes' job agents listen, and a GCS that does not answer
+    is given up after 4 minutes instead of 14.
 
     Ray would have 52365 of every cluster on a machine. An agent that finds it taken tries for 3 s, for which
     the raylet waits, and then never listens: that cluster takes no jobs.
     """
-    before = _parameter.RayParams
-    _parameter.RayParams = partial(before, dashboard_agent_listen_port=0)
+    before = _parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES
+    _parameter.RayParams = partial(before[0], dashboard_agent_listen_port=0)
+    ray_constants.NUM_REDIS_GET_RETRIES = min(before[1], _GCS_TRIES)
     try:
         yield
     finally:
-        _parameter.RayParams = before
+        _parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES = before
 
 
 @contextmanager

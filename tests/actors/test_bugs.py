@@ -39,15 +39,10 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, InternalError, RaykError
 from rayk.types.serving import ModelCard
 from tests.actors import in_threads
-<<<<<<< ours
-from tests.actors.served import complete, settings_for
-from tests.handover.cases import NUM_TOKENS, Model
-=======
-from tests.actors.cases import NUM_TOKENS, Model
 from tests.actors.served import Served, complete, settings_for
+from tests.handover.cases import NUM_TOKENS, Model
 from tests.markers import nixl
 from tests.markers import ray as ray_mark
->>>>>>> theirs
 from tests.specs.models import spec
 
 LIMIT_S = 60.0
@@ -388,9 +383,7 @@ def test_a_cell_says_what_its_loop_died_of(qwen3: Model, pool: in_threads.Pool, 
 @ray_mark
 @nixl
 @pytest.mark.timeout(300)
-def test_a_bug_in_a_workers_loop_reaches_the_front(
-    ray_address: str, qwen3: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_a_workers_loop_reaches_the_front(ray_address: str, qwen3: Model) -> None:
     """Of rank 1 of D, then of P: in processes of their own."""
 
     def plant(worker: Any) -> None:
