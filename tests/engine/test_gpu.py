@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -11,7 +12,8 @@ from rayk.engine.build import ThreadEngine
 from rayk.engine.rank import EngineRank
 from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
-from tests.engine.stepped import run_greedy
+from tests.engine.stepped import Stepped, run_greedy
+from tests.families import ATTENTION, GROUPED, HYBRID
 from tests.markers import gpu, nixl
 from tests.pd import MakeAgent, Pair, local_agents, make_request
 
@@ -107,3 +109,42 @@ def test_decode_graphs_continue_from_kv_that_was_read(expected, tp: tuple[int, i
         assert pair.d.engine.ranks[0].graph_sizes == (1, 2, 4)
         assert pair.generate(prompts) == answers
         pair.check_all_free()
+
+
+@pytest.mark.parametrize("family", [*(f for f in ATTENTION if f not in (*GROUPED, "qwen3")), *HYBRID])
+def test_every_family_decodes_in_graphs(checkpoint, reference, family: str) -> None:
+    """Recurrent states, latents and experts too; prompts are computed in chunks."""
+    from rayk.oracle.checkpoint import read_marker
+
+    path = checkpoint(family)
+    prompts = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
+    answers = reference(path).generate(prompts, max_tokens=24, ignore_eos=True)
+    config = EngineConfig(model=str(path), device="cuda", max_seqs=4, max_batch_tokens=64)
+    with ThreadEngine(config, poison=-1) as engine:
+        assert engine.ranks[0].graph_sizes == (1, 2, 4)
+        done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
+    assert [c.token_ids for c in done] == [list(a.token_ids) for a in answers]
+
+
+NARROW = [
+    *product(("qwen3", "deepseek_v3", "qwen3_next", "mamba2"), ("bfloat16", "float16"), ("auto",)),
+    *product(("qwen3", "deepseek_v3", "qwen3_next"), ("float32", "bfloat16"), ("fp8_e4m3",)),
+    *product(("qwen3", "qwen3_next"), ("float32", "bfloat16"), ("nvfp4",)),
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "kv_dtype"), NARROW)
+def test_narrow_numbers_give_logits_near_those_of_a_cpu(
+    checkpoint, family: str, dtype: str, kv_dtype: str
+) -> None:
+    """Of 150 tokens in three chunks, the later ones from what the cache holds."""
+    prompt = [(7 * i) % 500 for i in range(150)]
+    logits = []
+    for device in ("cpu", "cuda"):
+        settings = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "max_batch_tokens": 64}
+        engine = Stepped(checkpoint(family), **settings)
+        engine.add("r", prompt, 1)
+        engine.finish()
+        logits.append(engine.logits["r"][0].double().cpu())
+    own, right = logits[1], logits[0]
+    assert float((own - right).norm() / right.norm()) < 0.05
