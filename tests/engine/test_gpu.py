@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from rayk.engine.build import ThreadEngine
 from rayk.engine.rank import EngineRank
@@ -112,39 +116,51 @@ def test_decode_graphs_continue_from_kv_that_was_read(expected, tp: tuple[int, i
 
 
 @pytest.mark.parametrize("family", [*(f for f in ATTENTION if f not in (*GROUPED, "qwen3")), *HYBRID])
-def test_every_family_decodes_in_graphs(checkpoint, reference, family: str) -> None:
-    """Recurrent states, latents and experts too; prompts are computed in chunks."""
+def test_every_family_decodes_in_graphs(checkpoint, family: str) -> None:
+    """Recurrent states, latents and experts too, prompts in chunks. On a CPU other tests hold the tokens to
+    transformers'."""
     from rayk.oracle.checkpoint import read_marker
 
+    if family == "gpt_oss" and not hasattr(transformers.GptOssConfig(), "swiglu_limit"):
+        pytest.skip("this release of transformers cannot write it")
     path = checkpoint(family)
     prompts = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
-    answers = reference(path).generate(prompts, max_tokens=24, ignore_eos=True)
-    config = EngineConfig(model=str(path), device="cuda", max_seqs=4, max_batch_tokens=64)
-    with ThreadEngine(config, poison=-1) as engine:
-        assert engine.ranks[0].graph_sizes == (1, 2, 4)
-        done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
-    assert [c.token_ids for c in done] == [list(a.token_ids) for a in answers]
+    tokens = []
+    for device, sizes in (("cpu", ()), ("cuda", (1, 2, 4))):
+        config = EngineConfig(model=str(path), device=device, max_seqs=4, max_batch_tokens=64)
+        with ThreadEngine(config, poison=-1) as engine:
+            assert engine.ranks[0].graph_sizes == sizes
+            done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
+        tokens.append([c.token_ids for c in done])
+    assert tokens[1] == tokens[0]
 
 
-NARROW = [
-    *product(("qwen3", "deepseek_v3", "qwen3_next", "mamba2"), ("bfloat16", "float16"), ("auto",)),
-    *product(("qwen3", "deepseek_v3", "qwen3_next"), ("float32", "bfloat16"), ("fp8_e4m3",)),
-    *product(("qwen3", "qwen3_next"), ("float32", "bfloat16"), ("nvfp4",)),
-]
+def logits_of(path: Path, **settings: Any) -> torch.Tensor:
+    """After 150 tokens in three chunks, the later ones from what the cache holds: float64 [vocab]."""
+    engine = Stepped(path, max_batch_tokens=64, **settings)
+    engine.add("r", [(7 * i) % 500 for i in range(150)], 1)
+    engine.finish()
+    return engine.logits["r"][0].double().cpu()
 
 
-@pytest.mark.parametrize(("family", "dtype", "kv_dtype"), NARROW)
-def test_narrow_numbers_give_logits_near_those_of_a_cpu(
-    checkpoint, family: str, dtype: str, kv_dtype: str
-) -> None:
-    """Of 150 tokens in three chunks, the later ones from what the cache holds."""
-    prompt = [(7 * i) % 500 for i in range(150)]
-    logits = []
-    for device in ("cpu", "cuda"):
-        settings = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device, "max_batch_tokens": 64}
-        engine = Stepped(checkpoint(family), **settings)
-        engine.add("r", prompt, 1)
-        engine.finish()
-        logits.append(engine.logits["r"][0].double().cpu())
-    own, right = logits[1], logits[0]
-    assert float((own - right).norm() / right.norm()) < 0.05
+def distance(own: torch.Tensor, right: torch.Tensor) -> float:
+    return float((own - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next", "mamba2"])
+def test_16_bit_engines_are_as_near_as_on_a_cpu(checkpoint, family: str, dtype: str) -> None:
+    path = checkpoint(family)
+    right = logits_of(path)
+    on_cpu, on_gpu = (distance(logits_of(path, dtype=dtype, device=d), right) for d in ("cpu", "cuda"))
+    assert on_gpu < 2 * on_cpu + 0.02
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [*product(("qwen3", "deepseek_v3", "qwen3_next"), ("fp8_e4m3",)), ("qwen3", "nvfp4")],
+)
+def test_quantised_caches_give_the_logits_of_a_cpu(checkpoint, family: str, kv_dtype: str) -> None:
+    path = checkpoint(family)
+    on_cpu, on_gpu = (logits_of(path, kv_dtype=kv_dtype, device=d) for d in ("cpu", "cuda"))
+    assert distance(on_gpu, on_cpu) < 0.05

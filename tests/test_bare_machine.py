@@ -1,0 +1,77 @@
+"""The GPU tests where torch and Triton are, and no Ray, NIXL or pydantic: `make test-gpu PY=python3`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house import ROOT, find_imports, module_name, python_files
+
+LACKING = ("ray", "nixl", "nixl_cu12", "nixl_cu13", "pydantic", "fastapi", "uvicorn", "prometheus_client")
+GPU_FILES = [
+    path
+    for path in python_files(ROOT, "tests")
+    if re.search(r"tests.markers import .*\bgpu\b", path.read_text(encoding="utf-8"))
+]
+
+BLOCK = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *rest: None if name.split(".")[0] in {lacking} else find(name, *rest)
+)
+"""
+
+
+def executed_imports(start: Path) -> Iterator[tuple[str, str]]:
+    """(module, what it imports) of everything that runs when a file is imported."""
+    files = {module_name(ROOT, path): path for path in python_files(ROOT, "rayk", "tests")}
+    left, seen = [module_name(ROOT, start)], set()
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        # Importing a.b.c runs a/__init__ and a.b/__init__ first.
+        targets = [module.rpartition(".")[0]]
+        for item in find_imports(files[module], module):
+            if item.executed:
+                yield module, item.name
+                targets += [item.name, item.name.rpartition(".")[0]]
+        left += [name for name in targets if name in files]
+
+
+@pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: path.stem)
+def test_importing_gpu_tests_needs_nothing_that_may_lack(path: Path) -> None:
+    found = [(module, name) for module, name in executed_imports(path) if name.split(".")[0] in LACKING]
+    assert found == []
+
+
+def test_every_gpu_test_is_found() -> None:
+    """By the Makefile's words: nobody takes the marker in another way."""
+    assert {"test_gpu", "test_gpu_nixl", "test_gpu_on_ray", "test_on_gpu"} <= {p.stem for p in GPU_FILES}
+    for path in python_files(ROOT, "tests"):
+        assert "pytest.mark.gpu" not in path.read_text(encoding="utf-8") or path.name in (
+            "markers.py",
+            Path(__file__).name,
+        )
+
+
+@pytest.mark.slow
+def test_they_collect_where_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(lacking={*LACKING, "pytest_timeout", "xdist"}))
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = ["make", "test-gpu", f"PY={sys.executable}", "ARGS=--collect-only -q -p no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_gpu.py::test_tokens_equal_transformers" in done.stdout
