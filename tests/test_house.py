@@ -16,7 +16,7 @@ import pytest
 
 import rayk.types.errors
 from rayk.types.errors import RaykError
-from tests import house
+from tests import house, pages
 from tests.each import each
 
 RULES = [
@@ -26,6 +26,9 @@ RULES = [
     house.check_docstrings,
     house.check_lengths,
     house.check_torch_free,
+    pages.check_links,
+    pages.check_files,
+    pages.check_commands,
 ]
 
 

@@ -1,4 +1,4 @@
-"""The kit as its users meet it: the command, the pytest plugin, the README's example."""
+"""The kit as its users meet it: the command, the pytest plugin, the example of docs/connector-kit.md."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rayk.conformance.scenarios import SCENARIOS
 from rayk.kv.layout import LAYOUTS
 from rayk.types.errors import UserError
 from tests.markers import thorough
+from tests.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("requests.one_request", "requests.whole_blocks", "tp.1-2")
@@ -46,9 +47,8 @@ def only(*names: str) -> list[str]:
     return [text for name in names for text in ("--only", name)]
 
 
-def test_the_readmes_connector_works(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Testing a connector")[2]
-    (code,) = re.findall(r"```python\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
+def test_the_pages_connector_works(tmp_path):
+    (code,) = blocks((ROOT / "docs/connector-kit.md").read_text(encoding="utf-8"), "python")
     (tmp_path / "through_files.py").write_text(code, encoding="utf-8")
     chosen = only("requests", "layouts.LBHNC-LBHNC", "tp.2-2", "groups.full+sliding", "faults", "tp.1-2")
     done = rayk("through_files:ThroughFiles", "--out", "out", *chosen, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The README's own commands: a cluster that asks for a token, and the experiment as its job."""
+"""The commands of "As a Ray job": a cluster that asks for a token, and the experiment as its job."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from rayk import load
 from tests.markers import nixl, ray, slow
+from tests.pages import blocks, section
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGERS = """
@@ -34,8 +35,8 @@ echo "status $?"
 
 def commands() -> str:
     """The block of "As a Ray job"."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## As a Ray job")[2]
-    return text.partition("```bash\n")[2].partition("```")[0]
+    (block,) = blocks(section("docs/ray-and-monitoring.md", "## As a Ray job"), "bash")
+    return block
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def free_port() -> int:
 @nixl
 @slow
 @pytest.mark.timeout(900)
-def test_the_readmes_job_runs_and_strangers_are_refused(home: Path, tmp_path: Path) -> None:
+def test_the_pages_job_runs_and_strangers_are_refused(home: Path, tmp_path: Path) -> None:
     start, _, end = commands().partition("kill %1")
     port = free_port()
     # Other ports than those that a cluster of the machine's user has, and results beside the test's.

@@ -1,0 +1,201 @@
+"""README.md and docs/*.md: what they link to, name and tell readers to run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_INLINE = re.compile(r"`([^`\n]+)`")
+_FILE = re.compile(r"(?:rayk|tests|jobs|docs|dashboards)/[\w./-]+")
+_SEPARATORS = {";", "|", "||", "&", "&&", "(", ")"}
+_SHELL = {".", "chmod", "export", "grep", "kill", "sleep", "umask"}
+
+QUICK = ("rayk checkpoint", "rayk explain", "rayk report", "rayk conformance --list")
+"""How commands begin that tests/test_pages.py runs as they stand."""
+
+RUN_BY = {
+    "curl": "tests/serve/test_serve_command.py",
+    "make attack": "tests/jobs/test_attack.py",
+    "make ceiling": "tests/jobs/test_transfer_sweep.py",
+    "make chaos": "tests/experiments/test_chaos_on_ray.py",
+    "make check": "tests/test_house.py",
+    "make dashboards": "tests/dashboards/test_start.py",
+    "make experiment": "tests/jobs/test_job_submit.py",
+    "make fast-prefill": "tests/jobs/test_fast_prefill.py",
+    "make groups": "tests/test_groups_end_to_end.py",
+    "make help": "tests/test_pages.py",
+    "make hybrid": "tests/test_hybrid_end_to_end.py",
+    "make kernels": "tests/kernels/test_compile_ahead.py",
+    "make mutants": "tests/test_mutants.py",
+    "make nightly": "tests/transfer/test_any_pair.py",
+    "make offload-bench": "tests/jobs/test_offload.py",
+    "make quantised": "tests/test_quantised_end_to_end.py",
+    "make serve-bench": "tests/jobs/test_serve_bench.py",
+    "make serve-chaos": "tests/jobs/test_serve_stress.py",
+    "make serve-stress": "tests/jobs/test_serve_stress.py",
+    "make serve-swap": "tests/jobs/test_serve_swap.py",
+    "make sweep": "tests/jobs/test_transfer_sweep.py",
+    "make test": "tests/test_pages.py",
+    "make test-generators": "tests/serve/test_load_generators.py",
+    "pytest --rayk-connector": "tests/conformance/test_kit.py",
+    "python jobs/failure_policies.py": "tests/jobs/test_failure_policies.py",
+    "python jobs/serve_bench.py": "tests/jobs/test_serve_bench.py",
+    "python -m dashboards.check": "tests/dashboards/test_alerts.py",
+    "python -m rayk.metrics": "tests/metrics/test_registry.py",
+    "python -m rayk.transfer.simulator": "tests/transfer/test_simulated_faults.py",
+    "ray": "tests/jobs/test_job_submit.py",
+    "rayk bench": "tests/bench/test_bench_command.py",
+    "rayk conformance": "tests/conformance/test_kit.py",
+    "rayk doctor": "tests/cli/test_commands.py",
+    "rayk run": "tests/cli/test_run.py",
+    "rayk serve": "tests/serve/test_serve_command.py",
+    "rayk top": "tests/cli/test_top.py",
+}
+"""How other commands begin -> the test that runs them, or what they run at a smaller size.
+
+What no test runs says on its page what it needs."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page: its words, and whether it stands in a block of its own."""
+
+    page: str
+    words: tuple[str, ...]
+    fenced: bool = True
+    needs: bool = False
+    """Whether a line behind the block says what it needs."""
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it is one of QUICK."""
+        return " ".join(self.words).startswith(QUICK)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The README first."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [body for name, body in _FENCE.findall(text) if name == language]
+
+
+def section(name: str, heading: str) -> str:
+    """The text of a page between a heading and the next one of its level or above."""
+    level = heading.split(" ")[0]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert f"\n{heading}\n" in text, f"{name} has no heading {heading!r}"
+    behind = text.partition(f"\n{heading}\n")[2]
+    # A comment in a block of shell or Python begins like a heading.
+    fenced = [match.span() for match in _FENCE.finditer(behind)]
+    for match in re.finditer(rf"^#{{1,{len(level)}}} ", behind, re.MULTILINE):
+        if not any(begin <= match.start() < end for begin, end in fenced):
+            return behind[: match.start()]
+    return behind
+
+
+def _prose(text: str) -> str:
+    return _FENCE.sub("", text)
+
+
+def _anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", _prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.replace("`", "").lower()).replace(" ", "-") for h in headings}
+
+
+def check_links(root: Path = ROOT) -> list[str]:
+    """Links whose file or heading is not there."""
+    violations = []
+    for page in pages(root):
+        for target in _LINK.findall(_prose(page.read_text(encoding="utf-8"))):
+            if target.startswith(("http://", "https://")):
+                continue
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            if not file.exists():
+                violations.append(f"{page.relative_to(root)}: no file {target}")
+            elif anchor and anchor not in _anchors(file.read_text(encoding="utf-8")):
+                violations.append(f"{page.relative_to(root)}: no heading {target}")
+    return violations
+
+
+def check_files(root: Path = ROOT) -> list[str]:
+    """Files and modules that pages name and that are not there."""
+    violations = []
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        words = [inline.split(" ")[0] for inline in _INLINE.findall(_prose(text))]
+        words += [word for command in commands(page) for word in command.words]
+        for word in words:
+            if _FILE.fullmatch(word) and not (root / word).exists():
+                violations.append(f"{page.relative_to(root)}: no file {word}")
+        for module in re.findall(r"python -m ([\w.]+)", text):
+            if importlib.util.find_spec(module) is None:
+                violations.append(f"{page.relative_to(root)}: no module {module}")
+    return violations
+
+
+def _simple_commands(line: str) -> Iterator[tuple[str, ...]]:
+    """The commands of a shell line, without assignments, redirections and keywords."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word in _SEPARATORS:
+            while words and (words[0] in ("do", "until", "done") or re.fullmatch(r"\w+=.*", words[0])):
+                del words[0]
+            if words:
+                yield tuple(words)
+            words = []
+        else:
+            words.append(word)
+
+
+def commands(page: Path) -> list[Command]:
+    """What a page tells its readers to run: lines of shell blocks, `make ...` and `rayk ...` in text."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        if match[1] != "bash":
+            continue
+        needs = text[match.end() :].lstrip("\n").startswith("Needs: ")
+        for line in match[2].replace("\\\n", " ").splitlines():
+            # "<torch's CPU wheel index, ...>" stands for what a reader fills in.
+            written = re.sub(r"<[^<>]*>", "PLACEHOLDER", line)
+            found += [Command(page.name, words, needs=needs) for words in _simple_commands(written)]
+    for inline in _INLINE.findall(_prose(text)):
+        if re.match(r"(make|rayk) [a-z]", inline) and "|" not in inline:
+            found.append(Command(page.name, tuple(shlex.split(inline)), fenced=False))
+    return found
+
+
+def check_commands(root: Path = ROOT) -> list[str]:
+    """Commands in blocks that no test runs and that do not say what they need; tests that are not there."""
+    violations = [
+        f"RUN_BY: no file {name}" for name in sorted(set(RUN_BY.values())) if not (root / name).exists()
+    ]
+    for page in pages(root):
+        for command in commands(page):
+            text = " ".join(command.words) + " "
+            run = (
+                command.is_quick
+                or command.words[0] in _SHELL
+                or any(text.startswith(f"{k} ") for k in RUN_BY)
+            )
+            if command.fenced and not command.needs and not run:
+                violations.append(f"{command}: no test of RUN_BY, and no line `Needs: ...` behind its block")
+    return violations

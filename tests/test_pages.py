@@ -1,0 +1,127 @@
+"""README.md and docs: commands and their options exist, examples are right, and the quick commands run.
+
+tests/test_house.py checks that links, files and the tests of commands are there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from typer.testing import CliRunner
+
+from rayk.cli.main import app
+from rayk.specs import load_spec
+from tests import pages
+from tests.markers import thorough
+from tests.pages import ROOT, Command
+from tests.reports.synthetic import write_run
+
+RAYK: Any = typer.main.get_command(app)
+COMMANDS = [command for page in pages.pages() for command in pages.commands(page)]
+
+
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 8192
+
+
+def test_pages_say_first_what_they_are_for_and_the_readme_links_them() -> None:
+    readme, *others = pages.pages()
+    linked = readme.read_text(encoding="utf-8")
+    for page in others:
+        assert re.match(r"This page [^\n]+\.\n\n# ", page.read_text(encoding="utf-8")), page.name
+        assert f"(docs/{page.name})" in linked, page.name
+
+
+@cache
+def targets() -> frozenset[str]:
+    lines = re.findall(r"^([a-z][\w -]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return frozenset(name for line in lines for name in line.split())
+
+
+def options(command: Any) -> set[str]:
+    """Those of a command of click's, and of those above it."""
+    return {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
+
+
+def problem(command: Command) -> str | None:
+    """What of a command is not there."""
+    program, *words = command.words
+    flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    if program == "make":
+        names = [word for word in words if "=" not in word]
+        return next((f"no target {name}" for name in names if name not in targets()), None)
+    if program == "rayk":
+        known = RAYK.commands.get(words[0])
+        return f"no command {words[0]}" if known is None else missing(flags, options(known))
+    if program == "ray":
+        return missing_of_ray(words)
+    if program == "python" and words[0].startswith("jobs/"):
+        source = (ROOT / words[0]).read_text(encoding="utf-8")
+        return missing(
+            flags, {flag for flag in flags if flag in source or flag[2:].replace("-", "_") in source}
+        )
+    return None
+
+
+def missing(flags: list[str], known: set[str]) -> str | None:
+    return next((f"no option {flag}" for flag in flags if flag not in known), None)
+
+
+def missing_of_ray(words: list[str]) -> str | None:
+    command = importlib.import_module("ray.scripts.scripts").cli
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    if hasattr(command, "commands"):
+        return f"no command of Ray's {words}"
+    own = words[: words.index("--")] if "--" in words else words
+    return missing([word.partition("=")[0] for word in own if word.startswith("--")], options(command))
+
+
+def test_commands_and_their_options_exist() -> None:
+    assert {str(command): found for command in COMMANDS if (found := problem(command))} == {}
+
+
+def test_a_command_that_is_not_there_is_found() -> None:
+    for words, told in {
+        "make sing": "no target sing",
+        "rayk sing": "no command sing",
+        "rayk run a.yaml --sing": "no option --sing",
+        "ray sing": "no command of Ray's ['sing']",
+        "ray job submit --sing -- a --b": "no option --sing",
+        "python jobs/conv_state.py --sing": "no option --sing",
+    }.items():
+        assert problem(Command("a page", tuple(words.split()))) == told
+
+
+def test_specs_of_pages_are_specs() -> None:
+    """Whole ones as they stand, parts of one on top of a small one."""
+    small = {"name": "a", "model": "m", "prompts": {"random": {"count": 1, "input_tokens": [5]}}}
+    small |= {"checks": ["kv_values"]}
+    num = 0
+    for page in pages.pages():
+        for block in pages.blocks(page.read_text(encoding="utf-8"), "yaml"):
+            part = yaml.safe_load(block)
+            load_spec(part if "model" in part else small | part)
+            num += 1
+    assert num >= 8
+
+
+@thorough
+@pytest.mark.timeout(600)
+def test_quick_commands_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "runs/b", "runs/job"):
+        write_run(tmp_path / name)
+    CliRunner().invoke(app, ["checkpoint", "qwen3", "checkpoints/qwen3-tiny"])
+    quick = list(dict.fromkeys(c.words for c in COMMANDS if c.fenced and c.is_quick))
+    assert len(quick) > 20
+    for _, *arguments in quick:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, (arguments, result.output, result.exception)
