@@ -11,10 +11,17 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import PlainTextResponse, Response
 
-from rayk.serve.asks import Call, Front
 from rayk.serve.chat import ChatWriter, open_chat
 from rayk.serve.completions import CompletionWriter, open_completion
-from rayk.serve.described import (
+from rayk.serve.engines import add_engine_routes
+from rayk.serve.errors import ApiError, JsonResponse, install_handlers
+from rayk.serve.guard import Guard, has_key
+from rayk.serve.limits import HttpSettings
+from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
+from rayk.serve.protocol import ChatRequest, CompletionRequest
+from rayk.serve.replies import EventStream, HeadAsGet, unless_gone
+from rayk.serve.request_parsing import Call, Front
+from rayk.serve.responses import (
     PROBLEMS,
     SIMPLE_PROBLEMS,
     ChatAnswer,
@@ -24,20 +31,13 @@ from rayk.serve.described import (
     ModelsAnswer,
     streamed,
 )
-from rayk.serve.engines import add_engine_routes
-from rayk.serve.errors import ApiError, JsonResponse, install_handlers
-from rayk.serve.guard import Guard, has_key
-from rayk.serve.limits import HttpSettings
-from rayk.serve.metrics import CLIENT_GONE, CONTENT_TYPE, Counted, FrontMetrics
-from rayk.serve.protocol import ChatRequest, CompletionRequest
-from rayk.serve.replies import EventStream, HeadAsGet, unless_gone
 from rayk.serve.text import Text
 from rayk.serve.writer import Writer
 from rayk.types.errors import CheckpointError, RaykError, UserError
 from rayk.types.serving import Completer, EngineControl, Health
 
 HEALTH_S = 5.0
-"""A server that takes longer to say how it is, is not well."""
+"""A server that takes longer to say how it is counts as not well."""
 
 
 def make_app(
@@ -81,7 +81,7 @@ def _front(completer: Completer, settings: HttpSettings, text: Text | None) -> F
 
 
 def _add_model_routes(app: FastAPI, front: Front) -> None:
-    def card() -> dict[str, Any]:
+    def card() -> ModelAnswer:
         model = front.completer.model
         return {
             "id": model.model_id,
@@ -95,7 +95,8 @@ def _add_model_routes(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", responses={200: {"model": ModelsAnswer}, 401: PROBLEMS[401]})
     async def models() -> Response:
         """The model, as a list of one."""
-        return JsonResponse({"object": "list", "data": [card()]})
+        listed: ModelsAnswer = {"object": "list", "data": [card()]}
+        return JsonResponse(listed)
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": ModelAnswer}, **SIMPLE_PROBLEMS})
     async def model(model_id: str) -> Response:
@@ -117,10 +118,10 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
     async def health(request: Request) -> Response:
         """200 once every engine has taken a step lately, else 503. With the key: why, and each engine."""
         found = await _health(front)
-        told: dict[str, Any] = {"status": "ready" if found.is_ready else "unavailable"}
+        answer: HealthAnswer = {"status": "ready" if found.is_ready else "unavailable"}
         if has_key(front.settings, request.scope):
-            told |= {"reason": found.reason, "engines": list(found.engines)}
-        return JsonResponse(told, 200 if found.is_ready else 503)
+            answer |= {"reason": found.reason, "engines": list(found.engines)}
+        return JsonResponse(answer, 200 if found.is_ready else 503)
 
 
 async def _health(front: Front) -> Health:
@@ -146,7 +147,7 @@ def _add_generation_routes(app: FastAPI, front: Front) -> None:
         return await _answer(ChatWriter(front, call, body), call, request)
 
 
-async def _answer(writer: Writer, call: Call, request: Request) -> Response:
+async def _answer(writer: Writer[Any], call: Call, request: Request) -> Response:
     headers = {"x-request-id": call.call_id}
     if call.body.stream:
         return EventStream(writer.events(), headers)

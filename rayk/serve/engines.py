@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from rayk.serve.described import ROLE_PROBLEMS, STATE_PROBLEMS, EngineAnswer, EnginesAnswer
 from rayk.serve.errors import ApiError, JsonResponse
+from rayk.serve.responses import ROLE_PROBLEMS, STATE_PROBLEMS, EngineAnswer, EnginesAnswer
 from rayk.types.errors import HandshakeMismatch, LayoutVetoed, UnknownEngine, Unsupported
 from rayk.types.serving import EngineControl, EngineState
 
 LONGEST_NAME = 200
-"""Of a name that a client gave, told back."""
+"""Longer names that a client gave are cut where they are told back."""
 
 
 class RoleRequest(BaseModel):

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rayk.serve.responses import ErrorBody
 from rayk.types.errors import (
     DeadlineExceeded,
     InternalError,
@@ -53,10 +54,9 @@ class ApiError(Exception):
         return self.message
 
     @property
-    def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+    def body(self) -> ErrorBody:
+        """The error in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -67,28 +67,30 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """JSON of plain values."""
+    """An answer of JSON values."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """As UTF-8."""
+        """Write them in UTF-8."""
         return to_json(content)
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
 def to_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8. Halves of surrogate pairs, which no UTF-8 has, are escaped."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "backslashreplace")
+    """Write compact JSON in UTF-8. Halves of surrogate pairs, which no UTF-8 has, are escaped."""
+    return _encode(value).encode("utf-8", "backslashreplace")
 
 
 def error_response(error: ApiError, **headers: str) -> Response:
-    """The whole answer."""
+    """Make the answer that tells of an error."""
     return JsonResponse(error.body, error.status, headers={**error.headers, **headers})
 
 
 def api_error(error: Exception) -> ApiError:
-    """What to tell of an error that a request ended with. Of a bug, nothing."""
+    """Translate the error that a request ended with. A bug's details stay here."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UnknownEngine):
@@ -129,7 +131,7 @@ async def _on_invalid(_request: Request, error: Exception) -> Response:
 
 
 async def _on_http(_request: Request, error: Exception) -> Response:
-    """The framework's own: unknown paths, methods, bodies that cannot be parsed."""
+    """Answer the framework's own errors: unknown paths, methods, bodies that cannot be parsed."""
     assert isinstance(error, HTTPException)
     response = error_response(ApiError(error.status_code, str(error.detail)))
     response.headers.update(error.headers or {})
@@ -137,7 +139,7 @@ async def _on_http(_request: Request, error: Exception) -> Response:
 
 
 def invalid(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of the problems that validation found."""
+    """Tell the first of the problems that validation found."""
     first = problems[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")

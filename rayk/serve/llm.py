@@ -188,7 +188,7 @@ class LLM:
     def _complete(
         self, prompts: Sequence[str | None], ids: Sequence[tuple[int, ...]], sampling: Sampling, n: int
     ) -> list[Completion]:
-        from rayk.serve.asks import choice_seed
+        from rayk.serve.request_parsing import choice_seed
 
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * len(ids)

@@ -3,65 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+from rayk.serve.responses import ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from rayk.serve.text import Text, TokenText
 from rayk.types.request import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-"""What minus infinity is in JSON, as OpenAI says it."""
+"""Minus infinity, which JSON cannot write, becomes this, as OpenAI's does."""
 
 
-class Columns:
-    """Tokens with their log probabilities, in the form of OpenAI's completions."""
-
-    def __init__(self, text: Text | None) -> None:
-        self._text = text
-        self.values: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-
-    def add(self, token_id: int, told: TokenLogprobs | None, start: int) -> None:
-        """One token; None of the first of a prompt, which nothing comes before."""
-        name = _token(self._text, token_id).text
-        self.values["tokens"].append(name)
-        self.values["text_offset"].append(start)
-        self.values["token_logprobs"].append(None if told is None else _finite(told.logprob))
-        if told is None:
-            self.values["top_logprobs"].append(None)
-            return
-        # Best first; of tokens that are written alike, the likelier one. The chosen one is always there.
-        top: dict[str, float] = {}
-        for token, logprob in told.top:
-            top.setdefault(_token(self._text, token).text, _finite(logprob))
-        top.setdefault(name, _finite(told.logprob))
-        self.values["top_logprobs"].append(top)
+def completion_logprobs(
+    text: Text | None, tokens: Iterable[tuple[int, TokenLogprobs | None, int]]
+) -> CompletionLogprobs:
+    """`tokens`: each one's id, what is known of it (of a prompt's first: nothing), and where it begins."""
+    columns: CompletionLogprobs = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for token_id, known, start in tokens:
+        name = _token(text, token_id).text
+        columns["tokens"].append(name)
+        columns["text_offset"].append(start)
+        columns["token_logprobs"].append(None if known is None else _finite(known.logprob))
+        columns["top_logprobs"].append(None if known is None else _top(text, name, known))
+    return columns
 
 
-def chat_content(text: Text | None, told: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
-    """Tokens in the form of chat completions."""
+def _top(text: Text | None, name: str, known: TokenLogprobs) -> dict[str, float]:
+    """Best first; of tokens that are written alike, the likelier one. The chosen one is always there."""
+    top: dict[str, float] = {}
+    for token, logprob in known.top:
+        top.setdefault(_token(text, token).text, _finite(logprob))
+    top.setdefault(name, _finite(known.logprob))
+    return top
+
+
+def chat_logprobs(text: Text | None, tokens: Iterable[TokenLogprobs]) -> list[ChatTokenLogprob]:
+    """One entry per token."""
     return [
         {
             **_entry(text, t.token_id, t.logprob),
             "top_logprobs": [_entry(text, token, logprob) for token, logprob in t.top],
         }
-        for t in told
+        for t in tokens
     ]
 
 
-def _entry(text: Text | None, token_id: int, logprob: float) -> dict[str, Any]:
+def _entry(text: Text | None, token_id: int, logprob: float) -> TopLogprob:
     token = _token(text, token_id)
     return {"token": token.text, "logprob": _finite(logprob), "bytes": list(token.raw)}
 
 
 def _token(text: Text | None, token_id: int) -> TokenText:
-    """For people; its id where there is no tokenizer."""
+    """The token for people; its id where there is no tokenizer."""
     return TokenText(f"token_id:{token_id}", b"") if text is None else text.token(token_id)
 
 
 def _finite(logprob: float) -> float:
-    """As JSON can say it."""
     return max(logprob, LEAST_LOGPROB)

@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayk.metrics import METRICS, Metric, MetricKind
-from rayk.serve.answers import Answer, Piece
+from rayk.serve.choices import Choices, Piece
 from rayk.serve.replies import FATE
 from rayk.types.serving import Health
 
@@ -79,19 +79,11 @@ class FrontMetrics:
         """In Prometheus' own form."""
         return generate_latest(self.registry)
 
-    async def gathered(self, answer: Answer) -> list[list[Piece]]:
-        """All pieces of a call, by choice, counted."""
-        pieces: list[list[Piece]] = [[] for _ in answer.choices]
-        async with aclosing(self.metered(answer)) as news:
-            async for piece in news:
-                pieces[piece.index].append(piece)
-        return pieces
-
-    async def metered(self, answer: Answer) -> AsyncGenerator[Piece, None]:
-        """A call's pieces, counted on their way."""
+    async def metered(self, choices: Choices) -> AsyncGenerator[Piece, None]:
+        """Pass a call's pieces on and count them."""
         began = time.monotonic()
         has_begun = False
-        async with aclosing(answer.pieces()) as pieces:
+        async with aclosing(choices.pieces()) as pieces:
             try:
                 async for piece in pieces:
                     if piece.token_ids and not has_begun:
@@ -100,7 +92,7 @@ class FrontMetrics:
                     yield piece
                 self.observe("rayk_front_e2e_seconds", time.monotonic() - began)
             finally:
-                usage = answer.usage()
+                usage = choices.usage()
                 self.add("rayk_front_prompt_tokens_total", usage["prompt_tokens"])
                 self.add("rayk_front_output_tokens_total", usage["completion_tokens"])
                 cached = usage["prompt_tokens_details"] or {"cached_tokens": 0}

@@ -22,7 +22,8 @@ _LOG = logging.getLogger(__name__)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The work's result; None where the client went before, which cancels it. `receive`: behind the body."""
+    """Await the work's result; None where the client left before, which cancels it. `receive`: after the
+    body."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(receive))
     try:
@@ -46,7 +47,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Write one server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
 
 
@@ -62,7 +63,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them all."""
+        """Send all events."""
         await unless_gone(receive, self._send(send, scope.get(FATE, {})))
 
     async def _send(self, send: Send, fate: dict[str, int]) -> None:
@@ -93,7 +94,7 @@ class HeadAsGet:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return

@@ -17,7 +17,7 @@ import pytest
 from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve import templates as templates_module
 from rayk.serve.app import make_app
-from rayk.serve.asks import Line
+from rayk.serve.request_parsing import BoundedThreads
 from rayk.serve.text import Text
 from rayk.types.errors import EngineDied, Overloaded, UserError
 from rayk.types.serving import ModelCard
@@ -143,23 +143,23 @@ def test_a_few_conversations_at_once_and_a_bounded_line() -> None:
         assert go_on.wait(LIMIT_S)
 
     async def run() -> None:
-        line = Line()
-        first = [asyncio.ensure_future(line.run(chat)) for _ in range(Line.PLACES)]
+        line = BoundedThreads()
+        first = [asyncio.ensure_future(line.run(chat)) for _ in range(BoundedThreads.PLACES)]
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
-            while len(inside) < Line.PLACES:
+            while len(inside) < BoundedThreads.PLACES:
                 await asyncio.sleep(0.001)
             first[0].cancel()
-            for _ in range(Line.WAITING):
+            for _ in range(BoundedThreads.WAITING):
                 group.create_task(line.run(chat))
-            while line._num_waiting < Line.WAITING:
+            while line._num_waiting < BoundedThreads.WAITING:
                 await asyncio.sleep(0.001)
             assert first[0].cancelled()
             with pytest.raises(Overloaded):
                 await line.run(chat)
-            assert len(inside) == Line.PLACES
+            assert len(inside) == BoundedThreads.PLACES
             go_on.set()
         await asyncio.gather(*first[1:])
-        assert len(inside) == Line.PLACES + Line.WAITING
+        assert len(inside) == BoundedThreads.PLACES + BoundedThreads.WAITING
 
     asyncio.run(run())
 

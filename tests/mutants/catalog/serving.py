@@ -165,7 +165,7 @@ def _(original, self, data):
 
 @SERVING.twin(
     "prompts may be as long as anybody likes",
-    "rayk.serve.asks:check_prompt",
+    "rayk.serve.request_parsing:check_prompt",
     "serve/test_guard.py::test_what_is_wrong_is_named",
 )
 def _(original, front, prompt, max_tokens, asked_by="max_tokens"):

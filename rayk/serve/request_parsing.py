@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from rayk.serve.answers import Answer, Choice, Prompt
+from rayk.serve.choices import Choice, Choices, Prompt
 from rayk.serve.errors import ApiError
 from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import FrontMetrics
@@ -24,8 +24,8 @@ from rayk.types.serving import Ask, Completer, ModelCard
 T = TypeVar("T")
 
 
-class Line:
-    """A few at once, each on a thread, and a bounded number that wait."""
+class BoundedThreads:
+    """Runs a few calls at once, each on a thread, while a bounded number waits."""
 
     PLACES = 4
     WAITING = 64
@@ -35,8 +35,8 @@ class Line:
         self._num_waiting = 0
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """What this returns, in one of the places, in order of arrival. The place is free once the thread is
-        done, also where nobody waits for it any more. Raises Overloaded where too many wait."""
+        """Call `work` in order of arrival. Its place is free once the thread is done, also where nobody waits
+        for it any more. Raises Overloaded where too many wait."""
         if self._num_waiting >= self.WAITING:
             raise Overloaded(f"{self.WAITING} conversations wait for the chat template already", 1.0)
         self._num_waiting += 1
@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Front:
-    """What the handlers of one app share."""
+    """Everything that the handlers of one app share."""
 
     completer: Completer
     settings: HttpSettings
@@ -59,11 +59,11 @@ class Front:
     text: Text | None
     why_no_text: str = ""
     """What is wrong with the checkpoint's tokenizer where `text` is None."""
-    chats: Line = field(default_factory=Line)
-    """In which conversations wait for their templates and tokens."""
+    chats: BoundedThreads = field(default_factory=BoundedThreads)
+    """Conversations become text and tokens there."""
 
     def need_text(self) -> Text:
-        """The tokenizer. Raises CheckpointError where the model has none."""
+        """Get the tokenizer. Raises CheckpointError where the model has none."""
         if self.text is None:
             raise CheckpointError(f"this model's server has no tokenizer: {self.why_no_text}")
         return self.text
@@ -71,21 +71,21 @@ class Front:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One HTTP call: its names, its sampling, its choices to be."""
+    """One HTTP call, checked: its names, and the choices that it asks for."""
 
     body: Generation
     call_id: str
     created_s: int
-    answer: Answer
+    choices: Choices
 
     @property
     def model_id(self) -> str:
-        """Of the model that answers."""
-        return self.answer.completer.model.model_id
+        """The name of the model that answers."""
+        return self.choices.completer.model.model_id
 
     def prompt_of(self, index: int) -> Prompt:
-        """Of a choice."""
-        return self.answer.prompts[index // (self.body.n or 1)]
+        """Find the prompt that a choice belongs to."""
+        return self.choices.prompts[index // (self.body.n or 1)]
 
 
 def check_call(front: Front, body: Generation, num_prompts: int) -> None:
@@ -115,12 +115,9 @@ def open_call(
     kind: str,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
-    *,
-    prompt_logprobs: int | None = None,
 ) -> Call:
-    """The call with an Ask per choice. `kind` begins its id. `sampling`: max_tokens 0 means that only the
-    prompt is asked about. Raises ApiError where a prompt does not fit."""
-    sampling = replace(sampling, prompt_logprobs=prompt_logprobs)
+    """Make the call, with an Ask per choice. `kind` begins its id. With max_tokens 0 only the prompt is asked
+    about. Raises ApiError where a prompt does not fit."""
     call_id = f"{kind}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     for prompt in prompts:
@@ -149,14 +146,19 @@ def open_call(
                 wants_output=sampling.max_tokens > 0,
             )
             choices.append(choice)
-    answer = Answer(completer=front.completer, prompts=prompts, choices=choices)
-    return Call(body=body, call_id=call_id, created_s=int(time.time()), answer=answer)
+    wanted = Choices(completer=front.completer, prompts=prompts, each=choices)
+    return Call(body=body, call_id=call_id, created_s=int(time.time()), choices=wanted)
 
 
 def sampling_of(
-    body: Generation, settings: HttpSettings, *, max_tokens: int, logprobs: int | None
+    body: Generation,
+    settings: HttpSettings,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """OpenAI's defaults where the client says nothing: temperature 1. Raises ApiError."""
+    """Take OpenAI's defaults where the client says nothing: temperature 1. Raises ApiError."""
     temperature, top_p, top_k = _or(body.temperature, 1.0), _or(body.top_p, 1.0), body.top_k or -1
     if 0 < temperature < LEAST_TEMPERATURE:
         problem = f"temperature: 0, or at least {LEAST_TEMPERATURE:g}"
@@ -178,6 +180,7 @@ def sampling_of(
         min_p=_or(body.min_p, 0.0),
         stop=stop,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         repetition_penalty=_or(body.repetition_penalty, 1.0),
@@ -185,7 +188,7 @@ def sampling_of(
 
 
 def room(front: Front, num_prompt_tokens: int) -> int:
-    """Tokens that may follow a prompt of so many."""
+    """Count the tokens that may follow a prompt of so many."""
     model = front.completer.model
     return min(model.max_positions, model.pool_tokens or model.max_positions) - num_prompt_tokens
 
@@ -236,7 +239,7 @@ def _check_context(model: ModelCard, num_tokens: int, max_tokens: int, asked_by:
 
 
 def _asks_for_tokens(body: Generation) -> str:
-    """The field that says how many may be generated."""
+    """Name the field that says how many tokens may be generated."""
     is_new = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
     return "max_completion_tokens" if is_new else "max_tokens"
 
@@ -246,8 +249,8 @@ def _stops(body: Generation) -> tuple[str, ...]:
 
 
 def choice_seed(temperature: float, seed: int | None, index: int) -> int | None:
-    """Of one choice: None where nothing is drawn. Drawn here where none is given, so that a request goes on
-    alike wherever it is placed again."""
+    """Choose one choice's seed: None where nothing is drawn, and a random one where the client gave none, so
+    that a request goes on alike wherever it is placed again."""
     if not temperature:
         return None
     if seed is None:

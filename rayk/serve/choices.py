@@ -1,14 +1,16 @@
-"""The choices of one call: their tokens as they come, turned into text."""
+"""The choices of one call: their tokens become text as they come."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 from rayk.serve.errors import SERVER, ApiError
+from rayk.serve.responses import Usage
 from rayk.serve.text import Detokenizer, Text
 from rayk.types.request import FinishReason, TokenLogprobs
 from rayk.types.serving import Ask, Completer, Delta
@@ -18,18 +20,18 @@ FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One of a call's prompts."""
+    """A call has one or many."""
 
     token_ids: tuple[int, ...]
     text: str = ""
-    """What `echo` gives back."""
+    """`echo` gives it back."""
     starts: tuple[int, ...] = ()
-    """Where each token begins in it, if its log probabilities are asked for."""
+    """Where each token begins in `text`, if log probabilities are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """News of one choice, for its client."""
+    """What a client is told of one choice at once."""
 
     index: int
     text: str
@@ -45,22 +47,22 @@ class Piece:
 
 @dataclass(eq=False)
 class Choice:
-    """One choice's way from tokens to text."""
+    """Turns one choice's tokens into text."""
 
     index: int
     ask: Ask
     text: Text | None
-    """None: there is no tokenizer, and so no text."""
+    """None: the model has no tokenizer, so clients get token ids alone."""
     skip_special_tokens: bool = True
     wants_output: bool = True
     """False: the prompt is all that was asked about (max_tokens 0)."""
     num_tokens: int = 0
     num_cached_tokens: int | None = None
     _detokenizer: Detokenizer | None = None
-    _held: str = ""
+    _withheld: str = ""
     """Text that may be the beginning of a stop string."""
     _length: int = 0
-    """Of the text so far, in characters, that which is held included."""
+    """Characters of the text so far, with the withheld ones."""
     _is_first: bool = True
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Choice:
             self._detokenizer = Detokenizer(self.text, skip_special_tokens=self.skip_special_tokens)
 
     def take(self, delta: Delta) -> Piece:
-        """What a delta means to the client. Raises ApiError where the request was aborted."""
+        """Turn a delta into a piece. Raises ApiError where the request was aborted."""
         reason = None
         if delta.finish_reason is not None:
             reason = FINISH_REASONS.get(delta.finish_reason)
@@ -84,7 +86,7 @@ class Choice:
         starts = self._feed(delta.token_ids)
         return Piece(
             index=self.index,
-            text=self._told(delta, is_last=reason is not None),
+            text=self._release(delta, is_last=reason is not None),
             token_ids=delta.token_ids,
             logprobs=delta.logprobs or (),
             starts=tuple(starts),
@@ -98,57 +100,56 @@ class Choice:
             return [0] * len(token_ids)
         starts, wants_starts = [], self.ask.request.sampling.logprobs is not None
         for token in token_ids:
-            told = self._detokenizer.feed(token)
-            starts.append(self._length + (self.text.start_in(told, token) if wants_starts else 0))
-            self._grow(told)
+            new = self._detokenizer.feed(token)
+            starts.append(self._length + (self.text.start_in(new, token) if wants_starts else 0))
+            self._grow(new)
         return starts
 
     def _grow(self, text: str) -> None:
-        self._held += text
+        self._withheld += text
         self._length += len(text)
 
-    def _told(self, delta: Delta, *, is_last: bool) -> str:
-        """Text that goes out now."""
+    def _release(self, delta: Delta, *, is_last: bool) -> str:
+        """Take the text that goes out now: all that begins no stop string."""
         if is_last and self._detokenizer is not None:
             self._grow(self._detokenizer.end())
-        held = self._held
+        text = self._withheld
         if is_last:
             # The engine, which looks at text without special tokens, says which stop string it was.
-            at = held.find(delta.stop_reason) if isinstance(delta.stop_reason, str) else -1
-            return held if at < 0 else held[:at]
-        keep = max((_overlap(held, stop) for stop in self.ask.request.sampling.stop), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+            at = text.find(delta.stop_reason) if isinstance(delta.stop_reason, str) else -1
+            return text if at < 0 else text[:at]
+        keep = max((_overlap(text, stop) for stop in self.ask.request.sampling.stop), default=0)
+        self._withheld = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that the stop string begins with, not all of it."""
+    """Count the characters at the end of the text that the stop string begins with, unless it ends there."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
-class Answer:
+class Choices:
     """All choices of one call; choice i belongs to prompt i // n."""
 
     completer: Completer
     prompts: Sequence[Prompt]
-    choices: Sequence[Choice]
+    each: Sequence[Choice]
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """News of all choices as they come. Closing it aborts them all, as does the error of one."""
-        if len(self.choices) == 1:
-            async with aclosing(self._follow(self.choices[0])) as single:
+        """Follow all choices. Closing this aborts them all, as does the error of one."""
+        if len(self.each) == 1:
+            async with aclosing(self._follow(self.each[0])) as single:
                 async for piece in single:
                     yield piece
             return
-        async with aclosing(_merged([self._follow(c) for c in self.choices])) as merged:
+        async with aclosing(_merged([self._follow(c) for c in self.each])) as merged:
             async for piece in merged:
                 yield piece
 
     async def _follow(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """One choice to its end."""
-        # A completer's iterators can be closed; it says so in words only.
+        # Completer promises an iterator; all of them are generators, which can be closed.
         deltas = cast(AsyncGenerator[Delta, None], self.completer.generate(choice.ask))
         async with aclosing(deltas):
             async for delta in deltas:
@@ -158,19 +159,31 @@ class Answer:
                     return
         raise ApiError(503, "the request ended without its last token", SERVER, code="engine_failed")
 
-    def usage(self) -> dict[str, Any]:
-        """So far. Cached tokens are those of each prompt's first choice: later ones may find its own."""
+    def usage(self) -> Usage:
+        """Count tokens so far. Of cached ones, each prompt's first choice tells: later ones may find its."""
         num_prompt = sum(len(p.token_ids) for p in self.prompts)
-        num_output = sum(c.num_tokens for c in self.choices)
-        usage: dict[str, Any] = {
+        num_output = sum(c.num_tokens for c in self.each)
+        firsts = self.each[:: len(self.each) // len(self.prompts)]
+        cached = [c.num_cached_tokens for c in firsts if c.num_cached_tokens is not None]
+        return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
         }
-        firsts = self.choices[:: len(self.choices) // len(self.prompts)]
-        cached = [c.num_cached_tokens for c in firsts if c.num_cached_tokens is not None]
-        usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)} if cached else None
-        return usage
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Make one piece of all those of a choice."""
+    return replace(
+        pieces[-1],
+        text="".join(p.text for p in pieces),
+        token_ids=tuple(chain.from_iterable(p.token_ids for p in pieces)),
+        logprobs=tuple(chain.from_iterable(p.logprobs for p in pieces)),
+        starts=tuple(chain.from_iterable(p.starts for p in pieces)),
+        prompt_logprobs=next((p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None), None),
+        is_first=True,
+    )
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
