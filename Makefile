@@ -7,7 +7,6 @@ STAMP := $(VENV)/.installed
 # The interpreter of test-gpu. `make test-gpu PY=python3` takes one that is already there.
 PY ?= $(BIN)/python
 
-MODEL := checkpoints/qwen3-tiny
 SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
@@ -57,25 +56,16 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 experiment: $(STAMP)
-	$(BIN)/rayk checkpoint qwen3 $(MODEL)
 	$(BIN)/rayk run $(SPEC)
 
-quantised: $(STAMP)
-	$(BIN)/rayk checkpoint qwen3 checkpoints/qwen3-tiny
-	$(BIN)/rayk checkpoint deepseek_v3 checkpoints/deepseek-tiny
-	$(BIN)/rayk run jobs/quantised.yaml $(ARGS)
-
-hybrid groups: $(STAMP)
-	$(BIN)/python jobs/$@.py $(ARGS)
+hybrid groups quantised chaos: $(STAMP)
+	$(BIN)/rayk run jobs/$@.yaml $(ARGS)
 
 sweep: $(STAMP)
 	$(BIN)/python jobs/transfer_sweep.py $(ARGS)
 
 ceiling: $(STAMP)
 	$(BIN)/python jobs/transfer_sweep.py --ceiling $(ARGS)
-
-chaos: $(STAMP)
-	$(BIN)/python jobs/chaos.py $(ARGS)
 
 serve-bench: $(STAMP)
 	$(BIN)/python jobs/serve_bench.py $(ARGS)

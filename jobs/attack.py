@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks  # noqa: E402
-from hetero_tp import write_models  # noqa: E402
 from rich.table import Table  # noqa: E402
 from serve_bench import stop, wait_ready  # noqa: E402
 
@@ -46,6 +45,7 @@ from rayk.actors.wire import framed  # noqa: E402
 from rayk.cli.guard import run_guarded, stdout  # noqa: E402
 from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Answer, Port, answers, ray_ports  # noqa: E402
 from rayk.cli.plain import print_table  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.types.errors import DeadlineExceeded  # noqa: E402
 
 MODEL = Path("checkpoints/attack/qwen3")
@@ -271,7 +271,7 @@ def appears(mark: Path) -> bool:
 @contextmanager
 def a_server(front: str, folder: Path, key: str) -> Iterator[tuple[Target, str]]:
     """`rayk serve` with a key, prefilling at TP 2, and its HOST:PORT."""
-    write_models(MODEL.parent, {MODEL.name: ("qwen3", {})})
+    write_checkpoint("qwen3", MODEL)
     command = [sys.executable, "-m", "rayk.cli.main", "serve", str(MODEL), "--port", "0", "--http", front]
     command += ["--prefill-tp", "2", "--decode-tp", "1"]
     command += ["--ray-token-file", str(folder / TOKEN)]  # which also starts Ray's pages

@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from failure_policies_report import TABLES, make_page, markdown  # noqa: E402
-from hetero_tp import TINY, write_tiny_checkpoint  # noqa: E402
 
 from rayk import Experiment, load  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
@@ -39,6 +38,7 @@ from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
 from rayk.types.fault_table import FAILURE_POLICIES  # noqa: E402
 
+TINY = "checkpoints/qwen3-tiny"
 NO_FAULTS = "no faults"
 LENGTHS = [64, 300, 150, 400]
 MAX_BATCH_TOKENS = 256
@@ -74,7 +74,8 @@ def make_spec(options: argparse.Namespace) -> dict[str, Any]:
     faults = draw_faults(options.requests, options.seed, options.mode)
     return {
         "name": "failure-policies",
-        "model": str(TINY),
+        "model": TINY,
+        "checkpoints": {TINY: "qwen3"},
         "device": options.device,
         "prompts": {"random": {"count": options.requests, "input_tokens": LENGTHS, "seed": options.seed}},
         "sampling": {"max_tokens": options.max_tokens, "ignore_eos": True},
@@ -168,7 +169,6 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def run_job(options: argparse.Namespace) -> int:
     """Run, write, print; the exit status."""
-    write_tiny_checkpoint()
     environment = collect_environment(command=sys.argv, seeds={"prompts and faults": options.seed})
     now = datetime.datetime.now().astimezone()
     out = options.out or Path("runs") / f"failure-policies-{now:%Y%m%d-%H%M%S}"

@@ -33,17 +33,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from hetero_tp import TINY, write_tiny_checkpoint  # noqa: E402
 from serve_bench_report import TABLES, make_page, markdown  # noqa: E402
 
 from rayk.bench import Load, parse_slo, run_bench  # noqa: E402
 from rayk.bench.load import parse_lengths  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 
+TINY = Path("checkpoints/qwen3-tiny")
 STOP_S = 150.0
 KILL_S = 60.0
 WARMUP_REQUESTS = 8
@@ -223,7 +224,7 @@ def row_of(setup: Setup, cell: Mapping[str, Any]) -> dict[str, Any]:
 def run_job(options: argparse.Namespace) -> int:
     """Run, write, print; the exit status."""
     if options.model == TINY:
-        write_tiny_checkpoint()
+        write_checkpoint("qwen3", TINY)
     now = datetime.datetime.now().astimezone()
     options.out = options.out or Path("runs") / f"serve-bench-{now:%Y%m%d-%H%M%S}"
     claim_folder(options.out, TABLES)

@@ -37,13 +37,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from hetero_tp import write_models  # noqa: E402
 from serve_bench import stop, wait_ready  # noqa: E402
 from serve_stress_report import TABLES, failures, family_row, kill_rows, markdown, request_rows  # noqa: E402
 from stress_chaos import BACK_S, WINDOW_S, Kill, Killer, until_told, until_true  # noqa: E402
 from stress_load import Clients, Met, draw_cases, draw_prompts, judge  # noqa: E402
 
 from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.page import claim_folder, write_tables  # noqa: E402
@@ -176,8 +176,7 @@ def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], 
     from rayk.types.request import SamplingParams
 
     torch.set_num_threads(1)  # of tiny matrices more threads make no quicker work
-    write_models(CHECKPOINTS, {family: (family, {})})
-    folder = CHECKPOINTS / family
+    folder = write_checkpoint(family, CHECKPOINTS / family)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts = draw_prompts(options.prompts, (4, options.longest), vocab_size, options.seed)
     references = References(str(folder), REFERENCES)

@@ -33,7 +33,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from hetero_tp import write_models  # noqa: E402
 from serve_bench import stop, wait_ready  # noqa: E402
 from serve_stress import CHECKPOINTS, GRACE_S, Run, look_at_the_end, only_fleet, prepare  # noqa: E402
 from stress_chaos import until_told, until_true  # noqa: E402
@@ -41,6 +40,7 @@ from stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
 
 from jobs.recorded import command_line, machine  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.md_table import markdown_table  # noqa: E402
@@ -105,7 +105,7 @@ def settings(options: argparse.Namespace) -> list[str]:
 def check(options: argparse.Namespace) -> None:
     """Write the model, and refuse a server that cannot be, or that some request is too long for, before
     anything starts. Raises UserError."""
-    write_models(CHECKPOINTS, {options.family: (options.family, {})})
+    write_checkpoint(options.family, CHECKPOINTS / options.family)
     asked = ServerOptions(
         model=str(CHECKPOINTS / options.family),
         mode="aggregated",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rayk.models.families import load_config
-from rayk.oracle.tiny import ALL_ROUTED
 from rayk.transfer.ticket import TransferTicket
 from tests.answers import Answers, make_answers
 from tests.pd import Pair, make_request
+from tests.spec_models import ALL_ROUTED
 
 CHUNK = 40
 """No multiple of 16 tokens."""

@@ -16,11 +16,11 @@ import pytest
 from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
 from rayk.models.families import load_config
-from rayk.oracle.groups import GROUP_MODELS
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.markers import one_per
 from tests.pd import NAN_POISON, Pair, make_request
+from tests.spec_models import GROUP_MODELS
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (family, {"overrides": dict(values)} if values else {})

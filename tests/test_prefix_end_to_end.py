@@ -13,7 +13,6 @@ import pytest
 
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.kv.groups import KVCacheGroup
-from rayk.oracle.groups import GROUP_MODELS
 from rayk.oracle.tiny import HYBRID as WINDOWS_ASIDE
 from rayk.transfer.handshake import ROWS_PER_GROUP, row_group_blocks
 from rayk.types.config import EngineConfig
@@ -21,6 +20,7 @@ from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.families import ATTENTION, GROUPED, HYBRID
 from tests.markers import one_per, slow
 from tests.pd import NAN_POISON, Pair, make_request
+from tests.spec_models import GROUP_MODELS
 
 STATES = {"state_block_size": 16, "block_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayk.cli.guard import TOKEN_FILE_HELP, guarded, stderr, stdout
-from rayk.types.errors import CheckpointError, UserError
+from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
     from rayk.actors.token_file import TokenFile
@@ -78,10 +77,7 @@ def run_spec(
     if resume and out is None:
         raise UserError(problem="--resume needs --out DIR, the run to continue")
     folder = out or loaded.default_folder()
-    try:
-        check_before_start(loaded, folder, address=address, resume=resume)
-    except CheckpointError as error:
-        raise _with_job(error, path) from error
+    check_before_start(loaded, folder, address=address, resume=resume)
 
     from rayk.actors.token_file import removal_of
     from rayk.cli.interrupts import interrupts
@@ -109,22 +105,14 @@ def run_spec(
     return exit_code(result.cells, strict=strict)
 
 
-def _with_job(error: CheckpointError, spec: Path) -> CheckpointError:
-    """The same error; of a missing folder it names the job beside the spec (x.py of x.yaml), which is what
-    writes the models of the specs in jobs/."""
-    job = spec.with_suffix(".py")
-    if Path(error.where).exists() or not job.is_file():
-        return error
-    mend = f"`python {job}`, the job of this spec, writes its checkpoints and runs it; or {error.mend}"
-    return replace(error, mend=mend)
-
-
 def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None, resume: bool) -> None:
-    """Every check that needs neither torch nor Ray, so that bad input fails in a second.
+    """Write the spec's checkpoints that are missing, then check all that needs neither torch nor Ray, so that
+    bad input fails in a second.
 
     Raises UserError. Texts of a prompts file are not tokenised here: the driver checks them again.
     """
     from rayk.actors.environment import check_address, wanted_address
+    from rayk.experiments.checkpoints import write_checkpoints
     from rayk.models.families import load_config
     from rayk.models.headers import check_weights
     from rayk.oracle.files import input_hashes
@@ -134,6 +122,7 @@ def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None,
     from rayk.specs.host_tier import check_machine, check_pools
 
     cluster = wanted_address(address)
+    write_checkpoints(loaded, lambda text: stderr().print(text, markup=False))
     configs = {name: load_config(name) for name in loaded.spec.models()}
     for name in configs:
         check_weights(Path(name))

@@ -14,6 +14,7 @@ from typing import Any
 from rayk.actors.environment import wanted_address
 from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
 from rayk.actors.token_file import TokenFile
+from rayk.experiments.checkpoints import write_checkpoints
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.progress import MeteredProgress
 from rayk.models.config import DecoderConfig
@@ -109,6 +110,7 @@ def run_experiment(
     is full, a UserError.
     """
     progress = progress or Quiet()
+    write_checkpoints(loaded, progress.phase)
     configs = {name: load_config(name) for name in loaded.spec.models()}
     for name, config in configs.items():
         note = note_unused(name, config)

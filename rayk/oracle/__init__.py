@@ -3,7 +3,6 @@
 checkpoint.py   write_checkpoint: a tiny random checkpoint of a real architecture, tokenizer included
 tiny.py         the families it writes and their debug dimensions
 hybrids.py      those of families with recurrent states or latents
-groups.py       tiny models with several attention groups
 gains.py        what every tensor is drawn from
 draw.py         the search for random weights whose greedy output is worth comparing
 routing.py      how near routers come to another choice, and routers that never come near

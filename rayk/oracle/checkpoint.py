@@ -138,7 +138,7 @@ def _refuse_changed(folder: Path) -> None:
         raise UserError(
             f"holds a checkpoint that was changed after it was written: {', '.join(changed)}",
             where=str(folder),
-            mend="--force to write it anew, or choose another folder",
+            mend="`rayk checkpoint --force` writes it anew; or choose another folder",
         )
 
 

@@ -176,15 +176,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """family -> values of its config class."""
 
-ONE_GROUP: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "mamba2": {"n_groups": 1},
-        # And the inner norm that falcon_h1 may have, here before the gate.
-        "falcon_h1": {"mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
-    }
-)
-"""Overrides by family: one group of B and C, which every rank holds at every TP size."""
-
 NO_POSITIONS: Mapping[str, Any] = MappingProxyType({"position_embedding_type": None})
 """Overrides that take granitemoehybrid's positions away."""
 

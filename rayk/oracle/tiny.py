@@ -173,23 +173,6 @@ HYBRID: Mapping[str, Any] = MappingProxyType(
 )
 """Overrides that make qwen2 or qwen3 hybrid: full attention in layers 0 and 1, sliding above."""
 
-ALL_ROUTED: Mapping[str, Any] = MappingProxyType(
-    {
-        "interleave_moe_layer_step": 1,
-        "num_local_experts": 6,
-        "num_experts_per_tok": 1,
-        "use_qk_norm": False,
-        "attention_bias": True,
-        "attention_chunk_size": 40,
-        "no_rope_layers": [0, 1, 1, 0],
-        "floor_scale": 30,
-        "attn_scale": 0.4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    }
-)
-"""Overrides of llama4: experts in every layer, one for each token; no norm of queries and keys; biases;
-chunks that are no multiple of 16 tokens; layers that see everything first and last."""
-
 YARN: Mapping[str, Any] = MappingProxyType(
     {
         "rope_parameters": {
@@ -206,41 +189,6 @@ LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
 )
 """Overrides that divide every position by 4."""
-
-LAST_REUSE: Mapping[str, Any] = MappingProxyType({"num_kv_shared_layers": 2})
-"""Overrides with which the last two layers attend to keys and values of layers before them."""
-
-REUSE_IN_ORDER: Mapping[str, Any] = MappingProxyType({"kv_sharing_targets": [None, None, 0, 1]})
-"""The same in another form: the second half of the layers reuses the first, layer by layer."""
-
-TWICE_REUSED: Mapping[str, Any] = MappingProxyType(
-    {
-        "num_hidden_layers": 8,
-        "layer_types": ["full_attention", "sliding_attention"] * 4,
-        "kv_sharing_targets": [None, None, 0, 1, None, None, 4, 5],
-    }
-)
-"""Overrides with which layers 2, 3, 6 and 7 reuse the two before them; only 6 and 7 end the model. For
-families with sliding layers (qwen2 and qwen3 need HYBRID as well)."""
-
-OTHER_STREAMS: Mapping[str, Any] = MappingProxyType(
-    {
-        "num_hidden_layers": 5,
-        "num_kv_shared_layers": 3,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]
-        + ["full_attention", "sliding_attention"],
-        "sliding_window": 45,
-        "intermediate_size": 131,
-        "activation_sparsity_pattern": [0.0, 0.8, 0.0, 0.5, 0.0],
-        "num_attention_heads": 12,
-        "num_key_value_heads": 1,
-        "altup_num_inputs": 3,
-        "altup_active_idx": 1,
-        "altup_correct_scale": False,
-    }
-)
-"""Overrides of gemma3n: three streams, of which the second is computed; one KV head; three of five layers
-share."""
 
 ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "gemma3n", "llama", "mistral"})
 """Families whose tokenizers put the BOS token before a text by default."""

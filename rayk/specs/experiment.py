@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticKnownError
 
 from rayk.kv.layout import LAYOUTS
+from rayk.models.families import FAMILIES
 from rayk.sched.arrivals import PROCESSES
 from rayk.sched.policies import POLICIES
 from rayk.sched.policy import PolicySettings
@@ -50,11 +51,13 @@ def _check_path(text: str) -> str:
 
 
 Layout = Annotated[str, _one_of("auto", *LAYOUTS)]
+Family = Annotated[str, _one_of(*FAMILIES)]
 Policy = Annotated[str, _one_of(*POLICIES)]
 Process = Annotated[str, _one_of(*PROCESSES)]
 KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
 KVScales = Literal["tensor", "token_head"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Backend = Literal["auto", "reference", "cpu", "cpu-torch", "triton"]
 CommKind = Literal["auto", "shm", "gloo", "nccl"]
 Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
@@ -77,6 +80,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 Engines = Annotated[int, Field(ge=1, le=MAX_ENGINES)]
 Blocks = Annotated[int, Field(ge=2, le=MAX_BLOCKS)]
+ModelPath = Annotated[str, Field(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -87,7 +91,7 @@ MAX_ITEMS = 1000
 MAX_CELLS = 10_000
 """Of a matrix, before what is excluded."""
 
-NOT_AXES = ("name", "matrix", "exclude", "repeat")
+NOT_AXES = ("name", "checkpoints", "matrix", "exclude", "repeat")
 
 
 def _as_list(value: Any) -> Any:
@@ -115,6 +119,24 @@ class StrictModel(BaseModel):
     """Base of every spec model: unknown keys and wrong types are errors, values do not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class CheckpointSpec(StrictModel):
+    """A tiny random checkpoint that a run writes where it is missing, as `rayk checkpoint` would.
+
+    The name of a family alone stands for the family's own settings.
+    """
+
+    family: Family
+    seed: Seed = 0
+    config: Annotated[dict[str, Any], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
+    """Values of config.json that differ from the family's own."""
+    dtype: WeightsDtype = "float32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_family(cls, value: Any) -> Any:
+        return {"family": value} if isinstance(value, str) else value
 
 
 class RandomPrompts(StrictModel):
@@ -360,7 +382,11 @@ class ExperimentSpec(StrictModel):
     """A whole experiment file. `matrix` points are laid over the other keys, one cell each."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = "experiment"
-    model: Annotated[str, Field(min_length=1, max_length=4096)]
+    model: ModelPath
+    checkpoints: Annotated[dict[ModelPath, CheckpointSpec], Field(max_length=MAX_ITEMS)] = Field(
+        default_factory=dict
+    )
+    """By folder. Those that no cell runs are not written."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Dtype = "float32"
     prompts: PromptsSpec

@@ -236,7 +236,7 @@ def _validate_value(spec: ExperimentSpec, key: str, value: Any, where: str) -> N
 
 def apply_point(spec: ExperimentSpec, point: Mapping[str, Any]) -> ExperimentSpec:
     """The spec of one cell: `point` laid over the base. Raises pydantic's ValidationError."""
-    data = spec.model_dump(exclude={"matrix", "exclude"})
+    data = spec.model_dump(exclude={"matrix", "exclude", "checkpoints"})
     for key, value in point.items():
         *sections, leaf = key.split(".")
         target = data
@@ -275,7 +275,7 @@ def _explain(error: Any, key: str, where: str) -> SpecError:
     if error["type"] == "value_error":
         return SpecError(problem=f"{key}: {error['ctx']['error']}", where=where)
     message = error["msg"].replace("Input should", "must").replace("List should", "must")
-    message = message.replace("Value should", "must")
+    message = message.replace("Value should", "must").replace("Dictionary should", "must")
     message = message.replace(" after validation, not 0", "")
     message = message.replace("String should", "must").replace(
         "valid dictionary or instance of", "section like"
@@ -298,10 +298,10 @@ def _keys_of(path: Sequence[str | int]) -> list[str]:
     """Valid keys of the section at `path`."""
     model: Any = ExperimentSpec
     for name in path:
-        if isinstance(name, int):
-            continue
+        if name not in model.model_fields:
+            continue  # the place in a list, or the key of a mapping
         annotation = model.model_fields[name].annotation
-        model = section_model(annotation) or section_model(annotation.__args__[0])
+        model = section_model(annotation) or section_model(annotation.__args__[-1])
         assert model is not None, path
     return list(model.model_fields)
 

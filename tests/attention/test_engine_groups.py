@@ -12,10 +12,11 @@ import torch
 from rayk.attention import AttentionGroups, AttentionParams, PagedAttentionMetadata
 from rayk.attention.backends.paged import PagedBackend
 from rayk.engine.rank import EngineRank
-from rayk.oracle.tiny import HYBRID, TWICE_REUSED
+from rayk.oracle.tiny import HYBRID
 from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
 from tests.engine.stepped import Stepped
+from tests.spec_models import TWICE_REUSED
 
 
 @pytest.fixture(scope="module")

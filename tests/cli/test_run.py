@@ -81,16 +81,11 @@ def test_out_of_vocabulary_token(tmp_path: Path, model: Path) -> None:
 
 def test_bad_checkpoints(tmp_path: Path, model: Path) -> None:
     path = write_spec(tmp_path, model=str(tmp_path / "none"))
-    told = refused(path)
-    assert "none: no such checkpoint folder" in told
-    assert "e.py" not in told
-    (tmp_path / "e.py").write_text("")
-    assert f"mend: `python {tmp_path / 'e.py'}`, the job of this spec, writes" in refused(path)
+    assert "none: no such checkpoint folder" in refused(path)
     empty = tmp_path / "empty"
     empty.mkdir()
     path = write_spec(tmp_path, model=str(empty))
     assert "no config.json" in refused(path)
-    assert "e.py" not in refused(path)
     (empty / "config.json").write_text("{")
     assert "config.json" in refused(path)
     (empty / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))

@@ -28,10 +28,10 @@ from rayk.handover import planted
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.specs import FullAttentionSpec
 from rayk.oracle.checkpoint import read_marker
-from rayk.oracle.tiny import ALL_ROUTED
 from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
 from tests.engine.stepped import run_greedy
+from tests.spec_models import ALL_ROUTED
 
 
 class Again:

@@ -13,7 +13,6 @@ import torch
 
 from rayk.engine.build import Completion, ThreadEngine
 from rayk.kv.groups import CacheKey
-from rayk.oracle.groups import GROUP_MODELS
 from rayk.oracle.tiny import HYBRID
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason
@@ -21,6 +20,7 @@ from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.engine.stepped import Stepped
 from tests.markers import slow
 from tests.pd import NAN_POISON, make_request
+from tests.spec_models import GROUP_MODELS
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),

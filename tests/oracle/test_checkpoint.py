@@ -290,7 +290,9 @@ def test_a_folder_that_somebody_changed_is_neither_left_nor_lost(
     changed[-3] ^= 1
     file.write_bytes(changed)
     for options in ({}, {"seed": 1}):
-        with pytest.raises(UserError, match=f"changed after it was written: {file.name}\n  mend: --force"):
+        with pytest.raises(
+            UserError, match=f"changed after it was written: {file.name}\n  mend: `rayk checkpoint --force`"
+        ):
             write_small(path, max_shard_size="10KB", **options)
         assert file.read_bytes() == changed
     write_small(path, max_shard_size="10KB", force=True)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rayk.oracle.checkpoint import read_marker
-from rayk.oracle.tiny import OTHER_STREAMS
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
 from tests.markers import one_per
+from tests.spec_models import OTHER_STREAMS
 
 # Mistakes of a model's author, as settings of a transformers model that makes them. A name "a.b" is
 # `b` inside the mapping `a`.

@@ -13,10 +13,10 @@ import torch
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.routing import routers, routing_gaps
 from rayk.oracle.text import Text
-from rayk.oracle.tiny import ALL_ROUTED
 from tests.conftest import CheckpointFactory
 from tests.helpers import assert_matches
 from tests.oracle.test_every_tensor_counts import forgotten, kinds_of, load, same_output
+from tests.spec_models import ALL_ROUTED
 
 SHARED = {"num_hidden_layers": 6, "no_rope_layers": [1, 0, 1, 0, 1, 0], "num_kv_shared_layers": 3}
 """Layers 3 and 5, whose queries grow with their position, reuse layer 1; layer 4 reuses layer 2."""

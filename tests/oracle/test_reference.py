@@ -13,11 +13,12 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
-from rayk.oracle.tiny import ALL_ROUTED, HYBRID, OTHER_STREAMS
+from rayk.oracle.tiny import HYBRID
 from rayk.types.errors import CheckpointError, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
 from tests.families import HYBRID as HYBRIDS
+from tests.spec_models import ALL_ROUTED, OTHER_STREAMS
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in ATTENTION if family != "gemma3n"),

@@ -15,9 +15,10 @@ from rayk.oracle.checkpoint import read_marker, write_checkpoint
 from rayk.oracle.reference import Reference
 from rayk.oracle.sharing import SharingCache, kv_sources
 from rayk.oracle.text import Text
-from rayk.oracle.tiny import HYBRID, LAST_REUSE, REUSE_IN_ORDER, TWICE_REUSED
+from rayk.oracle.tiny import HYBRID
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
+from tests.spec_models import LAST_REUSE, REUSE_IN_ORDER, TWICE_REUSED
 
 KINDS = ["sliding_attention", "full_attention"]
 

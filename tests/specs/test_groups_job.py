@@ -10,10 +10,10 @@ import pytest
 
 from rayk.kv.layout import LAYOUTS
 from rayk.models.families import load_config
-from rayk.oracle.groups import GROUP_MODELS
 from rayk.specs import load_spec, plan_cells
 from rayk.specs.cells import Cell
 from tests.conftest import CheckpointFactory
+from tests.spec_models import GROUP_MODELS
 
 GROUPS = Path(__file__).parents[2] / "jobs" / "groups.yaml"
 FOLDER = "checkpoints/groups/"

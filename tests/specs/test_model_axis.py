@@ -13,12 +13,13 @@ from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
-from rayk.oracle.hybrids import FAMILIES, ONE_GROUP
+from rayk.oracle.hybrids import FAMILIES
 from rayk.specs import expand, load_spec, plan_cells
 from rayk.specs.cells import Cell
 from rayk.types.config import EngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError
 from tests.conftest import CheckpointFactory
+from tests.spec_models import ONE_GROUP
 from tests.specs.models import decoder, spec
 
 HYBRID = Path(__file__).parents[2] / "jobs" / "hybrid.yaml"
@@ -74,7 +75,7 @@ def test_models_are_those_that_cells_run() -> None:
 
 @pytest.fixture(scope="module")
 def models(checkpoint: CheckpointFactory) -> dict[str, DecoderConfig]:
-    """What jobs/hybrid.py writes."""
+    """What a run of jobs/hybrid.yaml writes."""
     found = {FOLDER + family: load_config(checkpoint(family)) for family in FAMILIES}
     for family, values in ONE_GROUP.items():
         path = checkpoint(family, overrides=dict(values))

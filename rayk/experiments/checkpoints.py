@@ -1,0 +1,40 @@
+"""The tiny checkpoints that a spec names under `checkpoints:`, written where they are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rayk.models.families import parse_config
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.specs import LoadedSpec
+from rayk.types.errors import UserError
+
+
+def write_checkpoints(loaded: LoadedSpec, tell: Callable[[str], None]) -> None:
+    """Write the named checkpoints that some cell runs and that are missing or outdated; `tell` of each.
+
+    Raises UserError for what `rayk checkpoint` refuses: values no model can have, a folder that holds another
+    model or files that somebody changed.
+    """
+    for folder in loaded.spec.models():
+        wanted = loaded.spec.checkpoints.get(folder)
+        if wanted is None:
+            continue
+
+        def judge(config: dict[str, object], where: str, told: str = f"{wanted.family} to {folder}") -> None:
+            tell(f"writing a tiny checkpoint of {told}")
+            parse_config(config, where)
+
+        try:
+            write_checkpoint(
+                wanted.family,
+                folder,
+                seed=wanted.seed,
+                overrides=wanted.config,
+                dtype=wanted.dtype,
+                judge=judge,
+            )
+        except UserError as error:
+            place = loaded.marks.where(("checkpoints", folder))
+            raise replace(error, where=f"{place}: {error.where}" if error.where else place) from error
