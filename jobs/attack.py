@@ -41,7 +41,7 @@ from rich.table import Table  # noqa: E402
 from serve_bench import stop, wait_ready  # noqa: E402
 
 from rayk.actors.environment import open_channel  # noqa: E402
-from rayk.actors.wire import framed  # noqa: E402
+from rayk.actors.line_protocol import framed  # noqa: E402
 from rayk.cli.guard import run_guarded, stdout  # noqa: E402
 from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Answer, Port, answers, ray_ports  # noqa: E402
 from rayk.cli.plain import print_table  # noqa: E402

@@ -97,7 +97,7 @@ TORCH_FREE = (
     "rayk.transfer.session",
     "rayk.transfer.lease",
     "rayk.transfer.push_session",
-    "rayk.transfer.reservation",
+    "rayk.transfer.reservation_state",
     "rayk.transfer.recovery",
     "rayk.transfer.valid_prefix",
     "rayk.transfer.simulator",

@@ -19,7 +19,7 @@ import pytest
 
 from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
 from rayk.actors.rank_meter import make_meter
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
 from rayk.engine.stopping import Decode
@@ -180,7 +180,7 @@ class Pair:
         assert isinstance(done.payload, Reservation), done
         return done.payload
 
-    def prefill(self, request: Request, *, capture: bool = False) -> Completion:
+    def prefill(self, request: Request, *, capture: bool = False) -> RequestResult:
         """Run a request at P, to its ticket (`payload`)."""
         return self.p.engine.collect(self.start_prefill(request, capture=capture))
 
@@ -196,7 +196,7 @@ class Pair:
     def start_decode(
         self,
         request: Request,
-        prefilled: Completion,
+        prefilled: RequestResult,
         transfer_s: float = 20.0,
         reserve_s: float = 20.0,
     ) -> queue.SimpleQueue[RequestEvent]:
@@ -208,7 +208,7 @@ class Pair:
         self.d.handover.submit_decode(request, ticket, tokens, transfer_s, events.put, reserve_s=reserve_s)
         return events
 
-    def decode(self, request: Request, prefilled: Completion, transfer_s: float = 20.0) -> Completion:
+    def decode(self, request: Request, prefilled: RequestResult, transfer_s: float = 20.0) -> RequestResult:
         """Run the rest of a request at D."""
         return self.d.engine.collect(self.start_decode(request, prefilled, transfer_s))
 
@@ -217,7 +217,7 @@ class Pair:
         requests = [make_request(f"r{next(self._ids)}", prompt, max_tokens) for prompt in prompts]
         return [done.token_ids for done in self.complete(requests)]
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests: Sequence[Request]) -> list[RequestResult]:
         """Run requests together, to their ends, at P where they end there. Raises the first error.
 
         All are prefilled before the first decodes: P's pool must hold them.

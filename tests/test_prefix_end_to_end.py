@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.kv.groups import KVCacheGroup
 from rayk.oracle.tiny import HYBRID as WINDOWS_ASIDE
 from rayk.transfer.handshake import ROWS_PER_GROUP, row_group_blocks
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_transformers(cell: Cell, answers: Callable[[str], A
 
 
 def converse(
-    complete: Callable[[list[Any]], list[Completion]],
+    complete: Callable[[list[Any]], list[RequestResult]],
     prompts: list[list[int]],
     expected: list[list[int]],
     groups: Sequence[KVCacheGroup],

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.oracle.tiny import HYBRID
 from rayk.transfer.options import kept_layers
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -71,7 +71,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
-def bytes_moved(done: Completion) -> Counter[tuple[int, int, int]]:
+def bytes_moved(done: RequestResult) -> Counter[tuple[int, int, int]]:
     """By (producer rank, consumer rank, group)."""
     rows = done.info["transfers"]
     return Counter({(r.producer_rank, r.consumer_rank, r.group): r.bytes for r in rows})
@@ -82,7 +82,7 @@ def test_pushed_tokens_and_bytes(cell: Cell, answers: Callable[[str], Answers]) 
     path, prompts, expected = answers(cell.model)
     requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]
     changes: Any = tuple({"block_size": size} for size in cell.blocks)
-    found: dict[bool, list[Completion]] = {}
+    found: dict[bool, list[RequestResult]] = {}
     for push in (False, True):
         with Pair.open(
             path,
@@ -109,7 +109,7 @@ def test_pushed_tokens_and_bytes(cell: Cell, answers: Callable[[str], Answers]) 
     check_writes(cell, found[True], num_layers)
 
 
-def check_writes(cell: Cell, done: list[Completion], num_layers: int) -> None:
+def check_writes(cell: Cell, done: list[RequestResult], num_layers: int) -> None:
     """Of the longest prompt: as many writes as its layers and chunks ask for, at least."""
     rows = done[-1].info["transfers"]
     per_write = cell.push_layers or rows[0].num_layers_per_write

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.experiments.references import References
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.quantised import KVRounding
@@ -42,9 +42,9 @@ class Model:
 
     path: Path
     prompts: list[list[int]]
-    answers: dict[tuple[str, int], list[Completion]]
+    answers: dict[tuple[str, int], list[RequestResult]]
 
-    def aggregated(self, name: str, tp: int) -> list[Completion]:
+    def aggregated(self, name: str, tp: int) -> list[RequestResult]:
         """Of one engine at this format and TP, kept."""
         if (name, tp) not in self.answers:
             config = EngineConfig(model=str(self.path), tp=tp, num_blocks=64, **FORMATS_OF[name])  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def of_family(checkpoint: Callable[..., Path], family: str) -> Path:
     return checkpoint(family, **({"overrides": {"qk_rope_head_dim": 16}} if family == "deepseek_v3" else {}))
 
 
-def hand_over(model: Model, tp: tuple[int, int], names: tuple[str, str]) -> list[Completion]:
+def hand_over(model: Model, tp: tuple[int, int], names: tuple[str, str]) -> list[RequestResult]:
     """Every request through both engines."""
     changes = tuple(dict(FORMATS_OF[name]) for name in names)
     with Pair.open(model.path, tp=tp, changes=changes) as pair:  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def hand_over(model: Model, tp: tuple[int, int], names: tuple[str, str]) -> list
     return done
 
 
-def check_forced(model: Model, done: Sequence[Completion], names: tuple[str, str]) -> None:
+def check_forced(model: Model, done: Sequence[RequestResult], names: tuple[str, str]) -> None:
     """Chosen tokens and their log probabilities, teacher-forced, within what flipped steps change."""
     sides = [KVRounding(FORMATS_OF[n]["kv_dtype"], FORMATS_OF[n].get("kv_scales", "tensor")) for n in names]
     rounding = sides[0] if names[0] == names[1] else replace(sides[0], then=sides[1])

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayk.actors.desk import Desk
+from rayk.actors.dispatcher import Dispatcher
 from rayk.actors.serving import News
 from rayk.sched.policies import POLICIES, get_policy
 from rayk.sched.policy import PlacementRequest, PolicySettings
@@ -107,7 +107,7 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self._requests = Requests(case.policy, case.num_prompt_tokens)
-        self._desk = Desk(get_policy(case.policy, SETTINGS), max_waiting=512, limit=lambda: 10**9)
+        self._desk = Dispatcher(get_policy(case.policy, SETTINGS), max_waiting=512, limit=lambda: 10**9)
         for i in range(case.num_engines):
             self._desk.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
         self._running: deque[str] = deque()

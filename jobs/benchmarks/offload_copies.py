@@ -32,8 +32,8 @@ from rayk.transfer.handshake import describe_cache  # noqa: E402
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
 from rayk.transfer.plan import consecutive_tables, plan_transfer  # noqa: E402
 from rayk.transfer.rank import TransferRank  # noqa: E402
-from rayk.transfer.seal import sealed  # noqa: E402
 from rayk.transfer.staging import StagingSettings  # noqa: E402
+from rayk.transfer.ticket_seal import sealed  # noqa: E402
 from rayk.types.offload import OffloadSettings  # noqa: E402
 from rayk.types.rows import TransferRow  # noqa: E402
 

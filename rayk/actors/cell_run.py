@@ -14,9 +14,9 @@ from typing import Any
 
 from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
 from rayk.actors.engines import EngineHandle, bug_behind
-from rayk.actors.flight import Flight, FlightRules, Way, note_failure
 from rayk.actors.planting import as_it_arrives
 from rayk.actors.request_meter import report_request
+from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
 from rayk.actors.sampled import with_seed
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
@@ -92,7 +92,7 @@ class CellRun:
             self._tell_of_death(engine)
         self._num_reservations = 0
         self._streams = asyncio.Semaphore(MAX_STREAMS)
-        self._rules = FlightRules(
+        self._rules = RunRules(
             is_push=cell.spec.transfer.mode == "push",
             request_s=cell.deadlines.request_s,
             transfer_s=cell.deadlines.transfer_s,
@@ -151,11 +151,11 @@ class CellRun:
     async def _attempts(self, attempt: Attempt, row: RequestRow) -> None:
         """Place a request, and again as the failure policy says. Raises the error it does not survive."""
         recovery = Recovery(self._cell.spec.failure_policy, len(self._engines.prefill))
-        flight = Flight(self._rules, row, self, captures=self._capture)
+        request_run = RequestRun(self._rules, row, self, captures=self._capture)
         while True:
             met: list[EngineHandle] = []
             try:
-                await flight.attempt(self._way(attempt, met))
+                await request_run.attempt(self._way(attempt, met))
             except RaykError as found:
                 error = await bug_behind(found, met, EngineHandle.death)
                 again = next_attempt(recovery, self._engines, attempt, error)
@@ -205,7 +205,7 @@ class CellRun:
             computes_all=placed.prefill is None,
         )
 
-    def _way(self, attempt: Attempt, met: list[EngineHandle]) -> Way:
+    def _way(self, attempt: Attempt, met: list[EngineHandle]) -> Route:
         """An attempt, with engines as they are when it comes to them. `met`: filled with those."""
         has_decode = bool(self._engines.decode)
 
@@ -213,14 +213,14 @@ class CellRun:
             met.append(await self._engines.live(role, index))
             return met[-1]
 
-        return Way(
+        return Route(
             request=attempt.request,
             prefill=None if attempt.computes_all else partial(find, "prefill", attempt.p),
             decode=partial(find, "decode", attempt.d) if has_decode else None,
             number=attempt.number,
         )
 
-    # What flights tell: flight.FlightLog.
+    # What runs of requests tell: request_run.RunLog.
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """The row has it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rayk.actors.desk import Desk
+    from rayk.actors.dispatcher import Dispatcher
     from rayk.actors.engines import EngineHandle
     from rayk.metrics import BufferedSink
 
@@ -33,12 +33,12 @@ class EngineMeter:
         self._told: set[tuple[str, str]] = set()
         sink.on_flush(self._report)
 
-    def watch(self, desk: Desk) -> None:
+    def watch(self, dispatcher: Dispatcher) -> None:
         """Also tell how many requests have a place, and how many wait for one."""
 
         def report() -> None:
-            self._sink.set("rayk_waiting_room_requests", desk.num_waiting)
-            self._sink.set("rayk_placed_requests", desk.num_running)
+            self._sink.set("rayk_waiting_room_requests", dispatcher.num_waiting)
+            self._sink.set("rayk_placed_requests", dispatcher.num_running)
 
         self._sink.on_flush(report)
 

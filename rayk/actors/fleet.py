@@ -17,7 +17,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rayk.actors.bugs import lasting
-from rayk.actors.desk import Desk
+from rayk.actors.dispatcher import Dispatcher
 from rayk.actors.engine_meter import EngineMeter
 from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
 from rayk.actors.forming import (
@@ -36,7 +36,7 @@ from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_sink, model_label
-from rayk.actors.serving import EngineAccount, EngineCard, News, Seat
+from rayk.actors.serving import Assignment, EngineAccount, EngineCard, News
 from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
@@ -81,7 +81,7 @@ class Fleet:
         self._pool = WorkerPool(f"{name.rpartition('/')[2]}-{self._life}", keep=True)
         self._members = {e.name: Member(e, e.role) for e in settings.engines}
         self._nodes: dict[str, Node] = {}
-        self._desk = Desk(
+        self._dispatcher = Dispatcher(
             get_policy(settings.policy, settings.policy_settings),
             max_waiting=settings.max_waiting,
             limit=self._max_running,
@@ -96,7 +96,9 @@ class Fleet:
         """Engines and their epochs whose memory others read."""
         limits = {"transfer_s": settings.transfer_s, "request_s": settings.request_s}
         offload = settings.offload.settings(**limits)
-        self._tiers = None if offload is None else HostTiers(name, offload, self._desk.lost, reopens=True)
+        self._tiers = (
+            None if offload is None else HostTiers(name, offload, self._dispatcher.lost, reopens=True)
+        )
         self._wiring = asyncio.Lock()
         told = (self.place, self.tell, self.leave, self.roster, self.death)
         asked = (self.health, self.engines, self.set_role)
@@ -104,7 +106,7 @@ class Fleet:
         self._service = LineService(calls=calls, streams={"present": self.present})
         sink = make_sink(model=model_label(settings.model.folder))
         self._meter = EngineMeter(sink, lambda: (m.now for m in self._members.values()))
-        self._meter.watch(self._desk)
+        self._meter.watch(self._dispatcher)
         self._line: LineAddress | None = None
         self._opening = asyncio.Lock()
         self._bug: InternalError | None = None
@@ -134,10 +136,10 @@ class Fleet:
     async def drain(self, timeout_s: float) -> int:
         """Take no more requests and wait for those that are here; how many were left after `timeout_s`, which
         fronts then end with an error."""
-        self._desk.is_draining = True
+        self._dispatcher.is_draining = True
         if await self._is_drained(timeout_s):
             return 0
-        left = self._desk.num_running + self._desk.num_waiting
+        left = self._dispatcher.num_running + self._dispatcher.num_waiting
         self._is_over.set()
         await self._is_drained(LEAVE_S)
         return left
@@ -145,13 +147,13 @@ class Fleet:
     async def _is_drained(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._desk.drained()
+                await self._dispatcher.drained()
                 return True
         return False
 
     async def stop(self) -> list[EngineAccount]:
         """End every engine and give the workers back; what each engine left."""
-        self._desk.is_draining = True
+        self._dispatcher.is_draining = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, self._spares.stop(), return_exceptions=True)
@@ -186,11 +188,11 @@ class Fleet:
             if member.handle is not None:
                 member.handle.take_role(role)
             if member.state == "ready":
-                self._desk.open(engine, role, member.entry.config.tp)
+                self._dispatcher.open(engine, role, member.entry.config.tp)
 
     async def num_requests(self) -> tuple[int, int]:
         """Attempts that have a place, and those that wait for one."""
-        return self._desk.num_running, self._desk.num_waiting
+        return self._dispatcher.num_running, self._dispatcher.num_waiting
 
     async def num_spares(self) -> int:
         """Idle workers that are ready to take a lost one's place."""
@@ -237,22 +239,26 @@ class Fleet:
         priority: int = 0,
         deadline_s: float,
         again: bool = False,
-    ) -> Seat:
+    ) -> Assignment:
         """Engines for an attempt of a request, once there is room; `again`: it had a place and lost it.
 
         Raises Overloaded, DeadlineExceeded. Every attempt must be told to have ended (`tell`), also one whose
         place nobody waits for any more.
         """
-        placed = await self._desk.place(front, asked, priority=priority, deadline_s=deadline_s, again=again)
-        return Seat(fleet=self._life, prefill=self._lives(placed.prefill), decode=self._lives(placed.decode))
+        placed = await self._dispatcher.place(
+            front, asked, priority=priority, deadline_s=deadline_s, again=again
+        )
+        return Assignment(
+            fleet=self._life, prefill=self._lives(placed.prefill), decode=self._lives(placed.decode)
+        )
 
     async def tell(self, front: str, news: News) -> None:
         """News of a front's attempts, and its sign of life."""
-        self._desk.tell(front, news)
+        self._dispatcher.tell(front, news)
 
     async def leave(self, front: str) -> None:
         """A front ends: its requests are aborted."""
-        self._abort(self._desk.forget(front))
+        self._abort(self._dispatcher.forget(front))
 
     async def line(self) -> LineAddress:
         """Where fronts reach this fleet without Ray in between."""
@@ -265,14 +271,14 @@ class Fleet:
     async def present(self, front: str) -> AsyncGenerator[bool]:
         """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True:
         the front must end them now."""
-        self._desk.arrived(front)
+        self._dispatcher.arrived(front)
         try:
             yield False
             await self._is_over.wait()
             yield True
             await asyncio.Event().wait()
         finally:
-            self._abort(self._desk.left(front))
+            self._abort(self._dispatcher.left(front))
 
     async def roster(self) -> tuple[str, tuple[EngineCard, ...]]:
         """This fleet's life, and the engines that take requests."""
@@ -304,7 +310,7 @@ class Fleet:
         now = time.monotonic()
         reasons = [m.why_unwell(now, 2 * self._settings.hang_s) for m in self._members.values()]
         rows = tuple(m.row(now) for m in self._members.values())
-        if self._desk.is_draining:
+        if self._dispatcher.is_draining:
             reasons.append("the server is about to end")
         reason = "; ".join(filter(None, reasons))
         return Health(is_ready=not reason, reason=reason, engines=rows)
@@ -313,7 +319,7 @@ class Fleet:
         """Each engine as it is now."""
         members = list(self._members.values())
         said = await asyncio.gather(*(m.said(STATUS_S) for m in members))
-        return tuple(m.told(self._desk.load(m.name), s) for m, s in zip(members, said, strict=True))
+        return tuple(m.told(self._dispatcher.load(m.name), s) for m, s in zip(members, said, strict=True))
 
     # Engines.
 
@@ -381,7 +387,7 @@ class Fleet:
             member.life.raise_if_dead()
             member.state = "ready"
             member.turned_s = member.heard_s = time.monotonic()
-            self._desk.open(member.name, member.role, member.entry.config.tp)
+            self._dispatcher.open(member.name, member.role, member.entry.config.tp)
 
     async def _connect_all(self, member: Member, role: str) -> None:
         """Connect an engine that is to have this role to the engines of the other."""
@@ -417,7 +423,7 @@ class Fleet:
         """Watch an engine; when it is lost, form it again."""
         while True:
             await member.until_lost(self._settings.hang_s)
-            self._desk.lost(member.name)
+            self._dispatcher.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
             member.num_restarts += 1
             self._meter.lost(member.name, member.role)
@@ -497,7 +503,7 @@ class Fleet:
         while True:
             await asyncio.sleep(LOOK_S)
             self._meter.tick()
-            self._abort(self._desk.gone(self._settings.front_s))
+            self._abort(self._dispatcher.gone(self._settings.front_s))
 
     def _abort(self, attempts: list[tuple[str, Placement]]) -> None:
         for name, placed in attempts:

@@ -19,7 +19,7 @@ from rayk.actors.placement import kill
 from rayk.actors.pool import FORM_S
 from rayk.actors.serving import EngineAccount
 from rayk.actors.worker import RankSpec
-from rayk.handover.commands import Connect, Describe, EndReads, Wire
+from rayk.handover.commands import Connect, Describe, EndReads, WarmUp
 from rayk.handover.receiving import IN_FLIGHT
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
 
@@ -71,7 +71,7 @@ async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: b
         if not engine.descriptions:
             engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
     landings = await _of(d, Connect(p.descriptions, d.descriptions), (p, d))
-    while not all(await _of(d, Wire(p.name, wire_s), (p, d))):
+    while not all(await _of(d, WarmUp(p.name, wire_s), (p, d))):
         await asyncio.sleep(WIRE_POLL_S)
     at = tuple(landings) if is_push else ()
     await _of(p, Connect(p.descriptions, d.descriptions, at), (p, d))

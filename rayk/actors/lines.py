@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rayk.actors.wire import Wire, framed
+from rayk.actors.line_protocol import LineProtocol, framed
 from rayk.types.bugs import bug
 from rayk.types.errors import RaykError
 
@@ -82,7 +82,7 @@ class LineService:
     async def open(self, host: str) -> LineAddress:
         """Listen at any port of this address."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Wire(self._arrived), host, 0)
+        self._server = await loop.create_server(lambda: LineProtocol(self._arrived), host, 0)
         return LineAddress(host, self._server.sockets[0].getsockname()[1], self._secret)
 
     async def close(self) -> None:
@@ -93,12 +93,12 @@ class LineService:
             caller.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)
 
-    def _arrived(self, wire: Wire) -> None:
+    def _arrived(self, wire: LineProtocol) -> None:
         caller = asyncio.create_task(self._meet(wire))
         self._callers.add(caller)
         caller.add_done_callback(self._callers.discard)
 
-    async def _meet(self, wire: Wire) -> None:
+    async def _meet(self, wire: LineProtocol) -> None:
         under_way: dict[int, asyncio.Task[None]] = {}
         try:
             async with asyncio.timeout(HELLO_S):
@@ -113,7 +113,7 @@ class LineService:
                 call.cancel()
             wire.close()
 
-    def _begin(self, wire: Wire, under_way: dict[int, asyncio.Task[None]], frame: Any) -> None:
+    def _begin(self, wire: LineProtocol, under_way: dict[int, asyncio.Task[None]], frame: Any) -> None:
         number, method, args, kwargs = frame
         if method is None:
             if number in under_way:
@@ -123,7 +123,7 @@ class LineService:
         under_way[number] = call
         call.add_done_callback(partial(_forget, under_way, number))
 
-    async def _answer(self, wire: Wire, number: int, method: str, args: Any, kwargs: Any) -> None:
+    async def _answer(self, wire: LineProtocol, number: int, method: str, args: Any, kwargs: Any) -> None:
         last: bytes | None = None
         try:
             if method in self._streams:
@@ -142,7 +142,7 @@ class LineService:
             with contextlib.suppress(OSError):
                 await wire.send(last)
 
-    async def _stream(self, wire: Wire, number: int, items: AsyncIterator[Any]) -> None:
+    async def _stream(self, wire: LineProtocol, number: int, items: AsyncIterator[Any]) -> None:
         async with aclosing(items):  # type: ignore[type-var]
             async for item in items:
                 if isinstance(item, Last):
@@ -222,7 +222,7 @@ class Line:
         self._address = address
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Queue[tuple[Any, Any, bool] | None]] = {}
-        self._wire: Wire | None = None
+        self._wire: LineProtocol | None = None
         self._connecting = asyncio.Lock()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ class Line:
 
     async def _ask(
         self, method: str, args: Any, kwargs: Any
-    ) -> tuple[Wire, int, asyncio.Queue[tuple[Any, Any, bool] | None]]:
+    ) -> tuple[LineProtocol, int, asyncio.Queue[tuple[Any, Any, bool] | None]]:
         wire = self._wire or await self._connected()
         number = next(self._numbers)
         frame = _frame((number, method, args, kwargs))
@@ -283,12 +283,12 @@ class Line:
             raise LineLost(f"{self._address}: {problem}")
         return item, is_last
 
-    def _give_up(self, wire: Wire, number: int) -> None:
+    def _give_up(self, wire: LineProtocol, number: int) -> None:
         """Where it is not over."""
         if self._answers.pop(number, None) is not None:
             wire.write(_frame((number, None, (), {})))
 
-    async def _connected(self) -> Wire:
+    async def _connected(self) -> LineProtocol:
         async with self._connecting:
             if self._wire is None:
                 where = self._address
@@ -306,7 +306,7 @@ class Line:
         if number in self._answers:
             self._answers[number].put_nowait((item, error, is_last))
 
-    def _lose(self, wire: Wire) -> None:
+    def _lose(self, wire: LineProtocol) -> None:
         """Tell those who wait, unless another connection has been made meanwhile."""
         wire.close()
         if self._wire is wire:
@@ -316,10 +316,10 @@ class Line:
             self._answers.clear()
 
 
-async def _connect(where: LineAddress) -> Wire:
+async def _connect(where: LineAddress) -> LineProtocol:
     """A connection to a service that knows the secret. Raises what the connection does, and LineLost."""
     loop = asyncio.get_running_loop()
-    _, wire = await loop.create_connection(Wire, where.host, where.port)
+    _, wire = await loop.create_connection(LineProtocol, where.host, where.port)
     try:
         await _meet_service(wire, where.secret)
     except BaseException:
@@ -328,7 +328,7 @@ async def _connect(where: LineAddress) -> Wire:
     return wire
 
 
-async def _meet_service(wire: Wire, secret: bytes) -> None:
+async def _meet_service(wire: LineProtocol, secret: bytes) -> None:
     """Prove to a service that this end knows the secret, once it has. Raises LineLost where it does not."""
     ours = secrets.token_bytes(NONCE_BYTES)
     wire.write(ours)
@@ -339,7 +339,7 @@ async def _meet_service(wire: Wire, secret: bytes) -> None:
     wire.write(_proof(secret, b"caller", nonces))
 
 
-async def _meet_caller(wire: Wire, secret: bytes) -> bool:
+async def _meet_caller(wire: LineProtocol, secret: bytes) -> bool:
     """Whether a caller knows the secret; it is proved to him first that this end does."""
     nonces = await wire.read(NONCE_BYTES) + secrets.token_bytes(NONCE_BYTES)
     wire.write(nonces[NONCE_BYTES:] + _proof(secret, b"service", nonces))

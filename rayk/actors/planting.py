@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from rayk.handover.fault_injection import DESCRIBE, exchanged_blocks
 from rayk.handover.planted import PlantedFault
-from rayk.handover.struck import DESCRIBE, exchanged_blocks
 from rayk.transfer.strikes import Strike
 from rayk.types.fault_table import POINTS, RANK_KINDS
 

@@ -19,10 +19,10 @@ from typing import Any
 from rayk.actors.bugs import lasting
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.fleet_link import FleetLink
-from rayk.actors.flight import Flight, FlightRules, Way, note_failure
 from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.request_meter import beat, begin_outcomes, report_request
-from rayk.actors.serving import Seat
+from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
+from rayk.actors.serving import Assignment
 from rayk.engine.admission import bad_sampling, seeded
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
@@ -65,7 +65,7 @@ class Router:
         self._link = FleetLink(fleet, namespace, self.name, self.end_all, needs_tiers=needs_tiers)
         self._tasks: set[asyncio.Task[None]] = set()
         """Requests that are under way."""
-        self._rules = FlightRules(
+        self._rules = RunRules(
             is_push=settings.transfer.mode == "push",
             request_s=settings.request_s,
             transfer_s=settings.transfer_s,
@@ -189,7 +189,7 @@ class Router:
         )
         try:
             async with asyncio.timeout(limit_s):
-                await self._attempts(ask, request, Flight(self._rules, row, stream), stream, until)
+                await self._attempts(ask, request, RequestRun(self._rules, row, stream), stream, until)
         except TimeoutError:
             error = DeadlineExceeded(f"request {ask.request.request_id}", limit_s)
             note_failure(row, error)
@@ -208,7 +208,7 @@ class Router:
             report_request(self._sink, row)
 
     async def _attempts(
-        self, ask: Ask, request: Request, flight: Flight, stream: _Stream, until: float
+        self, ask: Ask, request: Request, request_run: RequestRun, stream: _Stream, until: float
     ) -> None:
         asked = self._describer.describe(
             request.request_id,
@@ -222,8 +222,8 @@ class Router:
             stream.attempt = name
             engines: list[EngineHandle] = []
             try:
-                seat = await self._place(ask, replace(asked, request_id=name), until, again=number > 0)
-                await self._fly(seat, attempt, flight, engines, number)
+                assignment = await self._place(ask, replace(asked, request_id=name), until, again=number > 0)
+                await self._run_attempt(assignment, attempt, request_run, engines, number)
             except RaykError as error:
                 if not self._may_try_again(error, engines, number):
                     raise
@@ -236,33 +236,38 @@ class Router:
                         engine.leader.abort.options(concurrency_group="control").remote(name)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
 
-    async def _place(self, ask: Ask, asked: PlacementRequest, until: float, *, again: bool) -> Seat:
+    async def _place(self, ask: Ask, asked: PlacementRequest, until: float, *, again: bool) -> Assignment:
         left_s = max(0.0, until - time.monotonic())
         place = partial(self._link.call, "place", self.name, asked, until=until)
-        seat: Seat = await place(priority=ask.priority, deadline_s=left_s, again=again)
-        return seat
+        assignment: Assignment = await place(priority=ask.priority, deadline_s=left_s, again=again)
+        return assignment
 
-    async def _fly(
-        self, seat: Seat, attempt: Request, flight: Flight, engines: list[EngineHandle], number: int
+    async def _run_attempt(
+        self,
+        assignment: Assignment,
+        attempt: Request,
+        request_run: RequestRun,
+        engines: list[EngineHandle],
+        number: int,
     ) -> None:
         """One attempt. `engines`: filled with those it meets."""
 
         async def find(key: tuple[str, int]) -> EngineHandle:
-            engine = await self._link.engine(seat.fleet, key)
+            engine = await self._link.engine(assignment.fleet, key)
             engines.append(engine)
             return engine
 
-        way = Way(
+        route = Route(
             request=attempt,
-            prefill=None if seat.prefill is None else partial(find, seat.prefill),
-            decode=None if seat.decode is None else partial(find, seat.decode),
+            prefill=None if assignment.prefill is None else partial(find, assignment.prefill),
+            decode=None if assignment.decode is None else partial(find, assignment.decode),
             number=number,
         )
         try:
-            await flight.attempt(way)
+            await request_run.attempt(route)
         except RaykError as error:
-            raise await bug_behind(error, engines, partial(self._link.death, seat.fleet)) from None
-        row = flight.row
+            raise await bug_behind(error, engines, partial(self._link.death, assignment.fleet)) from None
+        row = request_run.row
         if row.finish_reason == FinishReason.ABORT:
             # Nobody here asked for that: the fleet took this front for gone.
             row.finish_reason = None
@@ -279,7 +284,7 @@ class Router:
 
 
 class _Stream:
-    """What comes back of one request, in order. Implements flight.FlightLog."""
+    """What comes back of one request, in order. Implements request_run.RunLog."""
 
     def __init__(self, link: FleetLink) -> None:
         self.attempt = ""

@@ -31,7 +31,7 @@ class EngineCard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class Assignment:
     """Where one attempt of a request goes."""
 
     fleet: str

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayk.actors.bugs import lasting
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.tier_actor import TierHost, tier_identity
-from rayk.handover.commands import Connect, Describe, EndReads, Wire
+from rayk.handover.commands import Connect, Describe, EndReads, WarmUp
 from rayk.handover.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.offload.page_file import PageIdentity
@@ -99,7 +99,7 @@ class HostTiers:
         asked = engine.descriptions, self._identity_of(engine), WIRE_S
         theirs = await _reply(tier.handle.attach.remote(*asked), WIRE_S + 5)
         await engine.call(Connect((theirs,), engine.descriptions), CONTROL_S)
-        while not all(await engine.call(Wire(TIER, WIRE_S), CONTROL_S)):
+        while not all(await engine.call(WarmUp(TIER, WIRE_S), CONTROL_S)):
             await asyncio.sleep(WIRE_POLL_S)
         attach = engine.leader.attach_tier.options(concurrency_group="control")
         await engine.guard(attach.remote(tier.handle, tier.facts), "its host tier", CONTROL_S)

@@ -38,9 +38,9 @@ from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
 from rayk.handover.extension import CaptureExtension, TransferExtension
+from rayk.handover.fault_injection import FaultyExtension, strike_process, struck_pusher
 from rayk.handover.handover import TransferHandover
 from rayk.handover.planted import commit_wrong_kv, kill_raylet
-from rayk.handover.struck import StruckExtension, strike_process, struck_pusher
 from rayk.handover.tier_side import TierFacts
 from rayk.metrics import BufferedSink, NullSink
 from rayk.models.families import load_config
@@ -472,7 +472,7 @@ class Worker:
         if not strikes:
             return TransferExtension(rank, agent, **settings)
         faulty = FaultyAgent(agent, strike_process, spec.role)
-        return StruckExtension(rank, faulty, strikes=strikes, **settings)
+        return FaultyExtension(rank, faulty, strikes=strikes, **settings)
 
     def _on_step(self, step: int) -> None:
         assert self._spec is not None

@@ -49,7 +49,7 @@ def make_leader(
 
 
 @dataclass
-class Completion:
+class RequestResult:
     """What one request left behind."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -133,13 +133,15 @@ class ThreadEngine:
         self.leader.submit(request, events.put)
         return events
 
-    def generate(self, requests: Iterable[Request]) -> list[Completion]:
+    def generate(self, requests: Iterable[Request]) -> list[RequestResult]:
         """Run requests together, to their ends."""
         return [self.collect(events) for events in [self.submit(r) for r in requests]]
 
-    def collect(self, events: queue.SimpleQueue[RequestEvent], into: Completion | None = None) -> Completion:
+    def collect(
+        self, events: queue.SimpleQueue[RequestEvent], into: RequestResult | None = None
+    ) -> RequestResult:
         """Wait for a request's last event; `into`: what it left elsewhere. Raises DeadlineExceeded."""
-        done = into or Completion()
+        done = into or RequestResult()
         while True:
             try:
                 event = events.get(timeout=self.timeout_s)

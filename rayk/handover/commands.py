@@ -8,7 +8,7 @@ from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.finite import NotFinitePlace
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.push import Chunk
-from rayk.transfer.reserving import Reserved
+from rayk.transfer.push_reservations import Reserved
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import Digests, Rows
 
@@ -36,7 +36,7 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class WarmUp:
     """Read a few bytes from every rank of a connected producer engine, so that later reads need not wait
     for the network to be set up. Each rank answers whether all is here: else ask again. Engines decode
     meanwhile."""

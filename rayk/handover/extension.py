@@ -33,7 +33,7 @@ from rayk.handover.commands import (
     Reserve,
     StartRead,
     TicketPart,
-    Wire,
+    WarmUp,
 )
 from rayk.handover.digesting import Digesting
 from rayk.handover.planted import FaultBox, PlantedFault
@@ -172,7 +172,7 @@ class TransferExtension:
                 return self.transfer.description
             case Connect():
                 return self._connect(command)
-            case Wire():
+            case WarmUp():
                 return self.transfer.wire(command.engine, command.timeout_s)
             case MakeTicket():
                 return self._make_ticket(command)

@@ -29,9 +29,9 @@ from rayk.handover.lending import Lending
 from rayk.handover.offloading import Offloading
 from rayk.handover.pushing import Pushing
 from rayk.handover.receiving import Incoming, Receiving
-from rayk.handover.reservations import Reservations, Wish
+from rayk.handover.reservations import ReservationRequest, Reservations
 from rayk.transfer.peer_data import wrong_head
-from rayk.transfer.seal import is_whole
+from rayk.transfer.ticket_seal import is_whole
 from rayk.types.errors import NotFiniteError, RaykError, TransferError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class TransferHandover:
 
         def start() -> None:
             if self.leader.open(request, sink, prefilled=True):
-                wish = Wish(
+                wanted = ReservationRequest(
                     request_id=request.request_id,
                     token_ids=tuple(request.prompt_token_ids),
                     producer=producer,
@@ -137,7 +137,7 @@ class TransferHandover:
                     asked_ns=now,
                     taken_ns=time.monotonic_ns(),
                 )
-                self.reservations.ask(wish)
+                self.reservations.ask(wanted)
 
         self.leader.post(start)
 

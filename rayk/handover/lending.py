@@ -14,8 +14,8 @@ import numpy as np
 
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import BlockTables, MakeTicket, TicketPart
-from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket_seal import sealed
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import BlockTables, EndReservation, Reserve
 from rayk.transfer.handshake import row_group_blocks
-from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import Reservation
+from rayk.transfer.ticket_seal import sealed
 from rayk.types.errors import DeadlineExceeded, RaykError
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.handover.commands import RankNews
     from rayk.kv.manager import HeldPrefix
-    from rayk.transfer.reserving import Reserved
+    from rayk.transfer.push_reservations import Reserved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class ReservationRequest:
     """A request that wants blocks."""
 
     request_id: str
@@ -51,10 +51,10 @@ class Wish:
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenReservation:
     """Blocks that may be written."""
 
-    wish: Wish
+    wanted: ReservationRequest
     reservation_id: str
     block_tables: BlockTables
     prefix: HeldPrefix
@@ -68,7 +68,7 @@ class _Held:
     @property
     def until_ns(self) -> int:
         """When it is given up."""
-        return self.reserved_ns + int(self.wish.hold_s * 1e9)
+        return self.reserved_ns + int(self.wanted.hold_s * 1e9)
 
 
 class Reservations:
@@ -82,8 +82,8 @@ class Reservations:
         self._commands = commands
         self.leader: Leader | None = None
         self._numbers = itertools.count()
-        self._queued: deque[Wish] = deque()
-        self._held: dict[str, _Held] = {}
+        self._queued: deque[ReservationRequest] = deque()
+        self._held: dict[str, _OpenReservation] = {}
         """Request id -> its blocks."""
         self._ending: dict[str, set[int]] = {}
         """Reservation that was given up -> ranks where nobody writes any more."""
@@ -99,36 +99,36 @@ class Reservations:
         held = tuple(self._held.values())  # at once: the loop's thread goes on
         return (*(h.reservation_id for h in held), *self._ending)
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, wanted: ReservationRequest) -> None:
         """A request waits for blocks."""
-        self._queued.append(wish)
+        self._queued.append(wanted)
 
     def turn(self) -> None:
         """Before each turn: give up what waited too long, reserve what blocks allow."""
         now = time.monotonic_ns()
         for held in [h for h in self._held.values() if h.until_ns <= now]:
-            self.give_up(held.wish.request_id)
+            self.give_up(held.wanted.request_id)
         assert self.leader is not None
-        waiting = [h.wish for h in self._held.values() if not h.is_given]
-        for wish in [w for w in (*self._queued, *waiting) if now - w.asked_ns > w.reserve_s * 1e9]:
-            self.give_up(wish.request_id)
-            error = DeadlineExceeded(f"waiting for KV blocks for {wish.request_id}", wish.reserve_s)
-            self.leader.emit(RequestEvent(request_id=wish.request_id, error=error))
+        waiting = [h.wanted for h in self._held.values() if not h.is_given]
+        for wanted in [w for w in (*self._queued, *waiting) if now - w.asked_ns > w.reserve_s * 1e9]:
+            self.give_up(wanted.request_id)
+            error = DeadlineExceeded(f"waiting for KV blocks for {wanted.request_id}", wanted.reserve_s)
+            self.leader.emit(RequestEvent(request_id=wanted.request_id, error=error))
         scheduler = self.leader.scheduler
         while self._queued and not scheduler.is_short_of_blocks and not scheduler.num_away:
-            wish = self._queued[0]
-            reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wish.request_id}"
+            wanted = self._queued[0]
+            reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wanted.request_id}"
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
-            prefix = manager.find_held(wish.request_id, wish.token_ids, wish.num_tokens, unit)
-            tables = reserve_blocks(self.leader, reservation_id, wish.num_tokens, prefix)
+            prefix = manager.find_held(wanted.request_id, wanted.token_ids, wanted.num_tokens, unit)
+            tables = reserve_blocks(self.leader, reservation_id, wanted.num_tokens, prefix)
             if tables is None:
                 return
             self._queued.popleft()
-            self._held[wish.request_id] = _Held(wish, reservation_id, tables, prefix, now)
+            self._held[wanted.request_id] = _OpenReservation(wanted, reservation_id, tables, prefix, now)
             here = frozenset(block for blocks in prefix.blocks for block in blocks)
-            at = wish.request_id, reservation_id, wish.producer
-            self._commands.append(Reserve(*at, tables, wish.num_tokens, here))
+            at = wanted.request_id, reservation_id, wanted.producer
+            self._commands.append(Reserve(*at, tables, wanted.num_tokens, here))
 
     def on_refused(self, command: Reserve, error: RaykError | None) -> None:
         """A rank cannot do what it was told, if there is an error."""
@@ -136,9 +136,9 @@ class Reservations:
         if error is not None and held is not None and held.reservation_id == command.reservation_id:
             self._refuse(held, error)
 
-    def _refuse(self, held: _Held, error: RaykError) -> None:
+    def _refuse(self, held: _OpenReservation, error: RaykError) -> None:
         assert self.leader is not None
-        request_id = held.wish.request_id
+        request_id = held.wanted.request_id
         self.give_up(request_id)
         self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
@@ -154,26 +154,26 @@ class Reservations:
         if len(held.parts) == self._tp:
             self._give(held, [held.parts[r] for r in range(self._tp)])
 
-    def _give(self, held: _Held, parts: list[Reserved]) -> None:
+    def _give(self, held: _OpenReservation, parts: list[Reserved]) -> None:
         assert self.leader is not None
         generations = parts[0].generations
         assert all(p.generations == generations for p in parts), "ranks disagree on generations"
-        wish = held.wish
+        wanted = held.wanted
         reservation = Reservation(
-            request_id=wish.request_id,
+            request_id=wanted.request_id,
             reservation_id=held.reservation_id,
             engine=self._engine,
             epoch=self._epoch,
-            num_tokens=wish.num_tokens,
+            num_tokens=wanted.num_tokens,
             block_tables=held.block_tables,
             generations=generations,
-            hold_s=wish.hold_s,
+            hold_s=wanted.hold_s,
             num_held_tokens=held.prefix.num_tokens,
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
         held.is_given, held.reserved_ns = True, time.monotonic_ns()
-        info = {"submitted_ns": wish.asked_ns, "taken_ns": wish.taken_ns}
-        event = RequestEvent(request_id=wish.request_id, payload=sealed(reservation), info=info)
+        info = {"submitted_ns": wanted.asked_ns, "taken_ns": wanted.taken_ns}
+        event = RequestEvent(request_id=wanted.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)
 
     def claim(self, request_id: str, reservation_id: str) -> tuple[BlockTables, HeldPrefix] | None:
@@ -190,9 +190,9 @@ class Reservations:
     def give_up(self, request_id: str) -> bool:
         """Nobody will claim a request's blocks: they are freed when nobody writes into them any more. False
         where it has none."""
-        for wish in self._queued:
-            if wish.request_id == request_id:
-                self._queued.remove(wish)
+        for wanted in self._queued:
+            if wanted.request_id == request_id:
+                self._queued.remove(wanted)
                 self._forget_keys(request_id)
                 return True
         held = self._held.pop(request_id, None)

@@ -21,8 +21,8 @@ from rayk.handover.tier_side import TierSide
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.offload.messages import StoreAnswer, StoreAsk
 from rayk.transfer.handshake import row_group_blocks
-from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket_seal import sealed
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class DiskCounters:
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _DiskPage:
     """A page on the disk."""
 
     disk_bytes: int
@@ -132,7 +132,7 @@ class DiskTier:
         self._max_queued = max_queued_bytes
         self._folder = DiskFolder(folder, identity)
         self._sizes = [self._folder.disk_bytes(group) for group in range(len(identity.page_bytes))]
-        self._held: OrderedDict[PageName, _Held] = OrderedDict()
+        self._held: OrderedDict[PageName, _DiskPage] = OrderedDict()
         """The least recently used first."""
         self._used_at: dict[PageName, int] = {}
         """time.time_ns of pages that were used since that was written to disk last."""
@@ -381,7 +381,7 @@ class DiskTier:
                 with suppress(OSError):
                     Path(self._folder.file(name)).unlink()
                 continue
-            self._held[name] = _Held(self._sizes[name.group])
+            self._held[name] = _DiskPage(self._sizes[name.group])
             self._used += self._sizes[name.group]
         self.counters.pages_found = len(self._held)
 
@@ -389,7 +389,7 @@ class DiskTier:
         waiting = self._writing.pop(job.name)
         self._queued -= job.num_bytes
         if error is None:
-            self._held[job.name] = _Held(self._sizes[job.name.group])
+            self._held[job.name] = _DiskPage(self._sizes[job.name.group])
             self.counters.pages_written += 1
             self.counters.bytes_written += job.num_bytes
         else:
@@ -412,7 +412,7 @@ class DiskTier:
             self._getting.remove(call)
             self._ready.append(partial(call.done, call.bad))
 
-    def _lose(self, name: PageName, held: _Held, result: str | Exception) -> None:
+    def _lose(self, name: PageName, held: _DiskPage, result: str | Exception) -> None:
         """A page was not served: it is as if it had never been put."""
         if self._held.get(name) is not held:  # Somebody else's read said so before.
             self.counters.bad[MISSING] += 1

@@ -36,9 +36,9 @@ from rayk.transfer.handshake import CacheDescription, describe_cache, row_group_
 from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.plan import num_turns
 from rayk.transfer.rank import TransferRank
-from rayk.transfer.seal import is_whole, sealed
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket_seal import is_whole, sealed
 from rayk.transfer.verify import sorted_views
 from rayk.types.errors import KVMismatch, RaykError
 from rayk.types.offload import OffloadSettings

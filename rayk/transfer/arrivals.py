@@ -22,7 +22,7 @@ from rayk.transfer.push_messages import (
     WroteMessage,
     speaks_for,
 )
-from rayk.transfer.reservation import Ask, ReservationTable
+from rayk.transfer.reservation_state import ReservationTable, StopRequest
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.rows import TransferRow
 
@@ -102,7 +102,7 @@ class Arrivals:
         """A life of a producer engine is certainly over."""
         self._table.on_engine_gone(engine, epoch)
 
-    def asks(self, now_ns: int) -> list[tuple[ProducerLink, Ask]]:
+    def asks(self, now_ns: int) -> list[tuple[ProducerLink, StopRequest]]:
         """Whom to ask to stop, now."""
         return [(self._links[ask.reservation_id], ask) for ask in self._table.tick(now_ns)]
 

@@ -24,7 +24,6 @@ from rayk.kv.formats import FORMATS, KVFormat
 from rayk.kv.specs import with_block_size
 from rayk.transfer.diagnose import first_difference
 from rayk.transfer.layer_view import LayerView
-from rayk.transfer.rooms import Queued
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     CHUNK_ROWS,
@@ -37,6 +36,7 @@ from rayk.transfer.verify import (
     fetch_rows,
 )
 from rayk.transfer.wire import WireCache
+from rayk.transfer.wire_queue import Queued
 from rayk.types.errors import KVMismatch
 from rayk.types.rows import TransferRow
 

@@ -16,8 +16,8 @@ import torch
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferAgent, TransferState
-from rayk.transfer.sealed import unseal
-from rayk.transfer.strikes import Held, Strike, StrikeMessage, Strikes
+from rayk.transfer.checked_message import unpack
+from rayk.transfer.strikes import Strike, StrikeMessage, Strikes, StruckTransfer
 from rayk.types.errors import TransferError
 
 
@@ -90,7 +90,7 @@ class FaultyAgent:
         self._strikes = Strikes()
         self._own: list[Strike] = []
         """Strikes at this rank that a peer's message sets off."""
-        self._held: dict[Transfer, Held] = {}
+        self._held: dict[Transfer, StruckTransfer] = {}
         self._held_ids = itertools.count(-2, -1)
         self._corrupt: dict[Transfer, Strike] = {}
         """Reads that bring something else."""
@@ -295,7 +295,7 @@ class FaultyAgent:
             self._corrupt[transfer] = strike
             return transfer
         transfer = Transfer(next(self._held_ids))
-        self._held[transfer] = Held(strike, post, self._agent.poll, self._agent.release)
+        self._held[transfer] = StruckTransfer(strike, post, self._agent.poll, self._agent.release)
         return transfer
 
     def _flip(self, fault: FlipBit, data: _Data) -> None:
@@ -318,7 +318,7 @@ POINT_OF_MESSAGE = {"release": "free", "renew": "lease_renewal", "arrived": "not
 
 def _point_of(message: bytes) -> str:
     """The point that a message belongs to; empty for any other."""
-    content = unseal(message)
+    content = unpack(message)
     kind = content[0] if isinstance(content, list) and content else None
     return POINT_OF_MESSAGE.get(kind, "") if isinstance(kind, str) else ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayk.transfer.sealed import is_count, seal, unseal
+from rayk.transfer.checked_message import is_count, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class ReleaseMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal(["release", self.lease_id, self.consumer, self.num_expected])
+        return pack(["release", self.lease_id, self.consumer, self.num_expected])
 
     @staticmethod
     def decode(message: bytes) -> ReleaseMessage | None:
         """None for a message that is no release."""
-        match unseal(message):
+        match unpack(message):
             case ["release", str(lease_id), str(consumer), num] if is_count(num) and num > 0:
                 return ReleaseMessage(lease_id, consumer, num)
         return None
@@ -48,12 +48,12 @@ class RenewMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal(["renew", self.lease_id, self.consumer, self.number])
+        return pack(["renew", self.lease_id, self.consumer, self.number])
 
     @staticmethod
     def decode(message: bytes) -> RenewMessage | None:
         """None for a message that is no renewal."""
-        match unseal(message):
+        match unpack(message):
             case ["renew", str(lease_id), str(consumer), number] if is_count(number):
                 return RenewMessage(lease_id, consumer, number)
         return None

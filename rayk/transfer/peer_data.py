@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rayk.transfer.agent import TransferAgent
+from rayk.transfer.checked_message import is_count
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.push_messages import PushMessage, StopMessage, decode_push
-from rayk.transfer.seal import is_whole
-from rayk.transfer.sealed import is_count
 from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.transfer.ticket_seal import is_whole
 from rayk.transfer.verify import CanonicalViews
 from rayk.types.errors import TransferError
 

@@ -36,8 +36,8 @@ from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, make_consumer_link
 from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
-from rayk.transfer.reservation import StoppedTable
-from rayk.transfer.reserving import Reserving
+from rayk.transfer.push_reservations import Reserving
+from rayk.transfer.reservation_state import StoppedTable
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import TransferError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import ClassVar, NamedTuple
 
-from rayk.transfer.sealed import is_count, seal, unseal
+from rayk.transfer.checked_message import is_count, pack, unpack
 
 PUSH_AGENT = "-push"
 """The agent of a rank's pusher is named after the rank's own, with this behind it."""
@@ -52,7 +52,7 @@ class ArrivedMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal([self.kind, *astuple(self)])
+        return pack([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class WroteMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal([self.kind, *astuple(self)])
+        return pack([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class StoppedMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal([self.kind, *astuple(self)])
+        return pack([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class StopMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal([self.kind, *astuple(self)])
+        return pack([self.kind, *astuple(self)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class HelloMessage:
 
     def encode(self) -> bytes:
         """As a notification."""
-        return seal([self.kind, *astuple(self)])
+        return pack([self.kind, *astuple(self)])
 
 
 PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage | HelloMessage
@@ -119,7 +119,7 @@ PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage | Hel
 
 def decode_push(message: bytes) -> PushMessage | None:
     """None for a message that is none of these."""
-    match unseal(message):
+    match unpack(message):
         case ["arrived", str(reservation), attempt, rank, num_writes, list(tally)]:
             if all(map(_is_tally, tally)) and all(map(is_count, (attempt, rank, num_writes))):
                 return ArrivedMessage(reservation, attempt, rank, num_writes, tuple(Tally(*t) for t in tally))

@@ -23,7 +23,7 @@ from rayk.transfer.peer_data import wrong_reservation
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, make_consumer_link
 from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
-from rayk.transfer.reservation import StoppedTable
+from rayk.transfer.reservation_state import StoppedTable
 from rayk.types.errors import RaykError, TransferError
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
-from rayk.transfer.reserving import Reserved, Reserving
-from rayk.transfer.rooms import FOREVER_NS, BlockTables, Queued, WireQueue
+from rayk.transfer.push_reservations import Reserved, Reserving
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.try_read import Wirings
@@ -39,6 +38,7 @@ from rayk.transfer.verify import Digests, Prove, Rows, compute_digests, fetch_ro
 from rayk.transfer.waiting import WaitingTicket
 from rayk.transfer.wire import wire_cache_for
 from rayk.transfer.wire_geometry import can_convert
+from rayk.transfer.wire_queue import FOREVER_NS, BlockTables, Queued, WireQueue
 from rayk.types.bugs import bug
 from rayk.types.errors import HandshakeMismatch, KVMismatch, RaykError, TransferError
 

@@ -1,8 +1,7 @@
 """One planted fault at a point of a transfer's life, struck at one agent's reads, writes or messages.
 
 The words are those of `fault_table`: kind and point. The agent counts what passes each point; a strike hits
-the `step`-th. A struck read or write is a `Held` one: it may never be posted, be posted late, twice, or tell
-of its end late.
+the `step`-th. A `StruckTransfer` may never be posted, be posted late or twice, or tell of its end late.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Strikes:
 
 
 @dataclass(eq=False)
-class Held:
+class StruckTransfer:
     """A read or write that a strike hit. Implements what an agent does with a transfer."""
 
     strike: Strike

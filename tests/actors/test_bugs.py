@@ -62,7 +62,7 @@ def test_a_front_tells_of_a_fleets_bug_and_does_not_ask_again(
 
     async def place(front: str) -> None:
         asked.append(front)
-        raise KeyError("no such seat")
+        raise KeyError("no such assignment")
 
     async def run() -> None:
         service = LineService(calls={"place": place})
@@ -70,7 +70,7 @@ def test_a_front_tells_of_a_fleets_bug_and_does_not_ask_again(
         line = SimpleNamespace(remote=lambda: asyncio.sleep(0, address))
         monkeypatch.setattr(link_module.ray, "get_actor", lambda *_, **__: SimpleNamespace(line=line))
         router = Router("fleet", SETTINGS)
-        with pytest.raises(InternalError, match="KeyError: 'no such seat'") as caught:
+        with pytest.raises(InternalError, match="KeyError: 'no such assignment'") as caught:
             await router._link.call("place", "f", until=time.monotonic() + LIMIT_S)
         assert not router._may_try_again(caught.value, [], 0)
         assert router._may_try_again(EngineDied("prefill0", "killed"), [], 0)

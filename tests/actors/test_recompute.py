@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.handover import receiving
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -34,7 +34,7 @@ def models(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Ca
 
 
 def start_decode(
-    pair: Pair, request: Request, prefilled: Completion, transfer_s: float = 20.0
+    pair: Pair, request: Request, prefilled: RequestResult, transfer_s: float = 20.0
 ) -> queue.SimpleQueue[RequestEvent]:
     ticket = prefilled.payload
     assert isinstance(ticket, TransferTicket)

@@ -13,7 +13,7 @@ import pytest
 from rayk.actors import router as router_module
 from rayk.actors.engines import WHY_S
 from rayk.actors.router import Router
-from rayk.actors.serving import Seat
+from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.transfer.ticket import TransferTicket
@@ -154,7 +154,7 @@ class Fleet:
         if self.refusal is not None:
             raise self.refusal
         self.placed.append((args[1].request_id, how["again"]))
-        return Seat(fleet="f", prefill=("p", 1), decode=None if self.decode is None else ("d", 1))
+        return Assignment(fleet="f", prefill=("p", 1), decode=None if self.decode is None else ("d", 1))
 
     async def engine(self, life: str, key: tuple[str, int]) -> Engine:
         assert life == "f"

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from rayk.actors.engines import EngineHandle
-from rayk.actors.flight import Flight, FlightRules, Way
 from rayk.actors.push_flow import reserved
 from rayk.actors.request_meter import report_request
+from rayk.actors.request_run import RequestRun, Route, RunRules
 from rayk.actors.stage_clock import StageClock
 from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
@@ -36,7 +36,7 @@ from tests.metrics.recording import Recorder
 from tests.reports.synthetic import SPEC
 
 REQUEST = Request(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams())
-RULES = FlightRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
+RULES = RunRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
 TICKET = TransferTicket(
     request_id="r",
     lease_id="l",
@@ -102,24 +102,24 @@ def fly(
 ) -> None:
     """Attempts, one behind the other, each of one or two engines, whose first messages leave at `sent_ns`."""
     clock = SimpleNamespace(monotonic_ns=iter(sent_ns).__next__)
-    monkeypatch.setattr("rayk.actors.flight.time", clock)
+    monkeypatch.setattr("rayk.actors.request_run.time", clock)
 
     async def run() -> None:
-        flight = Flight(RULES, row, Unheard())
+        request_run = RequestRun(RULES, row, Unheard())
         for number, engines in enumerate(ways):
 
             async def find(engine: EngineHandle) -> EngineHandle:
                 return engine
 
             first, last = engines[0], engines[-1]
-            way = Way(
+            route = Route(
                 request=REQUEST,
                 prefill=lambda e=first: find(e),  # type: ignore[misc]
                 decode=(lambda e=last: find(e)) if len(engines) > 1 else None,  # type: ignore[misc]
                 number=number,
             )
             try:
-                await flight.attempt(way)
+                await request_run.attempt(route)
             except TransferError:
                 assert number + 1 < len(ways)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.finite import _is_finite, not_finite_weights
 from rayk.engine.rank import EngineRank
 from rayk.engine.sampling import are_finite, sample_step
@@ -62,7 +62,7 @@ def bad_token(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     )
 
 
-def error_of(done: Completion) -> NotFiniteError:
+def error_of(done: RequestResult) -> NotFiniteError:
     assert isinstance(done.error, NotFiniteError), done
     assert verdict_of(done.error) == "NOT_FINITE"
     return done.error

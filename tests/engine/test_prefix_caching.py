@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.kv.groups import CacheKey
 from rayk.oracle.tiny import HYBRID
 from rayk.types.config import EngineConfig
@@ -48,7 +48,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
-def run(engine: ThreadEngine, name: str, prompt: list[int], max_tokens: int = NUM_TOKENS) -> Completion:
+def run(engine: ThreadEngine, name: str, prompt: list[int], max_tokens: int = NUM_TOKENS) -> RequestResult:
     (done,) = engine.generate([make_request(name, prompt, max_tokens)])
     engine.leader.check_integrity()
     assert done.error is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.noise import draw_key, gumbel
 from rayk.oracle.checkpoint import read_marker
 from rayk.types.config import EngineConfig
@@ -83,7 +83,7 @@ def engine(oracle: Oracle, **config: Any) -> Iterator[ThreadEngine]:
 
 def run_requests(
     oracle: Oracle, tp: Any, requests: Sequence[Any], *, preempts: bool = False, **config: Any
-) -> list[Completion]:
+) -> list[RequestResult]:
     """On an aggregated engine of TP `tp`, or on a pair of engines of TP `tp`.
 
     `preempts`: some requests have to be computed again, on an engine that decodes.

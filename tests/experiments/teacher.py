@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.oracle.checkpoint import read_marker
 from rayk.types.request import Request, TokenLogprobs
 from rayk.types.rows import RequestRow
@@ -45,7 +45,7 @@ def aggregated(engine: ThreadEngine, prompts: Sequence[Sequence[int]], **samplin
     return [row_of(i, p, [d]) for (i, p), d in zip(enumerate(prompts), done, strict=True)]
 
 
-def row_of(index: int, prompt: Sequence[int], parts: Sequence[Completion]) -> RequestRow:
+def row_of(index: int, prompt: Sequence[int], parts: Sequence[RequestResult]) -> RequestRow:
     """What the coordinator notes of a finished request."""
     assert all(part.error is None for part in parts), [part.error for part in parts]
     told: list[TokenLogprobs] = [t for part in parts for t in part.logprobs]

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import Capture
 from rayk.handover.extension import TransferExtension
-from rayk.transfer.seal import sealed
+from rayk.transfer.ticket_seal import sealed
 from rayk.types.errors import DeadlineExceeded, TransferError, UserError
 from rayk.types.request import FinishReason
 from tests.handover.cases import NUM_TOKENS, Model, stubborn_agents
@@ -36,7 +36,7 @@ def mistral(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> M
     return Model(path, reference(path))
 
 
-def last_event(events: queue.SimpleQueue[RequestEvent], pair: Pair) -> Completion:
+def last_event(events: queue.SimpleQueue[RequestEvent], pair: Pair) -> RequestResult:
     return pair.d.engine.collect(events)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rayk.engine.leader import RequestEvent
-from rayk.handover.commands import Wire
+from rayk.handover.commands import WarmUp
 from rayk.transfer import try_read
 from rayk.types.errors import TransferError
 from tests.conftest import CheckpointFactory
@@ -24,7 +24,7 @@ def test_a_decode_engine_goes_on_while_a_producer_does_not_answer(
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         request = make_request("r", [1, 2, 3], max_tokens=2000)
         pair.d.handover.submit(request, events.put, hand_over=False)
-        wire = Wire(pair.p.engine.name, 600.0)
+        wire = WarmUp(pair.p.engine.name, 600.0)
         assert pair.d.call(wire) == [False, False]
         num_before = events.qsize()
         assert [pair.d.call(wire) for _ in range(num_calls)] == [[False, False]] * num_calls

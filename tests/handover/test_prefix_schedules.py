@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
@@ -71,7 +71,7 @@ class Talk:
     """Where it is aborted: at p, handed, at d; or kept."""
     is_alone: bool
     """The decode engine computes the prompt itself."""
-    done: Completion | None = None
+    done: RequestResult | None = None
 
 
 def some_talks(model: Model, draw: random.Random, num: int) -> list[Talk]:

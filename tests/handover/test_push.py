@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.agent import Handle, Ints32, Transfer, TransferState
 from rayk.transfer.costs import MAX_DESCRIPTORS
@@ -38,7 +38,7 @@ def pusher_of(pair: Pair) -> Pusher:
     return pusher
 
 
-def rows_of(completion: Completion) -> list[Any]:
+def rows_of(completion: RequestResult) -> list[Any]:
     return list(completion.info["transfers"])
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
-from rayk.handover.commands import Wire
+from rayk.handover.commands import WarmUp
 from rayk.transfer import strikes
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -38,8 +38,8 @@ class Struck:
         self.p, self.d = agents
 
     def decode(
-        self, request: Request, prefilled: Completion, *, recompute: bool, transfer_s: float
-    ) -> Completion:
+        self, request: Request, prefilled: RequestResult, *, recompute: bool, transfer_s: float
+    ) -> RequestResult:
         ticket = prefilled.payload
         assert isinstance(ticket, TransferTicket)
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
@@ -123,7 +123,7 @@ def test_a_handshake_that_was_struck_works_when_it_is_tried_again(
 
     def wire() -> None:
         with struck.d.wiring():
-            while not all(struck.pair.d.call(Wire(engine, 0.3))):
+            while not all(struck.pair.d.call(WarmUp(engine, 0.3))):
                 pass
 
     if is_lost:

@@ -29,8 +29,8 @@ from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.rank import TransferRank
-from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket_seal import sealed
 from rayk.types.offload import OffloadSettings
 from tests.offload.families import FAMILIES, MakeSpecs
 from tests.transfer.brute import brute_shard

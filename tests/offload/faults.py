@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.actors.tier_actor import open_tier
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -38,7 +38,7 @@ class Case:
     def request(self, name: str, index: int) -> Request:
         return make_request(name, self.prompts[index], len(self.expected[index]))
 
-    def complete(self, engine: NodeEngine, name: str, *indices: int) -> list[Completion]:
+    def complete(self, engine: NodeEngine, name: str, *indices: int) -> list[RequestResult]:
         """Run prompts together; every answer is the reference's."""
         done = engine.complete([self.request(f"{name}{i}", i) for i in indices])
         assert [d.token_ids for d in done] == [self.expected[i] for i in indices]

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rayk.actors.tier_actor import facts_of, open_tier
-from rayk.engine.build import Completion, ThreadEngine
+from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
-from rayk.handover.commands import Connect, Describe, Wire
+from rayk.handover.commands import Connect, Describe, WarmUp
 from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
 from rayk.handover.offloading import Offloading
@@ -128,7 +128,7 @@ class NodeEngine:
         self.handover.submit(request, events.put, hand_over=False)
         return events
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(self, requests: Sequence[Request]) -> list[RequestResult]:
         """Run requests together, to their ends. Raises the first error."""
         streams = [self.start(r) for r in requests]
         found = [self.engine.collect(s) for s in streams]
@@ -200,7 +200,7 @@ class Node:
         engine.call(Connect((self.thread.tier.description,), descriptions))
         name = engine.engine.name
         wait_until(lambda: self.thread.ask(lambda tier: tier.wire(name, 10.0)))
-        wait_until(lambda: all(engine.call(Wire(TIER, 10.0))))
+        wait_until(lambda: all(engine.call(WarmUp(TIER, 10.0))))
         leader = engine.engine.leader
         tier, facts = ThreadTier(self.thread, leader.post), facts_of(self.thread.tier)
         engine.run(lambda: engine.offloading.attach(tier, facts))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rayk.actors.tier_actor import tier_groups
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -107,7 +107,7 @@ def state_block(model: str, path: Path, tier_block: int) -> int | None:
     return sizes.pop()
 
 
-def complete(engine: NodeEngine, name: str, prompt: Sequence[int], num_tokens: int) -> Completion:
+def complete(engine: NodeEngine, name: str, prompt: Sequence[int], num_tokens: int) -> RequestResult:
     (done,) = engine.complete([make_request(name, prompt, num_tokens, logprobs=0)])
     return done
 
@@ -151,7 +151,7 @@ def test_tokens_after_a_load_are_those_without(cell: Cell, answers: Callable[[st
     check_forced(Model(path, [prompt], {}), [done], (name, name))
 
 
-def check_loaded(node: Node, done: Completion, num_prompt: int, before: Any) -> None:
+def check_loaded(node: Node, done: RequestResult, num_prompt: int, before: Any) -> None:
     """A whole hit, all of which was digested."""
     unit = node.thread.tier.manager.prefixes.unit_tokens  # type: ignore[union-attr]
     num_host = done.info["num_host_tokens"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rayk.actors.tiers import relay
-from rayk.engine.build import Completion
+from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAsk, StoreAnswer, StoreAsk
@@ -80,7 +80,7 @@ class Actor:
         return await future
 
 
-def prefill(engine: NodeEngine, case: Case, name: str, index: int) -> Completion:
+def prefill(engine: NodeEngine, case: Case, name: str, index: int) -> RequestResult:
     events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
     engine.handover.submit(case.request(name, index), events.put, hand_over=True)
     return engine.engine.collect(events)
@@ -88,7 +88,7 @@ def prefill(engine: NodeEngine, case: Case, name: str, index: int) -> Completion
 
 def decode(
     engine: NodeEngine, case: Case, index: int, ticket: TransferTicket, first: list[int]
-) -> Completion:
+) -> RequestResult:
     events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
     request = case.request(ticket.request_id, index)
     engine.handover.submit_decode(request, ticket, tuple(first), 20.0, events.put)

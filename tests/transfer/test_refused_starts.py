@@ -11,8 +11,8 @@ import pytest
 from rayk.transfer import consumer as consumer_module
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.rank import TransferRank
-from rayk.transfer.seal import sealed
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.ticket_seal import sealed
 from rayk.types.errors import HandshakeMismatch, InternalError, TransferError
 from tests.transfer.cluster import Pair, Shape, local_pair
 from tests.transfer.test_convert import Link

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayk.sched.policies.prefix_aware import Held, PrefixAware
+from rayk.sched.policies.prefix_aware import HeldTokens, PrefixAware
 from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
 
 
@@ -33,7 +33,7 @@ class Conditional:
         producer = None if is_little else self._aware.producer(request, prefill, held, is_alone=False)
         return self._aware.placed(request, producer, consumer, held)
 
-    def _is_little(self, request: PlacementRequest, consumer: EngineLoad, held: Held) -> bool:
+    def _is_little(self, request: PlacementRequest, consumer: EngineLoad, held: HeldTokens) -> bool:
         """Whether a decode engine computes the prompt."""
         num_new = request.num_prompt_tokens - self._aware.spared(held, consumer)
         is_short = num_new <= self._settings.local_prompt_tokens

@@ -11,7 +11,7 @@ from rayk.sched.work import Chooser, work
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTokens:
     """Prompt tokens that somebody has. The last one is always computed, for its logits."""
 
     here: Mapping[str, int]
@@ -55,7 +55,11 @@ class PrefixAware:
         return self.placed(request, producer, consumer, held)
 
     def placed(
-        self, request: PlacementRequest, producer: EngineLoad | None, consumer: EngineLoad | None, held: Held
+        self,
+        request: PlacementRequest,
+        producer: EngineLoad | None,
+        consumer: EngineLoad | None,
+        held: HeldTokens,
     ) -> Placement:
         """The decision, which counts from now on."""
         engines = [e for e in (producer, consumer) if e is not None]
@@ -74,21 +78,21 @@ class PrefixAware:
             self._tiers[name] = PrefixIndex(self._settings.block_tokens, self._settings.host_blocks)
         return self._tiers[name]
 
-    def look_up(self, request: PlacementRequest) -> Held:
+    def look_up(self, request: PlacementRequest) -> HeldTokens:
         """What need not be computed of a prompt, and where."""
         most, keys = request.num_prompt_tokens - 1, request.prefix_keys
         here = {name: min(num, most) for name, num in self.index.num_held_tokens(keys).items()}
         if self._settings.host_cost >= 1:
-            return Held(here, {})
+            return HeldTokens(here, {})
         found = {name: tier.num_held_tokens(keys).get(name, 0) for name, tier in self._tiers.items()}
-        return Held(here, {name: min(num, most) for name, num in found.items() if num})
+        return HeldTokens(here, {name: min(num, most) for name, num in found.items() if num})
 
-    def spared(self, held: Held, engine: EngineLoad) -> float:
+    def spared(self, held: HeldTokens, engine: EngineLoad) -> float:
         """Prompt tokens computed, that an engine is spared."""
         return held.here.get(engine.name, 0) + (1 - self._settings.host_cost) * held.num_host_tokens(engine)
 
     def producer(
-        self, request: PlacementRequest, prefill: Sequence[EngineLoad], held: Held, *, is_alone: bool
+        self, request: PlacementRequest, prefill: Sequence[EngineLoad], held: HeldTokens, *, is_alone: bool
     ) -> EngineLoad:
         """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
@@ -96,7 +100,9 @@ class PrefixAware:
         spared = {e.name: self.spared(held, e) for e in prefill} if held.tiers else held.here
         return self._chooser.least(prefill, work(prefill, price, own, spared))
 
-    def consumer(self, request: PlacementRequest, decode: Sequence[EngineLoad], held: Held) -> EngineLoad:
+    def consumer(
+        self, request: PlacementRequest, decode: Sequence[EngineLoad], held: HeldTokens
+    ) -> EngineLoad:
         """Who decodes."""
         price, move = self._settings.output_cost, self._settings.move_cost
         own = price * request.max_tokens + move * request.num_prompt_tokens

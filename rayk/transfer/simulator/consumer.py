@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rayk.transfer import session as s
 from rayk.transfer.lease import Renewals
 from rayk.transfer.push_messages import ArrivedMessage, StopMessage, StoppedMessage, decode_push
-from rayk.transfer.reservation import ReservationTable
+from rayk.transfer.reservation_state import ReservationTable
 from rayk.transfer.simulator.core import Engine
 from rayk.transfer.simulator.memory import HEADS, Memory, Row
 from rayk.transfer.simulator.producer import LEASE, TICK

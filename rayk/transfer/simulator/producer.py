@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rayk.transfer import push_session as p
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.push_messages import ArrivedMessage, StopMessage, StoppedMessage, decode_push
-from rayk.transfer.reservation import StoppedTable
+from rayk.transfer.reservation_state import StoppedTable
 from rayk.transfer.simulator.core import Engine, Flight
 from rayk.transfer.simulator.memory import BLOCK_SIZE, HEADS, Memory, Row
 from rayk.transfer.simulator.requests import (

@@ -95,9 +95,9 @@ def _(original, options, **more):
 
 @SERVING.twin(
     "a server that ends turns away what it began",
-    "rayk.actors.desk:Desk.place",
-    "actors/test_desk.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
-    "actors/test_desk.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
+    "rayk.actors.dispatcher:Dispatcher.place",
+    "actors/test_dispatcher.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
+    "actors/test_dispatcher.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
 )
 async def _(original, self, front, asked, *, again, **options):
     return await original(self, front, asked, again=False, **options)
@@ -201,7 +201,7 @@ async def _(original, parts, timeout_s, say):
 
 @SERVING.twin(
     "requests that their engine's death ended are those of clients who went",
-    "rayk.actors.flight:note_failure",
+    "rayk.actors.request_run:note_failure",
     "metrics/test_outcomes.py::test_a_request_is_counted_by_how_it_ended_for_its_client",
 )
 def _(original, row, error):

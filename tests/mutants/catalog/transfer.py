@@ -149,7 +149,7 @@ def _(original, difference):
 
 @TRANSFER.twin(
     "notifications are read without a look at their checksum",
-    "rayk.transfer.sealed:unseal",
+    "rayk.transfer.checked_message:unpack",
     "test_hostile_peers.py::test_a_message_of_which_a_bit_flipped_is_not_read",
 )
 def _(original, message):
@@ -179,7 +179,7 @@ def _(original, self, message, peer):
 
 @TRANSFER.twin(
     "all lives of an engine end at once",
-    "rayk.transfer.reservation:ReservationTable.on_engine_gone",
+    "rayk.transfer.reservation_state:ReservationTable.on_engine_gone",
     "test_reservation.py::test_the_end_of_one_life_says_nothing_of_the_next",
 )
 def _(original, self, engine, epoch):

@@ -19,14 +19,14 @@ UNREAD_BYTES = 1 << 16
 
 
 def framed(body: bytes) -> bytes:
-    """Length and body, as `Wire.start` takes them apart."""
+    """Length and body, as `LineProtocol.start` takes them apart."""
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
-class Wire(asyncio.Protocol):
+class LineProtocol(asyncio.Protocol):
     """One end of it, on the loop it was made on. Whoever has it closes it."""
 
-    def __init__(self, on_made: Callable[[Wire], None] | None = None) -> None:
+    def __init__(self, on_made: Callable[[LineProtocol], None] | None = None) -> None:
         """`on_made`: called once it is connected."""
         self.lost = asyncio.Event()
         """The connection is over."""

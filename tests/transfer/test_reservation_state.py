@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage
-from rayk.transfer.reservation import Ask, ReservationTable, StoppedTable
+from rayk.transfer.reservation_state import ReservationTable, StoppedTable, StopRequest
 
 EVERY = 10
 
@@ -19,7 +19,7 @@ def table_of(*reservations: tuple[str, str, int], num_producers: int = 1) -> Res
 def test_blocks_are_clear_when_every_rank_has_stopped():
     table = table_of(("a", "p0", 0), num_producers=2)
     table.stop("a", 0)
-    assert table.tick(0) == [Ask("a", (0, 1))]
+    assert table.tick(0) == [StopRequest("a", (0, 1))]
     table.on_stopped(StoppedMessage("a", 1, "aborted"))
     assert table.take_clear() == []
     assert table.open_reservations == ("a",)
@@ -35,10 +35,10 @@ def test_ranks_that_must_stop_are_asked_again_and_only_they():
     assert table.tick(0) == []
     table.stop("a", 5)
     assert table.tick(4) == []
-    assert table.tick(5) == [Ask("a", (0, 1, 2))]
+    assert table.tick(5) == [StopRequest("a", (0, 1, 2))]
     assert table.tick(5 + EVERY - 1) == []
     table.on_stopped(StoppedMessage("a", 1))
-    assert table.tick(5 + EVERY) == [Ask("a", (0, 2))]
+    assert table.tick(5 + EVERY) == [StopRequest("a", (0, 2))]
     # To want blocks back twice is to ask no sooner.
     table.stop("a", 5 + EVERY + 1)
     assert table.tick(5 + EVERY + 1) == []
@@ -52,7 +52,7 @@ def test_the_end_of_one_life_says_nothing_of_the_next():
     assert table.take_clear() == ["old"]
     assert table.open_reservations == ("new", "other")
     assert table.stopped("new") == {}
-    assert table.tick(0) == [Ask("new", (0, 1)), Ask("other", (0, 1))]
+    assert table.tick(0) == [StopRequest("new", (0, 1)), StopRequest("other", (0, 1))]
     # A late word of the first life's end.
     table.on_engine_gone("p0", 0)
     assert table.take_clear() == []
@@ -124,7 +124,7 @@ def test_an_arrival_of_the_tickets_attempt_is_a_ranks_last_word():
     table.on_arrived(ArrivedMessage("a", 0, 1, 1))
     table.stop("a", 0, attempt=1)
     # Rank 1 has yet to write what it was begun anew for.
-    assert table.tick(0) == [Ask("a", (1,))]
+    assert table.tick(0) == [StopRequest("a", (1,))]
     table.on_stopped(StoppedMessage("a", 1))
     assert table.take_clear() == ["a"]
 
@@ -134,7 +134,7 @@ def test_without_a_ticket_an_arrival_is_no_last_word():
     table.on_arrived(ArrivedMessage("a", 0, 0, 1))
     table.stop("a", 0)
     assert table.take_clear() == []
-    assert table.tick(0) == [Ask("a", (0,))]
+    assert table.tick(0) == [StopRequest("a", (0,))]
 
 
 def test_a_producer_remembers_what_was_stopped_before_it_began(monkeypatch):

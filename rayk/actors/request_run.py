@@ -34,7 +34,7 @@ it died of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlightRules:
+class RunRules:
     """What holds for all requests of a deployment."""
 
     is_push: bool
@@ -47,7 +47,7 @@ class FlightRules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Route:
     """The engines of one attempt."""
 
     request: Request
@@ -60,7 +60,7 @@ class Way:
     """Of the attempt, from 0."""
 
 
-class FlightLog(Protocol):
+class RunLog(Protocol):
     """Who wants to know what happens on the way."""
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
@@ -80,12 +80,10 @@ class FlightLog(Protocol):
         ...
 
 
-class Flight:
+class RequestRun:
     """One request, over all its attempts. Fills its row."""
 
-    def __init__(
-        self, rules: FlightRules, row: RequestRow, log: FlightLog, *, captures: bool = False
-    ) -> None:
+    def __init__(self, rules: RunRules, row: RequestRow, log: RunLog, *, captures: bool = False) -> None:
         """`captures`: the prefill engine copies the prompt's KV rows out."""
         self.row = row
         self._rules = rules
@@ -100,49 +98,49 @@ class Flight:
         """What the engine does with it since a step first took it: prefill or decode."""
         self._lender: EngineHandle | None = None
 
-    async def attempt(self, way: Way) -> None:
-        """One way of the request through its engines, behind what earlier ones delivered. Raises what ends
+    async def attempt(self, route: Route) -> None:
+        """Take one route through the engines, behind what earlier ones delivered. Raises what ends
         it."""
-        self._unsent = "retry" if way.number else "queue"
-        if way.prefill is None:
-            await self._compute_all(way)
-        elif way.decode is not None and self._rules.is_push:
-            prefill, decode = await way.prefill(), await way.decode()
+        self._unsent = "retry" if route.number else "queue"
+        if route.prefill is None:
+            await self._compute_all(route)
+        elif route.decode is not None and self._rules.is_push:
+            prefill, decode = await route.prefill(), await route.decode()
             self._sent()
-            async with reserved(self._rules.request_s, prefill, decode, way.request, self._stages) as given:
-                await self._prefill(way, way.prefill, reservation=self._log.reserved(given))
+            async with reserved(self._rules.request_s, prefill, decode, route.request, self._stages) as given:
+                await self._prefill(route, route.prefill, reservation=self._log.reserved(given))
         else:
-            await self._prefill(way, way.prefill)
+            await self._prefill(route, route.prefill)
 
-    async def _prefill(self, way: Way, find: FindEngine, **given: Any) -> None:
+    async def _prefill(self, route: Route, find: FindEngine, **given: Any) -> None:
         """From the prompt on. `given`: more for the prefill engine."""
         row = self.row
         prefill = self._lender = await find()
         row.prefill_engine = prefill.name
-        if way.decode is None:
+        if route.decode is None:
             given["output_token_ids"] = tuple(row.output_token_ids)
-        mode = "whole" if way.decode is None else "prefill"
-        ticket = await self._stream(prefill, way, mode=mode, capture=self._captures, **given)
+        mode = "whole" if route.decode is None else "prefill"
+        ticket = await self._stream(prefill, route, mode=mode, capture=self._captures, **given)
         if ticket is None:
-            row.decode_engine = row.decode_engine or (prefill.name if way.decode is None else None)
-            row.kv_path = "local" if way.decode is None else "none"
+            row.decode_engine = row.decode_engine or (prefill.name if route.decode is None else None)
+            row.kv_path = "local" if route.decode is None else "none"
             return
         try:
-            await self._decode(way, prefill, ticket)
+            await self._decode(route, prefill, ticket)
         finally:
             if row.finish_reason is None:  # nobody will release the lease of a request that failed
-                prefill.leader.settle.options(concurrency_group="control").remote(way.request.request_id)
+                prefill.leader.settle.options(concurrency_group="control").remote(route.request.request_id)
 
-    async def _decode(self, way: Way, prefill: EngineHandle, ticket: TransferTicket) -> None:
-        assert way.decode is not None, "a ticket is for somebody"
-        decode = await way.decode()
+    async def _decode(self, route: Route, prefill: EngineHandle, ticket: TransferTicket) -> None:
+        assert route.decode is not None, "a ticket is for somebody"
+        decode = await route.decode()
         self.row.decode_engine, self.row.kv_path = decode.name, "remote"
         if self._rules.via_host:
-            ticket = await self._relay(way, prefill, decode, ticket)
+            ticket = await self._relay(route, prefill, decode, ticket)
         try:
             await self._stream(
                 decode,
-                way,
+                route,
                 mode="decode",
                 ticket=ticket,
                 output_token_ids=tuple(self.row.output_token_ids),
@@ -156,7 +154,7 @@ class Flight:
             raise await diagnose(prefill, decode, ticket, mismatch, CONTROL_S) from None
 
     async def _relay(
-        self, way: Way, prefill: EngineHandle, decode: EngineHandle, ticket: TransferTicket
+        self, route: Route, prefill: EngineHandle, decode: EngineHandle, ticket: TransferTicket
     ) -> TransferTicket:
         """Through the host tier, which the decode engine reads in the prefill engine's place."""
 
@@ -165,35 +163,35 @@ class Flight:
             for transfer in answer.transfers:
                 transfer.purpose = "relay"
             # The tier lies on the prefill engine's node.
-            self._take_transfers(prefill, told, way)
+            self._take_transfers(prefill, told, route)
 
-        prompt, limit_s = way.request.prompt_token_ids, self._rules.transfer_s
+        prompt, limit_s = route.request.prompt_token_ids, self._rules.transfer_s
         again = await relay(prefill, decode, ticket, prompt, limit_s, stored)
         self._stages.end("relay", time.monotonic_ns())
         return again
 
-    async def _compute_all(self, way: Way) -> None:
+    async def _compute_all(self, route: Route) -> None:
         """The decode engine does without any KV from elsewhere."""
-        assert way.decode is not None, "somebody has to"
-        row, decode = self.row, await way.decode()
-        row.decode_engine, row.kv_path = decode.name, "recomputed" if way.number else "local"
+        assert route.decode is not None, "somebody has to"
+        row, decode = self.row, await route.decode()
+        row.decode_engine, row.kv_path = decode.name, "recomputed" if route.number else "local"
         tokens = tuple(row.output_token_ids)
-        await self._stream(decode, way, mode="whole", capture=self._captures, output_token_ids=tokens)
-        if way.number:
+        await self._stream(decode, route, mode="whole", capture=self._captures, output_token_ids=tokens)
+        if route.number:
             row.num_valid_tokens = 0
             row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
 
-    async def _stream(self, engine: EngineHandle, way: Way, **arguments: Any) -> TransferTicket | None:
+    async def _stream(self, engine: EngineHandle, route: Route, **arguments: Any) -> TransferTicket | None:
         """Follow the request on one engine; its ticket if it leaves with one. Raises its error."""
         row = self.row
         # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
         index = len(arguments.get("output_token_ids", ()))
         self._computes, self._phase = arguments["mode"] != "decode", ""
         self._sent()
-        async for events in engine.stream(self._rules.request_s, way.request, **arguments):
+        async for events in engine.stream(self._rules.request_s, route.request, **arguments):
             for event in events:
                 self._note_stages(engine, event)
-                self._take(engine, _undelivered(event, len(row.output_token_ids) - index), way)
+                self._take(engine, _undelivered(event, len(row.output_token_ids) - index), route)
                 index += len(event.token_ids)
                 if event.error is not None:
                     raise event.error
@@ -205,7 +203,7 @@ class Flight:
                     if row.token_times_ns:
                         self._stages.end("decode", row.token_times_ns[-1])
                     return None
-        raise DeadlineExceeded(f"the end of {way.request.request_id} on {engine.name}", 0.0)
+        raise DeadlineExceeded(f"the end of {route.request.request_id} on {engine.name}", 0.0)
 
     def _sent(self) -> None:
         """A message about the request leaves."""
@@ -255,7 +253,7 @@ class Flight:
             stages.end("prefill", at_ns)
             self._phase = "decode"
 
-    def _take(self, engine: EngineHandle, event: RequestEvent, way: Way) -> None:
+    def _take(self, engine: EngineHandle, event: RequestEvent, route: Route) -> None:
         row, info = self.row, event.info
         time_ns = event.time_ns + engine.clock_offset_ns
         row.output_token_ids += event.token_ids
@@ -263,7 +261,7 @@ class Flight:
         note_sampling(row, event)
         if "stage_ns" in info and event.error is None:
             row.exposed_ns = time_ns - row.token_times_ns[0]
-        self._take_transfers(engine, info, way)
+        self._take_transfers(engine, info, route)
         if "failure" in info:  # the decode engine went on by itself
             row.failure = row.failure or str(info["failure"])
             row.num_valid_tokens = info["num_valid_tokens"]
@@ -271,7 +269,7 @@ class Flight:
             # Where its read never began, nobody releases its lease.
             assert self._lender is not None, "somebody lent it"
             settle = self._lender.leader.settle.options(concurrency_group="control")
-            settle.remote(way.request.request_id)
+            settle.remote(route.request.request_id)
         self._take_offload(info)
         if "captured" in info:
             self._log.captured(row, info["captured"])
@@ -292,13 +290,13 @@ class Flight:
         row.swap_ns += info.get("swap_ns", 0)
         row.offload_failure = info.get("offload_failure", row.offload_failure)
 
-    def _take_transfers(self, engine: EngineHandle, info: dict[str, Any], way: Way) -> None:
+    def _take_transfers(self, engine: EngineHandle, info: dict[str, Any], route: Route) -> None:
         row = self.row
         transfers: Sequence[TransferRow] = info.get("transfers", ())
         num_checked: int = info.get("num_kv_bytes_checked", 0)
         for transfer in transfers:
             transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
-            transfer.request_id, transfer.retries = row.request_id, way.number
+            transfer.request_id, transfer.retries = row.request_id, route.number
             transfer.shift(engine.clock_offset_ns - row.arrival_ns)
         if transfers or num_checked:
             self._log.transferred(transfers, num_checked)

@@ -16,13 +16,13 @@ MAX_BYTES = 1 << 20
 """Longer notifications are not read."""
 
 
-def seal(fields: Sequence[object]) -> bytes:
+def pack(fields: Sequence[object]) -> bytes:
     """JSON behind its CRC-32 in 8 hexadecimal digits."""
     content = json.dumps(list(fields)).encode()
     return b"%08x" % zlib.crc32(content) + content
 
 
-def unseal(message: bytes) -> list[Any] | None:
+def unpack(message: bytes) -> list[Any] | None:
     """What was sealed; None for anything else."""
     check, content = message[:8], message[8:]
     if len(message) > MAX_BYTES or check != b"%08x" % zlib.crc32(content):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayk.engine.rank import EngineRank
-from rayk.handover.commands import BlockTables, Describe, RankNews, Reserve, StartRead, Wire
+from rayk.handover.commands import BlockTables, Describe, RankNews, Reserve, StartRead, WarmUp
 from rayk.handover.extension import TransferExtension
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import refusal
@@ -44,7 +44,7 @@ DESCRIBE = "describe"
 """The part of a handshake in which an engine says what it is; the agent's reads are the other."""
 
 
-class StruckExtension(TransferExtension):
+class FaultyExtension(TransferExtension):
     """A rank that commits faults at the points its agent does not see: describing itself, taking tickets."""
 
     def __init__(
@@ -65,7 +65,7 @@ class StruckExtension(TransferExtension):
                 description = super().execute(command)
                 assert isinstance(description, CacheDescription)
                 return description if strike is None else _other_model(description)
-            case Wire():
+            case WarmUp():
                 with self._struck.wiring():
                     return super().execute(command)
             case StartRead() if command.ticket.reservation_id is None:

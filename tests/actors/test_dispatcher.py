@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.desk import Desk
+from rayk.actors.dispatcher import Dispatcher
 from rayk.actors.serving import News
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import Placement, PlacementRequest
 from rayk.types.errors import DeadlineExceeded, EngineDied, Overloaded
 
 
-def make_desk(max_running: int = 1, max_waiting: int = 2, *, opened: bool = True) -> Desk:
-    desk = Desk(get_policy("round_robin"), max_waiting=max_waiting, limit=lambda: max_running)
+def make_dispatcher(max_running: int = 1, max_waiting: int = 2, *, opened: bool = True) -> Dispatcher:
+    dispatcher = Dispatcher(get_policy("round_robin"), max_waiting=max_waiting, limit=lambda: max_running)
     if opened:
-        desk.open("decode0", "decode", 1)
-        desk.open("prefill0", "prefill", 1)
-    return desk
+        dispatcher.open("decode0", "decode", 1)
+        dispatcher.open("prefill0", "prefill", 1)
+    return dispatcher
 
 
-def place(desk: Desk, name: str, *, again: bool = False, **how: Any) -> asyncio.Task[Placement]:
+def place(dispatcher: Dispatcher, name: str, *, again: bool = False, **how: Any) -> asyncio.Task[Placement]:
     """The request's call, begun."""
     asked = PlacementRequest(request_id=name, num_prompt_tokens=2, max_tokens=3)
-    call: Coroutine[Any, Any, Placement] = desk.place(
+    call: Coroutine[Any, Any, Placement] = dispatcher.place(
         how.get("front", "f"),
         asked,
         priority=how.get("priority", 0),
@@ -47,36 +47,36 @@ def ended(*names: str) -> News:
 
 def test_whoever_waits_comes_in_by_priority_when_a_request_ends() -> None:
     async def run() -> None:
-        desk = make_desk()
-        calls = {"a": place(desk, "a")}
+        dispatcher = make_dispatcher()
+        calls = {"a": place(dispatcher, "a")}
         await settle()
-        calls |= {"b": place(desk, "b"), "c": place(desk, "c", priority=-1)}
+        calls |= {"b": place(dispatcher, "b"), "c": place(dispatcher, "c", priority=-1)}
         await settle()
         assert calls["a"].result() == Placement(prefill="prefill0", decode="decode0")
-        assert (desk.num_running, desk.num_waiting) == (1, 2)
-        desk.tell("f", ended("a"))
+        assert (dispatcher.num_running, dispatcher.num_waiting) == (1, 2)
+        dispatcher.tell("f", ended("a"))
         await settle()
         assert calls["c"].done()
         assert not calls["b"].done()
-        desk.tell("f", ended("c", "b"))
+        dispatcher.tell("f", ended("c", "b"))
         await settle()
         assert calls["b"].cancelled()
-        assert (desk.num_running, desk.num_waiting) == (0, 0)
+        assert (dispatcher.num_running, dispatcher.num_waiting) == (0, 0)
 
     asyncio.run(run())
 
 
 def test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place() -> None:
     async def run() -> None:
-        desk = make_desk(max_waiting=1)
-        first, second, third = (place(desk, name) for name in "abc")
+        dispatcher = make_dispatcher(max_waiting=1)
+        first, second, third = (place(dispatcher, name) for name in "abc")
         await settle()
         with pytest.raises(Overloaded):
             third.result()
-        again = place(desk, "d", again=True)
+        again = place(dispatcher, "d", again=True)
         await settle()
         assert not again.done()
-        desk.tell("f", ended("a"))
+        dispatcher.tell("f", ended("a"))
         await settle()
         assert again.done(), "before one that waits since longer, but for the first time"
         assert not second.done()
@@ -88,12 +88,12 @@ def test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place() -
 
 def test_without_an_engine_of_a_side_requests_wait_until_there_is_one() -> None:
     async def run() -> None:
-        desk = make_desk(max_running=8, max_waiting=8)
-        desk.lost("decode0")
-        call = place(desk, "a")
+        dispatcher = make_dispatcher(max_running=8, max_waiting=8)
+        dispatcher.lost("decode0")
+        call = place(dispatcher, "a")
         await settle()
         assert not call.done()
-        desk.open("decode1", "decode", 2)
+        dispatcher.open("decode1", "decode", 2)
         await settle()
         assert call.result().decode == "decode1"
 
@@ -102,22 +102,22 @@ def test_without_an_engine_of_a_side_requests_wait_until_there_is_one() -> None:
 
 def test_who_waits_past_the_deadline_is_told_so_and_leaves() -> None:
     async def run() -> None:
-        desk = make_desk(opened=False)
-        call = place(desk, "a", deadline_s=0.05)
+        dispatcher = make_dispatcher(opened=False)
+        call = place(dispatcher, "a", deadline_s=0.05)
         with pytest.raises(DeadlineExceeded):
             await asyncio.wait_for(call, 30)
-        assert desk.num_waiting == 0
-        await asyncio.wait_for(desk.drained(), 30)
+        assert dispatcher.num_waiting == 0
+        await asyncio.wait_for(dispatcher.drained(), 30)
 
     asyncio.run(run())
 
 
 def test_an_engine_has_one_role_at_a_time() -> None:
     async def run() -> None:
-        desk = make_desk(max_running=8)
-        desk.open("decode1", "decode", 1)
-        desk.open("decode1", "prefill", 1)
-        placed = [await place(desk, name) for name in "abcd"]
+        dispatcher = make_dispatcher(max_running=8)
+        dispatcher.open("decode1", "decode", 1)
+        dispatcher.open("decode1", "prefill", 1)
+        placed = [await place(dispatcher, name) for name in "abcd"]
         assert {p.decode for p in placed} == {"decode0"}
         assert {p.prefill for p in placed} == {"prefill0", "decode1"}
 
@@ -127,60 +127,62 @@ def test_an_engine_has_one_role_at_a_time() -> None:
 def test_a_silent_fronts_attempts_are_given_back_with_their_engines() -> None:
     async def run() -> None:
         now_ns = 0
-        desk = Desk(get_policy("round_robin"), max_waiting=4, limit=lambda: 2, clock=lambda: now_ns)
-        desk.open("prefill0", "aggregated", 1)
-        calls = [place(desk, name, front=front) for name, front in (("a", "x"), ("b", "y"), ("c", "x"))]
+        dispatcher = Dispatcher(
+            get_policy("round_robin"), max_waiting=4, limit=lambda: 2, clock=lambda: now_ns
+        )
+        dispatcher.open("prefill0", "aggregated", 1)
+        calls = [place(dispatcher, name, front=front) for name, front in (("a", "x"), ("b", "y"), ("c", "x"))]
         await settle()
         assert [c.done() for c in calls] == [True, True, False]
         now_ns = 10**10
-        desk.tell("y", News())
-        assert desk.gone(5.0) == [("a", Placement(prefill="prefill0", decode=None))]
+        dispatcher.tell("y", News())
+        assert dispatcher.gone(5.0) == [("a", Placement(prefill="prefill0", decode=None))]
         await settle()
         with pytest.raises(EngineDied):  # which has a front that lives after all ask again
             calls[2].result()
-        assert desk.num_running == 1
-        assert desk.gone(5.0) == []
+        assert dispatcher.num_running == 1
+        assert dispatcher.gone(5.0) == []
 
     asyncio.run(run())
 
 
 def test_what_ended_before_it_came_never_takes_a_place() -> None:
     async def run() -> None:
-        desk = make_desk()
-        desk.tell("f", ended("a"))
+        dispatcher = make_dispatcher()
+        dispatcher.tell("f", ended("a"))
         with pytest.raises(DeadlineExceeded):
-            await place(desk, "a")
-        assert desk.num_running == 0
+            await place(dispatcher, "a")
+        assert dispatcher.num_running == 0
 
     asyncio.run(run())
 
 
 def test_asking_twice_for_an_attempt_takes_one_place() -> None:
     async def run() -> None:
-        desk = make_desk(max_running=3)
-        assert await place(desk, "a") == await place(desk, "a")
-        assert desk.num_running == 1
+        dispatcher = make_dispatcher(max_running=3)
+        assert await place(dispatcher, "a") == await place(dispatcher, "a")
+        assert dispatcher.num_running == 1
 
     asyncio.run(run())
 
 
 def test_a_desk_that_drains_takes_only_what_it_had_taken_before() -> None:
     async def run() -> None:
-        desk = make_desk(max_running=1, max_waiting=4)
-        first, waiting = place(desk, "a"), place(desk, "b")
+        dispatcher = make_dispatcher(max_running=1, max_waiting=4)
+        first, waiting = place(dispatcher, "a"), place(dispatcher, "b")
         await settle()
-        desk.is_draining = True
+        dispatcher.is_draining = True
         with pytest.raises(Overloaded):
-            await place(desk, "c")
-        drained = asyncio.ensure_future(desk.drained())
-        again = place(desk, "a~1", again=True)
+            await place(dispatcher, "c")
+        drained = asyncio.ensure_future(dispatcher.drained())
+        again = place(dispatcher, "a~1", again=True)
         await settle()
         assert not drained.done()
-        desk.tell("f", ended("a"))
+        dispatcher.tell("f", ended("a"))
         await settle()
-        desk.tell("f", ended("a~1"))
+        dispatcher.tell("f", ended("a~1"))
         await settle()
-        desk.tell("f", ended("b"))
+        dispatcher.tell("f", ended("b"))
         await asyncio.wait_for(drained, 30)
         assert {call.result().prefill for call in (first, waiting, again)} == {"prefill0"}
 
@@ -189,32 +191,32 @@ def test_a_desk_that_drains_takes_only_what_it_had_taken_before() -> None:
 
 def test_who_goes_while_it_waits_is_forgotten_when_its_turn_comes() -> None:
     async def run() -> None:
-        desk = make_desk()
-        first, second = place(desk, "a"), place(desk, "b")
+        dispatcher = make_dispatcher()
+        first, second = place(dispatcher, "a"), place(dispatcher, "b")
         await settle()
         second.cancel()
         await settle()
-        desk.tell("f", ended("a"))
+        dispatcher.tell("f", ended("a"))
         assert first.done()
-        assert (desk.num_running, desk.num_waiting) == (0, 0)
-        await asyncio.wait_for(desk.drained(), 30)
-        assert desk.forget("f") == []
-        assert (await place(desk, "b")).prefill == "prefill0", "it was not the front's to forget"
+        assert (dispatcher.num_running, dispatcher.num_waiting) == (0, 0)
+        await asyncio.wait_for(dispatcher.drained(), 30)
+        assert dispatcher.forget("f") == []
+        assert (await place(dispatcher, "b")).prefill == "prefill0", "it was not the front's to forget"
 
     asyncio.run(run())
 
 
 def test_a_front_is_gone_with_the_last_of_its_connections() -> None:
     async def run() -> None:
-        desk = make_desk(max_running=2)
-        desk.arrived("f")
-        desk.arrived("f")  # it has noticed sooner than the fleet that its first one was lost
-        placed = await place(desk, "a")
-        assert desk.left("f") == []
-        assert desk.num_running == 1
-        assert desk.left("f") == [("a", placed)]
-        assert desk.num_running == 0
-        desk.arrived("f")
-        assert desk.left("f") == []
+        dispatcher = make_dispatcher(max_running=2)
+        dispatcher.arrived("f")
+        dispatcher.arrived("f")  # it has noticed sooner than the fleet that its first one was lost
+        placed = await place(dispatcher, "a")
+        assert dispatcher.left("f") == []
+        assert dispatcher.num_running == 1
+        assert dispatcher.left("f") == [("a", placed)]
+        assert dispatcher.num_running == 0
+        dispatcher.arrived("f")
+        assert dispatcher.left("f") == []
 
     asyncio.run(run())

@@ -10,9 +10,9 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.arrivals import ArrivalReads, Arrivals
 from rayk.transfer.link import ProducerLink
 from rayk.transfer.push_messages import StopMessage
-from rayk.transfer.rooms import BlockTables, Queued
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.wire import WireCache
+from rayk.transfer.wire_queue import BlockTables, Queued
 from rayk.types.errors import RaykError, TransferError
 
 Generations = tuple[tuple[int, ...], ...]

@@ -31,7 +31,7 @@ class _Waiting:
     asked: PlacementRequest
     deadline_s: float
     """As it was told."""
-    seat: asyncio.Future[Placement]
+    assignment: asyncio.Future[Placement]
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Front:
     """Of its requests, placed or waiting."""
 
 
-class Desk:
+class Dispatcher:
     """Places requests on engines that are open. `limit()`: how many may be on engines now;
     `tier_of`: an engine's host tier."""
 
@@ -131,7 +131,7 @@ class Desk:
         if self.is_draining and not again:
             raise room.overloaded(now_ns, "the server is about to end")
         if self._has_room and not self.num_waiting:
-            return self._sit(front, asked)
+            return self._assign(front, asked)
         waiting = _Waiting(front, asked, deadline_s, asyncio.get_running_loop().create_future())
         deadline_ns = now_ns + int(deadline_s * NS_PER_S)
         room.enter(name, waiting, priority=priority, deadline_ns=deadline_ns, now_ns=now_ns)
@@ -139,7 +139,7 @@ class Desk:
         self._idle.clear()
         self._pump()
         self._set_alarm()
-        return await waiting.seat
+        return await waiting.assignment
 
     def tell(self, front: str, news: News) -> None:
         """News of a front's attempts."""
@@ -191,7 +191,7 @@ class Desk:
         known = self._fronts.setdefault(front, _Front(now_ns))
         known.heard_ns = now_ns
 
-    def _sit(self, front: str, asked: PlacementRequest) -> Placement:
+    def _assign(self, front: str, asked: PlacementRequest) -> Placement:
         placed = self._policy.place(
             asked, self._loads.of(self._open["prefill"]), self._loads.of(self._open["decode"])
         )
@@ -208,10 +208,10 @@ class Desk:
             waiting = next((w for room in self._rooms if (w := room.pop(now_ns)) is not None), None)
             if waiting is None:
                 return
-            if waiting.seat.done():  # whoever asked has gone
+            if waiting.assignment.done():  # whoever asked has gone
                 self._strike_off(waiting.front, waiting.asked.request_id)
             else:
-                waiting.seat.set_result(self._sit(waiting.front, waiting.asked))
+                waiting.assignment.set_result(self._assign(waiting.front, waiting.asked))
 
     def _end(self, name: str, *, taken_for_gone: bool = False) -> None:
         """An attempt is over, or not wanted any more; `taken_for_gone`: its front may live all the same, and
@@ -226,9 +226,9 @@ class Desk:
             return
         waiting = next((w for room in self._rooms if (w := room.leave(name)) is not None), None)
         if waiting is not None:
-            if taken_for_gone and not waiting.seat.done():
-                waiting.seat.set_exception(EngineDied("fleet", "it took this front for gone"))
-            waiting.seat.cancel()
+            if taken_for_gone and not waiting.assignment.done():
+                waiting.assignment.set_exception(EngineDied("fleet", "it took this front for gone"))
+            waiting.assignment.cancel()
             self._strike_off(waiting.front, name)
             return
         self._early[name] = None
@@ -246,9 +246,9 @@ class Desk:
         self._alarm = None
         now_ns = self._clock()
         for waiting in [w for room in self._rooms for w in room.expire(now_ns)]:
-            if not waiting.seat.done():
+            if not waiting.assignment.done():
                 name = waiting.asked.request_id
-                waiting.seat.set_exception(DeadlineExceeded(f"a place for {name}", waiting.deadline_s))
+                waiting.assignment.set_exception(DeadlineExceeded(f"a place for {name}", waiting.deadline_s))
             self._strike_off(waiting.front, waiting.asked.request_id)
         self._set_alarm()
 

@@ -14,7 +14,7 @@ from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class StopRequest:
     """Send StopMessage of this reservation to these producer ranks."""
 
     reservation_id: str
@@ -95,13 +95,13 @@ class ReservationTable:
             found.ask_at_ns = now_ns
         self._settle(reservation_id)
 
-    def tick(self, now_ns: int) -> list[Ask]:
+    def tick(self, now_ns: int) -> list[StopRequest]:
         """Whom to ask to stop, now."""
         asks = []
         for reservation_id, found in self._reservations.items():
             if found.ask_at_ns is not None and found.ask_at_ns <= now_ns:
                 found.ask_at_ns = now_ns + self._ask_every_ns
-                asks.append(Ask(reservation_id, tuple(sorted(found.writers))))
+                asks.append(StopRequest(reservation_id, tuple(sorted(found.writers))))
         return asks
 
     def take_clear(self) -> list[str]:
