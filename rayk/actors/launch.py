@@ -28,11 +28,12 @@ from rayk.actors.nodes import (
 )
 from rayk.actors.placement import LOOPBACK, live_nodes, on_this_node, this_node
 from rayk.actors.ray_private import joining, ray_environment, starting_own_cluster, without_paragraphs
-from rayk.actors.sessions import kept_sigterm, session_folder
+from rayk.actors.sessions import session_folder
 from rayk.actors.token_file import TokenFile
 from rayk.specs import Cell
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, DeviceError
+from rayk.types.signals import kept_sigterm
 
 NAMESPACE = "rayk"
 OBJECT_STORE_BYTES = 160 << 20

@@ -12,9 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,26 +43,6 @@ def session_folder() -> Iterator[str]:
         _own.discard(folder / MARK)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
-
-
-@contextmanager
-def kept_sigterm() -> Iterator[None]:
-    """Keep a SIGTERM handler that somebody set while Ray connects, which replaces it by its own.
-
-    A signal that Ray's handler took meanwhile (it raises SystemExit) is given to the kept one.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    try:
-        yield
-    except SystemExit:
-        signal.signal(signal.SIGTERM, before)
-        signal.raise_signal(signal.SIGTERM)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def remove_own_sessions() -> None:

@@ -222,10 +222,10 @@ def _spread(base: Load, rates: list[float], concurrencies: list[int]) -> list[Lo
 def send_loads(loads: list[Load], out: Path | None, *, strict: bool) -> int:
     """Send them, print the tables, return the exit code. Raises UserError for bad input."""
     from rayk.bench.run import run_bench
-    from rayk.cli.interrupts import interrupts
     from rayk.cli.plain import print_table
     from rayk.reports import collect_environment, load
     from rayk.reports.load_page import load_tables, reasons
+    from rayk.types.signals import interrupts
 
     now = datetime.datetime.now().astimezone()
     folder = out or Path("runs") / f"bench-{now:%Y%m%d-%H%M%S}"

@@ -75,11 +75,11 @@ def conformance(
 
 
 def _run(connector: str, checks: Sequence[Check], out: Path | None, timeout: float) -> int:
-    from rayk.cli.interrupts import interrupts
     from rayk.conformance.rig import Settings
     from rayk.conformance.runner import UNSUPPORTED, Kit, failed
     from rayk.reports.environment import collect_environment
     from rayk.reports.page import claim_folder
+    from rayk.types.signals import interrupts
 
     settings = Settings(check_s=timeout, call_s=timeout * CALL_SHARE)
     console = stderr()

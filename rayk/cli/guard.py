@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rayk.cli.interrupts import exit_code_of
 from rayk.types.errors import LayoutVetoed, Unsupported, UserError
+from rayk.types.signals import exit_code_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -80,11 +80,11 @@ def run_spec(
     check_before_start(loaded, folder, address=address, resume=resume)
 
     from rayk.actors.token_file import removal_of
-    from rayk.cli.interrupts import interrupts
     from rayk.cli.plain import print_table
     from rayk.cli.progress import RunProgress
     from rayk.experiments.run import run_experiment
     from rayk.reports import exit_code, verdict_table
+    from rayk.types.signals import interrupts
 
     progress = RunProgress()
     try:

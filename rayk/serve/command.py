@@ -14,11 +14,11 @@ from rayk.actors.naming import JOB_NAME, models_in_words
 from rayk.actors.token_file import TokenFile, removal_of
 from rayk.serve.limits import OF_UVICORN, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
-from rayk.serve.signals import StopSignals
 from rayk.serve.supervisor import READY_S, GaveUp, Part, Supervisor, stop_parts
 from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
+from rayk.types.signals import StopSignals
 from rayk.types.waiting import Waiting, busy, waiting
 
 if TYPE_CHECKING:

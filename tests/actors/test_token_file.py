@@ -23,8 +23,7 @@ import os, signal, sys
 from pathlib import Path
 from rayk.actors.sessions import session_folder
 from rayk.actors.token_file import TokenFile, removal_of
-from rayk.cli.interrupts import interrupts
-from rayk.serve.signals import StopSignals
+from rayk.types.signals import StopSignals, interrupts
 file = TokenFile(Path(sys.argv[2]), is_own_cluster=True)
 file.write("secret")
 def kill():
@@ -44,7 +43,7 @@ import os, sys, time
 from pathlib import Path
 from rayk.actors.launch import connect
 from rayk.actors.token_file import TokenFile
-from rayk.serve.signals import StopSignals
+from rayk.types.signals import StopSignals
 stop = StopSignals(lambda: None)
 with stop.handled(), connect(None, token_file=TokenFile(Path(sys.argv[1]), is_own_cluster=True)) as joined:
     print(joined.address, joined.pages, flush=True)

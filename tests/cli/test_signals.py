@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rayk.actors.sessions import kept_sigterm
 from rayk.cli.guard import run_guarded
-from rayk.cli.interrupts import Interrupted, exit_code_of, interrupts
+from rayk.types.signals import Interrupted, exit_code_of, interrupts, kept_sigterm
 
 STUBBORN = """
 import sys, time
 from rayk.cli.guard import run_guarded
-from rayk.cli.interrupts import interrupts
+from rayk.types.signals import interrupts
 
 def act():
     with interrupts(lambda: print("first", flush=True)):
@@ -125,5 +124,5 @@ def test_ray_does_not_take_the_handler_over() -> None:
 
 
 def test_the_modules_need_no_ray(tmp_path: Path) -> None:
-    code = "import sys, rayk.cli.interrupts; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, rayk.types.signals; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0

@@ -1,0 +1,128 @@
+"""Ctrl-C and SIGTERM: the first ends what runs in order, the second ends the process at once.
+
+A process that ends at once leaves its tables whole, and what it started ends by itself (see actors.sessions).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked this process to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """130 for Ctrl-C, 143 for SIGTERM, as shells count."""
+    return 128 + getattr(interrupt, "signum", signal.SIGINT)
+
+
+@contextmanager
+def _handled(on_first: Callable[[int], None], at_once: Callable[[], None]) -> Iterator[None]:
+    """Within the block the first signal calls `on_first`; the next calls `at_once` and ends the process."""
+    received: list[int] = []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(signum)
+        if len(received) > 1:
+            at_once()
+            os._exit(128 + signum)
+        on_first(signum)
+
+    before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def interrupts(on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within the block the first signal calls `on_first` and raises Interrupted; the next calls `at_once` and
+    ends the process. In threads other than the main one, which get no signals, nothing changes."""
+
+    def interrupt(signum: int) -> None:
+        on_first()
+        raise Interrupted(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with _handled(interrupt, at_once):
+        yield
+
+
+class StopSignals:
+    """Tells the code of an event loop, in the main thread, that somebody asked this process to end."""
+
+    def __init__(self, on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> None:
+        """`at_once`: what must be done still before a second signal ends the process."""
+        self._on_first = on_first
+        self._at_once = at_once
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self.received = False
+
+    def handled(self) -> AbstractContextManager[None]:
+        """Within the block a first signal calls `on_first` and sets the event; a second ends the process."""
+        return _handled(self._stop, self._at_once)
+
+    def event(self) -> asyncio.Event:
+        """An event of the running loop that a signal sets, or has set."""
+        event = asyncio.Event()
+        self._waiting = asyncio.get_running_loop(), event
+        if self.received:
+            event.set()
+        return event
+
+    def end_within(self, timeout_s: float, code: int) -> None:
+        """End the process then, whatever still waits, as a second signal would."""
+
+        def end() -> None:
+            self._at_once()
+            os._exit(code)
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+
+    def _stop(self, signum: int) -> None:
+        del signum
+        self.received = True
+        self._on_first()
+        if self._waiting is not None:
+            loop, event = self._waiting
+            loop.call_soon_threadsafe(event.set)  # a handler alone does not wake a loop that sleeps
+
+
+@contextmanager
+def kept_sigterm() -> Iterator[None]:
+    """Keep a SIGTERM handler that somebody set while Ray connects, which replaces it by its own.
+
+    A signal that Ray's handler took meanwhile (it raises SystemExit) is given to the kept one.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        yield
+    except SystemExit:
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
