@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, RaykError, SpecError, Unsupported, UserError
 from rayk.types.request import FinishReason
-from rayk.types.serving import Delta
+from rayk.types.serving import Delta, ModelCard
 from tests.markers import nixl, ray, thorough
 
 NUM_TOKENS = 24
@@ -56,6 +57,10 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 class Scripted:
     """Engines that answer token 70, the request's number and its prompt's length."""
 
+    settings = SimpleNamespace(
+        model=ModelCard(model_id="tiny", folder="nowhere", vocab_size=300, max_positions=64)
+    )
+
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], SamplingParams]] = []
 
@@ -86,6 +91,24 @@ def test_results_have_vllms_shape_beside_the_short_one(scripted: tuple[LLM, Scri
     assert seeds[0] == 7 != seeds[1]
     with pytest.raises(UserError, match="n 0"):
         llm.generate("how many", n=0)
+
+
+def test_bad_requests_reach_no_engine(scripted: tuple[LLM, Scripted, Any]) -> None:
+    llm, engines, _ = scripted
+    for prompt, params, message in (
+        ([], SamplingParams(), "prompt 1: empty"),
+        ([9, 300], SamplingParams(), "prompt 1: token id 300 is outside the vocabulary of 300"),
+        ([-1], SamplingParams(), "prompt 1: token id -1 is outside"),
+        (
+            [1] * 50,
+            SamplingParams(),
+            "prompt 1: prompt of 50 . max_tokens 16 exceeds the model's 64 positions",
+        ),
+        ([1], SamplingParams(top_p=0.0), "prompt 1: top_p 0.0\n  mend: top_p: above 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            llm.generate([[1], prompt], [SamplingParams(), params])
+    assert engines.asked == []
 
 
 def test_chats_are_the_templates(scripted: tuple[LLM, Scripted, Any]) -> None:

@@ -23,7 +23,6 @@ from rayk.actors.ray_metrics import make_sink, model_label
 from rayk.actors.request_meter import beat, begin_outcomes, report_request
 from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
 from rayk.actors.serving import Assignment
-from rayk.engine.admission import bad_sampling, seeded
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.sched.policy import PlacementRequest
@@ -31,6 +30,7 @@ from rayk.sched.request_describer import RequestDescriber
 from rayk.specs.serving import ServerSettings
 from rayk.transfer.recovery import Cause, attempt_id, cause_of
 from rayk.transfer.ticket import Reservation
+from rayk.types.admission import seeded
 from rayk.types.errors import (
     DeadlineExceeded,
     EngineDied,
@@ -87,7 +87,7 @@ class Router:
 
     async def generate(self, ask: Ask) -> AsyncIterator[Delta]:
         """See Completer.generate."""
-        request = self._admitted(ask.request)
+        request = self._named(ask.request)
         if self._courier is None:
             self._courier = lasting(self._link.carry(self._settings.front_s / 5), "the way to the fleet")
             self._beat = lasting(beat(self._sink), "metrics")
@@ -154,24 +154,8 @@ class Router:
             pass  # then it misses the front by itself
         await self._link.close()
 
-    def _admitted(self, request: Request) -> Request:
-        """The request as engines will know it. Raises UserError for what no engine would take."""
-        prompt, card = request.prompt_token_ids, self.model
-        if not prompt:
-            raise UserError("the prompt is empty")
-        problem = bad_sampling(request.sampling)
-        if problem is not None:
-            raise problem
-        outside = next((t for t in prompt if not 0 <= t < card.vocab_size), None)
-        if outside is not None:
-            raise UserError(f"token id {outside} is outside the vocabulary of {card.vocab_size}")
-        max_tokens = request.sampling.max_tokens
-        if len(prompt) + max_tokens > card.max_positions:
-            raise UserError(
-                f"prompt of {len(prompt)} + max_tokens {max_tokens} exceeds the model's "
-                f"{card.max_positions} positions"
-            )
-        # Engines tell requests apart by name, whoever named them. Every attempt draws with the same seed.
+    def _named(self, request: Request) -> Request:
+        """Name the request for engines, which know those of many fronts, and seed all its attempts alike."""
         return seeded(replace(request, request_id=f"{request.request_id}@{self.name}.{next(self._numbers)}"))
 
     async def _drive(self, ask: Ask, request: Request, stream: _Stream) -> None:

@@ -17,13 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rayk.engine.admission import bad_sampling, no_prompt_logprobs, seeded
 from rayk.engine.loop import Turn, TurnResult
 from rayk.engine.sampling import sample_step
 from rayk.engine.stopping import LazyDecoder, StopStrings
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
+from rayk.types.admission import bad_sampling, no_prompt_logprobs, outside_vocabulary, seeded
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.bugs import bug, may_be_the_machine
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
@@ -431,10 +431,7 @@ class Leader:
                 error = missing
         if error is not None or self._vocab_size is None:
             return error
-        outside = [t for t in request.prompt_token_ids if not 0 <= t < self._vocab_size]
-        if outside:
-            return UserError(f"token id {outside[0]} is outside the vocabulary of {self._vocab_size}")
-        return None
+        return outside_vocabulary(request.prompt_token_ids, self._vocab_size)
 
     def _too_long(self, request: Request, max_tokens: int) -> UserError | None:
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rayk.actors.environment import wanted_address
 from rayk.serve.llm_engines import LLMEngines
 from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
+from rayk.types.admission import check_request
 from rayk.types.errors import CheckpointError, UserError
 from rayk.types.request import SamplingParams, TokenLogprobs
 from rayk.types.serving import Delta
@@ -196,6 +197,8 @@ class LLM:
             raise UserError(f"{len(ids)} prompts and {len(sampling)} sampling parameters")
         if n < 1:
             raise UserError(f"n {n}: a prompt has at least one output")
+        for i, (tokens, params) in enumerate(zip(ids, sampling, strict=True)):
+            check_request(tokens, params, self._engines.settings.model, f"prompt {i}")
         requests = [
             (
                 tokens,
@@ -221,12 +224,9 @@ class LLM:
         self.close()
 
     def _token_ids(self, index: int, prompt: Prompt) -> tuple[int, ...]:
-        where = f"prompt {index}"
         found = tuple(self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt)
         if not all(isinstance(t, int) for t in found):
-            raise UserError("neither text nor a list of token ids", where=where)
-        if not found:
-            raise UserError("empty", where=where)
+            raise UserError("neither text nor a list of token ids", where=f"prompt {index}")
         return found
 
     def _need_tokenizer(self) -> Text:

@@ -1,4 +1,4 @@
-"""From what a client sent to what the engines are asked."""
+"""From what a client sent, which is checked here and by `protocol`, to what the engines are asked."""
 
 from __future__ import annotations
 

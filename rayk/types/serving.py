@@ -126,8 +126,9 @@ class Completer(Protocol):
 
     def generate(self, ask: Ask) -> AsyncIterator[Delta]:
         """The request's news as they come, the first token at once. Closing the iterator aborts the request
-        on every engine. Raises UserError (bad input), Overloaded (no room: nothing was started),
-        DeadlineExceeded, or what the engines died of."""
+        on every engine. Whoever asks has checked the request (serve.request_parsing, types.admission);
+        engines check it for themselves. Raises UserError (bad input), Overloaded (no room: nothing was
+        started), DeadlineExceeded, or what the engines died of."""
         ...
 
     async def health(self) -> Health:

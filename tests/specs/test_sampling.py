@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rayk.engine.admission import bad_sampling
 from rayk.specs import load_spec, plan_cells
 from rayk.specs.experiment import AXES, SamplingSpec
+from rayk.types.admission import bad_sampling
 from rayk.types.errors import CheckpointError, SpecError
 from rayk.types.request import SamplingParams
 from tests.specs.models import decoder, spec

@@ -1,13 +1,41 @@
-"""What a request must satisfy before it may run: parameters in their ranges, a seed where it draws tokens."""
+"""What a request must satisfy before it may run: parameters in their ranges, a prompt that fits the model."""
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rayk.types.errors import UserError
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, Request, SamplingParams
+from rayk.types.serving import ModelCard
+
+
+def check_request(prompt: Sequence[int], sampling: SamplingParams, model: ModelCard, where: str) -> None:
+    """Refuse what no engine would take, before any has it. Raises UserError."""
+    if not prompt:
+        raise UserError("empty", where=where)
+    problem = bad_sampling(sampling)
+    if problem is not None:
+        raise replace(problem, where=where)
+    outside = outside_vocabulary(prompt, model.vocab_size)
+    if outside is not None:
+        raise replace(outside, where=where)
+    if len(prompt) + sampling.max_tokens > model.max_positions:
+        raise UserError(
+            f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} exceeds the model's "
+            f"{model.max_positions} positions",
+            where=where,
+        )
+
+
+def outside_vocabulary(prompt: Sequence[int], vocab_size: int) -> UserError | None:
+    """Find the first id that is no token of the model; None when all are."""
+    outside = next((t for t in prompt if not 0 <= t < vocab_size), None)
+    if outside is None:
+        return None
+    return UserError(f"token id {outside} is outside the vocabulary of {vocab_size}")
 
 
 def bad_sampling(sampling: SamplingParams) -> UserError | None:
