@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-slow test-generators test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu check kernels bench mutants clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -28,7 +28,8 @@ help:
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
-	@echo "make test        the test suite for this machine (the GPU tests too where there is a GPU)"
+	@echo "make test        a test of everything in a few minutes (the GPU tests too where there is a GPU)"
+	@echo "make test-all    every test but the long sweeps"
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-generators  drive rayk serve with aiperf and guidellm, installed in environments of their own"
 	@echo "make nightly     20,000 random pairs of engines against the byte oracle, others each time"
@@ -88,9 +89,12 @@ serve-swap: $(STAMP)
 attack: $(STAMP)
 	$(BIN)/python jobs/attack.py $(ARGS)
 
+# In two processes, of which one has the Ray cluster and all tests that use it (tests/conftest.py).
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
-test: $(STAMP)
-	$(BIN)/python -m tests.lanes
+test: CHOICE := not thorough and not slow and not gpu
+test-all: CHOICE := not slow and not gpu
+test test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m '$(CHOICE)'
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then echo "$(BIN)/python -m pytest -m gpu"; $(BIN)/python -m pytest -m gpu; \
 	else echo "skipped: the GPU tests (no CUDA device)"; fi

@@ -56,9 +56,9 @@ class Cell(NamedTuple):
 def cells() -> list[Any]:
     """Every model x TP x chunk; layouts, and pairs of layouts, take turns.
 
-    In `make test` each TP setting of a model runs with one chunk size, which take turns. The longest prompt,
-    in the smallest chunks, then goes through one cell of a model; the others run again with it among the
-    slow ones.
+    In `make test-all` each TP setting of a model runs with one chunk size, which take turns. The longest
+    prompt, in the smallest chunks, then goes through one cell of a model; the others run again with it among
+    the slow ones.
     """
     found = []
     names, turns = list(LAYOUTS), Counter[tuple[int, bool]]()

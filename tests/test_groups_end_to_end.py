@@ -70,7 +70,7 @@ class Cell(NamedTuple):
 
 
 def grid() -> Iterator[tuple[Cell, bool]]:
-    """Every model x TP x chunk x switches, and whether the cell runs in `make test`: one per model and TP.
+    """Every model x TP x chunk x switches, and whether the cell is in `make test-all`: one per model and TP.
 
     Chunks, switches, layouts and blocks of those take turns in steps found by trial; the others go on from
     there.
@@ -99,11 +99,11 @@ def cells() -> list[Any]:
 
 
 SELDOM = ({"model", "layout of D"}, {"layout of P", "layout of D"}, {"layout of D", "blocks"})
-"""Settings of which `make test` does not see every two: there are more than cells with a D, or nearly."""
+"""Settings of which `make test-all` does not see every two: there are more than cells with a D, or nearly."""
 
 
 def test_every_two_settings_meet_in_every_run() -> None:
-    """Of the whole grid all those that can meet at all; of `make test` all but SELDOM."""
+    """Of the whole grid all those that can meet at all; of `make test-all` all but SELDOM."""
     everything, quick = [cell for cell, _ in grid()], [cell for cell, runs in grid() if runs]
     assert len(set(everything)) == len(everything) == 6 * 3 * 4 * len(MODELS)
     values = {setting for cell in everything for setting in cell.settings()}

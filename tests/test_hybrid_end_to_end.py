@@ -71,8 +71,8 @@ def layouts_of(model: str) -> list[str]:
 def cells() -> list[Any]:
     """Every model x TP x chunk. The layouts of both sides and the blocks take turns, each in its own step.
 
-    In `make test` each TP setting of a family runs with one chunk size, and two settings of a variant; of its
-    cells with the smallest chunks one has the longest prompt, the others run again with it among the slow
+    In `make test-all` each TP setting of a family runs with one chunk size, and two settings of a variant; of
+    its cells with the smallest chunks one has the longest prompt, the others run again with it among the slow
     ones.
     """
     found = []

@@ -46,8 +46,8 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Any]:
-    """Every model on one engine and on two; TP sizes, chunks and settings take turns. In `make test` a model
-    meets one of both."""
+    """Every model on one engine and on two; TP sizes, chunks and settings take turns. In `make test-all` a
+    model meets one of both."""
     found = []
     chunks, tps = cycle(CHUNKS), cycle(((1,), (1, 2), (2,), (2, 1)))
     switches = cycle(({}, {"hybrid_kv": False}, {"fast_prefill": True}))

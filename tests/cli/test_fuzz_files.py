@@ -36,6 +36,7 @@ from rayk.specs.experiment import AXES, dotted_keys
 from rayk.types.errors import CheckpointError
 from rayk.types.files import JSON_BYTES
 from tests.conftest import CheckpointFactory
+from tests.markers import one_per, thorough
 from tests.reports.synthetic import write_run
 from tests.specs.models import spec
 
@@ -59,6 +60,7 @@ def told(*command: str | Path, stdin: str | None = None) -> str:
 BAD_TAGS = ("x: !!bool foo", "x: !!int ''", "x: !!timestamp x", "x: " + "9:" * 400 + "9.0")
 
 
+@one_per()
 @pytest.mark.parametrize("spec", [SELF, DEEP, "a: &a {b: *a}", "x: 2001-13-45", "- 1", "&a [*a]", *BAD_TAGS])
 def test_reports_of_hostile_specs(tmp_path: Path, spec: str) -> None:
     write_run(tmp_path)
@@ -67,6 +69,7 @@ def test_reports_of_hostile_specs(tmp_path: Path, spec: str) -> None:
     assert "spec.yaml: not a run's spec" in told("report", tmp_path, tmp_path, "--format", "md", "--out", "-")
 
 
+@thorough
 def test_a_spec_of_many_items_is_not_read_to_its_end() -> None:
     parse_spec("prompts: [" + "1," * (MAX_SPEC_ITEMS - 9) + "]")
     loader = _Loader("[" + "1," * (2 * MAX_SPEC_ITEMS) + "]")
@@ -75,6 +78,7 @@ def test_a_spec_of_many_items_is_not_read_to_its_end() -> None:
     assert loader.get_mark().index < 3 * MAX_SPEC_ITEMS
 
 
+@one_per()
 @pytest.mark.parametrize(
     "body", ["{}", "[]", '{"cells":[],"requests":[],"transfers":[]}', "[" * 9999, '{"cells":[{}]}']
 )
@@ -107,12 +111,14 @@ def test_a_tokenizer_that_never_ends(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), "give token ids")
 
 
+@one_per()
 @pytest.mark.parametrize("path", ["/sys/report.html", "/dev/null/report.html", "/proc/self/report.html"])
 def test_a_report_where_nothing_can_be_written(tmp_path: Path, path: str) -> None:
     write_run(tmp_path)
     assert "\n" not in told("report", tmp_path, "--out", path).strip()
 
 
+@thorough
 def test_a_report_on_a_full_disk(tmp_path: Path) -> None:
     """The kernel refuses, as it would where no room is left."""
     write_run(tmp_path / "run")

@@ -40,7 +40,7 @@ def failures(target: str, checks, settings=PATIENT) -> list[str]:
     return [f"{r.id}: {r.verdict} {r.reason}" for r in results if r.verdict != PASS]
 
 
-@one_per()
+@thorough
 @pytest.mark.parametrize("name", ["LocalConnector", "LocalPushConnector"])
 def test_a_local_connector_passes_every_check(name):
     assert failures(f"rayk.transfer:{name}", all_checks(every_layout=True)) == []
@@ -66,6 +66,7 @@ def test_a_connector_that_pushes_passes_every_check():
     assert failures("tests.conformance.copying:Copying", checks) == []
 
 
+@thorough
 def test_what_a_right_connector_takes_is_no_failure():
     """Only what cannot succeed is given little time: machines may be slow, and connectors."""
     checks = choose(all_checks(), ["faults"])

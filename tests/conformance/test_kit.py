@@ -47,6 +47,7 @@ def only(*names: str) -> list[str]:
     return [text for name in names for text in ("--only", name)]
 
 
+@thorough
 def test_the_pages_connector_works(tmp_path):
     (code,) = blocks((ROOT / "docs/connector-kit.md").read_text(encoding="utf-8"), "python")
     (tmp_path / "through_files.py").write_text(code, encoding="utf-8")

@@ -13,6 +13,7 @@ from rayk.conformance.catalog import all_checks, choose
 from rayk.conformance.runner import FAIL, PASS, UNSUPPORTED, Kit
 from tests.conformance.settings import PATIENT
 from tests.conformance.vllm_shaped import FOLDER
+from tests.markers import thorough
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -23,6 +24,7 @@ def files():
     shutil.rmtree(FOLDER, ignore_errors=True)
 
 
+@thorough
 def test_a_connector_of_vllms_shape_passes_what_the_interface_can_say():
     checks = [c for c in all_checks() if not c.id.startswith(("layouts.L", "groups.m", "tp.4"))]
     with Kit("tests.conformance.vllm_shaped:OnFiles", path=[ROOT], settings=PATIENT) as kit:

@@ -18,7 +18,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.engine.stepped import Stepped
-from tests.markers import slow
+from tests.markers import one_per, slow
 from tests.pd import NAN_POISON, make_request
 from tests.spec_models import GROUP_MODELS
 
@@ -94,6 +94,7 @@ def pages(engine: Stepped, key: CacheKey, block: int) -> list[torch.Tensor]:
     return [v[block].contiguous().view(torch.uint8).clone() for v in views]
 
 
+@one_per()
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=slow) for n in range(1, 6))])
 @pytest.mark.parametrize("model", MODELS)
 def test_many_requests_in_a_small_pool(model: str, seed: int, answers: Callable[[str], Answers]) -> None:

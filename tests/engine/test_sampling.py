@@ -19,6 +19,7 @@ from rayk.types.request import FinishReason, SamplingParams
 from tests.engine.statistics import P_VALUE, chi_square_p
 from tests.engine.test_filters import transformers_scores
 from tests.helpers import assert_matches
+from tests.markers import thorough
 from tests.pd import NAN_POISON, Pair, make_request
 
 NUM_TOKENS = 12
@@ -101,6 +102,7 @@ def run_requests(
     return done
 
 
+@thorough
 def test_20000_draws_have_the_references_distribution(oracle: Oracle) -> None:
     """One prompt under as many seeds, batched as the engine likes."""
     prompt, num_draws = [5, 77, 300], 20_000

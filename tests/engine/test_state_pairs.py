@@ -17,6 +17,7 @@ from rayk.models.families import load_config
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from tests.engine.test_states import FAMILIES, NUM_TOKENS, OTHERS, Model, of_all
+from tests.markers import one_per
 from tests.pd import Pair, Side, make_request
 
 
@@ -82,6 +83,7 @@ def tight_settings(model: Model) -> dict[str, Any]:
     raise AssertionError("no block of attention ends soon after the prompt")
 
 
+@one_per()
 @of_all
 def test_a_request_preempted_at_d_computes_all_its_tokens_there(model: Model) -> None:
     """What had arrived is gone; the prompt is computed again, from no state, and counted."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rayk.oracle.checkpoint import read_marker
 from tests.engine.stepped import Stepped
 from tests.families import HYBRID
-from tests.markers import slow
+from tests.markers import one_per, slow
 
 FAMILIES = ("mamba2", "jamba", "qwen3_next", "falcon_h1")
 """Mamba2 alone, Mamba1 and a gated delta net between layers of attention, Mamba2 beside attention."""
@@ -127,6 +127,7 @@ def test_requests_that_come_and_go_keep_their_states(
             assert state.output_token_ids == model.expected[n]
 
 
+@one_per()
 @of_all
 @pytest.mark.parametrize("size", [5, 64])
 def test_preempted_requests_begin_again_without_a_state(

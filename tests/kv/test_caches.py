@@ -272,7 +272,7 @@ def test_unbound_free_and_bound_again():
         set(),
         {*keyed(BOUND.specs), (7, "state")},
     ],
-    ids=str,
+    ids=lambda wrong: str(sorted(wrong)),
 )
 def test_bind_refuses_other_owners_and_binds_none(wrong: set[CacheKey]):
     caches = make(BOUND, "BLNHC", 0)

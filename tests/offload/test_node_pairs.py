@@ -39,7 +39,7 @@ PRODUCERS = tuple(product((1, 2, 4), LAYOUTS))
 CONSUMERS = tuple(product((1, 2, 4), LAYOUTS, (16, 32)))
 NUM_CELLS = 30
 QUICK = (1, 6, 9, 13, 17, 19, 20, 23)
-"""Cells of `make test`."""
+"""Cells of `make test-all`."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ NUM_TOKENS = 96
 ROW_GROUP = 256
 """Rows that are digested together."""
 FEW = 9
-"""Of a tier that is not the first, `make test` stores from one kind in so many."""
+"""Of a tier that is not the first, `make test-all` stores from one kind in so many."""
 
 
 def cases() -> Iterator[object]:

@@ -12,6 +12,7 @@ from rayk.reports import ResultWriter, load
 from rayk.reports.host_tier import tier_plot, tier_rows
 from rayk.reports.html import render
 from rayk.types.rows import CellRow, RequestRow, TransferRow
+from tests.markers import thorough
 from tests.reports.browser import needs_chromium, probe
 from tests.reports.synthetic import MS, SPEC, cell_row, request_rows
 from tests.reports.test_browser import assert_sound
@@ -94,6 +95,7 @@ def test_a_run_without_a_tier_has_no_section(tmp_path: Path) -> None:
     assert "the host tier was lost: it was killed" in text
 
 
+@thorough
 @needs_chromium
 def test_the_section_fits_wide_and_narrow(tmp_path: Path) -> None:
     page = write(tmp_path / "run")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.markers import thorough
+
 
 def kill(folder: Path, *, seed: int, count: int, cells: int) -> dict[str, Any]:
     """What the kill loop counted; its assertions end it with a traceback."""
@@ -30,6 +32,7 @@ def kill(folder: Path, *, seed: int, count: int, cells: int) -> dict[str, Any]:
     return counted
 
 
+@thorough
 def test_a_writer_killed_at_each_of_its_steps(tmp_path: Path) -> None:
     counted = kill(tmp_path, seed=20261121, count=12, cells=2)
     # Three tables twice, each with four steps, and three torn ones; the line of a cell that waits; and what

@@ -14,6 +14,7 @@ from rayk.reports.paired import median_interval
 from rayk.reports.pending import FILE, read_pending
 from rayk.reports.text import markdown
 from rayk.types.errors import UserError
+from tests.markers import thorough
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
 
 
@@ -42,6 +43,7 @@ def cost(folder: Path, num_cells: int) -> int:
     return written_bytes() - before
 
 
+@thorough
 def test_four_times_as_many_cells_write_four_times_as_much(tmp_path: Path) -> None:
     few, many = cost(tmp_path / "few", 60), cost(tmp_path / "many", 240)
     # Writing the tables anew for every cell wrote nine times as much; where an eighth falls matters a little.
@@ -56,6 +58,7 @@ def test_two_thousand_cells_cost_what_two_thousand_cells_cost(tmp_path: Path) ->
     assert len(load(tmp_path / "many").cells) == 2000
 
 
+@thorough
 def test_all_cells_are_read_while_tables_lack_some(tmp_path: Path) -> None:
     """What a killed run leaves: everything is shown, and a resumed run has it."""
     write_cells(open_writer(tmp_path), range(31), 2)

@@ -89,6 +89,7 @@ def test_a_run_may_lack_any_column(column: str, older: Callable[..., Path], whol
     assert all(text.count(cell) >= 2 for cell in whole.cells["cell_id"])
 
 
+@one_per()
 @pytest.mark.parametrize("table", TABLES)
 def test_a_run_may_lack_all_columns_but_keys(table: str, older: Callable[..., Path], whole: Result) -> None:
     kept = {*KEYS[table], "verdict"}

@@ -18,6 +18,7 @@ from rayk.serve.limits import HttpSettings
 from rayk.types.errors import UserError
 from rayk.types.serving import Ask, Delta, ModelCard
 from tests.completer import Script, ScriptedCompleter, serve, tokens_then_end
+from tests.markers import one_per, thorough
 from tests.pd import wait_until
 
 CARD = ModelCard(model_id="tiny", folder="nowhere", vocab_size=300, max_positions=64)
@@ -118,6 +119,7 @@ def test_long_bodies_and_many_requests_are_no_long_heads() -> None:
     assert len(completer.asked) == 31
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("before", "start"), [(b"", b"G"), (b"", b"GET / HTTP/1.1\r\nHost: x\r\n"), (MODELS, b"GET / HTTP")]
 )
@@ -135,6 +137,7 @@ def test_who_never_says_a_word_is_told_nothing() -> None:
         assert rest_of(peer) == b""
 
 
+@thorough
 def test_an_answer_may_take_longer_than_a_head() -> None:
     """Also where the head of the next request has begun."""
 

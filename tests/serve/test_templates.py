@@ -22,6 +22,7 @@ from rayk.serve.text import Text
 from rayk.types.errors import EngineDied, Overloaded, UserError
 from rayk.types.serving import ModelCard
 from tests.completer import ScriptedCompleter, serve, tokens_then_end
+from tests.markers import thorough
 from tests.pd import wait_until
 from tests.serve.test_guard import ask, assert_error
 
@@ -119,6 +120,7 @@ def test_over_http_a_greedy_chat_is_a_bad_request_and_others_go_on(doing: Text) 
         assert chat()[0] == 200
 
 
+@thorough
 def test_a_warm_process_that_died_is_started_again_and_ends_with_its_text() -> None:
     text = text_of(LISTED)
     expected = text.conversation(USER)

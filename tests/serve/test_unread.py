@@ -18,6 +18,7 @@ from rayk.serve.unread import UNREAD_S, CutUnread, UnreadWatch
 from rayk.types.request import FinishReason
 from rayk.types.serving import Ask, Delta
 from tests.completer import ScriptedCompleter, serve
+from tests.markers import one_per
 from tests.pd import wait_until
 from tests.serve.test_listener import CARD, HEAD, rest_of
 
@@ -37,6 +38,7 @@ async def long(ask: Ask) -> AsyncIterator[Delta]:
     yield Delta(finish_reason=FinishReason.STOP)
 
 
+@one_per()
 @pytest.mark.parametrize("front", ["uvicorn", "proxy"])
 @pytest.mark.parametrize(("script", "stream"), [(endless, True), (long, False)])
 def test_a_client_who_reads_nothing_is_cut(
