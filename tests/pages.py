@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayk.specs.experiment import EngineSettings, ExperimentSpec, OffloadSpec, SideSpec, TransferSpec
+
 ROOT = Path(__file__).resolve().parent.parent
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -198,4 +200,33 @@ def check_commands(root: Path = ROOT) -> list[str]:
             )
             if command.fenced and not command.needs and not run:
                 violations.append(f"{command}: no test of RUN_BY, and no line `Needs: ...` behind its block")
+    return violations
+
+
+def check_keys(root: Path = ROOT) -> list[str]:
+    """Keys of specs that their page lacks, and keys of engines that it says may stand elsewhere."""
+    texts = {
+        name: (root / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("experiments", "transfers")
+    }
+    texts["offload"] = "\n".join(blocks((root / "docs/offload.md").read_text(encoding="utf-8"), "yaml"))
+    violations = []
+    for page, model in {
+        "experiments": ExperimentSpec,
+        "transfers": TransferSpec,
+        "offload": OffloadSpec,
+    }.items():
+        for key in model.model_fields:
+            if not re.search(rf"`{key}`|^ +{key}: ", texts[page], re.MULTILINE):
+                violations.append(f"docs/{page}.md: no key {key}")
+    text = section("docs/experiments.md", "## Engine settings")
+    explained = set(re.findall(r"^\| `(\w+): ", text, re.MULTILINE))
+    side, shared = set(SideSpec.model_fields), set(EngineSettings.model_fields)
+    for where, keys in {
+        "`engine`, `prefill`, `decode`": side & shared,
+        "`engine` only": shared - side,
+        "`prefill`, `decode` only": side - shared,
+    }.items():
+        (row,) = re.findall(rf"^\| {where} \| (.*) \|$", text, re.MULTILINE)
+        named = set(re.findall(r"`(\w+)`", row)) | (explained if "keys below" in row else set())
+        violations += [f"docs/experiments.md: {where}: {key}" for key in sorted(named ^ keys)]
     return violations

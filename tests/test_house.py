@@ -29,6 +29,7 @@ RULES = [
     pages.check_links,
     pages.check_files,
     pages.check_commands,
+    pages.check_keys,
 ]
 
 
