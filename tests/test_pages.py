@@ -1,6 +1,6 @@
 """README.md and docs: commands and their options exist, examples are right, and the quick commands run.
 
-tests/test_house.py checks that links, files and the tests of commands are there, and that no key of a spec is missing.
+tests/test_house.py checks that links, files, keys of specs and the tests of commands are there.
 """
 
 from __future__ import annotations
