@@ -245,10 +245,12 @@ def check_circles(root: Path, to_break: tuple[str, ...] = CIRCLES_TO_BREAK) -> l
     files = {module_name(root, path): path for path in python_files(root, "rayk")}
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
-        if module == "rayk" or module.startswith(to_break):
+        if module == "rayk":
             continue
         names = [item.name for item in find_imports(path, module)]
         graph[module] = {n if n in files else n.rpartition(".")[0] for n in names} & files.keys() - {module}
+        if to_break and module.startswith(to_break):
+            graph[module] = {name for name in graph[module] if not name.startswith(to_break)}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

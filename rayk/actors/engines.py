@@ -195,7 +195,7 @@ async def bug_behind(
     error itself where there was none. Takes WHY_S and an answer of `death` at the longest, which says what an
     engine died of: see EngineHandle.death."""
     if isinstance(error, EngineDied | TransferError | HandshakeMismatch):
-        for engine in engines:
+        for engine in {id(e): e for e in engines}.values():  # a push asks for its prefill engine twice
             # Other losses are known where one looks by now: workers of a dead engine are ended only then.
             is_unclear = _lost_another(error) and error.engine == engine.name
             found = await death(engine, WHY_S if is_unclear else 0.0)

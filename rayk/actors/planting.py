@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rayk.handover.fault_injection import DESCRIBE, exchanged_blocks
 from rayk.handover.planted import PlantedFault
+from rayk.specs.faults import CORRUPT_HANDSHAKE, committing_role, side_of
 from rayk.transfer.strikes import Strike
 from rayk.types.fault_table import POINTS, RANK_KINDS
 
@@ -21,9 +22,6 @@ def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[Pl
 
     A fault that names no rank is the last one's.
     """
-    # Imported here: a worker reads no specs, and starts the sooner for it.
-    from rayk.specs.faults import committing_role
-
     planted: list[PlantedFault] = []
     for fault in cell.faults:
         is_own = role == committing_role(fault, cell.spec.transfer.mode)
@@ -54,8 +52,6 @@ def _planted(fault: FaultSpec, strike: Strike | None = None) -> PlantedFault:
 
 
 def _strike(fault: FaultSpec, mode: str) -> Strike:
-    from rayk.specs.faults import CORRUPT_HANDSHAKE, side_of
-
     point = fault.point or ""
     is_of_rank = fault.kind in RANK_KINDS
     if point == "handshake" and (is_of_rank or (fault.kind, point) == CORRUPT_HANDSHAKE):

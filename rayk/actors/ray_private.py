@@ -59,7 +59,8 @@ def starting_own_cluster() -> Iterator[None]:
     """
     before = _parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES
     _parameter.RayParams = partial(before[0], dashboard_agent_listen_port=0)
-    ray_constants.NUM_REDIS_GET_RETRIES = min(before[1], _GCS_TRIES)
+    if "RAY_NUM_REDIS_GET_RETRIES" not in os.environ:
+        ray_constants.NUM_REDIS_GET_RETRIES = _GCS_TRIES
     try:
         yield
     finally:
@@ -127,13 +128,19 @@ def _check_token(address: str) -> None:
         token = _core.AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True)
         why = "this is another" if token else "none is set"
     except AuthenticationError as error:  # RAY_AUTH_TOKEN_PATH names no file, or an empty one
-        token, why = "", next(iter(str(error).splitlines()))
+        token, why = "", str(error).partition(". ")[0]  # then advice, which is below
     if not token or is_protected(address, token):
         raise DeviceError(
             f"the Ray cluster at {address} asks for a token; {why}",
             where="RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN",
             mend="RAY_AUTH_TOKEN_PATH=FILE where `rayk serve --ray-token-file FILE` started it",
         )
+
+
+def running_clusters() -> list[str]:
+    """HOST:PORT of the GCS of each cluster that has processes on this machine."""
+    _services.find_gcs_addresses.cache_clear()
+    return sorted(_services.find_gcs_addresses())
 
 
 def free_resources() -> dict[str, dict[str, float]]:

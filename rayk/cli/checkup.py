@@ -116,23 +116,19 @@ def _ray() -> Finding:
 
 
 def _cluster(address: str | None) -> Finding:
-    """Whether a Ray cluster answers; without one, `rayk run` starts its own."""
-    given = address or os.environ.get("RAY_ADDRESS")
-    known = _running_cluster() if given in (None, "auto") else given
-    if not known:
-        found = "none running here"
-        return Finding(what="Ray cluster", status="ok", found=found, mend="rayk run starts its own")
-    host, _, port = known.removeprefix("ray://").rpartition(":")
+    """The Ray clusters of this machine, or whether that of the address answers."""
+    given = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if given == "auto":
+        found = ", ".join(_running_clusters())
+        mend = "" if found else "rayk run starts its own"
+        return Finding(what="Ray cluster", status="ok", found=found or "none running here", mend=mend)
+    host, _, port = given.removeprefix("ray://").rpartition(":")
     try:
         with socket.create_connection((host or "127.0.0.1", int(port)), timeout=2):
-            return Finding(what="Ray cluster", status="ok", found=f"{known} answers")
+            return Finding(what="Ray cluster", status="ok", found=f"{given} answers")
     except (OSError, ValueError) as error:
-        return Finding(
-            what="Ray cluster",
-            status="note",
-            found=f"{known}: {error}",
-            mend="ray start --head, or leave the address out" if given else "a stale record: nothing to mend",
-        )
+        mend = "ray start --head, or leave the address out"
+        return Finding(what="Ray cluster", status="note", found=f"{given}: {error}", mend=mend)
 
 
 def _listening() -> list[Finding]:
@@ -167,10 +163,13 @@ def _heard(program: str, host: str, text: str, found: list[tuple[Port, Answer]])
     )
 
 
-def _running_cluster() -> str | None:
-    """Address of a cluster that `ray start` recorded on this machine."""
-    path = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 - Ray's own fixed place
-    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+def _running_clusters() -> list[str]:
+    """Addresses of the clusters that have processes on this machine."""
+    if package_versions()["ray"] is None:
+        return []
+    from rayk.actors.ray_private import running_clusters
+
+    return running_clusters()
 
 
 def _nixl() -> Finding:

@@ -99,6 +99,8 @@ class ThreadEngine:
         self.extensions: list[RankExtension] = [NoExtension()] * config.tp
         self.loops: list[EngineLoop] = [None] * config.tp  # type: ignore[list-item]
         self.error: RaykError | None = None
+        self._failed_rank = 0
+        """The rank of `error`."""
         self._config = config
         self._make_extension = make_extension
         self._handover = handover
@@ -194,7 +196,8 @@ class ThreadEngine:
         with self._failing:
             # The first error is the cause; those of peers that lost this rank follow from it.
             if self.error is None:
+                self._failed_rank = rank
                 self.error = error if isinstance(error, RaykError) else dead_engine(self.name, error, rank)
         self._ready.abort()
         if leader is not None:
-            leader.fail(dead_engine(self.name, self.error, rank))
+            leader.fail(dead_engine(self.name, self.error, self._failed_rank))

@@ -69,6 +69,15 @@ def nixl_errors() -> tuple[type[Exception], ...]:
     return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
 
 
+@contextmanager
+def _told(doing: str) -> Iterator[None]:
+    """Within the block what NIXL raises is the machine's doing: memory it cannot pin, a lost network."""
+    try:
+        yield
+    except nixl_errors() as error:
+        raise OSError(f"NIXL, {doing}: {error!r}") from error
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     peer: str
@@ -137,7 +146,8 @@ class NixlAgent:
         """See TransferAgent."""
         address = base_address(tensor)
         memory, device = _memory(tensor.device)
-        registered = self._nixl.register_memory([(address, tensor.numel(), device, "")], memory)
+        with _told(f"registering {tensor.numel()} bytes"):
+            registered = self._nixl.register_memory([(address, tensor.numel(), device, "")], memory)
         self._regions.append((address, tensor.numel(), memory, device, registered))
         return address
 
@@ -145,11 +155,13 @@ class NixlAgent:
         """See TransferAgent."""
         for region in [r for r in self._regions if r[0] == address]:
             self._regions.remove(region)
-            self._nixl.deregister_memory(region[-1])
+            with _told("deregistering memory"):
+                self._nixl.deregister_memory(region[-1])
 
     def metadata(self) -> bytes:
         """See TransferAgent."""
-        return bytes(self._nixl.get_agent_metadata())
+        with _told("describing its memory"):
+            return bytes(self._nixl.get_agent_metadata())
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """See TransferAgent. Raises TransferError when the peer cannot be reached."""
@@ -218,8 +230,9 @@ class NixlAgent:
         """See TransferAgent."""
         prepared = self._handles.pop(handle, None)
         if prepared is not None:
-            self._nixl.release_dlist_handle(prepared.local)
-            self._nixl.release_dlist_handle(prepared.remote)
+            with _told("releasing descriptors"):
+                self._nixl.release_dlist_handle(prepared.local)
+                self._nixl.release_dlist_handle(prepared.remote)
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         """See TransferAgent."""
@@ -295,7 +308,8 @@ class NixlAgent:
     def notifications(self) -> list[tuple[str, bytes]]:
         """See TransferAgent."""
         self._see_off()
-        found: dict[str | bytes, list[bytes]] = self._nixl.get_new_notifs()
+        with _told("asking for notifications"):
+            found: dict[str | bytes, list[bytes]] = self._nixl.get_new_notifs()
         return [
             (peer.decode() if isinstance(peer, bytes) else peer, message)
             for peer, messages in found.items()

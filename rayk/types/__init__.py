@@ -1,6 +1,7 @@
 """Words every other package speaks: requests, batches, settings, result rows, errors.
 
-Standard library only. Nothing here computes; a type says what it means, who fills it, and its units.
+Standard library only. A type says what it means, who fills it, and its units; `fault_table` also says what
+must come of a planted fault.
 """
 
 from rayk.types.config import EngineConfig

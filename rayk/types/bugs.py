@@ -8,14 +8,21 @@ import traceback
 from rayk.types.errors import InternalError
 
 LOG = logging.getLogger("rayk")
-MACHINE_WORDS = ("CUDA", "cuDNN", "allocate memory", "start new thread")
+MACHINE_WORDS = (
+    *("CUDA error", "HIP error", "cuDNN", "NCCL", "out of memory", "allocate memory", "start new thread"),
+)
 """In a RuntimeError: torch tells of a device that fails by the class that it has for wrong shapes, too."""
+KERNEL_WORDS = ("device-side assert", "illegal memory access", "misaligned address")
+"""In what a device says of a kernel that is wrong."""
 
 
 def may_be_the_machine(error: BaseException) -> bool:
     """Whether a computation may have failed because of its memory, disk, network or device, not of a bug."""
-    says_so = isinstance(error, RuntimeError) and any(word in str(error) for word in MACHINE_WORDS)
-    return says_so or isinstance(error, OSError | MemoryError)
+    if isinstance(error, OSError | MemoryError | EOFError):
+        return True
+    text = str(error)
+    says_so = isinstance(error, RuntimeError) and any(word in text for word in MACHINE_WORDS)
+    return says_so and not any(word in text for word in KERNEL_WORDS)
 
 
 def bug(where: str, error: BaseException, trace: str = "") -> InternalError:

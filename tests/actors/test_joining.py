@@ -83,7 +83,7 @@ def test_the_mode_is_the_clusters_whatever_the_users(monkeypatch: pytest.MonkeyP
     [
         ({}, "asks for a token; none is set"),
         ({TOKEN: "b" * 64}, "asks for a token; this is another"),
-        ({TOKEN_FILE: "none/here"}, "asks for a token; RAY_AUTH_TOKEN_PATH .*none/here"),
+        ({TOKEN_FILE: "none/here"}, "asks for a token; RAY_AUTH_TOKEN_PATH .*none/here\n"),
     ],
 )
 def test_a_wrong_token_is_refused_before_ray_tries(

@@ -25,6 +25,7 @@ def test_a_local_cluster_that_does_not_start(
         raise error
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_NUM_REDIS_GET_RETRIES", raising=False)
     monkeypatch.setattr(launch.ray, "init", init)
     with pytest.raises(DeviceError, match="Ray does not start here") as caught, launch.connect(None):
         raise AssertionError("there is no cluster")
@@ -34,23 +35,23 @@ def test_a_local_cluster_that_does_not_start(
 
 
 def test_a_local_cluster_asks_for_no_port_that_another_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray._private import parameter
+    from ray._private import parameter, ray_constants
 
     from rayk.actors import launch
 
     asked = []
 
     def init(**_: object) -> None:
-        asked.append(parameter.RayParams().dashboard_agent_listen_port)
+        asked.append((parameter.RayParams().dashboard_agent_listen_port, ray_constants.NUM_REDIS_GET_RETRIES))
         raise TimeoutError
 
-    before = parameter.RayParams
+    before = parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(launch.ray, "init", init)
     with pytest.raises(DeviceError), launch.connect(None):
         raise AssertionError("there is no cluster")
-    assert asked == [0]
-    assert parameter.RayParams is before
+    assert asked == [(0, 6)]
+    assert (parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES) == before
 
 
 def test_a_cluster_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

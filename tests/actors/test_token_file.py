@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayk.actors.token_file import TokenFile
+from rayk.cli.checkup import _cluster
 from rayk.cli.main import app
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
@@ -164,6 +165,7 @@ def test_its_owner_gets_in(tmp_path: Path) -> None:
 
     try:
         address, pages = process.stdout.readline().split()
+        assert address in _cluster("auto").found, "the doctor sees it"
         top = ("rayk.cli.main", "top", "--once", "--address", address)
         assert "asks for a token; none is set" in run(*top, HOME=str(tmp_path))[1]
         assert "asks for a token; this is another" in run(*top, RAY_AUTH_TOKEN="x" * 64)[1]

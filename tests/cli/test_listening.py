@@ -143,7 +143,7 @@ def test_doctor_says_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("address", ["auto", "nonsense", "ray://h", "127.0.0.1:1", "127.0.0.1:99999999"])
 def test_no_address_crashes_the_doctor(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "_running_cluster", lambda: None)
+    monkeypatch.setattr(checkup, "_running_clusters", list)
     found = checkup._cluster(address)
     assert found.status == ("ok" if address == "auto" else "note")
 

@@ -83,7 +83,7 @@ class TierThread:
 
 @dataclass(eq=False)
 class ThreadTier:
-    """Implements actors.offloading.Tier over a TierThread."""
+    """Implements handover.tier_side.Tier over a TierThread."""
 
     thread: TierThread
     post: Callable[[Callable[[], None]], None]

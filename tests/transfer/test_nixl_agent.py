@@ -238,3 +238,18 @@ def test_reads_of_device_memory_go_as_writes_do(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     NixlAgent(f"{next(NAMES)}.device").close()
     assert os.environ.get(name) == after
+
+
+def test_memory_that_cannot_be_registered_is_the_machines_doing() -> None:
+    agent = NixlAgent(f"{next(NAMES)}.unpinned")
+    error = next(e for e in nixl_agent.nixl_errors() if e.__name__ == "nixlBackendError")
+
+    class Refusing:
+        def register_memory(self, *_: object) -> None:
+            raise error("cannot be pinned")
+
+    nixl, agent._nixl = agent._nixl, Refusing()
+    with pytest.raises(OSError, match="registering 64 bytes"):
+        agent.register(torch.zeros(64, dtype=torch.uint8))
+    agent._nixl = nixl
+    agent.close()
