@@ -55,7 +55,8 @@ from rayk.oracle.reference import Reference  # noqa: E402
 from rayk.parallel.local import LocalComm  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
+from rayk.reports.html import write_page  # noqa: E402
+from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
 from rayk.types.config import EngineConfig  # noqa: E402
 from rayk.types.errors import UserError  # noqa: E402
 from rayk.types.request import Request, SamplingParams  # noqa: E402

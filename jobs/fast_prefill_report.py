@@ -11,7 +11,7 @@ from jobs.recorded import command_line, when
 from rayk.models.config import DecoderConfig
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
-from rayk.reports.verdicts import format_bytes
+from rayk.reports.values import format_bytes
 
 SCRIPT = "jobs/fast_prefill.py"
 TABLES = ("prompts", "groups", "requests")

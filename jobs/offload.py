@@ -71,7 +71,8 @@ from rayk.models.tensor_parallel import why_tp_unsupported  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
+from rayk.reports.html import write_page  # noqa: E402
+from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
 from rayk.types.config import EngineConfig  # noqa: E402
 from rayk.types.errors import UserError  # noqa: E402
 from rayk.types.offload import OffloadSettings  # noqa: E402

@@ -41,7 +41,8 @@ from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.page import claim_folder, write_page, write_tables  # noqa: E402
+from rayk.reports.html import write_page  # noqa: E402
+from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 
 TINY = Path("checkpoints/qwen3-tiny")

@@ -46,7 +46,7 @@ from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.page import claim_folder, write_tables  # noqa: E402
+from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
 from rayk.types.errors import RaykError, UserError  # noqa: E402
 
 CHECKPOINTS = Path("checkpoints/stress")

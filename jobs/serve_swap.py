@@ -44,7 +44,8 @@ from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402
 from rayk.reports.files import write_text  # noqa: E402
 from rayk.reports.md_table import markdown_table  # noqa: E402
-from rayk.reports.page import Column, claim_folder, text_rows, write_tables  # noqa: E402
+from rayk.reports.page import Column, text_rows  # noqa: E402
+from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
 from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 

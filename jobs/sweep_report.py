@@ -11,8 +11,10 @@ from typing import Any
 
 from jobs.sweep_cells import Sweep
 from rayk.reports.environment import collect_environment
+from rayk.reports.html import write_page
 from rayk.reports.md_table import markdown_table
-from rayk.reports.page import Column, Page, Section, claim_folder, text_rows, write_page, write_tables
+from rayk.reports.page import Column, Page, Section, text_rows
+from rayk.reports.table_files import claim_folder, write_tables
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -121,7 +121,7 @@ TORCH_FREE = (
 )
 """Modules and packages (with all their modules) that import, and work, without torch."""
 
-CIRCLES_TO_BREAK = ("rayk.reports", "rayk.transfer.simulator")
+CIRCLES_TO_BREAK = ("rayk.transfer.simulator",)
 """Where circles of imports are left, to be broken."""
 
 WARN_LINES = 400

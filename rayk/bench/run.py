@@ -16,7 +16,7 @@ from rayk.bench.generator import Sent, drive, make_session
 from rayk.bench.load import Load, check_load
 from rayk.bench.prompts import Planned, plan_requests
 from rayk.bench.summary import summarize
-from rayk.reports.load_tables import LoadWriter
+from rayk.reports.load_writer import LoadWriter
 from rayk.types.errors import UserError
 from rayk.types.reaching import why_unreached
 

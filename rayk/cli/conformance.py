@@ -78,7 +78,7 @@ def _run(connector: str, checks: Sequence[Check], out: Path | None, timeout: flo
     from rayk.conformance.rig import Settings
     from rayk.conformance.runner import UNSUPPORTED, Kit, failed
     from rayk.reports.environment import collect_environment
-    from rayk.reports.page import claim_folder
+    from rayk.reports.table_files import claim_folder
     from rayk.types.signals import interrupts
 
     settings = Settings(check_s=timeout, call_s=timeout * CALL_SHARE)
@@ -143,7 +143,8 @@ def _write(
     environment: dict[str, Any],
 ) -> None:
     from rayk.reports.files import write_text
-    from rayk.reports.page import write_page, write_tables
+    from rayk.reports.html import write_page
+    from rayk.reports.table_files import write_tables
 
     rows = {
         "checks": [result.record() for result in results],

@@ -127,7 +127,7 @@ def _refuse_mixture(results: list[Result]) -> None:
 def _write_csv(results: list[Result], folder: Path) -> list[Path]:
     from rayk.reports.compare import write_compare_csv
     from rayk.reports.files import make_folder
-    from rayk.reports.text import write_csv
+    from rayk.reports.table_files import write_csv
 
     make_folder(folder)
     if len(results) == 1:
@@ -166,7 +166,7 @@ def _write_trace(results: list[Result], path: Path) -> Path:
 def _write_html(results: list[Result], path: Path) -> Path:
     from rayk.reports.compare import write_compare_html
     from rayk.reports.files import make_folder
-    from rayk.reports.html import write_html
+    from rayk.reports.report import write_html
 
     if str(path) == "-":
         raise UserError(problem="HTML is written to a file", where="--out -")

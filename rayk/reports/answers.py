@@ -3,11 +3,9 @@ unequal TP sizes cost, how is it run again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import pandas as pd
 
+from rayk.reports.page import Answer
 from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
 from rayk.reports.stages import LIMITS, age_text, evidence, largest, limit_shares, request_parts
@@ -16,25 +14,6 @@ from rayk.reports.verdicts import gravest_first
 
 NAMED = 3
 """Cells that a sentence names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A question and its answer."""
-
-    question: str
-    text: str
-    is_answered: bool = True
-    """Else it is folded."""
-    tone: str = ""
-    """met or unmet where the answer is good or bad news."""
-    command: str = ""
-    has_shares: bool = False
-    """Whether the bar of shares stands under it."""
-    table: Sequence[Sequence[str]] = ()
-    """Its numbers: a row of titles, then the others; each begins with what it tells."""
-    note: str = ""
-    """What the table's numbers are."""
 
 
 def answers(result: Result) -> list[Answer]:

@@ -17,7 +17,8 @@ from rayk.reports.load_tables import is_load
 from rayk.reports.md_table import markdown_table
 from rayk.reports.result import Result
 from rayk.reports.trust import probe_rows
-from rayk.reports.verdicts import format_value, headline, tone
+from rayk.reports.values import format_value
+from rayk.reports.verdicts import headline, tone
 
 METRICS = (
     ("GB/s", "transfer_gb_per_s", ".3g"),

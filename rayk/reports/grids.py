@@ -14,8 +14,8 @@ import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
 from rayk.reports.labels import axis_label, parsed
-from rayk.reports.rates import format_rate, smallest_rate
-from rayk.reports.verdicts import format_value, told_wrong_bytes, tone
+from rayk.reports.values import format_rate, format_value, smallest_rate
+from rayk.reports.verdicts import told_wrong_bytes, tone
 
 SHORT = {
     "PASS": "pass",

@@ -16,9 +16,9 @@ from rayk.reports import host_tier, memory
 from rayk.reports.answers import answers
 from rayk.reports.files import parse_spec, write_text
 from rayk.reports.grids import verdict_grids
-from rayk.reports.load_tables import is_load
+from rayk.reports.page import Page, Section
 from rayk.reports.plots import MAX_BOXES, make_plots
-from rayk.reports.result import Result, load
+from rayk.reports.result import Result
 from rayk.reports.spreads import SPREADS, pareto_plot, spread_plots
 from rayk.reports.stages import (
     LIMITS,
@@ -32,9 +32,8 @@ from rayk.reports.stages import (
 from rayk.reports.staging import COLUMNS, staging_records
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.trust import doubt_text
+from rayk.reports.values import format_bytes, format_value
 from rayk.reports.verdicts import (
-    format_bytes,
-    format_value,
     gravest_first,
     headline,
     tells_fast_prefill,
@@ -46,24 +45,9 @@ from rayk.reports.verdicts import (
 TEMPLATES = Path(__file__).parent / "templates"
 VENDOR = Path(__file__).parent / "vendor"
 """What others wrote, with its licence."""
+SHORT_TEXT = 24
+"""A cell's text of no more characters stands on one line."""
 SCRIPTS = ("report.js", "waterfall.js")
-
-
-def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run's folder (default: DIR/report.html) and return its path.
-
-    Raises UserError when the folder has no tables.
-    """
-    result = load(directory)
-    path = Path(out) if out is not None else Path(directory) / "report.html"
-    if is_load(result.cells):
-        from rayk.reports.load_page import load_page
-        from rayk.reports.page import write_page  # which is made of this module
-
-        write_page(load_page(result), path)
-    else:
-        write_text(path, render(result))
-    return path
 
 
 def render(result: Result) -> str:
@@ -115,6 +99,45 @@ def _models(result: Result, spec: dict[str, Any]) -> str:
     """The model, or all of them where it is an axis."""
     named = result.cells["model"] if "model" in result.cells else [spec.get("model", "")]
     return ", ".join(dict.fromkeys(map(str, named)))
+
+
+def write_page(page: Page, path: Path) -> None:
+    """One self-contained HTML file."""
+    plots = [
+        {"id": plot.id, "data": plot.data, "layout": plot.layout}
+        for section in page.sections
+        for plot in section.plots
+    ]
+    waterfalls = [dict(section.waterfall) for section in page.sections if section.waterfall]
+    text = template("page.html.j2").render(
+        **assets(),
+        page=page,
+        doubt=doubt_text(page.environment),
+        sections=[(section, _body(section)) for section in page.sections],
+        environment=environment_items(page.environment),
+        plots_json=script_json(plots),
+        waterfall_json=script_json(waterfalls[0]) if waterfalls else "",
+        plotly_js=plotly_js() if plots or waterfalls else "",
+    )
+    write_text(path, text)
+
+
+def _body(section: Section) -> list[list[dict[str, Any]]]:
+    """Cells of the section's table: text, sort key, class."""
+    body = []
+    for row in section.rows:
+        texts = [format_value(row[column.key], column.spec) for column in section.columns]
+        body.append(
+            [
+                {
+                    "text": text,
+                    "value": float(row[column.key]) if column.spec and text else None,
+                    "kind": "num" if column.spec else "short" if len(text) <= SHORT_TEXT else "",
+                }
+                for column, text in zip(section.columns, texts, strict=True)
+            ]
+        )
+    return body
 
 
 def template(name: str) -> jinja2.Template:

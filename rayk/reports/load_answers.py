@@ -6,14 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from rayk.reports.answers import NAMED, Answer
+from rayk.reports.answers import NAMED
 from rayk.reports.load_tables import VERDICTS
-from rayk.reports.page import Plot
+from rayk.reports.page import Answer, Plot
 from rayk.reports.rerun import bench_commands
 from rayk.reports.result import Result
 from rayk.reports.spreads import DASHES, PALETTE, curve, sorted_values, spread_layout
 from rayk.reports.stages import Part
-from rayk.reports.verdicts import format_value
+from rayk.reports.values import format_value
 
 PARTS = (
     Part(name="sent late", limit="the generator", colour="#9aa4ad", meaning="due, not yet sent"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayk.reports.result import Result
-from rayk.reports.verdicts import format_bytes
+from rayk.reports.values import format_bytes
 
 COLUMNS = (
     ("of", "what", ""),

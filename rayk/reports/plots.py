@@ -10,7 +10,7 @@ import pandas as pd
 from rayk.reports.moves import moves
 from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, marks_by_sizes, plain, round_values
-from rayk.reports.verdicts import format_bytes
+from rayk.reports.values import format_bytes
 
 MAX_BOXES = 60
 """Cells a latency plot shows; the first ones of a longer run."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rayk.reports.answers import Answer, answers
+from rayk.reports.answers import answers
 from rayk.reports.md_table import escaped, markdown_table
 from rayk.reports.memory import moved_text
+from rayk.reports.page import Answer
 from rayk.reports.result import Result
 from rayk.reports.stages import limit_rows, told_limits
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
-from rayk.reports.verdicts import format_value
+from rayk.reports.values import format_value
 
 
 def answer_lines(result: Result) -> list[str]:

@@ -12,7 +12,7 @@ from rayk.reports.moves import KEYS
 from rayk.reports.paired import median_interval
 from rayk.reports.result import Result
 from rayk.reports.tp_pairs import CONFIDENCE, OLDER, PLACES, layouts_name, placed_moves
-from rayk.reports.verdicts import format_bytes
+from rayk.reports.values import format_bytes
 
 ALIKE = ["settings", "layouts", "repeat", "decode.tp"]
 """What both of a pair have; the time of a transfer depends on how many ranks read, so the decode TP, too."""

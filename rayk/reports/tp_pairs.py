@@ -11,9 +11,8 @@ import pandas as pd
 from rayk.reports.environment import copy_gb_per_s
 from rayk.reports.moves import moves
 from rayk.reports.paired import median_interval
-from rayk.reports.rates import format_rate, smallest_rate
 from rayk.reports.result import Result
-from rayk.reports.verdicts import format_bytes
+from rayk.reports.values import format_bytes, format_rate, smallest_rate
 
 CONFIDENCE = 0.95
 """Of an interval; each stands alone."""

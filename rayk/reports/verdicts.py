@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayk.reports.load_tables import is_load, load_headline
-from rayk.reports.md_table import printable
+from rayk.reports.values import format_value
 
 STYLES = {
     "PASS": "green",
@@ -219,26 +219,3 @@ def _shown_columns(
             break
         widths.pop(title, None)
     return [i for i, (title, _, _) in enumerate(columns) if title in widths]
-
-
-def format_value(value: Any, spec: str) -> str:
-    """A value as text, as a format spec says; `MiB`: bytes, in MiB; empty for None and NaN."""
-    if value is None or (isinstance(value, float) and value != value):
-        return ""
-    if isinstance(value, str):
-        return printable(value)
-    if spec == "MiB":
-        return f"{value / 2**20:,.3g}" if value < 2**30 else f"{value / 2**20:,.0f}"
-    if spec.endswith("d"):
-        value = int(value)
-    return format(value, spec)
-
-
-def format_bytes(count: float) -> str:
-    """E.g. 1.4 MiB."""
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:,.0f} {unit}" if value == int(value) else f"{value:,.1f} {unit}"

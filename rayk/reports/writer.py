@@ -109,7 +109,7 @@ class ResultWriter:
 
     def finish(self) -> Path:
         """Write the tables and report.html; returns the report's path."""
-        from rayk.reports.html import write_html
+        from rayk.reports.report import write_html
 
         self.write_tables()
         path = write_html(self.directory)

@@ -20,7 +20,7 @@ from rayk.bench.summary import summarize
 from rayk.cli.main import app
 from rayk.reports import load
 from rayk.reports.dictionary import TABLES, columns_csv, columns_json, columns_markdown, columns_text
-from rayk.reports.load_tables import LoadWriter
+from rayk.reports.load_writer import LoadWriter
 from tests.reports.synthetic import write_run
 
 UNITS = {

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from rayk.reports import ResultWriter, load
-from rayk.reports.html import write_html
 from rayk.reports.paired import median_interval
 from rayk.reports.pending import FILE, read_pending
+from rayk.reports.report import write_html
 from rayk.reports.text import markdown
 from rayk.types.errors import UserError
 from tests.markers import thorough

@@ -15,7 +15,8 @@ from rayk.reports.compare import compare_markdown, write_compare_html
 from rayk.reports.differences import KEYS
 from rayk.reports.files import TABLES
 from rayk.reports.html import render
-from rayk.reports.text import markdown, write_csv
+from rayk.reports.table_files import write_csv
+from rayk.reports.text import markdown
 from rayk.reports.verdicts import verdict_table
 from tests.markers import one_per
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
