@@ -42,7 +42,7 @@ from fast_prefill_report import TABLES, make_page, markdown  # noqa: E402
 from layer_clock import LayerClock  # noqa: E402
 from layer_costs import group_flops, num_token_layers  # noqa: E402
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.engine.build import make_leader  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402

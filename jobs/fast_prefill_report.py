@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.recorded import command_line, when
+from jobs.benchmarks.harness import command_line, when
 from rayk.models.config import DecoderConfig
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows

@@ -51,7 +51,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 from jobs.offload_engines import Answer, Deployment, drop_page_cache  # noqa: E402
 from jobs.offload_report import (  # noqa: E402
     JUDGED_FROM,

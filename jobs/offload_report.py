@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jobs.recorded import command_line, machine
+from jobs.benchmarks.harness import command_line, machine
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Page, Plot, Section, text_rows
 

@@ -38,7 +38,7 @@ from serve_stress import CHECKPOINTS, GRACE_S, Run, look_at_the_end, only_fleet,
 from stress_chaos import until_told, until_true  # noqa: E402
 from stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
 
-from jobs.recorded import command_line, machine  # noqa: E402
+from jobs.benchmarks.harness import command_line, machine  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.reports import collect_environment  # noqa: E402

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jobs.checks import ending
+from jobs.benchmarks.harness import ending
 from jobs.sweep_cells import Sweep, SweepCell, load_sweep
 from jobs.sweep_report import CEILING_COLUMNS, print_ceiling, print_sweep, write_results
 from jobs.ucx_log import chosen_transport

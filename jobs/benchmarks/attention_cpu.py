@@ -11,13 +11,17 @@ path's result is first compared with the reference; a wrong one is not timed. Ro
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from rayk.kernels.paged_attention import Workspace, head_groups, paged_attention, why_no_native
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from jobs.benchmarks.harness import Page, in_turns, run  # noqa: E402
+from rayk.kernels.paged_attention import Workspace, head_groups, paged_attention, why_no_native  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -111,23 +115,6 @@ def make_call(shape: Shape, path: str) -> tuple[Callable[[], torch.Tensor], Call
     return lambda: call(path.split()[0]), lambda: call("reference")
 
 
-def best_ms(call: Callable[[], object], repeats: int) -> float:
-    """Shortest of `repeats` runs after one warm-up, in milliseconds."""
-    call()
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter_ns()
-        call()
-        best = min(best, time.perf_counter_ns() - begin)
-    return best / 1e6
-
-
-def read_floor_ms(num_bytes: int, repeats: int) -> float:
-    """Time to read as many contiguous bytes once."""
-    memory = torch.ones(num_bytes // 4)
-    return best_ms(memory.sum, repeats)
-
-
 def check(call: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor], name: str) -> None:
     """Refuse to time a wrong result."""
     got, want = call().float(), reference().float()
@@ -136,31 +123,33 @@ def check(call: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor
         raise SystemExit(f"{name}: relative error {error:.3g}; not timed")
 
 
-def main() -> None:
-    """Print one table for decode and one for prefill."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add a row per shape, those of decode first."""
     torch.set_num_threads(options.threads)
     paths = PATHS if why_no_native() is None else tuple(p for p in PATHS if p.startswith("torch"))
-    print(f"threads {options.threads}; native: {why_no_native() or 'available'}")
-    print("| shape | read floor ms | " + " | ".join(paths) + " |\n|---|---|" + "---|" * len(paths))
+    page.say(f"threads {options.threads}; native: {why_no_native() or 'available'}", "")
+    page.head("shape", "read floor ms", *paths)
     for shape in DECODE + PREFILL:
-        floor = read_floor_ms(shape.kv_bytes, options.repeats)
+        memory = torch.ones(shape.kv_bytes // 4)
+        floor = min(in_turns([memory.sum], options.repeats)[0])
         cells = [shape.name, f"{floor:.2f} ({shape.kv_bytes / 2**20:.0f} MiB)"]
         for path in paths:
             call, reference = make_call(shape, path)
             check(call, reference, f"{shape.name}, {path}")
-            took = best_ms(call, options.repeats)
+            took = min(in_turns([call], options.repeats)[0])
             if shape.query_len == 1:
                 cells.append(f"{took:.2f} x{took / floor:.1f}")
                 continue
             seen = shape.query_len * (2 * shape.seq_len - shape.query_len + 1) / 2
             flop = 4 * seen * shape.num_seqs * shape.num_kv_heads * shape.group * shape.head_size
             cells.append(f"{took:.2f} {flop / took / 1e6:.0f} GFLOP/s")
-        print("| " + " | ".join(cells) + " |", flush=True)
+        page.row(*cells)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="CPU paths of paged attention", threads=1, repeats=30)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,7 +24,7 @@ from rayk.kv.specs import FullAttentionSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 
 MAX_GROWTH = 2.0
 NUM_BLOCKS = (20_000, 200_000)
@@ -67,26 +67,22 @@ def measure(state: str, num_requests: int, num_steps: int, num_rounds: int) -> l
     return [min(column) for column in zip(*found, strict=True)]
 
 
-def main() -> int:
-    """Print a table; with --check, 1 when the target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--check", action="store_true", help="exit status 1 when the target is missed")
-    options = parser.parse_args()
-    small, large = NUM_BLOCKS
-    print(f"| free blocks | {small:,} blocks, ms | {large:,} blocks, ms | growth |\n|---|---:|---:|---:|")
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row for each state of the pools; returns those that miss the target."""
+    page.head("free blocks", *(f"{num:,} blocks, ms" for num in NUM_BLOCKS), "growth")
     missed = []
     for state in STATES:
         costs = measure(state, options.requests, options.steps, options.rounds)
         growth = costs[1] / costs[0]
-        print(f"| {state} | {costs[0]:.2f} | {costs[1]:.2f} | {growth:.2f} |")
+        page.row(state, *(f"{number:.2f}" for number in (*costs, growth)))
         if growth >= MAX_GROWTH:
             missed.append(f"{state}: growth {growth:.2f}, the limit is {MAX_GROWTH:g}")
-    return ending(missed, check=options.check)
+    return missed
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="What a step costs the block pool", requests=256, steps=64, rounds=5)
 
 
 if __name__ == "__main__":

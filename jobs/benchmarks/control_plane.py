@@ -46,7 +46,7 @@ from rayk.types.request import Request, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 
 TARGET_US = {1: 1000.0, 2: 3000.0}
 PROMPT_TOKENS = 16

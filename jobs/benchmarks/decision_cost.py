@@ -44,7 +44,7 @@ from rayk.sched.waiting_room import WaitingRoom
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 
 TARGET_US = 200.0
 MAX_GROWTH = 1.5

@@ -1,6 +1,6 @@
 """Descriptors that one request's KV takes, and the bytes they carry: canonical against per-layer pages.
 
-    python jobs/benchmarks/descriptors.py > jobs/benchmarks/results/descriptors.md
+    python jobs/benchmarks/descriptors.py --record
 
 Nothing is moved: the plans of both sides are lowered for a prompt whose blocks were handed out in order.
 A cell is `descriptors (left when consecutive blocks of dense runs are read as one)`, of all consumer ranks.
@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 from rayk.models.config import DecoderConfig  # noqa: E402
 from rayk.models.engine_plan import EnginePlan, plan_engine  # noqa: E402
 from rayk.models.families import SUPPORTED, parse_config  # noqa: E402
@@ -29,8 +30,7 @@ from rayk.oracle.tiny import make_config  # noqa: E402
 from rayk.transfer.plan import consecutive_tables, plan_transfer  # noqa: E402
 from rayk.types.config import EngineConfig  # noqa: E402
 
-ABOUT = """# Descriptors per request
-
+ABOUT = """\
 A prompt of 1024 tokens; blocks of 16 tokens (or more, where attention's pages grow towards a state's), one
 block of states per request, bfloat16 (recurrent states float32); one layout on both sides, blocks in order.
 MiB are those of live rows, all consumer ranks together. Cells: descriptors (left when neighbours are read as
@@ -40,8 +40,6 @@ Of full attention alone (Llama's rows, and tests/transfer/test_descriptor_counts
 run of consecutive blocks where blocks are outermost, and as many times more as there are layers where they
 are not; other TP takes one per head slice and block in BHLNC, times the layers in BLHNC and LBHNC, and times
 the tokens of a block, too, in LBNHC.
-
-    python jobs/benchmarks/descriptors.py > jobs/benchmarks/results/descriptors.md
 """
 ABOUT_BYTES = """
 # Bytes moved per byte needed
@@ -201,26 +199,24 @@ def byte_rows(name: str, model: DecoderConfig) -> list[list[str]]:
     return found
 
 
-def markdown(head: list[str], body: list[list[str]]) -> str:
-    """The table."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def main() -> None:
-    """Print Markdown."""
-    parser = argparse.ArgumentParser(description="Descriptors per request, canonical and per layer.")
-    parser.add_argument("--families", nargs="+", default=list(RELEASED), choices=list(RELEASED))
-    families = parser.parse_args().families
-    models = {RELEASED[family][0]: model_of(family, RELEASED[family][1]) for family in families}
-    tiny = {f"{family}, tiny": model_of(family, TINY[family]) for family in families if family in TINY}
-    print(ABOUT)
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add a table of descriptors and one of bytes."""
+    named = options.families
+    models = {RELEASED[family][0]: model_of(family, RELEASED[family][1]) for family in named}
+    tiny = {f"{family}, tiny": model_of(family, TINY[family]) for family in named if family in TINY}
+    page.say(ABOUT)
     head = ["model", "caches", "TP", "MiB", *LAYOUTS, "per-layer / BHLNC"]
-    print(markdown(head, [row for name, model in (models | tiny).items() for row in rows(name, model)]))
-    print(ABOUT_BYTES)
+    page.table(head, [row for name, model in (models | tiny).items() for row in rows(name, model)])
+    page.say(ABOUT_BYTES)
     head = ["model", "TP", *(f"{num_tokens:,} tokens" for num_tokens in LENGTHS)]
-    print(markdown(head, [row for name, model in models.items() for row in byte_rows(name, model)]))
+    page.table(head, [row for name, model in models.items() for row in byte_rows(name, model)])
+
+
+def main() -> int:
+    """Returns the exit status."""
+    families = {"nargs": "+", "default": list(RELEASED), "choices": list(RELEASED)}
+    return run(fill, __file__, title="Descriptors per request", families=families)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """What digests cost, in percent of the transfer whose bytes they prove.
 
-    python jobs/benchmarks/digest_cost.py > jobs/benchmarks/results/digest_cost.md
+    python jobs/benchmarks/digest_cost.py --record
 
 A producer and a consumer rank in this process, joined by NIXL; a request of 32 layers of 8 KV heads of
 128 + 128 bfloat16 is read, and digested on both sides through the views that kernels use. On the CPU: the
@@ -10,7 +10,6 @@ kernel for GPUs (rayk/kernels/digest/triton.py) is not measured here. Medians ov
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from transfer_rate import CLOCK, NUM_LAYERS, SPEC, Case, Side, block_table, make_side  # noqa: E402
 
+from jobs.benchmarks.harness import Page, medians, run  # noqa: E402
 from rayk.kernels.digest import digest_rows, native_digest  # noqa: E402
 from rayk.kv.fields import FIELD_IDS  # noqa: E402
 
@@ -30,10 +30,7 @@ SIZES = (16, 128, 512, 1024)
 """Tokens: 2 MiB per block of 16."""
 MIB = 1 << 20
 TOKEN_BYTES = NUM_LAYERS * SPEC.num_kv_heads * (SPEC.head_size_k + SPEC.head_size_v) * 2
-ABOUT = """# What digests cost
-
-    python jobs/benchmarks/digest_cost.py > jobs/benchmarks/results/digest_cost.md
-
+ABOUT = """\
 One request read over NIXL between two ranks of one process, whole heads, 32 layers of 64 KiB per block of 16
 tokens; processor times in ms, medians of {rounds} rounds. `own` and `theirs` are the digests of the consumer
 (after the read, with the comparison) and of the producer (before the ticket); percent is both, of the time of
@@ -44,15 +41,11 @@ costs a core. `torch` is one side's digest in plain torch, what a machine withou
 """
 
 
-def main() -> int:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add a row per size of request."""
     torch.set_num_threads(1)
-    print(ABOUT.format(rounds=options.rounds, device=_device()))
-    print("| tokens | MiB | read | read GB/s | own | theirs | digest GB/s | sum | percent | torch |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    page.say(ABOUT.format(rounds=options.rounds, device=_device()))
+    page.head("tokens", "MiB", "read", "read GB/s", "own", "theirs", "digest GB/s", "sum", "percent", "torch")
     case = Case(("BHLNC", "BHLNC"), (1, 1), scattered=True)
     num_blocks = max(SIZES) // SPEC.block_size + 2
     sides = [make_side(case, side, num_blocks, 0) for side in (0, 1)]
@@ -63,20 +56,22 @@ def main() -> int:
     pages = sides[0].caches[0].buffer
     pages.copy_(torch.randint(-128, 128, pages.shape, generator=generator, dtype=torch.int8))
     for num_tokens in SIZES:
-        rows = [_round(sides, case, num_tokens, num_blocks, i) for i in range(options.rounds)]
-        read, own, theirs = (statistics.median(column) for column in zip(*rows, strict=True))
-        adding = statistics.median(_sum_ns(pages, num_tokens) for _ in range(options.rounds))
+        rounds = range(options.rounds)
+        read, own, theirs = medians([_round(sides, case, num_tokens, num_blocks, i) for i in rounds])
+        (adding,) = medians([[_sum_ns(pages, num_tokens)] for _ in rounds])
         plain = _torch_ns(sides[1], block_table(case, 1, num_tokens, num_blocks), num_tokens)
         size = num_tokens * TOKEN_BYTES
-        print(
-            f"| {num_tokens} | {size / MIB:.0f} | {read / 1e6:.2f} | {size / read:.1f} | {own / 1e6:.2f} "
-            f"| {theirs / 1e6:.2f} | {2 * size / (own + theirs):.1f} | {adding / 1e6:.2f} "
-            f"| {100 * (own + theirs) / read:.0f} | {plain / 1e6:.0f} |",
-            flush=True,
-        )
+        times = [f"{ns / 1e6:.2f}" for ns in (read, own, theirs, adding)]
+        rate, percent = f"{2 * size / (own + theirs):.1f}", f"{100 * (own + theirs) / read:.0f}"
+        shown = (times[0], f"{size / read:.1f}", *times[1:3], rate, times[3], percent, f"{plain / 1e6:.0f}")
+        page.row(num_tokens, f"{size / MIB:.0f}", *shown)
     for side in sides:
         side.close()
-    return 0
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="What digests cost", rounds=7)
 
 
 def _round(

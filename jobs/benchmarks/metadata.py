@@ -1,6 +1,6 @@
 """Time what a step's attention metadata costs: its inputs, every view's transforms, what is built of them.
 
-    python jobs/benchmarks/metadata.py > jobs/benchmarks/results/metadata.md
+    python jobs/benchmarks/metadata.py --record
 
 No model is run: steps of requests of 512 to 4096 tokens in blocks of 16, on one core. `inputs` makes block
 tables, slots and lengths of every KV group out of the scheduler's batch; `views` transforms them, `build`
@@ -11,8 +11,6 @@ groups. Times are the thread's on its core (nothing here waits), whoever else us
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 from rayk.attention import (  # noqa: E402
     AttentionGroups,
     AttentionLayer,
@@ -261,22 +259,6 @@ def batches_behind(common: CommonAttentionMetadata, wanted: np.ndarray, chunk: i
     return chunks.num_requests
 
 
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """The table."""
-    rule = ["---" if i == 0 else "---:" for i in range(len(head))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *body))
-
-
-def environment() -> str:
-    """Where this was measured."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    cpu = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    load = f"a shared machine of {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
-    return f"{cpu}, one core; {versions}; {time.strftime('%Y-%m-%d')}; {load}."
-
-
 def missed_targets(totals: Sequence[float], growths: Sequence[Growth]) -> list[str]:
     """What of these medians of metadata in milliseconds, and of their growth, is over a limit."""
     rows = [f"{name}, {kind}" for name in MODELS for kind in ("decode", "mixed")]
@@ -292,12 +274,7 @@ def missed_targets(totals: Sequence[float], growths: Sequence[Growth]) -> list[s
     ]
 
 
-ABOUT = f"""# What attention metadata costs per step
-
-    python jobs/benchmarks/metadata.py > jobs/benchmarks/results/metadata.md
-
-{{environment}}
-
+ABOUT = f"""\
 ## {NUM_REQUESTS} requests x 4 attention groups, milliseconds
 
 Requests of {LENGTHS[0]} to {LENGTHS[1]} tokens, blocks of {BLOCK_SIZE}, window {WINDOW}, chunk {CHUNK}.
@@ -320,28 +297,26 @@ and milliseconds.
 """
 
 
-def main() -> int:
-    """Print Markdown; with --check, 1 when the target is missed or growth is worse than linear."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add the tables; returns the rows over the target, or whose growth is worse than linear."""
     torch.set_num_threads(1)
     with torch.inference_mode():
-        print(ABOUT.format(environment=environment(), repeats=options.repeats))
+        page.say(ABOUT.format(repeats=options.repeats))
         body, totals = model_rows(options.repeats)
-        print(markdown(("groups", "step", "rows", "inputs", "views", "build", "metadata", "median"), body))
-        print(f"\nWorst median: {max(totals):.3f} ms, {'met' if max(totals) < TARGET_MS else 'MISSED'}.")
-        print(ABOUT_GROWTH)
+        page.table(("groups", "step", "rows", "inputs", "views", "build", "metadata", "median"), body)
+        page.say("", f"Worst median: {max(totals):.3f} ms, {'met' if max(totals) < TARGET_MS else 'MISSED'}.")
+        page.say(ABOUT_GROWTH)
         body, growths = growth_rows(options.repeats)
-        print(markdown(("groups", "step", *map(str, GROWTH), "line", "off", "power"), body))
-        print(ABOUT_ORDER)
+        page.table(("groups", "step", *map(str, GROWTH), "line", "off", "power"), body)
+        page.say(ABOUT_ORDER)
         head = ("step", "batches, before", "batches, behind", "ms, before", "ms, behind")
-        print(markdown(head, order_rows(options.repeats)))
-    missed = missed_targets(totals, growths)
-    return ending(missed, check=options.check)
+        page.table(head, order_rows(options.repeats))
+    return missed_targets(totals, growths)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="What attention metadata costs per step", repeats=200)
 
 
 if __name__ == "__main__":

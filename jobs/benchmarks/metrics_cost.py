@@ -66,7 +66,7 @@ from rayk.types.rows import RequestRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "metrics_cost.md"
 LIMIT_PERCENT = 2.0

@@ -1,6 +1,6 @@
 """Copies that storing and loading take per block, by the layouts of engine and tier.
 
-    python jobs/benchmarks/offload_copies.py > jobs/benchmarks/results/offload_copies.md
+    python jobs/benchmarks/offload_copies.py --record
 
 Every cell is a real store into a host tier, and a load from it, of one sequence by an engine without a model.
 Run by run, what is asked of the transport must be what the plans say.
@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 from rayk.kv.caches import allocate  # noqa: E402
 from rayk.kv.geometry import RankGeometry, plan_rank  # noqa: E402
 from rayk.kv.groups import KVCacheGroup, group_layers  # noqa: E402
@@ -37,16 +38,13 @@ from rayk.transfer.ticket_seal import sealed  # noqa: E402
 from rayk.types.offload import OffloadSettings  # noqa: E402
 from rayk.types.rows import TransferRow  # noqa: E402
 
-ABOUT = """# Copies per block
-
+ABOUT = """\
 {num_layers} layers of full attention with {num_heads} heads
 and {num_tokens} tokens, every block of which is full.
 A cell has the copies that storing takes, and loading: per block of the smaller of both block sizes, and per
 rank of the engine. One run of bytes is one copy; neighbouring blocks are not counted as one. BHLNC is the
 canonical page: a rank's heads lie together, with all layers. In LBHNC and LBNHC every layer has pages of its
 own.
-
-    python jobs/benchmarks/offload_copies.py > jobs/benchmarks/results/offload_copies.md
 """
 MODES = {
     "never": "Run by run",
@@ -57,6 +55,7 @@ NUM_LAYERS, NUM_HEADS, NUM_TOKENS = 6, 8, 128
 LAYOUT_NAMES = ("BHLNC", "BLHNC", "LBHNC", "LBNHC")
 TIER_LAYOUTS = ("BHLNC", "LBNHC")
 TPS, BLOCK_SIZES, TIER_BLOCK_SIZES = (1, 2, 4), (16, 32), (16, 32)
+COLUMNS = tuple(itertools.product(TIER_LAYOUTS, TIER_BLOCK_SIZES))
 DEADLINE_S = 60.0
 
 
@@ -200,26 +199,28 @@ def cases() -> list[Case]:
     return [Case(*values) for values in itertools.product(*axes)]
 
 
-def copies_table(mode: str = "never") -> str:
-    """Markdown. Rows: engines; columns: tiers. `mode`: of staging."""
-    columns = list(itertools.product(TIER_LAYOUTS, TIER_BLOCK_SIZES))
-    heads = [f"{layout}, blocks of {size}" for layout, size in columns]
-    lines = ["| engine | TP | blocks of | " + " | ".join(heads) + " |", "|---|---|---|" + "---|" * len(heads)]
+def copies_rows(mode: str = "never") -> Iterator[list[object]]:
+    """A row per engine, a column per tier. `mode`: of staging."""
     for row in itertools.product(LAYOUT_NAMES, TPS, BLOCK_SIZES):
-        cells = [str(measure(Case(*row, *column), mode)) for column in columns]
-        lines.append(f"| {' | '.join(map(str, (*row, *cells)))} |")
-    return "\n".join(lines) + "\n"
+        yield [*row, *(measure(Case(*row, *column), mode) for column in COLUMNS)]
 
 
-def main() -> None:
-    """Print what the module says."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    sys.stdout.write(ABOUT.format(num_layers=NUM_LAYERS, num_heads=NUM_HEADS, num_tokens=NUM_TOKENS))
+def fill(_: argparse.Namespace, page: Page) -> None:
+    """Add a table per mode of staging."""
+    page.say(ABOUT.format(num_layers=NUM_LAYERS, num_heads=NUM_HEADS, num_tokens=NUM_TOKENS))
+    tiers = [f"{layout}, blocks of {size}" for layout, size in COLUMNS]
     for mode, title in MODES.items():
-        sys.stdout.write(f"\n## {title}\n\n{copies_table(mode)}")
+        page.say(f"## {title}", "")
+        page.head("engine", "TP", "blocks of", *tiers)
+        for row in copies_rows(mode):
+            page.row(*row)
+        page.say("")
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="Copies per block")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,8 +32,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
-from jobs.recorded import command_line, machine  # noqa: E402
+from jobs.benchmarks.harness import (  # noqa: E402
+    command_line,
+    ending,  # noqa: E402
+    machine,
+)
 from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.forming import dissolve, form_engine, stop_loops  # noqa: E402
 from rayk.actors.launch import connect  # noqa: E402

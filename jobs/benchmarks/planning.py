@@ -1,6 +1,6 @@
 """What planning a request takes on one consumer rank: lowering the plan, picking descriptors; without NIXL.
 
-    python jobs/benchmarks/planning.py --check > jobs/benchmarks/results/planning.md
+    python jobs/benchmarks/planning.py --check --record
 
 1,000 blocks of 16 tokens in 64 layers. The plan and its patterns are made once per pair of engines (first
 column of times); a request then picks block ids and descriptor indices. Times are of the thread's processor,
@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 from rayk.kv.geometry import RankGeometry, plan_rank  # noqa: E402
 from rayk.kv.groups import group_layers  # noqa: E402
 from rayk.kv.layout import get_layout  # noqa: E402
@@ -33,15 +33,12 @@ LIMIT_MS = 5.0
 MOST_DESCRIPTORS = 65_536
 """More are not read one by one: staging is mandatory above."""
 
-ABOUT = """# Planning a request
-
+ABOUT = """\
 16,000 tokens in 64 layers, 8 KV heads of 128 + 128 bfloat16: 1,000 blocks of 16 tokens. One consumer rank,
 block ids scattered. The plan, and the patterns of the first request, are made once per pair of engines
 (`first`); every later request takes the times of the last columns: lowering the plan to block ids, and
-picking the descriptor indices that NIXL is given. Milliseconds of processor time, medians, on 2 busy cores.
+picking the descriptor indices that NIXL is given. Milliseconds of processor time, medians.
 Above 65,536 descriptors a request is not read one by one (staging).
-
-    python jobs/benchmarks/planning.py --check > jobs/benchmarks/results/planning.md
 """
 
 
@@ -146,34 +143,29 @@ def measure(case: Case, rounds: int) -> Measured:
     )
 
 
-def main() -> int:
-    """Print Markdown; with --check, 1 where planning takes longer than the limit."""
-    parser = argparse.ArgumentParser(description="What planning one request takes.")
-    parser.add_argument("--rounds", type=int, default=51)
-    parser.add_argument(
-        "--check", action="store_true", help="fail where planning takes longer than the limit"
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row per case; returns those in which planning takes longer than the limit."""
+    page.say(ABOUT)
+    page.head(
+        "layouts", "TP", "blocks", "reads", "descriptors", "first", "lower", "indices", "lower + indices"
     )
-    arguments = parser.parse_args()
-    print(ABOUT)
-    head = ["layouts", "TP", "blocks", "reads", "descriptors", "first", "lower", "indices", "lower + indices"]
-    print("| " + " | ".join(head) + " |\n|" + " --- |" * len(head))
     slow = []
     for case in CASES:
-        found = measure(case, arguments.rounds)
+        found = measure(case, options.rounds)
         window = f", window {case.window} in 5 of 6" if case.window else ""
-        cells = [
-            " -> ".join(case.layouts) + window,
-            " -> ".join(map(str, case.tp)),
-            " -> ".join(map(str, case.blocks)),
-            f"{found.num_reads:,}",
-            f"{found.num_descriptors:,}",
-            *(f"{ms:.2f}" for ms in (found.first_ms, found.lower_ms, found.indices_ms, found.planning_ms)),
-        ]
-        print("| " + " | ".join(cells) + " |", flush=True)
+        pairs = [" -> ".join(map(str, pair)) for pair in (case.layouts, case.tp, case.blocks)]
+        times = (found.first_ms, found.lower_ms, found.indices_ms, found.planning_ms)
+        numbers = [f"{found.num_reads:,}", f"{found.num_descriptors:,}", *(f"{ms:.2f}" for ms in times)]
+        page.row(pairs[0] + window, *pairs[1:], *numbers)
         if found.planning_ms > LIMIT_MS and found.num_descriptors <= MOST_DESCRIPTORS:
-            row = f"layouts {cells[0]}, TP {cells[1]}, blocks {cells[2]}"
+            row = f"layouts {pairs[0]}{window}, TP {pairs[1]}, blocks {pairs[2]}"
             slow.append(f"{row}: {found.planning_ms:.2f} ms, the limit is {LIMIT_MS:g} ms")
-    return ending(slow, check=arguments.check)
+    return slow
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="Planning a request", rounds=51)
 
 
 if __name__ == "__main__":

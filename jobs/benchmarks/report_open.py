@@ -1,6 +1,6 @@
 """How soon the report of a large run is there when it is opened, and how large it is.
 
-    python jobs/benchmarks/report_open.py > jobs/benchmarks/results/report_open.md
+    python jobs/benchmarks/report_open.py --record
     python jobs/benchmarks/report_open.py --check    # exit 1 beyond 2 s or 10 MB
 
 Made-up runs of 300 cells; Chromium opens the file from disk, headless, with an empty profile every time, and
@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 from rayk.reports import ResultWriter  # noqa: E402
 from rayk.types.rows import CellRow, RequestRow, TransferRow  # noqa: E402
 
@@ -54,10 +54,8 @@ window.addEventListener("load", function () {
 </script></body>"""
 WAIT_S = 60
 """For a browser that hangs."""
-ABOUT = """# How soon a large report is open
-
-    python jobs/benchmarks/report_open.py > jobs/benchmarks/results/report_open.md
-
+TITLE = "How soon a large report is open"
+ABOUT = """\
 The report of {cells} made-up cells, opened from disk by headless Chromium with an empty profile,
 {rounds} times: seconds from the start of navigation to the end of the load event and to the first contentful
 paint, median and slowest, as the page's own clock has them. Many figures are drawn after the load event, one
@@ -69,39 +67,29 @@ at a time. Limits: {limit:g} s for the slowest, {megabytes:g} MB.
 |---|---|---|---|---|---|---|"""
 
 
-def main() -> int:
-    """Measure and print the table; with --check 1 beyond a limit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cells", type=int, default=NUM_CELLS)
-    parser.add_argument("--check", action="store_true", help="exit 1 beyond 2 s or 10 MB")
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row per size of run; returns those beyond a limit."""
     if CHROMIUM is None:
-        return ending(["Chromium is not installed: nothing is measured"], check=options.check)
-    print(
-        ABOUT.format(
-            cells=options.cells,
-            rounds=options.rounds,
-            limit=LIMIT_S,
-            megabytes=LIMIT_BYTES / 1e6,
-            device=_device(),
-        )
-    )
+        return ["Chromium is not installed: nothing is measured"]
+    limits = {"limit": LIMIT_S, "megabytes": LIMIT_BYTES / 1e6}
+    page.say(ABOUT.format(cells=options.cells, rounds=options.rounds, device=_device(), **limits))
     failures = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         for num_requests in NUM_REQUESTS:
-            page = write_report(Path(name) / str(num_requests), options.cells, num_requests)
-            size = page.stat().st_size
-            opened = [open_page(page, Path(name)) for _ in range(options.rounds)]
-            loads, paints, cells = zip(*opened, strict=True)
-            print(
-                f"| {num_requests} | {size / 1e6:.1f} | {statistics.median(loads):.2f} | {max(loads):.2f} "
-                f"| {statistics.median(paints):.2f} | {max(paints):.2f} | {cells[0]:,} |",
-                flush=True,
+            report = write_report(Path(name) / str(num_requests), options.cells, num_requests)
+            size = report.stat().st_size
+            loads, paints, cells = zip(
+                *(open_page(report, Path(name)) for _ in range(options.rounds)), strict=True
             )
+            times = (statistics.median(loads), max(loads), statistics.median(paints), max(paints))
+            page.row(num_requests, f"{size / 1e6:.1f}", *(f"{s:.2f}" for s in times), f"{cells[0]:,}")
             failures += beyond(num_requests, size, max(*loads, *paints))
-    print(f"\nLoad average of a minute at the end: {os.getloadavg()[0]:.1f}.")
-    return ending(failures, check=options.check)
+    return failures
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title=TITLE, rounds=5, cells=NUM_CELLS)
 
 
 def beyond(num_requests: int, size: int, seconds: float) -> list[str]:

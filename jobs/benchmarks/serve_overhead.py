@@ -40,7 +40,7 @@ from rayk.oracle.checkpoint import write_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 
 TARGETS_MS = {"request": 10.0, "token": 1.0}
 COLUMNS = (

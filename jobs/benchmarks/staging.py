@@ -4,14 +4,12 @@ A producer process fills its pages; three consumer engines of this process read 
 transfer.staging never, always and auto, taking turns, and every byte is compared. Times run from the ticket
 to the last byte in its page, repacking included; each is the least of several rounds, summed over ranks.
 
-    python jobs/benchmarks/staging.py --mib 16 --rounds 9 --markdown jobs/benchmarks/results/staging.md
+    python jobs/benchmarks/staging.py --mib 16 --rounds 9 --record
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,12 +18,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from transfer_rate import MIB, NUM_LAYERS, SPEC, Case, Side, block_table, check_bytes, make_side, produce
 
-from rayk.kv.specs import page_bytes
-from rayk.transfer.staging import StagingSettings
-from rayk.transfer.ticket import TransferTicket
-from rayk.types.rows import TransferRow
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from transfer_rate import MIB, NUM_LAYERS, SPEC, Case, Side, block_table, check_bytes, make_side, produce  # noqa: E402
+
+from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
+from rayk.kv.specs import page_bytes  # noqa: E402
+from rayk.transfer.staging import StagingSettings  # noqa: E402
+from rayk.transfer.ticket import TransferTicket  # noqa: E402
+from rayk.types.rows import TransferRow  # noqa: E402
 
 MODES = ("never", "always", "auto")
 LAYOUTS = (
@@ -102,13 +104,13 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
     return seen
 
 
-HEADER = (
-    "| layouts | TP | descriptors direct | staged | direct ms | staged ms | repack ms | auto ms | auto chose "
-    "| expected direct ms | staged ms | right |"
+TITLES = (
+    *("layouts", "TP", "descriptors direct", "staged", "direct ms", "staged ms", "repack ms", "auto ms"),
+    *("auto chose", "expected direct ms", "staged ms", "right"),
 )
 
 
-def line(case: Case, seen: dict[str, Seen]) -> tuple[str, bool]:
+def line(case: Case, seen: dict[str, Seen]) -> tuple[tuple[str, ...], bool]:
     """A row for people; whether auto was right."""
     never, always, auto = (seen[mode] for mode in MODES)
     staged = {row.staged for row in auto.rows}
@@ -132,49 +134,33 @@ def line(case: Case, seen: dict[str, Seen]) -> tuple[str, bool]:
         f"{staged_us / 1e3:.2f}",
         "yes" if is_right else f"no, {taken / best:.2f} x",
     )
-    return "| " + " | ".join(cells) + " |", is_right
+    return cells, is_right
+
+
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add a row per case, and how often auto was right."""
+    torch.set_num_threads(1)
+    page.say(
+        f"nixl/UCX (CMA). {NUM_LAYERS} layers, {SPEC.num_kv_heads} KV heads of {SPEC.head_size_k} + "
+        f"{SPEC.head_size_v} {SPEC.dtype}, blocks of {SPEC.block_size} tokens, scattered.\n"
+    )
+    cases = [Case(layouts, tp, scattered=True) for layouts in LAYOUTS for tp in TPS]
+    cases = [case for i, case in enumerate(cases) if options.cases is None or i in options.cases]
+    page.head(*TITLES)
+    num_right = 0
+    with second_process(produce) as pipe:
+        for i, case in enumerate(cases):
+            cells, is_right = line(case, run_case(pipe, case, options.mib, options.rounds, i))
+            num_right += is_right
+            page.row(*cells)
+    right = f"auto was right in {num_right} of {len(cases)} cases"
+    page.say("", f"{right} (the faster way, or within {TIE - 1:.0%} of it).")
 
 
 def main() -> int:
-    """Print; and write the Markdown if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--mib", type=int, default=16, help="KV bytes of the request (TP 1)")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cases", type=int, nargs="*", help="indices of the cases to run (default all)")
-    parser.add_argument("--markdown", type=Path, help="also write the table here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    child = context.Process(target=produce, args=(theirs,), daemon=True)
-    child.start()
-    lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
-    print("\n".join(lines), flush=True)
-    num_right = 0
-    cases = [Case(layouts, tp, scattered=True) for layouts in LAYOUTS for tp in TPS]
-    cases = [case for i, case in enumerate(cases) if options.cases is None or i in options.cases]
-    for i, case in enumerate(cases):
-        text, is_right = line(case, run_case(pipe, case, options.mib, options.rounds, i))
-        num_right += is_right
-        lines.append(text)
-        print(text, flush=True)
-    pipe.send(None)
-    child.join()
-    lines += [
-        "",
-        f"auto was right in {num_right} of {len(cases)} cases (the faster way, or within "
-        f"{TIE - 1:.0%} of it).",
-    ]
-    print(lines[-1])
-    if options.markdown:
-        command = f"python jobs/benchmarks/staging.py --mib {options.mib} --rounds {options.rounds}"
-        title = (
-            f"# Staged against direct reads\n\n`{command}`, {os.cpu_count()} CPU cores, nixl/UCX (CMA). "
-            f"{NUM_LAYERS} layers, {SPEC.num_kv_heads} KV heads of {SPEC.head_size_k} + {SPEC.head_size_v} "
-            f"{SPEC.dtype}, blocks of {SPEC.block_size} tokens, scattered.\n"
-        )
-        options.markdown.write_text("\n".join([title, *lines, ""]))
-    return 0
+    """Returns the exit status."""
+    cases = {"type": int, "nargs": "*", "help": "indices of the cases to run (default all)"}
+    return run(fill, __file__, title="Staged against direct reads", mib=16, rounds=9, cases=cases)
 
 
 if __name__ == "__main__":

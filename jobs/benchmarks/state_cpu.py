@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import argparse
 import logging
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers.models.jamba import modeling_jamba
 from transformers.models.mamba2 import modeling_mamba2
 
-from rayk.kernels.causal_conv1d import causal_conv1d
-from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kernels.selective_scan import selective_scan
-from rayk.kernels.ssd_scan import ssd_scan
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from jobs.benchmarks.harness import Page, in_turns, run  # noqa: E402
+from rayk.kernels.causal_conv1d import causal_conv1d  # noqa: E402
+from rayk.kernels.segments import NO_SLOT, Segments  # noqa: E402
+from rayk.kernels.selective_scan import selective_scan  # noqa: E402
+from rayk.kernels.ssd_scan import ssd_scan  # noqa: E402
 
 Call = Callable[[], torch.Tensor]
 
@@ -157,34 +161,17 @@ CASES: dict[str, Callable[[Batch], tuple[Call, Call]]] = {
 }
 
 
-def best_ms(calls: tuple[Call, ...], repeats: int) -> list[float]:
-    """Best of each, in turns; half a second at most."""
-    best, until = [float("inf")] * len(calls), time.perf_counter() + 0.5
-    for turn in range(repeats):
-        for i, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[i] = min(best[i], 1e3 * (time.perf_counter() - start))
-        if turn >= 2 and time.perf_counter() > until:
-            break
-    return best
-
-
 def disagreement(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Largest difference, in units of the largest value."""
     theirs = packed(theirs).float()
     return float((ours.float() - theirs).abs().max() / theirs.abs().max())
 
 
-def main() -> None:
-    """Print a row per op and batch."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add a row per op and batch."""
     torch.set_num_threads(options.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    print(f"{'op':26}{'batch':28}{'ours ms':>10}{'theirs ms':>11}{'times faster':>14}")
+    page.head("op", "batch", "ours ms", "theirs ms", "times faster")
     for name, make in CASES.items():
         for batch in BATCHES:
             torch.manual_seed(0)
@@ -193,9 +180,14 @@ def main() -> None:
                 error = disagreement(ours(), theirs())
                 # bfloat16 is rounded in between by transformers alone.
                 assert error < (0.05 if batch.dtype == torch.bfloat16 else 1e-4), (name, str(batch), error)
-                mine, other = best_ms((ours, theirs), options.repeats)
-            print(f"{name:26}{batch!s:28}{mine:10.3f}{other:11.3f}{other / mine:14.1f}")
+                mine, other = map(min, in_turns((ours, theirs), options.repeats, limit_s=0.5))
+            page.row(name, batch, f"{mine:.3f}", f"{other:.3f}", f"{other / mine:.1f}")
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="State kernels on CPUs against transformers", threads=1, repeats=20)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -45,7 +45,7 @@ from rayk.types.request import Request, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.checks import ending  # noqa: E402
+from jobs.benchmarks.harness import ending  # noqa: E402
 
 METRICS = ("prefill", "decode", "end to end")
 BLOCK_SIZE = 32

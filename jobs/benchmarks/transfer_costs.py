@@ -5,7 +5,7 @@ joined and scattered, copies runs as a staged read does, and fits the constants 
 times (least squares of relative errors, none below 0). Times are the least of several rounds, in which the
 cases take turns: others may use the machine.
 
-    python jobs/benchmarks/transfer_costs.py --rounds 9 --markdown jobs/benchmarks/results/transfer_costs.md
+    python jobs/benchmarks/transfer_costs.py --rounds 9 --record
 
 It also compares the two ways of naming descriptors to NIXL: strided rows (address, length, device, stride,
 count) against one row each (address, length, device).
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import sys
 import time
@@ -28,11 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayk.kernels.copy_runs import copy_runs, make_run_table
-from rayk.kv.caches import empty_bytes
-from rayk.transfer.agent import DescriptorList, TransferState
-from rayk.transfer.costs import TransferCosts, transfer_costs
-from rayk.transfer.nixl_agent import NixlAgent
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
+from rayk.kernels.copy_runs import copy_runs, make_run_table  # noqa: E402
+from rayk.kv.caches import empty_bytes  # noqa: E402
+from rayk.transfer.agent import DescriptorList, TransferState  # noqa: E402
+from rayk.transfer.costs import TransferCosts, transfer_costs  # noqa: E402
+from rayk.transfer.nixl_agent import NixlAgent  # noqa: E402
 
 MIB = 1 << 20
 REGION_BYTES = 256 * MIB
@@ -261,34 +262,24 @@ def _name(case: Move | Copy) -> str:
     return f"copy {case.runs * case.blocks:,} x {case.length:,} B"
 
 
-def main() -> int:
-    """Print; and write the Markdown if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add the constants, and what they make of every case."""
     torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(theirs,), daemon=True)
-    child.start()
-    bench = Bench(pipe)
-    moves = least([bench.prepare_move(m) for m in MOVES], options.rounds)
-    copies = least([bench.prepare_copy(c) for c in COPIES], options.rounds)
-    request, descriptor, index, byte = fit([m.terms() for m in MOVES], moves)
-    chunk, run, copied = fit([c.terms() for c in COPIES], copies)
-    measured = TransferCosts(request, descriptor, index, byte, chunk, run, copied)
-    lines = report(measured, moves, copies)
-    lines += ["", "Rows of descriptor lists:", "", *strided_rows(bench, options.rounds)]
-    print("\n".join(lines))
-    pipe.send(None)
-    child.join()
-    bench.agent.close()
-    if options.markdown:
-        command = f"python jobs/benchmarks/transfer_costs.py --rounds {options.rounds}"
-        title = f"# Constants of the cost model\n\n`{command}`, {os.cpu_count()} CPU cores, nixl/UCX.\n"
-        options.markdown.write_text("\n".join([title, *lines, ""]))
-    return 0
+    with second_process(serve) as pipe:
+        bench = Bench(pipe)
+        moves = least([bench.prepare_move(m) for m in MOVES], options.rounds)
+        copies = least([bench.prepare_copy(c) for c in COPIES], options.rounds)
+        request, descriptor, index, byte = fit([m.terms() for m in MOVES], moves)
+        chunk, run_ns, copied = fit([c.terms() for c in COPIES], copies)
+        measured = TransferCosts(request, descriptor, index, byte, chunk, run_ns, copied)
+        page.say(*report(measured, moves, copies))
+        page.say("", "Rows of descriptor lists:", "", *strided_rows(bench, options.rounds))
+        bench.agent.close()
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="Constants of the cost model", rounds=9)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs.checks import ending
+from jobs.benchmarks import harness
+from jobs.benchmarks.harness import ending
 
 JOBS = Path(__file__).parents[2] / "jobs"
 CHECKED = sorted(
@@ -26,10 +29,58 @@ def test_missed_limits_are_told_and_fail_a_check(capsys: pytest.CaptureFixture[s
 
 
 def test_every_check_ends_here() -> None:
-    assert len(CHECKED) >= 13
+    """Those of the harness, and of the scripts that have options of their own."""
+    assert len(CHECKED) >= 9
     for path in CHECKED:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         assert any(isinstance(c.func, ast.Name) and c.func.id == "ending" for c in calls), path.name
+
+
+def test_a_page_is_printed_and_recorded_with_what_ran_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/x/made.py", "--rounds", "3", "--record"])
+    asked: list[tuple[int, str, list[int]]] = []
+
+    def fill(options: argparse.Namespace, page: harness.Page) -> list[str]:
+        asked.append((options.rounds, options.name, options.cases))
+        page.table(("case", "ms"), [("a", 1.5), ("b", 2)])
+        return ["b: 2 ms, the limit is 1 ms"]
+
+    cases = {"type": int, "nargs": "*", "default": [7]}
+    assert harness.run(fill, "made.py", title="Made", rounds=5, name="x", cases=cases) == 0
+    assert asked == [(3, "x", [7])]
+    told = capsys.readouterr()
+    assert told.err == "b: 2 ms, the limit is 1 ms\n"
+    lines = told.out.splitlines()
+    assert (tmp_path / "made.md").read_text().splitlines() == lines
+    assert lines[:2] == ["# Made", ""]
+    assert lines[2] == "    python jobs/benchmarks/made.py --rounds 3 --record"
+    assert lines[4:8] == ["| case | ms |", "| --- | ---: |", "| a | 1.5 |", "| b | 2 |"]
+    assert any("when it began" in line for line in lines[8:])
+    monkeypatch.setattr(sys, "argv", ["made.py", "--check"])
+    assert harness.run(fill, "made.py", title="Made", rounds=5, name="x", cases=cases) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_calls_take_turns_at_being_first_and_the_first_round_does_not_count() -> None:
+    now, order = [0], []
+
+    def call(name: str, took_ms: int) -> Callable[[], None]:
+        def step() -> None:
+            order.append(name)
+            now[0] += took_ms * 10**6
+
+        return step
+
+    found = harness.in_turns([call("a", 1), call("b", 3)], 2, clock_ns=lambda: now[0])
+    assert found == [[1.0, 1.0], [3.0, 3.0]]
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    calls: list[None] = []
+    harness.in_turns([lambda: calls.append(None)], 100, limit_s=-1.0)
+    assert len(calls) == 4, "three rounds and the first, whatever the limit"
+    assert harness.medians([(1, 5), (2, 7), (9, 6)]) == [2, 6]
 
 
 ROW = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jobs import serve_swap  # first: it finds the modules beside it
-from jobs.recorded import command_line, machine
+from jobs.benchmarks.harness import command_line, machine
 from rayk.actors import launch
 from rayk.bench.client import FAILED, OK, Observed
 from rayk.bench.prompts import Planned
