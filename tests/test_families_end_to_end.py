@@ -20,16 +20,8 @@ from tests.markers import one_per
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {}),
+    **{family: (family, {}) for family in ATTENTION if family not in GROUPED},
     "qwen3-hybrid": ("qwen3", {"overrides": dict(HYBRID)}),
-    "gemma2": ("gemma2", {}),
-    "gemma3": ("gemma3", {}),
-    "gpt_oss": ("gpt_oss", {}),
-    "phi3": ("phi3", {}),
-    "cohere2": ("cohere2", {}),
     "llama-linear": ("llama", {"overrides": dict(LINEAR_ROPE)}),
     "qwen3-yarn": ("qwen3", {"overrides": dict(YARN)}),
 }

@@ -163,11 +163,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """family -> values of its config class."""
 
-_MODEL_TYPES: Mapping[str, str] = MappingProxyType(
-    {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "llama4": "llama4_text"}
-)
-"""Where transformers' model_type is not the family's name."""
-
 HYBRID: Mapping[str, Any] = MappingProxyType(
     {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
 )
@@ -219,11 +214,18 @@ def family_values(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return values | dict(overrides)
 
 
+def model_type(family: str) -> str:
+    """transformers' name of a family: of the text model alone, where it has such a part."""
+    from transformers import CONFIG_MAPPING
+
+    return f"{family}_text" if f"{family}_text" in CONFIG_MAPPING else family
+
+
 def make_config(family: str, values: Mapping[str, Any]) -> Any:
     """transformers' config object. Raises UserError for a key that its class does not have."""
     from transformers import CONFIG_MAPPING
 
-    config_class = CONFIG_MAPPING[_MODEL_TYPES.get(family, family)]
+    config_class = CONFIG_MAPPING[model_type(family)]
     known = set(config_class().to_dict()) | _OLD_ROPE_KEYS | _OTHER_OLD_KEYS
     if family not in HYBRIDS and not known & _SHARING_KEYS:
         known |= _SHARING_KEYS

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-MAMBA_CLASSES = {
-    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM"),
-    "jamba": ("JambaConfig", "JambaForCausalLM"),
-    "bamba": ("BambaConfig", "BambaForCausalLM"),
-    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
-    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
-    "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM"),
-}
-
 _ABSENT = dict.fromkeys(
     ("intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps"), "absent"
 )

@@ -20,7 +20,7 @@ from rayk.models.config import (
     RopeConfig,
     RouterConfig,
 )
-from rayk.models.families import experts, parse_config
+from rayk.models.families import granitemoehybrid, jamba, nemotron_h, parse_config
 from rayk.models.families.raw import RawConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.tensor_parallel import why_tp_unsupported
@@ -201,8 +201,8 @@ def raw_of(**values: Any) -> RawConfig:
 def test_experts_of_granite() -> None:
     """Without routed experts the shared one is the whole half."""
     shared = MlpConfig(intermediate_size=27)
-    assert experts.parse_granite_experts(raw_of(num_local_experts=0, shared_intermediate_size=27)) == shared
-    routed = experts.parse_granite_experts(raw_of(num_local_experts=6, shared_intermediate_size=27))
+    assert granitemoehybrid.parse_experts(raw_of(num_local_experts=0, shared_intermediate_size=27)) == shared
+    routed = granitemoehybrid.parse_experts(raw_of(num_local_experts=6, shared_intermediate_size=27))
     assert isinstance(routed, ExpertsConfig)
     assert (routed.num_experts, routed.num_chosen, routed.intermediate_size) == (6, 2, 20)
     assert (routed.router, routed.shared) == (RouterConfig(), shared)
@@ -210,15 +210,15 @@ def test_experts_of_granite() -> None:
 
 def test_experts_of_nemotron_h() -> None:
     values = {"n_routed_experts": 6, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 9}
-    routed = experts.parse_nemotron_h_experts(raw_of(**values, moe_latent_size=5, mlp_bias=True))
+    routed = nemotron_h.parse_experts(raw_of(**values, moe_latent_size=5, mlp_bias=True))
     assert (routed.kind, routed.latent_size, routed.latent_bias) == ("relu2", 5, True)
     assert routed.shared == MlpConfig(activation="relu2", intermediate_size=9, bias=True, gated=False)
     assert routed.router == RouterConfig(scoring="sigmoid", wide=True, renormalise=True)
     with pytest.raises(UnsupportedArchitecture, match="`mlp_hidden_act` 'silu'"):
-        experts.parse_nemotron_h_experts(raw_of(**values, mlp_hidden_act="silu"))
+        nemotron_h.parse_experts(raw_of(**values, mlp_hidden_act="silu"))
 
 
 def test_experts_of_jamba() -> None:
-    routed = experts.parse_jamba_experts(raw_of(num_experts=4))
+    routed = jamba.parse_experts(raw_of(num_experts=4))
     assert routed.router == RouterConfig(scoring="softmax_all")
     assert (routed.num_chosen, routed.intermediate_size, routed.shared) == (2, 20, None)

@@ -28,7 +28,7 @@ from rayk.models.fingerprint import fingerprint
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 from tests.models import released_mamba as released
-from tests.models.mamba_dims import MAMBA_CLASSES
+from tests.models.tiny import CLASSES
 
 RELEASED = {
     "mamba-codestral-7b": released.MAMBA_CODESTRAL_7B,
@@ -44,7 +44,7 @@ KINDS = {"mamba1": "linear_attention", "mamba2": "linear_attention", "attention"
 
 def theirs(raw: dict[str, Any]) -> Any:
     """transformers' config of a config.json."""
-    name = next(c for c, model in MAMBA_CLASSES.values() if model == raw["architectures"][0])
+    name = next(c for c, model in CLASSES.values() if model == raw["architectures"][0])
     return getattr(transformers, name)(**copy.deepcopy(raw))
 
 
@@ -204,7 +204,12 @@ def test_falcon_h1() -> None:
         ("nemotron-h-8b", {"time_step_min": 0.05}, UnsupportedArchitecture, "`time_step_min` 0.05"),
         ("nemotron-h-8b", {"mamba_dt_min": 0.05}, UnsupportedArchitecture, "`time_step_min` 0.05"),
         ("mamba-codestral-7b", {"hidden_act": "gelu"}, UnsupportedArchitecture, "`hidden_act` 'gelu'"),
-        ("bamba-9b", {"hidden_act": "gelu_pytorch_tanh"}, UnsupportedArchitecture, "recurrent layers"),
+        (
+            "bamba-9b",
+            {"hidden_act": "gelu_pytorch_tanh"},
+            UnsupportedArchitecture,
+            "`hidden_act` 'gelu_pytorch_tanh'",
+        ),
         ("nemotron-h-8b", {"mlp_hidden_act": "silu"}, UnsupportedArchitecture, "`mlp_hidden_act` 'silu'"),
         ("mamba-codestral-7b", {"num_heads": 127}, CheckpointError, "127 x `head_dim` 64 is not"),
         ("bamba-9b", {"mamba_n_heads": 127}, CheckpointError, "not the inner width 8192"),

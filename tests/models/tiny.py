@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from rayk.attention import CommonAttentionMetadata, get_backend
@@ -29,11 +31,12 @@ from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.layers.attention import Attention
 from rayk.models.loader import load_decoder
 from rayk.oracle.sharing import SharingCache, kv_sources
+from rayk.oracle.tiny import FAMILIES, model_type
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.parallel.threads import ThreadComm
 from tests.helpers import assert_matches
-from tests.models.mamba_dims import MAMBA_CLASSES, MAMBA_DIMS
+from tests.models.mamba_dims import MAMBA_DIMS
 
 DIMS: dict[str, Any] = {
     "vocab_size": 263,  # prime: no TP size divides it
@@ -49,21 +52,10 @@ DIMS: dict[str, Any] = {
 }
 
 CLASSES = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM"),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
-    "llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
-    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
-    **MAMBA_CLASSES,
+    family: (CONFIG_MAPPING[kind].__name__, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    for family, kind in ((family, model_type(family)) for family in FAMILIES)
 }
+"""Family -> transformers' names of its config's and its model's class."""
 
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -458,7 +450,7 @@ class _WideTorch:
 def wide_scans(model: Any) -> Iterator[None]:
     """A model in float64 that would scan its recurrent states in float32 does not."""
     kind = model.config.model_type
-    if model.dtype != torch.float64 or kind not in (*MAMBA_CLASSES, "qwen3_next"):
+    if model.dtype != torch.float64 or kind not in (*MAMBA_DIMS, "qwen3_next"):
         yield
         return
     with contextlib.ExitStack() as patches:

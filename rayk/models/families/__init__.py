@@ -1,35 +1,16 @@
 """The model families: each maps its config.json and its weight names. Free of torch.
 
-A new family is one module here (config mapping and weight names) and one entry in `_MODULES`; the
+A family is a module here with a `FAMILY` (config mapping and weight names): it is found by that. The
 decoder knows only `DecoderConfig`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from rayk.models.config import DecoderConfig
-from rayk.models.families import (
-    bamba,
-    cohere2,
-    deepseek_v3,
-    falcon_h1,
-    gemma2,
-    gemma3,
-    gemma3n,
-    gpt_oss,
-    granitemoehybrid,
-    jamba,
-    llama,
-    llama4,
-    mamba2,
-    mistral,
-    nemotron_h,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_next,
-)
 from rayk.models.families.common import Family, WeightNames
 from rayk.models.families.raw import RawConfig, read_json
 from rayk.models.families.sharing import apply_sharing
@@ -37,12 +18,9 @@ from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 __all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config", "read_config"]
 
-_MODULES = (
-    *(llama, llama4, mistral, qwen2, qwen3, phi3, gemma2, gemma3, gemma3n, cohere2, gpt_oss),
-    *(mamba2, jamba, bamba, granitemoehybrid, nemotron_h, falcon_h1, qwen3_next, deepseek_v3),
-)
+_MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+FAMILIES: dict[str, Family] = {m.FAMILY.name: m.FAMILY for m in _MODULES if hasattr(m, "FAMILY")}
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES.values() for name in family.architectures}
 
@@ -112,7 +90,7 @@ def parse_config(values: dict[str, object], where: str = "config.json") -> Decod
             where=where,
             mend=f"`model_type`: {' or '.join(known)}, or the architecture that belongs to it",
         )
-    raw = RawConfig(values, where, str(names[0]))
+    raw = RawConfig(values, where, str(names[0]), family.name).of_text(family.defaults)
     return apply_sharing(raw, family.parse(raw))
 
 

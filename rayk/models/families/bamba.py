@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.families import common, hybrid
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_bamba.py, which fixes the share of a head that rotates
 DEFAULTS = {"max_position_embeddings": 262144, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
@@ -20,24 +19,19 @@ DEFAULTS = {"max_position_embeddings": 262144, "partial_rotary_factor": 0.5, "rm
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`attn_layer_indices` attend, the others recur; each has a feed-forward half."""
-    raw = RawConfig({**hybrid.DEFAULTS, **DEFAULTS, **raw.values}, raw.where, raw.architecture)
-    windows = common.no_windows(raw)
-    bias = raw.flag("attention_bias")
+    num_layers = raw.count("num_hidden_layers")
     head_size = raw.count("head_dim", common.default_head_size(raw))
     config = common.parse_llama_like(
         raw,
-        family="bamba",
-        windows=windows,
         num_kv_heads=hybrid.num_kv_heads(raw),
-        ropes=(parse_rope(raw, head_size, partial=True),) * len(windows),
+        ropes=(parse_rope(raw, head_size, partial=True),) * num_layers,
         mlp=common.parse_mlp(raw, bias=raw.flag("mlp_bias")),
+        bias=raw.flag("attention_bias"),
     )
-    attending = _attending(raw, len(windows))
-    mixers = ["attention" if i in attending else "mamba2" for i in range(len(windows))]
+    attending = _attending(raw, num_layers)
+    mixers = ["attention" if i in attending else "mamba2" for i in range(num_layers)]
     return replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         layers=hybrid.with_mixers(config, mixers),
         mamba2=hybrid.parse_mamba2(
             raw, inner=raw.count("mamba_expand") * config.hidden_size, norm_eps=config.norm.eps
@@ -58,9 +52,10 @@ def _attending(raw: RawConfig, num_layers: int) -> frozenset[int]:
 FAMILY = common.Family(
     name="bamba",
     architectures=("BambaForCausalLM",),
+    defaults={**hybrid.DEFAULTS, **DEFAULTS},
     parse=parse,
     weights=common.WeightNames(
         final_norm=hybrid.FINAL_NORM,
-        layer=MappingProxyType({**hybrid.HYBRID_LAYER, **hybrid.mamba2_names("model.layers.{i}.mamba")}),
+        layer={**hybrid.HYBRID_LAYER, **hybrid.mamba2_names("model.layers.{i}.mamba")},
     ),
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import NormConfig
 from rayk.models.families import common
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_cohere2.py
 DEFAULTS = {"sliding_window": 4096, "logit_scale": 0.0625}
@@ -20,31 +19,26 @@ DEFAULTS = {"sliding_window": 4096, "logit_scale": 0.0625}
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """Full layers have no positions (cohere2/modeling_cohere2.py:221); pairs are interleaved."""
-    raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
     windows = common.periodic_windows(raw, period=4)
     head_size = raw.count("head_dim", common.default_head_size(raw))
     rope = replace(parse_rope(raw, head_size), pairing="interleaved")
-    bias = raw.flag("attention_bias")
     config = common.parse_llama_like(
         raw,
-        family="cohere2",
         windows=windows,
         head_size=head_size,
         num_kv_heads=raw.count("num_attention_heads"),
         ropes=tuple(None if window is None else rope for window in windows),
         norm=NormConfig(kind="layer", eps=raw.number("layer_norm_eps", 1e-5), wide=True),
         tied=True,
+        bias=raw.flag("attention_bias"),
     )
-    return replace(
-        config, block="parallel", qkv_bias=bias, o_bias=bias, logit_scale=raw.number("logit_scale")
-    )
+    return replace(config, block="parallel", logit_scale=raw.number("logit_scale"))
 
 
 FAMILY = common.Family(
     name="cohere2",
     architectures=("Cohere2ForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
-    weights=common.WeightNames(
-        layer=MappingProxyType({k: v for k, v in common.LLAMA_LAYER.items() if k != "mlp_norm.weight"})
-    ),
+    weights=common.WeightNames(layer={k: v for k, v in common.LLAMA_LAYER.items() if k != "mlp_norm.weight"}),
 )

@@ -22,6 +22,25 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType({"silu": "silu", "gelu_pytorch
 """config.json's name -> MlpConfig's."""
 
 
+LLAMA_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "input_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+        "k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+        **{
+            f"{name}.{part}": f"model.layers.{{i}}.{module}.{name}_proj.{part}"
+            for module, names in (
+                ("self_attn", ("q", "k", "v", "o")),
+                ("mlp", ("gate", "up", "down")),
+            )
+            for name in names
+            for part in ("weight", "bias")
+        },
+    }
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightNames:
     """Names on disk of the decoder's parameters. `{i}` in a layer's name is the layer index.
@@ -33,7 +52,7 @@ class WeightNames:
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
-    layer: Mapping[str, str]
+    layer: Mapping[str, str] = field(default_factory=lambda: LLAMA_LAYER)
     """The decoder's own name of a layer's parameter -> name on disk."""
     around: Mapping[str, str] = field(default_factory=dict)
     """The same of what else stands around the layers; `{s}` is a stream's index, the first left out."""
@@ -61,26 +80,6 @@ class WeightNames:
         return stored
 
 
-LLAMA_LAYER: Mapping[str, str] = MappingProxyType(
-    {
-        "input_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
-        "k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
-        **{
-            f"{name}.{part}": f"model.layers.{{i}}.{module}.{name}_proj.{part}"
-            for module, names in (
-                ("self_attn", ("q", "k", "v", "o")),
-                ("mlp", ("gate", "up", "down")),
-            )
-            for name in names
-            for part in ("weight", "bias")
-        },
-    }
-)
-LLAMA_WEIGHTS = WeightNames(layer=LLAMA_LAYER)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """All that rayk knows of one model family."""
@@ -90,28 +89,31 @@ class Family:
     """As config.json names them."""
     model_types: tuple[str, ...] = ()
     """As config.json may name the family besides, by which transformers chooses; none: `name` alone."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What transformers' config class says where config.json is silent."""
     parse: Callable[[RawConfig], DecoderConfig]
-    """config.json -> DecoderConfig. Raises CheckpointError and UnsupportedArchitecture."""
-    weights: WeightNames
+    """config.json, completed by `defaults` -> DecoderConfig. Raises CheckpointError and
+    UnsupportedArchitecture."""
+    weights: WeightNames = WeightNames()
 
 
 def parse_llama_like(
     raw: RawConfig,
     *,
-    family: str,
-    windows: tuple[int | None, ...],
+    windows: tuple[int | None, ...] | None = None,
     head_size: int | None = None,
     num_kv_heads: int | None = None,
     ropes: tuple[RopeConfig | None, ...] | None = None,
     norm: NormConfig | None = None,
     mlp: MlpConfig | ExpertsConfig | None = None,
     tied: bool = False,
+    bias: bool = False,
 ) -> DecoderConfig:
     """The config of a decoder with GQA attention and one kind of feed-forward half.
 
-    `windows` has one entry per layer, as has `ropes` (else all have the same). `head_size`,
-    `num_kv_heads` and `tied` are the family's defaults where config.json has none (hidden / heads;
-    required). What else a family differs in, it replaces in the result.
+    `windows` has one entry per layer (else all see everything), as has `ropes` (else all have the same).
+    `head_size`, `num_kv_heads` and `tied` are the family's defaults where config.json has none (hidden /
+    heads; required). `bias`: on q, k, v and o. What else a family differs in, it replaces in the result.
     """
     refuse_quantized(raw)
     hidden_size = raw.count("hidden_size")
@@ -123,13 +125,14 @@ def parse_llama_like(
             where=raw.where,
         )
     head_size = raw.count("head_dim", head_size or default_head_size(raw))
+    windows = windows or (None,) * raw.count("num_hidden_layers")
     ropes = ropes or (parse_rope(raw, head_size),) * len(windows)
     mlp = mlp or parse_mlp(raw)
     stated = raw.count("max_position_embeddings")
     served = min((r.original_max_positions for r in ropes if r and r.kind == "longrope"), default=stated)
     return DecoderConfig(
         architecture=raw.architecture,
-        family=family,
+        family=raw.family,
         hidden_size=hidden_size,
         num_layers=len(windows),
         num_query_heads=num_query_heads,
@@ -145,6 +148,8 @@ def parse_llama_like(
             LayerConfig(window=window, rope=rope, mlp=mlp)
             for window, rope in zip(windows, ropes, strict=True)
         ),
+        qkv_bias=bias,
+        o_bias=bias,
         bos_token_id=raw.token_id("bos_token_id"),
         eos_token_ids=raw.token_ids("eos_token_id"),
         pad_token_id=raw.token_id("pad_token_id"),
@@ -156,9 +161,11 @@ def default_head_size(raw: RawConfig) -> int:
     return max(1, raw.count("hidden_size") // raw.count("num_attention_heads"))
 
 
-def parse_mlp(raw: RawConfig, *, bias: bool = False, key: str = "hidden_act") -> MlpConfig:
-    """A gated MLP whose activation stands under `key`."""
-    activation = raw.get(key, "silu")
+def parse_mlp(
+    raw: RawConfig, *, bias: bool = False, key: str = "hidden_act", activation: str = "silu"
+) -> MlpConfig:
+    """A gated MLP whose activation stands under `key`; `activation` where it does not."""
+    activation = raw.get(key, activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise raw.refuse(f"`{key}` {activation!r} is not supported", "one of " + ", ".join(ACTIVATIONS))
     return MlpConfig(
@@ -187,11 +194,6 @@ def parse_dtype(raw: RawConfig) -> str:
     if value not in DTYPES:
         raise raw.refuse(f"`dtype` {value!r} is not supported", "one of " + ", ".join(DTYPES))
     return value
-
-
-def no_windows(raw: RawConfig) -> tuple[int | None, ...]:
-    """Full attention in every layer."""
-    return (None,) * raw.count("num_hidden_layers")
 
 
 def same_window(raw: RawConfig) -> tuple[int | None, ...]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import ExpertsConfig, LayerConfig, MlaConfig, MlpConfig
 from rayk.models.families import common, experts
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope, yarn_growth
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, RopeConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_deepseek_v3.py
 DEFAULTS = {
@@ -35,8 +34,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
     for key, value in _ONLY.items():
         if raw.get(key, value) != value:
             raise raw.refuse(f"`{key}` {raw.get(key)!r} is not supported", f"{value!r}")
-    values = {k: v for k, v in raw.values.items() if k != "head_dim"}
-    raw = RawConfig(DEFAULTS | values, raw.where, raw.architecture)
+    raw = raw.of({k: v for k, v in raw.values.items() if k != "head_dim"})
     num_heads = raw.count("num_attention_heads")
     if raw.count("num_key_value_heads", num_heads) != num_heads:
         raise raw.refuse("`num_key_value_heads` unlike `num_attention_heads` is not supported in this family")
@@ -49,8 +47,6 @@ def parse(raw: RawConfig) -> DecoderConfig:
     dense = common.parse_mlp(raw)
     config = common.parse_llama_like(
         raw,
-        family="deepseek_v3",
-        windows=(None,) * num_layers,
         head_size=head_size,
         num_kv_heads=num_heads,
         ropes=(rope,) * num_layers,
@@ -78,14 +74,14 @@ def _mla(raw: RawConfig, rope: RopeConfig, head_size: int) -> MlaConfig:
 
 def _growth(raw: RawConfig, rope: RopeConfig) -> float:
     """deepseek_v3/modeling_deepseek_v3.py:268."""
-    settings = RawConfig(raw.get("rope_parameters", raw.get("rope_scaling", {})), raw.where)
+    settings = raw.of(raw.get("rope_parameters", raw.get("rope_scaling", {})))
     if rope.kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0
     return yarn_growth(rope.factor, settings.number("mscale_all_dim"))
 
 
 def _experts(raw: RawConfig) -> ExpertsConfig:
-    experts.require_silu(raw)
+    raw.require("hidden_act", "silu")
     num_experts = raw.count("n_routed_experts")
     chosen = experts.num_chosen(raw, num_experts, 8)
     inner = raw.count("moe_intermediate_size")
@@ -114,20 +110,19 @@ FAMILY = common.Family(
     architectures=("DeepseekV3ForCausalLM",),
     # Kimi K2's settings have another name.
     model_types=("deepseek_v3", "kimi_k2"),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
-        layer=MappingProxyType(
-            {
-                **common.LLAMA_LAYER,
-                **{
-                    f"{ours}.{part}": f"model.layers.{{i}}.self_attn.{stored}.{part}"
-                    for ours, stored in _ATTENTION.items()
-                    for part in ("weight", "bias")
-                },
-                **experts.single_names(_MLP, router="gate"),
-                **experts.shared_names(f"{_MLP}.shared_experts"),
-            }
-        ),
+        layer={
+            **common.LLAMA_LAYER,
+            **{
+                f"{ours}.{part}": f"model.layers.{{i}}.self_attn.{stored}.{part}"
+                for ours, stored in _ATTENTION.items()
+                for part in ("weight", "bias")
+            },
+            **experts.single_names(_MLP, router="gate"),
+            **experts.shared_names(f"{_MLP}.shared_experts"),
+        },
         experts="single",
     ),
 )

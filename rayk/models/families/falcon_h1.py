@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.families import common, hybrid
-from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, Mamba2Config, MlpConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_falcon_h1.py
 DEFAULTS = {
@@ -24,19 +23,14 @@ DEFAULTS = {
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`mamba_d_ssm` is the inner width; null: `mamba_expand` x `hidden_size`."""
-    raw = RawConfig({**hybrid.DEFAULTS, **DEFAULTS, **raw.values}, raw.where, raw.architecture)
-    bias = raw.flag("attention_bias")
     config = common.parse_llama_like(
         raw,
-        family="falcon_h1",
-        windows=common.no_windows(raw),
         num_kv_heads=hybrid.num_kv_heads(raw),
         mlp=_mlp(raw),
+        bias=raw.flag("attention_bias"),
     )
     return replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         layers=tuple(replace(layer, mixer="attention+mamba2") for layer in config.layers),
         mamba2=_mamba2(raw, config.norm.eps),
         embedding_scale=raw.number("embedding_multiplier", 1.0),
@@ -82,9 +76,10 @@ def _multipliers(raw: RawConfig, key: str, count: int) -> tuple[float, ...]:
 FAMILY = common.Family(
     name="falcon_h1",
     architectures=("FalconH1ForCausalLM",),
+    defaults={**hybrid.DEFAULTS, **DEFAULTS},
     parse=parse,
     weights=common.WeightNames(
         final_norm=hybrid.FINAL_NORM,
-        layer=MappingProxyType({**hybrid.HYBRID_LAYER, **hybrid.mamba2_names("model.layers.{i}.mamba")}),
+        layer={**hybrid.HYBRID_LAYER, **hybrid.mamba2_names("model.layers.{i}.mamba")},
     ),
 )

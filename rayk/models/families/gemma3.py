@@ -6,19 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rayk.models.config import NormConfig
 from rayk.models.families import common
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, RopeConfig
+    from rayk.models.config import DecoderConfig, MlpConfig, RopeConfig
+    from rayk.models.families.raw import RawConfig
 
 # What released checkpoints leave out (configuration_gemma3.py, Gemma3TextConfig).
 DEFAULTS = {
@@ -26,7 +25,6 @@ DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131072,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -39,38 +37,32 @@ FULL_THETA, SLIDING_THETA = 1e6, 1e4
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """Of a model with vision, the text model: its settings stand in `text_config`."""
-    raw = text_config(raw, DEFAULTS)
     windows = common.periodic_windows(raw, period=6)
     full, sliding = ropes_by_type(raw, raw.count("head_dim"))
     ropes = tuple(full if window is None else sliding for window in windows)
-    return replace(parse_gemma(raw, family="gemma3", windows=windows, ropes=ropes), qk_norm=True)
+    return replace(parse_gemma(raw, windows=windows, ropes=ropes), qk_norm=True)
 
 
 def parse_gemma(
     raw: RawConfig,
     *,
-    family: str,
     windows: tuple[int | None, ...],
     ropes: tuple[RopeConfig | None, ...] | None = None,
 ) -> DecoderConfig:
-    """What Gemma 2 and 3 share; `raw` holds the family's defaults. Arguments as parse_llama_like's."""
-    if raw.flag("use_bidirectional_attention"):
-        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
-    bias = raw.flag("attention_bias")
+    """What Gemma 2 and 3 share. Arguments as parse_llama_like's."""
+    require_causal(raw)
     config = common.parse_llama_like(
         raw,
-        family=family,
         windows=windows,
         ropes=ropes,
         norm=NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0),
-        mlp=common.parse_mlp(raw, key="hidden_activation"),
+        mlp=parse_mlp(raw),
         tied=True,
+        bias=raw.flag("attention_bias"),
     )
     return replace(
         config,
         block="post_norms",
-        qkv_bias=bias,
-        o_bias=bias,
         query_scalar=raw.number("query_pre_attn_scalar"),
         embedding_scale=config.hidden_size**0.5,
         embedding_scale_rounded=True,
@@ -78,13 +70,15 @@ def parse_gemma(
     )
 
 
-def text_config(raw: RawConfig, defaults: Mapping[str, object]) -> RawConfig:
-    """All settings in one place: the text model's, the whole model's, and what both leave out."""
-    text = raw.get("text_config", {})
-    if not isinstance(text, dict):
-        raise CheckpointError(f"`text_config` must be an object, not {text!r}", where=raw.where)
-    given = [{k: v for k, v in values.items() if v is not None} for values in (text, raw.values)]
-    return RawConfig({**defaults, **given[0], **given[1]}, raw.where, raw.architecture)
+def parse_mlp(raw: RawConfig) -> MlpConfig:
+    """The family has a key of its own for the activation."""
+    return common.parse_mlp(raw, key="hidden_activation", activation="gelu_pytorch_tanh")
+
+
+def require_causal(raw: RawConfig) -> None:
+    """Raise UnsupportedArchitecture for attention to what comes later."""
+    if raw.flag("use_bidirectional_attention"):
+        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
 
 
 def ropes_by_type(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
@@ -119,6 +113,7 @@ FAMILY = common.Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     model_types=("gemma3", "gemma3_text"),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
         layer=LAYER,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from rayk.models.config import AltUpConfig, NormConfig
 from rayk.models.families import common, gemma3
-from rayk.models.families.raw import RawConfig
-from rayk.models.families.sharing import COUNT, shared_sources
+from rayk.models.families.sharing import COUNT, TARGETS
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, MlpConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_gemma3n.py, Gemma3nTextConfig.
 DEFAULTS = {
@@ -25,7 +25,6 @@ DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "sliding_window": 512,
@@ -46,37 +45,26 @@ _NUM_SPARSE, _SPARSITY = 10, 0.95
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Settings stand in `text_config`, or beside the others."""
-    raw = gemma3.text_config(raw, DEFAULTS)
-    if raw.flag("use_bidirectional_attention"):
-        raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
+    """Which layers share is read for all families alike (families.sharing), but in one form here."""
+    if raw.get(TARGETS) is not None:
+        raise raw.refuse(f"`{TARGETS}` is not supported in family {raw.family}", f"`{COUNT}` is")
+    gemma3.require_causal(raw)
     windows = common.periodic_windows(raw, period=5)
     full, sliding = gemma3.ropes_by_type(raw, raw.count("head_dim"))
     mlps = _mlps(raw, len(windows))
     config = common.parse_llama_like(
         raw,
-        family="gemma3n",
         windows=windows,
         ropes=tuple(full if window is None else sliding for window in windows),
         norm=NormConfig(eps=raw.number("rms_norm_eps"), wide=True),
         mlp=mlps[0],
         tied=True,
+        bias=raw.flag("attention_bias"),
     )
-    bias = raw.flag("attention_bias")
     return replace(
         config,
-        layers=tuple(
-            replace(layer, mlp=mlp, kv_source=source)
-            for layer, mlp, source in zip(
-                config.layers,
-                mlps,
-                shared_sources(raw, config.layers, raw.whole(COUNT)),
-                strict=True,
-            )
-        ),
+        layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(config.layers, mlps, strict=True)),
         block="post_norms",
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         v_norm=True,
         score_multiplier=1.0,
@@ -117,10 +105,7 @@ def _mlps(raw: RawConfig, num_layers: int) -> tuple[MlpConfig, ...]:
         )
     return tuple(
         replace(
-            common.parse_mlp(
-                RawConfig(raw.values | {"intermediate_size": size}, raw.where, raw.architecture),
-                key="hidden_activation",
-            ),
+            gemma3.parse_mlp(raw.of({**raw.values, "intermediate_size": size})),
             sparsity=sparsity,
         )
         for size, sparsity in zip(sizes, _sparsities(raw, num_layers), strict=True)
@@ -171,18 +156,17 @@ FAMILY = common.Family(
     name="gemma3n",
     architectures=("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     model_types=("gemma3n", "gemma3n_text"),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
         layer=LAYER,
-        around=MappingProxyType(
-            {
-                "spread": "model.altup_projections.{s}.weight",
-                "merge": "model.altup_unembed_projections.{s}.weight",
-                "per_layer_inputs": "model.embed_tokens_per_layer.weight",
-                "per_layer_projection": "model.per_layer_model_projection.weight",
-                "per_layer_norm": "model.per_layer_projection_norm.weight",
-            }
-        ),
+        around={
+            "spread": "model.altup_projections.{s}.weight",
+            "merge": "model.altup_unembed_projections.{s}.weight",
+            "per_layer_inputs": "model.embed_tokens_per_layer.weight",
+            "per_layer_projection": "model.per_layer_model_projection.weight",
+            "per_layer_norm": "model.per_layer_projection_norm.weight",
+        },
         nested=(("model.language_model.", "model."),),
     ),
 )

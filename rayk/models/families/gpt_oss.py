@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import ExpertsConfig, NormConfig
-from rayk.models.families import common
-from rayk.models.families.raw import RawConfig
+from rayk.models.families import common, experts
 from rayk.models.families.rope import parse_rope
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_gpt_oss.py
 DEFAULTS = {"head_dim": 64, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -21,28 +20,24 @@ THETA = 150000.0
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`layer_types`, or else even layers slide. The router's and the experts' biases are not optional."""
-    raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
     windows = common.periodic_windows(raw, period=2)
-    bias = raw.flag("attention_bias", default=True)
     rope = parse_rope(raw, raw.count("head_dim"), theta=THETA)
     config = common.parse_llama_like(
         raw,
-        family="gpt_oss",
         windows=windows,
         ropes=(rope,) * len(windows),
         norm=NormConfig(eps=raw.number("rms_norm_eps", 1e-5), wide=True),
         mlp=_experts(raw),
+        bias=raw.flag("attention_bias", default=True),
     )
-    return replace(config, qkv_bias=bias, o_bias=bias, sinks=True)
+    return replace(config, sinks=True)
 
 
 def _experts(raw: RawConfig) -> ExpertsConfig:
-    num_experts, num_chosen = raw.count("num_local_experts"), raw.count("num_experts_per_tok", 4)
-    if num_chosen > num_experts:
-        raise raw.refuse(f"`num_experts_per_tok` {num_chosen} is more than `num_local_experts` {num_experts}")
+    num_experts = raw.count("num_local_experts")
     return ExpertsConfig(
         num_experts=num_experts,
-        num_chosen=num_chosen,
+        num_chosen=experts.num_chosen(raw, num_experts, 4),
         intermediate_size=raw.count("intermediate_size"),
         alpha=raw.number("swiglu_alpha"),
         limit=raw.number("swiglu_limit"),
@@ -64,10 +59,9 @@ _EXPERTS = {
 FAMILY = common.Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
-        layer=MappingProxyType(
-            {**common.LLAMA_LAYER, **_EXPERTS, "sinks": "model.layers.{i}.self_attn.sinks"}
-        )
+        layer={**common.LLAMA_LAYER, **_EXPERTS, "sinks": "model.layers.{i}.self_attn.sinks"}
     ),
 )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from rayk.models.config import ExpertsConfig, MlpConfig, RouterConfig
 from rayk.models.families import common, experts, hybrid
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig, RopeConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_granitemoehybrid.py
 DEFAULTS = {"max_position_embeddings": 2048}
@@ -20,24 +20,19 @@ _MIXERS = {hybrid.RECURRENT: "mamba2", hybrid.ATTENTION: "attention"}
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`layer_types`, or all layers recur; positions only where `position_embedding_type` says rope."""
-    raw = RawConfig({**hybrid.DEFAULTS, **DEFAULTS, **raw.values}, raw.where, raw.architecture)
-    windows = common.no_windows(raw)
+    num_layers = raw.count("num_hidden_layers")
     keys = ("layer_types", "layers_block_type")
-    kinds = hybrid.layer_kinds(raw, keys, len(windows)) or (hybrid.RECURRENT,) * len(windows)
+    kinds = hybrid.layer_kinds(raw, keys, num_layers) or (hybrid.RECURRENT,) * num_layers
     hybrid.require_kinds(raw, kinds, tuple(_MIXERS))
-    bias = raw.flag("attention_bias")
     config = common.parse_llama_like(
         raw,
-        family="granitemoehybrid",
-        windows=windows,
         num_kv_heads=raw.count("num_attention_heads"),
-        ropes=(_rope(raw),) * len(windows),
-        mlp=experts.parse_granite_experts(raw),
+        ropes=(_rope(raw),) * num_layers,
+        mlp=parse_experts(raw),
+        bias=raw.flag("attention_bias"),
     )
     return replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         layers=hybrid.with_mixers(config, [_MIXERS[kind] for kind in kinds]),
         mamba2=hybrid.parse_mamba2(
             raw, inner=raw.count("mamba_expand") * config.hidden_size, norm_eps=config.norm.eps
@@ -46,6 +41,23 @@ def parse(raw: RawConfig) -> DecoderConfig:
         residual_multiplier=raw.number("residual_multiplier", 1.0),
         embedding_scale=raw.number("embedding_multiplier", 1.0),
         logit_scale=1 / raw.number("logits_scaling", 1.0),
+    )
+
+
+def parse_experts(raw: RawConfig) -> ExpertsConfig | MlpConfig:
+    """granitemoehybrid/modeling_granitemoehybrid.py:879; without routed experts, the shared one alone."""
+    raw.require("hidden_act", "silu")
+    shared = MlpConfig(intermediate_size=raw.count("shared_intermediate_size", 1024))
+    num_experts = raw.whole("num_local_experts", 8)
+    if num_experts == 0:
+        return shared
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=experts.num_chosen(raw, num_experts, 2),
+        intermediate_size=raw.count("intermediate_size"),
+        kind="swiglu",
+        router=RouterConfig(scoring="softmax_chosen"),
+        shared=shared,
     )
 
 
@@ -58,18 +70,28 @@ def _rope(raw: RawConfig) -> RopeConfig | None:
     return parse_rope(raw, raw.count("head_dim", common.default_head_size(raw)))
 
 
+_LAYER = "model.layers.{i}"
+_EXPERTS = {
+    "router.weight": f"{_LAYER}.block_sparse_moe.router.layer.weight",
+    "experts_gate_up.weight": f"{_LAYER}.block_sparse_moe.input_linear.weight",
+    "experts_down.weight": f"{_LAYER}.block_sparse_moe.output_linear.weight",
+    # The shared expert, and the whole feed-forward half of models without routed ones.
+    **{f"{prefix}{name}.weight": f"{_LAYER}.shared_mlp.input_linear.weight"
+       for prefix in ("", "shared_") for name in ("gate", "up")},
+    **{f"{prefix}down.weight": f"{_LAYER}.shared_mlp.output_linear.weight" for prefix in ("", "shared_")},
+}  # fmt: skip
+
 FAMILY = common.Family(
     name="granitemoehybrid",
     architectures=("GraniteMoeHybridForCausalLM",),
+    defaults={**hybrid.DEFAULTS, **DEFAULTS},
     parse=parse,
     weights=common.WeightNames(
-        layer=MappingProxyType(
-            {
-                **common.LLAMA_LAYER,
-                **hybrid.mamba2_names("model.layers.{i}.mamba"),
-                **experts.GRANITE_NAMES,
-            }
-        ),
+        layer={
+            **common.LLAMA_LAYER,
+            **hybrid.mamba2_names("model.layers.{i}.mamba"),
+            **_EXPERTS,
+        },
         experts="stacked",
     ),
 )

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
     from rayk.models.families.raw import RawConfig
 
+SILU = ("silu", "swish")
+"""Names of the only activation behind a convolution."""
 RECURRENT, ATTENTION = "linear_attention", "full_attention"
 _OLD_KINDS: Mapping[str, str] = MappingProxyType({"mamba": RECURRENT, "attention": ATTENTION})
 
@@ -81,7 +83,7 @@ def parse_mamba2(raw: RawConfig, *, inner: int, gate: str = "gate_norm", norm_ep
             where=raw.where,
         )
     refuse_time_steps(raw)
-    require_silu(raw, "hidden_act")
+    raw.require("hidden_act", *SILU)
     bias = raw.flag("mamba_proj_bias")
     return Mamba2Config(
         num_heads=num_heads,
@@ -141,12 +143,6 @@ def refuse_time_steps(raw: RawConfig, key: str = "time_step_limit") -> None:
 def _is_free(low: object, high: object) -> bool:
     """Whether no time step lies outside; Infinity may be a word."""
     return isinstance(low, int | float) and low <= 0 and high in (math.inf, "Infinity", "inf")
-
-
-def require_silu(raw: RawConfig, key: str) -> None:
-    """Raise UnsupportedArchitecture for another activation behind the convolution."""
-    if raw.get(key, "silu") not in ("silu", "swish"):
-        raise raw.refuse(f"`{key}` {raw.get(key)!r} is not supported with recurrent layers", "silu")
 
 
 def mamba2_names(module: str) -> dict[str, str]:

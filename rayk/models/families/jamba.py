@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rayk.models.config import Mamba1Config
+from rayk.models.config import ExpertsConfig, Mamba1Config, RouterConfig
 from rayk.models.families import common, experts, hybrid
-from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_jamba.py
 DEFAULTS = {
@@ -33,12 +32,9 @@ DEFAULTS = {
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """Layer i attends where i % `attn_layer_period` is `attn_layer_offset`; likewise for experts."""
-    raw = RawConfig({**DEFAULTS, **raw.values}, raw.where, raw.architecture)
     num_layers = raw.count("num_hidden_layers")
     config = common.parse_llama_like(
         raw,
-        family="jamba",
-        windows=(None,) * num_layers,
         num_kv_heads=hybrid.num_kv_heads(raw),
         ropes=(None,) * num_layers,
     )
@@ -46,7 +42,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
     layers = hybrid.with_mixers(config, ["attention" if yes else "mamba1" for yes in attending])
     # One expert would be a plain feed-forward half (jamba/modeling_jamba.py:735).
     if raw.count("num_experts") > 1:
-        routed = experts.parse_jamba_experts(raw)
+        routed = parse_experts(raw)
         layers = tuple(
             replace(layer, mlp=routed) if yes else layer
             for layer, yes in zip(layers, _periodic(raw, "expert", num_layers), strict=True)
@@ -63,8 +59,21 @@ def _periodic(raw: RawConfig, what: str, num_layers: int) -> list[bool]:
     return [i % period == offset for i in range(num_layers)]
 
 
+def parse_experts(raw: RawConfig) -> ExpertsConfig:
+    """jamba/modeling_jamba.py:680."""
+    raw.require("hidden_act", "silu")
+    num_experts = raw.count("num_experts", 16)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=experts.num_chosen(raw, num_experts, 2),
+        intermediate_size=raw.count("intermediate_size"),
+        kind="swiglu",
+        router=RouterConfig(scoring="softmax_all"),
+    )
+
+
 def _mamba1(raw: RawConfig, norm_eps: float) -> Mamba1Config:
-    hybrid.require_silu(raw, "hidden_act")
+    raw.require("hidden_act", *hybrid.SILU)
     hidden_size = raw.count("hidden_size")
     is_auto = raw.get("mamba_dt_rank") == "auto"
     return Mamba1Config(
@@ -81,16 +90,15 @@ def _mamba1(raw: RawConfig, norm_eps: float) -> Mamba1Config:
 FAMILY = common.Family(
     name="jamba",
     architectures=("JambaForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
         final_norm=hybrid.FINAL_NORM,
-        layer=MappingProxyType(
-            {
-                **hybrid.HYBRID_LAYER,
-                **hybrid.mamba1_names("model.layers.{i}.mamba"),
-                **experts.JAMBA_NAMES,
-            }
-        ),
+        layer={
+            **hybrid.HYBRID_LAYER,
+            **hybrid.mamba1_names("model.layers.{i}.mamba"),
+            **experts.single_names("model.layers.{i}.feed_forward", router="router"),
+        },
         experts="single",
     ),
 )

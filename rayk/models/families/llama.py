@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.models.families import common
@@ -14,21 +13,13 @@ if TYPE_CHECKING:
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`attention_bias` puts a bias on q, k, v and o, `mlp_bias` on gate, up and down."""
-    bias = raw.flag("attention_bias")
-    config = common.parse_llama_like(
+    return common.parse_llama_like(
         raw,
-        family="llama",
-        windows=common.no_windows(raw),
         # The first checkpoints, which have no GQA, do not write it.
         num_kv_heads=raw.count("num_attention_heads"),
         mlp=common.parse_mlp(raw, bias=raw.flag("mlp_bias")),
+        bias=raw.flag("attention_bias"),
     )
-    return replace(config, qkv_bias=bias, o_bias=bias)
 
 
-FAMILY = common.Family(
-    name="llama",
-    architectures=("LlamaForCausalLM",),
-    parse=parse,
-    weights=common.LLAMA_WEIGHTS,
-)
+FAMILY = common.Family(name="llama", architectures=("LlamaForCausalLM",), parse=parse)

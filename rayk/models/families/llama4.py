@@ -7,7 +7,6 @@ the former is given, layers that rotate are the chunked ones.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import (
@@ -50,8 +49,7 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Of a model with vision, the text model: its settings stand in `text_config`."""
-    raw = raw.of_text(DEFAULTS)
+    """Of a model with vision, the text model."""
     num_layers = raw.count("num_hidden_layers")
     heads, head_size = raw.count("num_attention_heads"), raw.count("head_dim", common.default_head_size(raw))
     turning = _turning(raw, num_layers)
@@ -59,20 +57,16 @@ def parse(raw: RawConfig) -> DecoderConfig:
     eps = raw.number("rms_norm_eps")
     config = common.parse_llama_like(
         raw,
-        family="llama4",
-        windows=(None,) * num_layers,
         head_size=head_size,
         num_kv_heads=heads,
         ropes=tuple(rope if turns else None for turns in turning),
         norm=NormConfig(eps=eps),
         mlp=_dense(raw),
+        bias=raw.flag("attention_bias"),
     )
-    bias = raw.flag("attention_bias")
     return replace(
         config,
         layers=_layers(raw, config.layers),
-        qkv_bias=bias,
-        o_bias=bias,
         turned_norm_eps=eps if raw.flag("use_qk_norm") else None,
     )
 
@@ -159,7 +153,7 @@ def _routed_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
 
 def _experts(raw: RawConfig) -> ExpertsConfig:
     """llama4/modeling_llama4.py:155: the shared expert is of a routed one's size."""
-    experts.require_silu(raw)
+    raw.require("hidden_act", "silu")
     num_experts, size = raw.count("num_local_experts"), raw.count("intermediate_size")
     return ExpertsConfig(
         num_experts=num_experts,
@@ -182,20 +176,17 @@ FAMILY = common.Family(
     name="llama4",
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     model_types=("llama4", "llama4_text"),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
-        layer=MappingProxyType(
-            {
-                **common.LLAMA_LAYER,
-                **{
-                    f"{part}.weight": f"{_FEED_FORWARD}.{part}_proj.weight" for part in ("gate", "up", "down")
-                },
-                **experts.shared_names(f"{_FEED_FORWARD}.shared_expert"),
-                "router.weight": f"{_FEED_FORWARD}.router.weight",
-                "experts_gate_up.weight": f"{_FEED_FORWARD}.experts.gate_up_proj",
-                "experts_down.weight": f"{_FEED_FORWARD}.experts.down_proj",
-            }
-        ),
+        layer={
+            **common.LLAMA_LAYER,
+            **{f"{part}.weight": f"{_FEED_FORWARD}.{part}_proj.weight" for part in ("gate", "up", "down")},
+            **experts.shared_names(f"{_FEED_FORWARD}.shared_expert"),
+            "router.weight": f"{_FEED_FORWARD}.router.weight",
+            "experts_gate_up.weight": f"{_FEED_FORWARD}.experts.gate_up_proj",
+            "experts_down.weight": f"{_FEED_FORWARD}.experts.down_proj",
+        },
         nested=(("language_model.model.", "model."), ("language_model.lm_head.", "lm_head.")),
         experts="halves",
     ),

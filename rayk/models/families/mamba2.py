@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import DecoderConfig, LayerConfig, Mamba2Config, NormConfig
 from rayk.models.families import common, hybrid
-from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from rayk.models.families.raw import RawConfig
 
 # configuration_mamba2.py
 DEFAULTS: Mapping[str, object] = {
@@ -34,14 +34,13 @@ MAX_POSITIONS = 1 << 20
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """No attention: heads are the recurrent state's."""
-    raw = RawConfig({**DEFAULTS, **raw.values}, raw.where, raw.architecture)
     common.refuse_quantized(raw)
     eps = raw.number("layer_norm_epsilon", 1e-5)
     layer = LayerConfig(mixer="mamba2", rope=None, mlp=None)
     num_layers = raw.count("num_hidden_layers")
     return DecoderConfig(
         architecture=raw.architecture,
-        family="mamba2",
+        family=raw.family,
         hidden_size=raw.count("hidden_size"),
         num_layers=num_layers,
         num_query_heads=0,
@@ -70,7 +69,7 @@ def _mamba2(raw: RawConfig, eps: float) -> Mamba2Config:
             where=raw.where,
         )
     hybrid.refuse_time_steps(raw)
-    hybrid.require_silu(raw, "hidden_act")
+    raw.require("hidden_act", *hybrid.SILU)
     bias = raw.flag("use_bias")
     return Mamba2Config(
         num_heads=num_heads,
@@ -89,16 +88,15 @@ def _mamba2(raw: RawConfig, eps: float) -> Mamba2Config:
 FAMILY = common.Family(
     name="mamba2",
     architectures=("Mamba2ForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
         embedding="backbone.embeddings.weight",
         final_norm="backbone.norm_f.weight",
-        layer=MappingProxyType(
-            {
-                "input_norm.weight": "backbone.layers.{i}.norm.weight",
-                **hybrid.mamba2_names("backbone.layers.{i}.mixer"),
-            }
-        ),
+        layer={
+            "input_norm.weight": "backbone.layers.{i}.norm.weight",
+            **hybrid.mamba2_names("backbone.layers.{i}.mixer"),
+        },
         # mamba2/modeling_mamba2.py:745
         nested=(("backbone.embedding.", "backbone.embeddings."),),
     ),

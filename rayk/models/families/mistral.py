@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """head_dim may differ from hidden / heads."""
-    return common.parse_llama_like(raw, family="mistral", windows=common.same_window(raw))
+    return common.parse_llama_like(raw, windows=common.same_window(raw))
 
 
-FAMILY = common.Family(
-    name="mistral",
-    architectures=("MistralForCausalLM",),
-    parse=parse,
-    weights=common.LLAMA_WEIGHTS,
-)
+FAMILY = common.Family(name="mistral", architectures=("MistralForCausalLM",), parse=parse)

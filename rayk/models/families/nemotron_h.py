@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from rayk.models.config import LayerConfig, Mamba2Config, MlpConfig, NormConfig
+from rayk.models.config import ExpertsConfig, LayerConfig, Mamba2Config, MlpConfig, NormConfig
 from rayk.models.families import common, experts, hybrid
-from rayk.models.families.raw import RawConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_nemotron_h.py
 DEFAULTS: Mapping[str, object] = {
@@ -43,12 +42,11 @@ MAX_TIME_STEP_MIN = 1e-3
 def parse(raw: RawConfig) -> DecoderConfig:
     """`layers_block_type`, or the older `hybrid_override_pattern`, says what each layer is."""
     old = {_OLD_NAMES[key]: value for key, value in raw.values.items() if key in _OLD_NAMES}
-    raw = RawConfig({**DEFAULTS, **raw.values, **old}, raw.where, raw.architecture)
+    raw = raw.of({**raw.values, **old})
     kinds = _kinds(raw)
     eps = raw.number("layer_norm_epsilon", 1e-5)
     config = common.parse_llama_like(
         raw,
-        family="nemotron_h",
         windows=(None,) * len(kinds),
         num_kv_heads=hybrid.num_kv_heads(raw),
         ropes=(None,) * len(kinds),
@@ -61,7 +59,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
         "mlp": LayerConfig(mixer="none", rope=None, mlp=_mlp(raw)),
     }
     if "moe" in kinds:
-        halves["moe"] = LayerConfig(mixer="none", rope=None, mlp=experts.parse_nemotron_h_experts(raw))
+        halves["moe"] = LayerConfig(mixer="none", rope=None, mlp=parse_experts(raw))
     return replace(config, layers=tuple(halves[kind] for kind in kinds), mamba2=_mamba2(raw, eps))
 
 
@@ -70,15 +68,14 @@ def _kinds(raw: RawConfig) -> tuple[str, ...]:
     kinds = hybrid.layer_kinds(raw, ("layers_block_type", "layer_types"), None)
     if kinds is None and raw.get(_OLD_KEY) is not None:
         letters = [_PATTERN.get(letter, letter) for letter in str(raw.get(_OLD_KEY))]
-        kinds = hybrid.layer_kinds(RawConfig({_OLD_KEY: letters}, raw.where), (_OLD_KEY,), None)
+        kinds = hybrid.layer_kinds(raw.of({_OLD_KEY: letters}), (_OLD_KEY,), None)
     kinds = kinds or _DEFAULT_KINDS
     hybrid.require_kinds(raw, kinds, tuple(_PATTERN.values()))
     return kinds
 
 
 def _mlp(raw: RawConfig) -> MlpConfig:
-    if raw.get("mlp_hidden_act", "relu2") != "relu2":
-        raise raw.refuse(f"`mlp_hidden_act` {raw.get('mlp_hidden_act')!r} is not supported", "relu2")
+    raw.require("mlp_hidden_act", "relu2")
     return MlpConfig(
         activation="relu2",
         intermediate_size=raw.count("intermediate_size"),
@@ -87,9 +84,27 @@ def _mlp(raw: RawConfig) -> MlpConfig:
     )
 
 
+def parse_experts(raw: RawConfig) -> ExpertsConfig:
+    """nemotron_h/modeling_nemotron_h.py:713."""
+    raw.require("mlp_hidden_act", "relu2")
+    num_experts, bias = raw.count("n_routed_experts", 8), raw.flag("mlp_bias")
+    chosen = experts.num_chosen(raw, num_experts, 2)
+    width = raw.count("moe_shared_expert_intermediate_size", 7688)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=chosen,
+        intermediate_size=raw.count("moe_intermediate_size", 7688),
+        kind="relu2",
+        router=experts.parse_sigmoid_router(raw, num_experts, chosen, scale=1.0, groups=(1, 1)),
+        latent_size=None if raw.get("moe_latent_size") is None else raw.count("moe_latent_size"),
+        latent_bias=bias,
+        shared=MlpConfig(activation="relu2", intermediate_size=width, bias=bias, gated=False),
+    )
+
+
 def _mamba2(raw: RawConfig, eps: float) -> Mamba2Config:
     """`time_step_limit` is unused (nemotron_h/modeling_nemotron_h.py:414)."""
-    hybrid.require_silu(raw, "mamba_hidden_act")
+    raw.require("mamba_hidden_act", *hybrid.SILU)
     if raw.number("time_step_min", MAX_TIME_STEP_MIN) > MAX_TIME_STEP_MIN:
         # In prefill transformers takes no step below it, in decode it does.
         raise raw.refuse(
@@ -112,25 +127,33 @@ def _mamba2(raw: RawConfig, eps: float) -> Mamba2Config:
 
 
 _LAYER = "backbone.layers.{i}"
+_EXPERTS = {
+    **experts.single_names("backbone.layers.{i}.mixer", router="gate", gated=False),
+    **experts.shared_names("backbone.layers.{i}.mixer.shared_experts"),
+    **{
+        f"latent_{ours}.{part}": f"backbone.layers.{{i}}.mixer.{theirs}_latent_proj.{part}"
+        for ours, theirs in (("down", "fc1"), ("up", "fc2"))
+        for part in ("weight", "bias")
+    },
+}
 
 FAMILY = common.Family(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
         embedding="backbone.embeddings.weight",
         final_norm="backbone.norm_f.weight",
-        layer=MappingProxyType(
-            {
-                # A layer has one half and one norm.
-                "input_norm.weight": f"{_LAYER}.norm.weight",
-                "mlp_norm.weight": f"{_LAYER}.norm.weight",
-                **hybrid.mamba2_names(f"{_LAYER}.mixer"),
-                **hybrid.attention_names(f"{_LAYER}.mixer"),
-                **hybrid.mlp_names(f"{_LAYER}.mixer"),
-                **experts.NEMOTRON_H_NAMES,
-            }
-        ),
+        layer={
+            # A layer has one half and one norm.
+            "input_norm.weight": f"{_LAYER}.norm.weight",
+            "mlp_norm.weight": f"{_LAYER}.norm.weight",
+            **hybrid.mamba2_names(f"{_LAYER}.mixer"),
+            **hybrid.attention_names(f"{_LAYER}.mixer"),
+            **hybrid.mlp_names(f"{_LAYER}.mixer"),
+            **_EXPERTS,
+        },
         experts="single",
     ),
 )

@@ -8,16 +8,15 @@ factors are in use, and longer ones are refused (`DecoderConfig.stated_positions
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import NormConfig
 from rayk.models.families import common
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 DEFAULTS = {"original_max_position_embeddings": 4096}
 OLD_LONGROPE_NAMES = ("su", "yarn")
@@ -25,14 +24,12 @@ OLD_LONGROPE_NAMES = ("su", "yarn")
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """Every layer slides when `sliding_window` is set, as in mistral."""
-    raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
     windows = common.same_window(raw)
     rope = parse_rope(
         raw, raw.count("head_dim", common.default_head_size(raw)), values=_rope_values(raw), partial=True
     )
     return common.parse_llama_like(
         raw,
-        family="phi3",
         windows=windows,
         num_kv_heads=raw.count("num_attention_heads"),
         ropes=(rope,) * len(windows),
@@ -61,6 +58,7 @@ _FUSED = {
 FAMILY = common.Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
-    weights=common.WeightNames(layer=MappingProxyType({**common.LLAMA_LAYER, **_FUSED})),
+    weights=common.WeightNames(layer={**common.LLAMA_LAYER, **_FUSED}),
 )

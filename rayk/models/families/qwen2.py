@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """The biases are not optional in this family, and o has none."""
-    config = common.parse_llama_like(raw, family="qwen2", windows=common.upper_windows(raw))
-    return replace(config, qkv_bias=True)
+    return replace(common.parse_llama_like(raw, windows=common.upper_windows(raw)), qkv_bias=True)
 
 
-FAMILY = common.Family(
-    name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
-    parse=parse,
-    weights=common.LLAMA_WEIGHTS,
-)
+FAMILY = common.Family(name="qwen2", architectures=("Qwen2ForCausalLM",), parse=parse)

@@ -14,14 +14,10 @@ if TYPE_CHECKING:
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`attention_bias` puts a bias on q, k, v and o; head_dim is 128 where it is not written."""
-    bias = raw.flag("attention_bias")
-    config = common.parse_llama_like(raw, family="qwen3", windows=common.upper_windows(raw), head_size=128)
-    return replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    config = common.parse_llama_like(
+        raw, windows=common.upper_windows(raw), head_size=128, bias=raw.flag("attention_bias")
+    )
+    return replace(config, qk_norm=True)
 
 
-FAMILY = common.Family(
-    name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
-    parse=parse,
-    weights=common.LLAMA_WEIGHTS,
-)
+FAMILY = common.Family(name="qwen3", architectures=("Qwen3ForCausalLM",), parse=parse)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rayk.models.config import ExpertsConfig, GdnConfig, MlpConfig, NormConfig, RouterConfig
 from rayk.models.families import common, experts, hybrid
-from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rayk.models.config import DecoderConfig
+    from rayk.models.families.raw import RawConfig
 
 # configuration_qwen3_next.py
 DEFAULTS = {
@@ -35,26 +34,21 @@ _MIXERS = {hybrid.RECURRENT: "gdn", hybrid.ATTENTION: "attention"}
 
 def parse(raw: RawConfig) -> DecoderConfig:
     """`layer_types`, or else every `full_attention_interval`-th layer attends and the others recur."""
-    raw = RawConfig(DEFAULTS | raw.values, raw.where, raw.architecture)
-    experts.require_silu(raw)
+    raw.require("hidden_act", "silu")
     kinds = _layer_kinds(raw)
     rope = parse_rope(raw, raw.count("head_dim"), partial=True)
     norm = NormConfig(eps=raw.number("rms_norm_eps", 1e-6), wide=True, offset=1.0)
     config = common.parse_llama_like(
         raw,
-        family="qwen3_next",
-        windows=(None,) * len(kinds),
         ropes=(rope,) * len(kinds),
         norm=norm,
+        bias=raw.flag("attention_bias"),
     )
     layers = hybrid.with_mixers(config, [_MIXERS[kind] for kind in kinds])
     mlps = _mlps(raw, len(kinds))
-    bias = raw.flag("attention_bias")
     return replace(
         config,
         layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(layers, mlps, strict=True)),
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         attention_gate=True,
         gdn=_gdn(raw, norm.eps),
@@ -122,17 +116,16 @@ _MLP = "model.layers.{i}.mlp"
 FAMILY = common.Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
+    defaults=DEFAULTS,
     parse=parse,
     weights=common.WeightNames(
-        layer=MappingProxyType(
-            {
-                **common.LLAMA_LAYER,
-                **{ours: f"model.layers.{{i}}.linear_attn.{stored}" for ours, stored in _GDN.items()},
-                **experts.single_names(_MLP, router="gate"),
-                **experts.shared_names(f"{_MLP}.shared_expert"),
-                "shared_sigmoid.weight": f"{_MLP}.shared_expert_gate.weight",
-            }
-        ),
+        layer={
+            **common.LLAMA_LAYER,
+            **{ours: f"model.layers.{{i}}.linear_attn.{stored}" for ours, stored in _GDN.items()},
+            **experts.single_names(_MLP, router="gate"),
+            **experts.shared_names(f"{_MLP}.shared_expert"),
+            "shared_sigmoid.weight": f"{_MLP}.shared_expert_gate.weight",
+        },
         experts="single",
     ),
 )

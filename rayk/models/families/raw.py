@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,19 @@ def most_of(key: str) -> int:
     return next((most for most, parts in _MOST if any(part in key for part in parts)), _MOST_ELSE)
 
 
+@dataclass(frozen=True, slots=True)
 class RawConfig:
-    """A config.json that has been read, with the name of the file for messages."""
+    """A config.json that has been read."""
 
-    def __init__(self, values: dict[str, Any], where: str, architecture: str = "") -> None:
-        self.values = values
-        self.where = where
-        self.architecture = architecture
+    values: Mapping[str, Any]
+    where: str
+    """The file's name, for messages."""
+    architecture: str = ""
+    family: str = ""
+
+    def of(self, values: Mapping[str, Any]) -> RawConfig:
+        """Other values of the same model."""
+        return replace(self, values=values)
 
     def of_text(self, defaults: Mapping[str, Any]) -> RawConfig:
         """All settings of a text model in one place: its own, which a larger model has under `text_config`,
@@ -49,7 +56,7 @@ class RawConfig:
         if not isinstance(text, dict):
             raise CheckpointError(f"`text_config` must be an object, not {text!r}", where=self.where)
         beside = {k: v for k, v in self.values.items() if v is not None or k not in text}
-        return RawConfig({**defaults, **text, **beside}, self.where, self.architecture)
+        return self.of({**defaults, **text, **beside})
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` where the key is absent or null."""
@@ -108,6 +115,12 @@ class RawConfig:
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 31 for i in ids):
             raise CheckpointError(f"`{key}` must be token ids, not {value!r}", where=self.where)
         return tuple(ids)
+
+    def require(self, key: str, *known: str) -> None:
+        """Raise UnsupportedArchitecture for a value that is none of `known`; the first stands for none."""
+        value = self.get(key, known[0])
+        if value not in known:
+            raise self.refuse(f"`{key}` {value!r} is not supported in this family", " or ".join(known))
 
     def refuse(self, problem: str, mend: str = "") -> UnsupportedArchitecture:
         """The error for a setting that is valid but not implemented; the caller raises it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rayk.models.config import RopeConfig
@@ -32,7 +33,7 @@ def parse_rope(
     found = raw.get("rope_parameters", raw.get("rope_scaling", {})) if values is None else values
     if not isinstance(found, dict):
         raise CheckpointError(f"rope settings must be an object: {found!r}", where=raw.where)
-    rope = type(raw)(found, f"{raw.where}: rope", raw.architecture)
+    rope = replace(raw, values=found, where=f"{raw.where}: rope")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise raw.refuse(f"rope type {kind!r} is not supported", "one of " + ", ".join(ROPE_KINDS))

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 COUNT, TARGETS = "num_kv_shared_layers", "kv_sharing_targets"
 
-_OWN_RULE = frozenset({"gemma3n"})
-"""Families that apply `num_kv_shared_layers` themselves: theirs has a default."""
-
 
 def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     """`config` with the layers sharing that `raw` has keys for.
@@ -34,12 +31,7 @@ def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
     Raises CheckpointError for values that no model can have, and UnsupportedArchitecture where layers keep
     something else than keys and values.
     """
-    raw = raw.of_text({})
     count, targets = raw.whole(COUNT, 0), raw.get(TARGETS)
-    if config.family in _OWN_RULE:
-        if targets is not None:
-            raise raw.refuse(f"`{TARGETS}` is not supported in family {config.family}", f"`{COUNT}` is")
-        return config
     if not count and targets is None:
         return config
     if count and targets is not None:
