@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ def test_every_family_is_found() -> None:
     files = Path(families.__file__).parent.glob("*.py")
     assert set(FAMILIES) == {f.stem for f in files if "\nFAMILY = " in f.read_text()} == set(CLASSES)
     assert len(FAMILIES) >= 19
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    assert set(FAMILIES) <= set(re.findall(r"\w+", page.read_text()))
     assert {n for n in SUPPORTED if n.endswith("CausalLM")} == {model for _, model in CLASSES.values()}
     assert {f"{name}ForConditionalGeneration" for name in ("Gemma3", "Gemma3n", "Llama4")} < set(SUPPORTED)
 
