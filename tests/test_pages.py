@@ -5,6 +5,7 @@ tests/test_house.py checks that links, files, keys of specs and the tests of com
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from functools import cache
@@ -111,6 +112,15 @@ def test_specs_of_pages_are_specs() -> None:
             load_spec(part if "model" in part else small | part)
             num += 1
     assert num >= 8
+
+
+def test_python_of_pages_imports_what_is_there() -> None:
+    for page in pages.pages():
+        for block in pages.blocks(page.read_text(encoding="utf-8"), "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom):
+                    module = importlib.import_module(str(node.module))
+                    assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
 @thorough
