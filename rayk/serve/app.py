@@ -47,7 +47,7 @@ def make_app(
     text: Text | None = None,
     engines: EngineControl | None = None,
 ) -> FastAPI:
-    """An OpenAI-compatible server of the completer's model. `text`: its tokenizer, where that is loaded
+    """Make an OpenAI-compatible server of the completer's model. `text`: its tokenizer, where that is loaded
     already. `engines`: those behind the completer, where it has any."""
     settings = settings or HttpSettings()
     front = _front(completer, settings, text)
@@ -94,13 +94,13 @@ def _add_model_routes(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models", responses={200: {"model": ModelsAnswer}, 401: PROBLEMS[401]})
     async def models() -> Response:
-        """The model, as a list of one."""
+        """List the model, which is the only one."""
         listed: ModelsAnswer = {"object": "list", "data": [card()]}
         return JsonResponse(listed)
 
     @app.get("/v1/models/{model_id:path}", responses={200: {"model": ModelAnswer}, **SIMPLE_PROBLEMS})
     async def model(model_id: str) -> Response:
-        """The model by its name."""
+        """Describe the model by its name."""
         if model_id != front.completer.model.model_id:
             problem = f"The model `{model_id[:200]}` does not exist"
             raise ApiError(404, problem, param="model", code="model_not_found")
@@ -110,13 +110,14 @@ def _add_model_routes(app: FastAPI, front: Front) -> None:
 def _add_state_routes(app: FastAPI, front: Front) -> None:
     @app.get("/metrics", response_class=PlainTextResponse, responses={401: PROBLEMS[401]})
     async def metrics() -> Response:
-        """This front's counters, for Prometheus."""
+        """Tell this front's counters, for Prometheus."""
         front.metrics.see(await _health(front))
         return Response(front.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/health", responses={200: {"model": HealthAnswer}, 503: {"model": HealthAnswer}})
     async def health(request: Request) -> Response:
-        """200 once every engine has taken a step lately, else 503. With the key: why, and each engine."""
+        """Answer 200 once every engine has taken a step lately, else 503. Clients with the key are also told
+        why, and of each engine."""
         found = await _health(front)
         answer: HealthAnswer = {"status": "ready" if found.is_ready else "unavailable"}
         if has_key(front.settings, request.scope):
@@ -136,13 +137,13 @@ async def _health(front: Front) -> Health:
 def _add_generation_routes(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions", responses=streamed(CompletionAnswer))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """OpenAI's completions: prompts as text or token ids, one or many."""
+        """Complete prompts, one or many, given as text or token ids."""
         call = await open_completion(front, body)
         return await _answer(CompletionWriter(front, call, body), call, request)
 
     @app.post("/v1/chat/completions", responses=streamed(ChatAnswer))
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """OpenAI's chat completions, by the checkpoint's chat template."""
+        """Answer a conversation, which the checkpoint's chat template writes out."""
         call = await open_chat(front, body)
         return await _answer(ChatWriter(front, call, body), call, request)
 
@@ -158,7 +159,7 @@ async def _answer(writer: Writer[Any], call: Call, request: Request) -> Response
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The app's own description: without the framework's form of invalid input, which never leaves it."""
+    """Describe the app, without the framework's form of invalid input, which never leaves it."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version="1", routes=app.routes)
         for path in found["paths"].values():

@@ -20,8 +20,6 @@ FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A call has one or many."""
-
     token_ids: tuple[int, ...]
     text: str = ""
     """`echo` gives it back."""
@@ -55,7 +53,7 @@ class Choice:
     """None: the model has no tokenizer, so clients get token ids alone."""
     skip_special_tokens: bool = True
     wants_output: bool = True
-    """False: the prompt is all that was asked about (max_tokens 0)."""
+    """False: the client asked about the prompt alone (max_tokens 0)."""
     num_tokens: int = 0
     num_cached_tokens: int | None = None
     _detokenizer: Detokenizer | None = None
@@ -187,7 +185,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The news of several streams in order of arrival. The first error ends all."""
+    """Pass the pieces of several streams on in order of arrival. The first error ends all."""
     news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[Piece, None]) -> None:

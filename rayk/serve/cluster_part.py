@@ -9,15 +9,15 @@ from rayk.serve.supervisor import GaveUp
 LOOK_S = 1.0
 CONNECT_S = 5.0
 NUM_TRIES = 3
-"""A GCS that takes no connection so often in a row is gone."""
+"""A GCS that refuses so many connections in a row is gone."""
 
 
 class ClusterLost(GaveUp):
-    """Its GCS is gone: Ray's other processes end soon."""
+    """The cluster's GCS is gone: Ray's other processes end soon."""
 
 
 class ClusterPart:
-    """Implements supervisor.Part. It neither starts nor ends the cluster."""
+    """Watches the cluster, as a supervisor.Part that neither starts nor ends it."""
 
     name = "the Ray cluster"
 
@@ -26,10 +26,10 @@ class ClusterPart:
         self._address = address
 
     async def start(self) -> None:
-        """It is there."""
+        """Do nothing: the cluster is there."""
 
     async def lost(self) -> str:
-        """Raises ClusterLost once nobody listens there any more."""
+        """Raise ClusterLost once nobody listens at the GCS any more."""
         num_failed = 0
         while num_failed < NUM_TRIES:
             await asyncio.sleep(LOOK_S)
@@ -44,4 +44,4 @@ class ClusterPart:
         raise ClusterLost(f"the Ray cluster is lost (its GCS at {self._address} is gone); the server ends")
 
     async def stop(self) -> None:
-        """It goes on, or ends with the driver."""
+        """Do nothing: the cluster goes on, or ends with the driver."""

@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 PROBE_S = 0.05
 STOP_S = 60.0
-"""Deadline for each part's end, once nothing runs any more."""
+"""Each part must end within this, once nothing runs any more."""
 LOST_S = 3.0
-"""The same where the Ray cluster is lost: most of what they are asked for comes to nothing then."""
+"""Each part must end within this where the Ray cluster is lost, since most calls to it come to nothing
+then."""
 END_S = 12.0
-"""Deadline of all that, and of what this process cleans up itself, in that case."""
+"""The whole process, with its own cleaning up, must end within this in that case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpOptions:
-    """How the server is reached."""
+    """Where the server listens, and what it lets clients do."""
 
     kind: str = "serve"
     """serve (Ray Serve) or uvicorn."""
@@ -49,10 +50,8 @@ class HttpOptions:
 
 
 def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
-    """The same with a real port. Raises UserError: the port cannot be had, or the key or a limit is none.
-
-    `is_local`: the front will listen on this machine.
-    """
+    """Choose a real port. Raises UserError: the port cannot be had, or the key or a limit is not valid.
+    `is_local`: the front will listen on this machine."""
     if options.api_key is not None and (not options.api_key.strip() or not options.api_key.isascii()):
         raise UserError("an API key has ASCII characters, and some", where="--api-key")
     http_settings(options.api_key, options.limits)

@@ -15,7 +15,7 @@ from rayk.serve.writer import Writer
 from rayk.types.request import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 SHORT = 2000
 """Longer prompts, in characters or ids, are tokenised in a thread, and others go on meanwhile."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 
 class EngineNews:
-    """Of one fleet. What begins and ends between two looks is told by its end alone."""
+    """Turns looks at one fleet into lines. What begins and ends between two looks is told by its end
+    alone."""
 
     def __init__(self) -> None:
         self._epochs: dict[str, int] = {}
@@ -15,7 +16,8 @@ class EngineNews:
         """Engines that are not ready -> the trouble that was told of."""
 
     def see(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-        """What is new since the last look; nothing of the first. `rows`: of types.serving.Health."""
+        """Tell what changed since the last look; the first tells nothing. `rows`: the engines of
+        types.serving.Health."""
         return [line for row in rows for line in self._see(row)]
 
     def _see(self, row: Mapping[str, Any]) -> list[str]:

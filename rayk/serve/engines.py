@@ -19,7 +19,7 @@ LONGEST_NAME = 200
 
 
 class RoleRequest(BaseModel):
-    """What an engine is to do from now on."""
+    """The role that an engine takes from now on."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,12 +31,12 @@ def add_engine_routes(app: FastAPI, control: EngineControl) -> None:
 
     @app.get("/engines", responses={200: {"model": EnginesAnswer}, **STATE_PROBLEMS})
     async def engines() -> Response:
-        """Every engine: its role and TP size, its lives, what it has to do."""
+        """Describe every engine: its role and TP size, its restarts, its load."""
         return JsonResponse({"object": "list", "data": [_told(e) for e in await control.engines()]})
 
     @app.post("/engines/{name}/role", responses={200: {"model": EngineAnswer}, **ROLE_PROBLEMS})
     async def set_role(name: str, body: RoleRequest) -> Response:
-        """Have an engine prefill from now on, or decode; requests that are on it end where they are."""
+        """Have an engine prefill from now on, or decode; requests that are on it end there."""
         if len(name) > LONGEST_NAME:
             raise UnknownEngine(f"no engine {name[:LONGEST_NAME]!r}...")
         try:

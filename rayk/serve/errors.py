@@ -35,12 +35,12 @@ _SHAPES = {
     "stop": "text, or a list of texts",
     "content": 'text, or a list of {"type": "text", "text": ...}',
 }
-"""Fields that take several kinds of values, and which."""
+"""What fields that take several kinds of values may be."""
 
 
 @dataclass
 class ApiError(Exception):
-    """What a client is told."""
+    """An error as clients are told it."""
 
     status: int
     message: str
@@ -55,24 +55,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> ErrorBody:
-        """The error in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to try again, and how to log in, where these matter."""
+        """Tell when to try again, or how to log in."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
 class JsonResponse(Response):
-    """An answer of JSON values."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Write them in UTF-8."""
         return to_json(content)
 
 
@@ -85,7 +81,6 @@ def to_json(value: Any) -> bytes:
 
 
 def error_response(error: ApiError, **headers: str) -> Response:
-    """Make the answer that tells of an error."""
     return JsonResponse(error.body, error.status, headers={**error.headers, **headers})
 
 

@@ -19,11 +19,11 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykE
 from rayk.types.waiting import busy
 
 LOOK_S = 0.5
-"""How often the fleet is asked for a sign of life."""
+"""The fleet is asked for a sign of life this often."""
 PATIENCE_S = 15.0
 """A fleet that does not answer for so long hangs: it is killed."""
 GRACE_S = 10.0
-"""What an answer may take beyond what it was asked to wait."""
+"""An answer may take this much longer than it was asked to wait."""
 
 
 def _keep_quiet(_line: str) -> None:
@@ -31,7 +31,8 @@ def _keep_quiet(_line: str) -> None:
 
 
 class FleetPart:
-    """Implements supervisor.Part. Workers end with the fleet they belong to; the next one starts others."""
+    """Keeps the fleet, as a supervisor.Part. Workers end with the fleet they belong to; the next one starts
+    others."""
 
     name = "the fleet of engines"
 
@@ -59,8 +60,8 @@ class FleetPart:
             raise DeadlineExceeded(f"the start of {self.name}", READY_S, busy()) from None
 
     async def lost(self) -> str:
-        """What its process ended of; one that hangs is ended. Tells of its engines meanwhile. Raises
-        InternalError where it does not look after them any more."""
+        """Wait until the fleet is lost, and tell why; one that hangs is ended. Tells of its engines
+        meanwhile. Raises InternalError where a bug ended its watch over them."""
         news = EngineNews()
         while True:
             try:
@@ -81,7 +82,7 @@ class FleetPart:
             await asyncio.sleep(LOOK_S)
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no more requests and wait for those that are here; how many are left after `timeout_s`."""
+        """Refuse new requests and wait for the running ones; returns how many are left after `timeout_s`."""
         if self._actor is None:
             return 0
         try:
@@ -110,7 +111,7 @@ class FleetPart:
 
 
 async def _answer(reply: Any) -> Any:
-    """A reply of the fleet. Raises RaykError: its own, or EngineDied of a fleet that is gone."""
+    """Await a reply of the fleet. Raises its RaykError, or EngineDied where the fleet is gone."""
     try:
         return await reply
     except RayActorError as error:

@@ -21,12 +21,12 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, UserError
 from rayk.types.waiting import busy
 
 START_S = 120.0
-"""Deadline of imports, tokenizer and bind."""
+"""Imports, tokenizer and bind must end within this."""
 LISTEN_POLL_S = 0.02
 
 
 class UvicornFront:
-    """One process that answers HTTP. A plain class; `UvicornPart` makes it remote."""
+    """Answers HTTP in one process. A plain class; `UvicornPart` makes it remote."""
 
     def __init__(self, plan: FrontPlan) -> None:
         self._plan = plan
@@ -48,13 +48,13 @@ class UvicornFront:
             await self._server.serve(sockets=[socket])
 
     async def listening(self) -> int:
-        """The process' id, once clients are answered."""
+        """Wait until clients are answered; returns the process' id."""
         while self._server is None or not self._server.started:
             await asyncio.sleep(LISTEN_POLL_S)
         return os.getpid()
 
     async def ping(self) -> None:
-        """A sign of life."""
+        """Show that the process lives."""
 
     async def stop(self) -> None:
         """Take no more connections; `run` ends when those that are there have closed."""
@@ -63,14 +63,14 @@ class UvicornFront:
 
 
 LOOK_S = 1.0
-"""How often a front is asked for a sign of life."""
+"""A front is asked for a sign of life this often."""
 PATIENCE_S = 60.0
 """A front that gives none for so long hangs: it is killed, and all its streams with it. On a machine that is
 busy with forming engines a live one was silent for 15 s."""
 
 
 class UvicornPart:
-    """The front as the driver keeps it alive. Implements supervisor.Part."""
+    """Keeps the front, as a supervisor.Part."""
 
     name = "the HTTP front"
 
@@ -82,7 +82,8 @@ class UvicornPart:
         self._num_starts = 0
 
     async def start(self) -> None:
-        """A new process, once it listens. Raises UserError where it cannot, EngineDied, DeadlineExceeded."""
+        """Start a new process and wait until it listens. Raises UserError where it cannot, EngineDied,
+        DeadlineExceeded."""
         # To name an actor waits for Ray's GCS.
         self._actor = await asyncio.to_thread(self._make)
         about = bounded(self._plan.settings.model.model_id)
@@ -118,7 +119,7 @@ class UvicornPart:
         return make.remote(self._plan)
 
     async def lost(self) -> str:
-        """What it ended of; one that hangs is ended."""
+        """Wait until the front is lost, and tell why; one that hangs is ended."""
         hang = asyncio.ensure_future(self._hangs())
         run = asyncio.ensure_future(self._ended())
         try:
@@ -155,7 +156,7 @@ class UvicornPart:
         return "it stopped"
 
     async def stop(self) -> None:
-        """In order, then for certain."""
+        """End it in order, or by force after a while."""
         if self._actor is None:
             return
         with contextlib.suppress(RayError, TimeoutError):

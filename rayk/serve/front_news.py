@@ -7,22 +7,19 @@ from collections.abc import Mapping
 
 
 class FrontNews:
-    """Of one server."""
-
     def __init__(self) -> None:
         self._known: dict[str, object] = {}
-        """Which one was there last."""
+        """The process that each part had last."""
         self._lost_s: dict[str, float] = {}
-        """Those that are not there again, and since when."""
+        """When parts were lost that are not back yet."""
 
     @property
     def has_losses(self) -> bool:
-        """Whether any is not there again."""
         return bool(self._lost_s)
 
     def see(self, alive: Mapping[str, object], now: float, *, answers: bool) -> list[str]:
-        """What is new since the last look; nothing of the first. `alive`: part -> the one that lives, None
-        where none does. `answers`: whether clients get answers. `now`: time.monotonic."""
+        """Tell what changed since the last look; the first tells nothing. `alive`: part -> the process that
+        lives, None where none does. `answers`: whether clients get answers. `now`: time.monotonic."""
         lines = []
         for part, one in alive.items():
             if one != self._known.get(part, one) and part not in self._lost_s:

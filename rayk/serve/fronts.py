@@ -13,7 +13,7 @@ from rayk.specs.serving import ServerSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontPlan:
-    """What a front's process is told."""
+    """Everything that a front's process is told."""
 
     fleet: str
     """The fleet's actor name."""
@@ -25,7 +25,7 @@ class FrontPlan:
 
 @asynccontextmanager
 async def open_app(plan: FrontPlan) -> AsyncIterator[Any]:
-    """The ASGI app of a front, with a router of its own on the running loop."""
+    """Make a front's ASGI app, with a router of its own on the running loop."""
     from rayk.actors.router import Router
     from rayk.serve.app import make_app
 

@@ -11,18 +11,17 @@ from rayk.serve.errors import ApiError, error_response
 from rayk.serve.limits import HttpSettings
 
 OPEN_PATHS = frozenset({"/health"})
-"""What answers without a key, and then with a status alone: load balancers have none."""
+"""Paths that answer without a key, and then with a status alone: load balancers have none."""
 
 
 class Guard:
-    """ASGI: lets requests with the key and a body of bounded size through, the body read."""
+    """Lets requests with the key and a body of bounded size through, the body read (ASGI)."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -37,7 +36,6 @@ class Guard:
             await self._app(scope, received, send)
 
     def _check_key(self, scope: Scope) -> None:
-        """Raises ApiError."""
         if scope["path"] in OPEN_PATHS or has_key(self._settings, scope):
             return
         _, _, given = _header(scope, b"authorization").partition(b" ")
@@ -45,7 +43,7 @@ class Guard:
         raise ApiError(401, problem, code="invalid_api_key")
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive | None:
-        """A `receive` that has the whole body; None where the client went. Raises ApiError."""
+        """Read the whole body into a new `receive`; None where the client left. Raises ApiError."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         length = _header(scope, b"content-length")
@@ -78,8 +76,8 @@ class Guard:
 
 
 def has_key(settings: HttpSettings, scope: Scope) -> bool:
-    """Whether who asks has the key, or none is asked for. Takes as long for a key that is wrong in its first
-    letter as in its last."""
+    """Whether a client has the key, or needs none. A key that is wrong in its first letter takes as long as
+    one wrong in its last."""
     key = settings.api_key
     if key is None:
         return True
@@ -93,7 +91,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body in one message, then what the connection says."""
+    """Give the body in one message, then what the connection says."""
     is_read = False
 
     async def receive_again() -> Message:

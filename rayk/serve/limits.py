@@ -13,44 +13,44 @@ _MEGABYTE = 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
-    """A front's own limits."""
+    """What a front lets clients do."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Asked for on every path but /health: `Authorization: Bearer KEY`."""
+    """Every path but /health asks for it: `Authorization: Bearer KEY`."""
     max_head_bytes: int = 64 * 1024
-    """Of a request's first line and headers. Of --http uvicorn."""
+    """Bounds a request's first line and headers. Only --http uvicorn has it."""
     head_s: float = 30.0
-    """A connection that waits for nothing must send a head in so long, and whole. Of --http uvicorn."""
+    """An idle connection must send a whole head within this. Only --http uvicorn has it."""
     max_body_bytes: int = 8 * _MEGABYTE
     body_s: float = 30.0
-    """A body must be here so long after its head."""
+    """A body must arrive within this after its head."""
     unread_s: float = 120.0
-    """A client that takes nothing for so long of what waits for it is cut, and its requests end. Kernels take
-    up to 64 KiB at once for a slow one. Of --http uvicorn; Ray Serve's proxy has unread.UNREAD_S."""
+    """A client that reads nothing of its answer for so long is cut, and its requests end. (Kernels take up to
+    64 KiB at once for a slow one.) Only --http uvicorn has it; Ray Serve's proxy has unread.UNREAD_S."""
     max_prompt_tokens: int | None = None
-    """None: what the model's positions leave room for."""
+    """None: the model's positions alone bound prompts."""
     max_n: int = 128
-    """Choices of one prompt."""
+    """Bounds the choices of one prompt."""
     max_choices: int = 256
-    """Of one call: prompts times n."""
+    """Bounds the choices of one call: prompts times n."""
     max_stop: int = 16
-    """Stop strings of one call, and stop token ids. (OpenAI: 4 strings.)"""
+    """Bounds the stop strings of one call, and its stop token ids. (OpenAI takes 4 strings.)"""
     max_stop_characters: int = 256
-    """Of one stop string."""
+    """Bounds one stop string."""
     ignores_unknown: bool = False
-    """Whether fields that nobody knows are ignored; else they are refused, as OpenAI does."""
+    """Whether unknown fields are ignored; OpenAI refuses them."""
 
 
 LIMITS = tuple(f.name for f in fields(HttpSettings) if f.name != "api_key")
-"""What people may set by name."""
+"""Names that users may set."""
 OF_UVICORN = frozenset({"max_head_bytes", "head_s", "unread_s"})
-"""Those that Ray Serve's proxy, which keeps connections itself, knows nothing of."""
+"""Limits that Ray Serve's proxy, which keeps connections itself, does not have."""
 _NUMBERS = {"body_s": float, "head_s": float, "unread_s": float}
-"""Limits that are no whole numbers."""
+"""Limits that need not be whole numbers."""
 
 
 def http_settings(api_key: str | None, limits: Sequence[str]) -> HttpSettings:
-    """`limits`: KEY=VALUE texts. Raises UserError."""
+    """Parse KEY=VALUE texts. Raises UserError."""
     given: dict[str, object] = {}
     for text in limits:
         name, _, value = text.partition("=")

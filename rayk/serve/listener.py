@@ -14,15 +14,17 @@ from rayk.serve.limits import HttpSettings
 from rayk.serve.unread import UnreadWatch
 
 CLOSE_S = 5.0
-"""How long connections may take to close once nothing runs on them any more."""
+"""Connections may take this long to close once nothing runs on them."""
 KEEP_ALIVE_S = 75
-"""Idle connections stay longer than clients keep them, who would send into one that is being closed."""
+"""Idle connections stay longer than clients keep them, so that no client sends into one that is being
+closed."""
 LINGER_S = 2.0
-"""Who is refused may send on for so long: a connection that is closed before takes the answer with it."""
+"""A refused client may go on sending for this long: a connection that is closed earlier takes the answer with
+it."""
 
 
 def listener_config(app: Any, settings: HttpSettings, **more: Any) -> uvicorn.Config:
-    """For an app whose bodies guard.Guard bounds. `more`: uvicorn's."""
+    """Configure uvicorn for an app whose bodies guard.Guard bounds. `more`: uvicorn's own settings."""
 
     class Bounded(BoundedHttp):
         max_head_bytes, head_s, unread_s = settings.max_head_bytes, settings.head_s, settings.unread_s
@@ -41,8 +43,8 @@ def listener_config(app: Any, settings: HttpSettings, **more: Any) -> uvicorn.Co
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. uvicorn itself waits for ever for a head, and takes one of any length; and it waits for
-    ever for a client who reads nothing, with 64 KiB in hand."""
+    """Bounds one connection. uvicorn itself waits for ever for a head, takes one of any length, and waits for
+    ever for a client that reads nothing, with 64 KiB in hand."""
 
     max_head_bytes: int
     head_s: float
@@ -55,32 +57,28 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         """Whether a head has begun and is not whole."""
         self._num_parsed = 0
-        """Bytes of the last head that begun, as far as they are whole lines; of its trailers, too."""
+        """Bytes of the last head, or of its trailers, in whole lines."""
         self._num_fed = 0
-        """Bytes that came since something else than a head, or its end."""
+        """Bytes that came since a head ended, or since something else than a head."""
         self._refusal: ApiError | None = None
 
     # asyncio's calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The head is wanted from now on."""
         super().connection_made(transport)
         self._watch = UnreadWatch(transport, self.unread_s)
         self._want_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is wanted any more."""
         self._unset_timer()
         self._watch.end()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Much waits for the client to read."""
         super().pause_writing()
         self._watch.begin(self.loop)
 
     def data_received(self, data: bytes) -> None:
-        """Whatever parts of requests these are."""
         if self._refusal is not None:
             return
         self._num_fed += len(data)
@@ -93,22 +91,19 @@ class BoundedHttp(HttpToolsProtocol):
     # The parser's.
 
     def on_message_begin(self) -> None:
-        """A head begins."""
         super().on_message_begin()
         self._in_head, self._num_parsed = True, 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of it."""
         super().on_url(url)
         self._num_parsed += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One line, of the head or behind a body."""
         super().on_header(name, value)
         self._num_parsed += len(name) + len(value) + len(": \r\n")
 
     def on_headers_complete(self) -> None:
-        """The head is whole: the request begins, unless it is too large."""
+        """Begin the request, unless its head is too large."""
         self._in_head, self._num_fed = False, 0
         if self._num_parsed > self.max_head_bytes:
             self._refuse(self._too_large())
@@ -117,19 +112,16 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of it."""
         self._num_fed = 0
         if self._refusal is None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
         self._num_fed = 0
         if self._refusal is None:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is out, but for what waits for the client to read."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._watch.begin(self.loop)
@@ -137,7 +129,6 @@ class BoundedHttp(HttpToolsProtocol):
     # Refusals.
 
     def send_400_response(self, msg: str) -> None:
-        """Of what is no HTTP."""
         self._refuse(ApiError(400, msg, code="invalid_http"))
 
     @property
@@ -166,7 +157,6 @@ class BoundedHttp(HttpToolsProtocol):
         return ApiError(431, problem, code="head_too_large")
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with an error, and close."""
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error

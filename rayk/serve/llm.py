@@ -25,17 +25,14 @@ if TYPE_CHECKING:
     from rayk.serve.text import Text
 
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
 Sampling = SamplingParams | Sequence[SamplingParams]
-"""Of all prompts, or one for each."""
+"""One for all prompts, or one for each."""
 Message = Mapping[str, Any]
 """{"role": "user", "content": "..."}"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """One of a prompt's answers."""
-
     index: int
     text: str | None
     """Without special tokens, and without the stop string that ended it; None: the model has no tokenizer."""
@@ -51,7 +48,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What became of one prompt. What it does not have itself is its first output's."""
+    """What became of one prompt. Its short properties are those of its first output."""
 
     prompt: str | None
     """None: it was given as token ids."""
@@ -65,27 +62,22 @@ class Completion:
 
     @property
     def text(self) -> str | None:
-        """See Output."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """See Output."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str:
-        """See Output."""
         return self.outputs[0].finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
-        """See Output."""
         return self.outputs[0].stop_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """See Output."""
         return self.outputs[0].logprobs
 
 
@@ -236,7 +228,7 @@ class LLM:
         return text
 
     def _tokenizer(self) -> Text | CheckpointError:
-        """The model's, or why there is none: prompts of token ids need none."""
+        """Load the tokenizer, or tell why there is none: prompts of token ids need none."""
         if self._text is None:
             from rayk.serve.text import Text
 
@@ -286,7 +278,7 @@ class LLM:
 
 
 class _Engines:
-    """The cluster, and the engines on it."""
+    """Holds the cluster, and the engines on it."""
 
     def __init__(self, options: ServerOptions, address: str | None) -> None:
         # Ray is imported here so that bad input is refused in a second.
@@ -323,7 +315,6 @@ class _Engines:
         self.complete = engines.complete
 
     def close(self) -> None:
-        """End everything. A second call does nothing."""
         with self._lock:
             self._stack.close()
 

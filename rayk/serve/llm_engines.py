@@ -19,22 +19,18 @@ T = TypeVar("T")
 
 READY_POLL_S = 0.05
 STOP_S = 60.0
-"""Deadline for the engines' end."""
+"""The engines must end within this."""
 
 Asked = tuple[tuple[int, ...], SamplingParams]
-"""A prompt and how it is completed."""
+"""A prompt, and how it is completed."""
 
 
-class Front(Protocol):
-    """What completes prompts on the engines: a Router."""
+class EngineClient(Protocol):
+    """Completes prompts on the engines, as a Router does; see types.serving.Completer."""
 
-    def generate(self, ask: Ask) -> AsyncIterator[Delta]:
-        """See Completer."""
-        ...
+    def generate(self, ask: Ask) -> AsyncIterator[Delta]: ...
 
-    async def health(self) -> Health:
-        """See Completer."""
-        ...
+    async def health(self) -> Health: ...
 
     async def close(self) -> None:
         """Abort what is under way."""
@@ -42,9 +38,9 @@ class Front(Protocol):
 
 
 class LLMEngines:
-    """See the module. `start` it, and `close` it, from any thread."""
+    """Runs the engines of an LLM. `start` it, and `close` it, from any thread."""
 
-    def __init__(self, fleet: Part, front: Front, num_at_once: int) -> None:
+    def __init__(self, fleet: Part, front: EngineClient, num_at_once: int) -> None:
         """`num_at_once`: how many requests of one call may be under way."""
         self._fleet = fleet
         self._front = front
@@ -71,7 +67,7 @@ class LLMEngines:
         return self._run(lambda: self._complete(requests))
 
     def close(self) -> None:
-        """End everything. To be called once."""
+        """End everything. Call it once."""
         with self._entry:
             was_open, self._is_open = self._is_open, False
         if was_open:
@@ -142,8 +138,8 @@ class LLMEngines:
             return [delta async for delta in self._front.generate(Ask(request=request))]
 
     async def _unless_over(self, wanted: asyncio.Future[T]) -> T:
-        """Its result. Raises what the engines were given up of meanwhile; ServerEnded where they were told to
-        end."""
+        """Await it. Raises what made the supervisor give the engines up meanwhile, ServerEnded where they
+        were told to end."""
         assert self._keeper is not None, "started"
         waiting: set[asyncio.Future[Any]] = {wanted, self._keeper}
         try:

@@ -32,17 +32,16 @@ PATHS = frozenset(
 )
 """Paths that are counted by name: clients must not be able to make new rows."""
 LOOKING = ("/metrics", "/health")
-"""Paths that look at a server: they are no work of its."""
+"""Paths that only look at a server, and are not counted as running requests."""
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 STATUSES = ("200", "500", "503", "504")
-"""Of answers that alerts look at: they are counted from 0, so that the first of them has a rate."""
+"""Statuses that alerts look at: they are counted from 0, so that the first has a rate."""
 CLIENT_GONE = 499
-"""Status of an answer that nobody waits for: it is not sent, only counted."""
+"""Counted where nobody waits for the answer any more; never sent."""
 
 
 class FrontMetrics:
-    """One front's values: `add`, `set` and `observe` as a metrics.MetricsSink, of names that begin with
-    `PREFIX`."""
+    """Counts for one front: a metrics.MetricsSink of the names that begin with `PREFIX`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -53,30 +52,27 @@ class FrontMetrics:
             self.add("rayk_front_requests_total", 0.0, path=path, status=status)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add to a counter."""
         self._of(name, labels).inc(value)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
         self._of(name, labels).set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Add one observation to a histogram."""
         self._of(name, labels).observe(value)
 
     def count_running(self, change: int) -> None:
-        """HTTP requests that came, less those that ended."""
+        """Count requests that came (1) or ended (-1)."""
         self._metrics["rayk_front_running_requests"].inc(change)
 
     def see(self, health: Health) -> None:
-        """The engines as they are now; those that are no more are forgotten."""
+        """Tell of the engines as they are now, and forget those that are gone."""
         self._metrics["rayk_front_engine_ready"].clear()
         for engine in health.engines:
             labels = {"engine": str(engine.get("name")), "role": str(engine.get("role"))}
             self.set("rayk_front_engine_ready", float(engine.get("state") == "ready"), **labels)
 
     def text(self) -> bytes:
-        """In Prometheus' own form."""
+        """Write everything in Prometheus' form."""
         return generate_latest(self.registry)
 
     async def metered(self, choices: Choices) -> AsyncGenerator[Piece, None]:
@@ -112,14 +108,13 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Any:
 
 
 class Counted:
-    """ASGI: counts requests, whoever answers them."""
+    """Counts requests, whoever answers them (ASGI)."""
 
     def __init__(self, app: ASGIApp, metrics: FrontMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -10,17 +10,15 @@ import socket
 from rayk.types.errors import UserError
 
 QUIET_PORTS = range(20_000, 32_768)
-"""Neither systems' ephemeral ports nor those of Ray's workers: the processes that start between the choice of
-a port and its use take hundreds of those."""
+"""Neither systems' ephemeral ports nor those of Ray's workers: processes that start between the choice of a
+port and its use take hundreds of those."""
 NUM_TRIES = 32
 
 
 def claim_port(host: str, port: int) -> int:
-    """A port that a server of this machine can listen at: `port` itself, or a free one for 0.
-
-    It is given back at once: somebody else may take it before the server does, which then says so. Raises
-    UserError.
-    """
+    """Find a port that a server of this machine can listen at: `port` itself, or a free one for 0. It is
+    given back at once: if somebody else takes it before the server does, the server says so. Raises
+    UserError."""
     for candidate in random.sample(QUIET_PORTS, NUM_TRIES) if port == 0 else ():
         with contextlib.suppress(OSError), listen(host, candidate):
             return candidate
@@ -32,10 +30,8 @@ def claim_port(host: str, port: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises OSError.
-
-    A port whose last server has just ended may be taken, one that somebody listens at may not.
-    """
+    """Bind a TCP socket and listen. Raises OSError. A port whose last server has just ended may be taken, one
+    that somebody listens at may not."""
     family, _, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )[0]

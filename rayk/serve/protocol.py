@@ -12,13 +12,13 @@ from rayk.serve.limits import HttpSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
 LEAST_TEMPERATURE = 1e-3
-"""Below it, and not 0, logits would leave float32."""
+"""Lower temperatures, other than 0, would push logits out of float32."""
 MOST = 100.0
-"""Temperatures and repetition penalties beyond it mean nothing."""
+"""Bounds temperatures and repetition penalties."""
 
 MOST_WHOLE = 2**31 - 1
 MAX_DEPTH = 64
-"""Of lists and objects in one another."""
+"""Bounds how deep lists and objects may be nested."""
 
 HARMLESS = frozenset(
     {
@@ -32,7 +32,7 @@ HARMLESS = frozenset(
         "parallel_tool_calls",
     }
 )
-"""OpenAI's fields that say nothing of the answer: ignored."""
+"""OpenAI's fields that change nothing in the answer: ignored."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -75,29 +75,29 @@ def _is_deep(value: Any) -> bool:
 
 
 String = Annotated[str, AfterValidator(_check_text)]
-"""What JSON calls a string, and is text."""
+"""A JSON string that is Unicode text."""
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Count = Annotated[int, Field(ge=1, le=MOST_WHOLE)]
 TokenId = Annotated[int, Field(ge=0, le=MOST_WHOLE)]
 
 
 class _Strict(BaseModel):
-    """JSON's own types, no guesses: "5" is no number."""
+    """Takes JSON's own types alone: "5" is not a number."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(_Strict):
-    """Of streams."""
+    """Asks for the usage of a stream."""
 
     include_usage: bool | None = None
     """A last chunk without choices tells the usage."""
     continuous_usage_stats: bool | None = None
-    """Every chunk tells it so far. (Not OpenAI's.)"""
+    """Every chunk tells the usage so far. (OpenAI has no such field.)"""
 
 
 class Generation(_Strict):
-    """What both endpoints take. null is as good as leaving a field out."""
+    """The fields that both endpoints take. null means the same as leaving a field out."""
 
     model: String | None = None
     n: Count | None = None
@@ -114,7 +114,7 @@ class Generation(_Strict):
     """Requests with one key are kept together where the server's policy heeds sessions."""
 
     top_k: Annotated[int, Field(ge=-1, le=MOST_WHOLE)] | None = None
-    """-1 and 0: all tokens, as of other servers."""
+    """-1 and 0 mean all tokens, as with other servers."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=1 / MOST, le=MOST)] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -122,9 +122,9 @@ class Generation(_Strict):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """Of requests that wait, lower ones go first."""
+    """Of waiting requests, lower ones go first."""
     deadline_s: Annotated[float, Field(gt=0, le=MOST_WHOLE)] | None = None
-    """The answer must be whole so long after its request came."""
+    """The answer must be complete this long after the request came."""
 
     @model_validator(mode="before")
     @classmethod
@@ -138,11 +138,11 @@ class Generation(_Strict):
 
 
 class CompletionRequest(Generation):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: String | list[String] | list[TokenId] | list[list[TokenId]]
     max_tokens: Annotated[int, Field(ge=0, le=MOST_WHOLE)] | None = None
-    """16 if left out. 0 only with `echo`."""
+    """16 if left out. 0 is allowed with `echo` only."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
@@ -150,31 +150,31 @@ class CompletionRequest(Generation):
 
 
 class ContentPart(_Strict):
-    """A piece of a message."""
+    """One piece of a message's content."""
 
     type: String
     text: String | None = None
 
 
 class Message(_Strict):
-    """Of a conversation. Chat templates see all its fields."""
+    """One message of a conversation. Chat templates see all its fields."""
 
     role: String
     content: String | list[ContentPart] | None = None
 
 
 class ChatRequest(Generation):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Count | None = None
     """The rest of the context if left out."""
     max_completion_tokens: Count | None = None
-    """The newer name."""
+    """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """More for the chat template, e.g. {"enable_thinking": false}."""
+    """More variables for the chat template, e.g. {"enable_thinking": false}."""
 
 
 def check_extra(body: Generation, settings: HttpSettings) -> None:

@@ -22,13 +22,13 @@ from rayk.serve.fronts import FrontPlan, open_app
 from rayk.types.errors import UserError
 
 MAX_ONGOING = 100_000
-"""Serve's own limit of requests at once must never be met: the waiting room says who is refused."""
+"""Serve's own limit of requests at once must never be met: the waiting room decides who is refused."""
 CONTROLLER = ("SERVE_CONTROLLER_ACTOR", "serve")
 PROXY, REPLICA = "SERVE_PROXY_ACTOR", "SERVE_REPLICA::"
 """What the names of Serve's own actors begin with."""
 POLL_S = 1.0
 WATCH_S = 2.0
-"""How often a replica looks whether its server's driver lives."""
+"""A replica looks this often whether its server's driver lives."""
 
 
 class Ingress:
@@ -92,12 +92,12 @@ class RayServePart:
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Proxy and application. Raises UserError when Serve runs on this cluster already."""
+        """Start proxy and application. Raises UserError when Serve runs on this cluster already."""
         self._starting = asyncio.create_task(asyncio.to_thread(self._start))
         await asyncio.shield(self._starting)
 
     async def lost(self) -> str:
-        """Why the application is no more. Tells of its processes meanwhile."""
+        """Wait until the application is gone, and tell why. Tells of its processes meanwhile."""
         news = FrontNews()
         while True:
             await asyncio.sleep(POLL_S)
@@ -119,7 +119,7 @@ class RayServePart:
                 return "the application is gone" if status is None else status.message
 
     def _alive(self) -> dict[str, object]:
-        """The actors that answer clients, by what they are for people; None where there is none."""
+        """Find the actors that answer clients, by what they are for people; None where there is none."""
         prefixes = {"the HTTP proxy": PROXY, "the HTTP front": f"{REPLICA}{self._application}#"}
         listed = ray.util.list_named_actors(all_namespaces=True)
         names = [a["name"] for a in listed if a["namespace"] == CONTROLLER[1]]
@@ -128,7 +128,7 @@ class RayServePart:
         }
 
     async def stop(self) -> None:
-        """End the application, when its last answer is out; and Serve itself where the cluster stays."""
+        """End the application after its last answer, and Serve itself where the cluster stays."""
         if self._starting is None:
             return
         # Serve has no way back from half of it.

@@ -17,7 +17,7 @@ from rayk.types.errors import RaykError
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 FATE = "rayk.fate"
-"""In an ASGI scope: a dict for the `status` that an answer ended with after it began with another one."""
+"""In an ASGI scope: a dict for the `status` that an answer ended with, if not the one it began with."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -52,18 +52,18 @@ def event(value: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. The status waits for the first of them: an error before it has one of its own."""
+    """Sends server-sent events. The status waits for the first of them, so that an error before it has its
+    own."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
-        """`events`: as they are sent; closed when the client goes."""
+        """`events` are sent as they are, and closed when the client leaves."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events."""
         await unless_gone(receive, self._send(send, scope.get(FATE, {})))
 
     async def _send(self, send: Send, fate: dict[str, int]) -> None:
@@ -87,14 +87,13 @@ class EventStream(Response):
 
 
 class HeadAsGet:
-    """ASGI: answers HEAD as GET, less the body: HTTP asks it of all servers, and load generators look for
-    /metrics with it."""
+    """Answers HEAD as GET without the body, as HTTP asks of all servers: load generators look for /metrics
+    with it (ASGI)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return

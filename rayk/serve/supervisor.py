@@ -14,32 +14,32 @@ from typing import Any, Protocol
 from rayk.types.errors import DeadlineExceeded, EngineDied
 
 READY_S = 600.0
-"""From a part's start to its first request: weights may be large."""
+"""A part must be ready for its first request within this: weights may be large."""
 STEADY_S = 60.0
-"""A part that lived so long after its start is steady: what befell it before does not count any more."""
+"""A part that lived this long after its start is steady: earlier losses do not count any more."""
 MAX_LOSSES = 8
-"""A part that is lost so often, and never steady in between, is not started again."""
+"""A part that is lost so often without being steady in between is not started again."""
 PAUSE_S = 0.2
-"""Before the second of several restarts, and twice as long before each further one."""
+"""Pause before the second of several restarts; it doubles before each further one."""
 
 
 class Part(Protocol):
     """A fleet of engines, or a front."""
 
     name: str
-    """For people."""
+    """What messages call it."""
 
     async def start(self) -> None:
-        """A life of it, the first or another. Raises RaykError: of another life, EngineDied and
-        DeadlineExceeded are no reason to give up."""
+        """Start it, the first time or again. Raises RaykError: on a restart, EngineDied and DeadlineExceeded
+        are no reason to give up."""
         ...
 
     async def lost(self) -> str:
-        """Wait until it is lost; what it was lost of."""
+        """Wait until it is lost, and tell why."""
         ...
 
     async def stop(self) -> None:
-        """End it. It may have been lost meanwhile."""
+        """End it, even if it was lost meanwhile."""
         ...
 
 

@@ -29,15 +29,15 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, UserError
 from rayk.types.waiting import busy
 
 CPU_S = 2
-"""Processor time of one conversation; templates of real models take milliseconds."""
+"""A conversation may take this much processor time; templates of real models take milliseconds."""
 MOST_BYTES = 512 << 20
-"""Memory beside what the warm process has."""
+"""A conversation may take this much memory beside the warm process' own."""
 MOST_CHARACTERS = 16 << 20
-"""Of what a template writes: twice the largest body."""
+"""A template may write this much: twice the largest body."""
 ANSWER_S = 120.0
 """A child that gets no processor for so long is given up."""
 _SHOWN = 300
-"""Characters of a template's complaint that are told."""
+"""So many characters of a template's complaint are told."""
 _WRITTEN = b"+"
 """Begins an answer that is the conversation; else it is the template's complaint."""
 _JINJA = "transformers.utils.chat_template_utils"
@@ -53,16 +53,16 @@ class Templates:
         self._warm: _Warm | None = None
 
     def start(self) -> int:
-        """Start the warm process, unless it runs; its id."""
+        """Start the warm process, unless it runs; returns its id."""
         with self._lock:
             if self._warm is None:
                 self._warm = _Warm(self._template)
             return self._warm.process.pid
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
-        """The text of a conversation, up to where the answer begins. `arguments`: the template's variables.
-        Raises UserError where the template refuses these, or takes more than its bounds; EngineDied where its
-        processes end of something else, DeadlineExceeded."""
+        """Write a conversation, up to where the answer begins. `arguments`: the template's variables. Raises
+        UserError where the template refuses these, or takes more than its bounds; EngineDied where its
+        processes end for another reason, DeadlineExceeded."""
         try:
             question = json.dumps([list(messages), dict(arguments)]).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -78,7 +78,7 @@ class Templates:
         return told
 
     def _exchange(self, question: bytes) -> bytes:
-        """What a child answers; nothing where it was stopped."""
+        """Ask a child; its answer is empty where it was stopped."""
         for _ in range(2):
             ours, theirs = socket.socketpair()
             with ours:
@@ -90,7 +90,8 @@ class Templates:
         raise EngineDied("the chat template's process", "it was ended twice with a conversation")
 
     def _hand_over(self, line: socket.socket) -> _Warm:
-        """Give the warm process a conversation; a new one where it has ended. The one that has it."""
+        """Give the warm process a conversation, or a new process where that has ended; returns the one that
+        has it."""
         self.start()
         with self._lock:
             assert self._warm is not None
@@ -115,7 +116,7 @@ def _ask(line: socket.socket, question: bytes) -> bytes:
 
 
 class _Warm:
-    """The warm process; it ends with this object."""
+    """Owns the warm process, which ends with this object."""
 
     def __init__(self, template: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,7 +138,7 @@ class _Warm:
         socket.send_fds(self._control, [b"\0"], [line.fileno()])
 
     def lives(self) -> bool:
-        """Whether the process holds its end. (To the kernel it may be ending for some time still.)"""
+        """Whether the process holds its end. (To the kernel it may go on ending for some time.)"""
         try:
             return self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -153,7 +154,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """What a template's process needs, without the server's secrets."""
+    """Leave the server's secrets out of a template's process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
     return kept | {
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -187,7 +188,7 @@ def main() -> None:
 
 
 def _compiles(template: str) -> bool:
-    """Whether it does, within the bounds: Jinja works constants out meanwhile."""
+    """Whether the template compiles within the bounds: Jinja works constants out meanwhile."""
     pid = os.fork()
     if pid == 0:
         _run_bounded(partial(_compile, template))
@@ -195,7 +196,7 @@ def _compiles(template: str) -> bool:
 
 
 def _run_bounded(work: Callable[[], None]) -> None:
-    """Be a child that does this and ends."""
+    """Do this as a child, then end."""
     code = 1
     try:
         _limit(resource.RLIMIT_CPU, CPU_S)

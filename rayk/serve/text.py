@@ -15,16 +15,16 @@ from rayk.types.errors import UserError
 
 REPLACEMENT = "\ufffd"
 MANY_TOKENS = 8
-"""So many without a whole character: some of their bytes never will be one."""
+"""After so many tokens without a whole character, some of their bytes never will be one."""
 _LONGEST_CHARACTER = 4
-"""Tokens that one character may be spread over: bytes of UTF-8."""
+"""One character may be spread over so many tokens: bytes of UTF-8."""
 _LEAST_LONGEST = 16
-"""Characters that a token may stand for even where no piece is so long: normalisers join some into one."""
+"""A token may stand for so many characters even where no piece is so long: normalisers join some into one."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def reserved_arguments(given: Mapping[str, Any]) -> list[str]:
-    """Those of a chat template's arguments that would change more than its variables."""
+    """List those of a chat template's arguments that would change more than its variables."""
     from transformers import PreTrainedTokenizerBase
 
     reserved = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
@@ -33,7 +33,7 @@ def reserved_arguments(given: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token for people."""
+    """One token as people read it."""
 
     text: str
     """`bytes:\\xe4\\xbd` where its bytes are no text by themselves, as OpenAI writes them."""
@@ -41,17 +41,17 @@ class TokenText:
 
 
 class Text:
-    """A checkpoint's tokenizer. Any thread: nothing here changes it."""
+    """Wraps a checkpoint's tokenizer for any thread: nothing here changes it."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: of transformers."""
+        """`tokenizer`: one of transformers."""
         self._tokenizer = tokenizer
         self.token = lru_cache(maxsize=65536)(self._token)
-        """TokenText of a token id."""
+        """Gives the TokenText of a token id."""
 
     @classmethod
     def load(cls, folder: str) -> Text:
-        """A checkpoint's. Raises CheckpointError where it has none."""
+        """Load a checkpoint's. Raises CheckpointError where it has none."""
         text = cls(load_tokenizer(folder, "give prompts as token ids"))
         text.warm_up()
         return text
@@ -62,17 +62,17 @@ class Text:
         _ = self.special_ids, self.byte_ids, self.num_tokens, self.longest
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, by default with those that the tokenizer begins texts with. Raises UserError."""
+        """Tokenise, by default with the tokens that the tokenizer begins texts with. Raises UserError."""
         _check_text(text)
         return [int(i) for i in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
 
     def fewest_tokens(self, text: str) -> int:
-        """A text cannot become fewer tokens, whatever it says. Does not tokenise it: that takes long for long
-        ones, which clients may send."""
+        """Bound the number of a text's tokens from below, without tokenising it: clients may send long texts,
+        which take long."""
         return -(-len(text) // self.longest)
 
     def starts(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Where each token of the encoded text begins in it, in characters."""
+        """Find where each token of the encoded text begins in it, in characters."""
         _check_text(text)
         if not self._tokenizer.is_fast:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
@@ -81,7 +81,7 @@ class Text:
         return [int(start) for start, _ in encoded["offset_mapping"]]
 
     def starts_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-        """Where each token begins in the decoded text; a token that ends inside a character, where this
+        """Find where each token begins in the decoded text; a token inside a character begins where that
         begins."""
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         found, length = [], 0
@@ -92,14 +92,15 @@ class Text:
         return found
 
     def start_in(self, told: str, token_id: int) -> int:
-        """Where a token begins in the text that was told with it: behind bytes that waited and were none."""
+        """Find where a token begins in the text that was told with it: after bytes that waited and were no
+        character."""
         own = self.token(token_id).text
         return len(told) - len(own) if own and told.endswith(own) else 0
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-        """A conversation by the checkpoint's chat template, up to where the answer begins, special tokens
-        spelled out. `arguments`: for the template. Raises UserError where there is none, it refuses the
-        messages, or it takes more than a process of its own is given for them."""
+        """Write a conversation by the checkpoint's chat template, up to where the answer begins, special
+        tokens spelled out. `arguments`: for the template. Raises UserError where there is none, it refuses
+        the messages, or it takes more than its process may."""
         if self.templates is None:
             raise UserError(
                 "this model has no chat template", mend="use /v1/completions, or add one to its tokenizer"
@@ -108,7 +109,7 @@ class Text:
 
     @cached_property
     def templates(self) -> Templates | None:
-        """What renders the checkpoint's chat template; None where it has none. Raises UserError."""
+        """Renders the checkpoint's chat template; None where it has none. Raises UserError."""
         if not getattr(self._tokenizer, "chat_template", None):
             return None
         try:
@@ -117,7 +118,6 @@ class Text:
             raise UserError(f"no chat template can be chosen: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The tokenizer's own decoding."""
         # Cleaning up would take back spaces that were text already.
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -133,20 +133,20 @@ class Text:
 
     @cached_property
     def byte_ids(self) -> dict[int, int]:
-        """Token id -> byte, of vocabularies that spell unknown characters out in such pieces. Decoding looks
-        at a run of them as a whole."""
+        """Maps token ids to bytes, in vocabularies that spell unknown characters out in such pieces. Decoders
+        take a run of them as a whole."""
         pieces = self._tokenizer.get_vocab().items()
         found = ((i, _BYTE_PIECE.fullmatch(piece)) for piece, i in pieces)
         return {i: int(match[1], 16) for i, match in found if match}
 
     @cached_property
     def num_tokens(self) -> int:
-        """Ids from here on are no tokens, and have no text: models may know more than their tokenizer."""
+        """Ids from here on are not tokens, and have no text: models may know more than their tokenizer."""
         return int(max(self._tokenizer.get_vocab().values())) + 1
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token, or more: byte-level vocabularies spell each byte as one."""
+        """Bounds the characters of the longest token: byte-level vocabularies spell each byte as one."""
         return max(_LEAST_LONGEST, *map(len, self._tokenizer.get_vocab()))
 
     def _token(self, token_id: int) -> TokenText:
@@ -177,26 +177,23 @@ class Text:
 
 
 class Detokenizer:
-    """Output text as it grows. What `feed` and `end` returned, joined, is the decoding of all token ids.
-
-    Text is told once no later token can change it: a token that ends inside a character waits for the rest,
-    and so do pieces that stand for single bytes, which decoders take by the run.
-    """
+    """Gives output text as it grows. What `feed` and `end` returned, joined, is the decoding of all token
+    ids. Text is told once no later token can change it: a token that ends inside a character waits for the
+    rest, and so do pieces that stand for single bytes, which decoders take by the run."""
 
     def __init__(self, text: Text, *, skip_special_tokens: bool) -> None:
         self._text = text
         self._skip = skip_special_tokens
         self._context: list[int] = []
-        """Tokens told last: some tokenizers write a token in one way at the start of a text and in another
-        inside."""
+        """The tokens told last: some tokenizers write a token differently at the start of a text."""
         self._before = ""
-        """Their text."""
+        """The text of `_context`."""
         self._waiting: list[int] = []
         self._in_run = False
         """Whether the last visible token stands for a byte."""
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain with this token."""
+        """Take a token; returns the text that is certain with it."""
         if token_id >= self._text.num_tokens or (self._skip and token_id in self._text.special_ids):
             return ""
         self._waiting.append(token_id)
@@ -209,7 +206,7 @@ class Detokenizer:
         return self._give_up(new) if len(self._waiting) > MANY_TOKENS else ""
 
     def end(self) -> str:
-        """What is left, half characters included."""
+        """Return what is left, half characters included."""
         return self._tell(len(self._waiting), self._new(self._waiting)) if self._waiting else ""
 
     def _new(self, token_ids: list[int]) -> str:
@@ -234,7 +231,7 @@ class Detokenizer:
 
 
 def _check_text(text: str) -> None:
-    """JSON can spell what no UTF-8 has, and no tokenizer takes."""
+    """Refuse half surrogate pairs: JSON can spell them, but UTF-8 and tokenizers cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -22,12 +22,12 @@ class UnreadWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bytes wait, or are about to. Whoever could send them is no client who reads nothing so far."""
+        """Watch from now on: bytes wait, or are about to."""
         self.end()
         self._look_later(loop)
 
     def end(self) -> None:
-        """Nothing waits."""
+        """Stop watching: nothing waits."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -47,14 +47,13 @@ class UnreadWatch:
 
 
 class CutUnread:
-    """ASGI, outside of all else on uvicorn: has an UnreadWatch look at each connection that is sent to."""
+    """Has an UnreadWatch look at each connection that is sent to (ASGI, outside of all else on uvicorn)."""
 
     def __init__(self, app: ASGIApp, unread_s: float = UNREAD_S) -> None:
         self._app = app
         self._unread_s = unread_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         # uvicorn's `send` is a method of what has the connection.
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         if transport is None:
@@ -72,5 +71,5 @@ class CutUnread:
 
 
 def middlewares() -> list[Middleware]:
-    """For Ray Serve's proxy, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+    """Ray Serve's proxy calls it, by RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     return [Middleware(CutUnread)]
