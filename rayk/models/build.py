@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 from rayk.models.kv_scales import read_kv_scales
 from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.norm import Norm
+from rayk.models.pieces import head_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from rayk.attention.backend import AttentionBackend
     from rayk.models.config import DecoderConfig, NormConfig
@@ -73,6 +76,12 @@ class Build:
         )
         whole = self.pieces.whole(self.name(index, f"{part.parameter}.bias"), num_outputs) if bias else None
         return RowParallelLinear(weight, whole, self.comm, reduce=self.reduce if reduce is None else reduce)
+
+    def per_head(self, index: int, parameter: str, num_heads: int, held: Sequence[int]) -> torch.Tensor:
+        """The elements of heads `held` of a vector with one per head, rounded to the model's dtype as its
+        other weights are; float32 for the kernels."""
+        (rows,) = head_rows(held, 1)
+        return self.pieces.rows(self.name(index, parameter), (num_heads,), rows).float()
 
     def kv_scales(self, index: int) -> tuple[float, float]:
         """Scales of a quantised cache (k, v) that the layer writes, or reads if it shares another's."""

@@ -21,6 +21,11 @@ class Rows:
     size: int
     rows: tuple[range, ...]
 
+    @classmethod
+    def whole(cls, parameter: str, size: int) -> Rows:
+        """Every row, as a parameter has them that is on every rank."""
+        return cls(parameter, size, (range(size),))
+
 
 def head_rows(heads: Sequence[int], head_size: int) -> tuple[range, ...]:
     """Rows of `heads`, joined where heads follow each other."""

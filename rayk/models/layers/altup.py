@@ -284,5 +284,4 @@ def _per_layer_input(build: Build, index: int, altup: AltUpConfig) -> PerLayerIn
 
 
 def _whole(build: Build, index: int, parameter: str, num_rows: int, num_inputs: int) -> Linear:
-    every = (Rows(parameter, num_rows, (range(num_rows),)),)
-    return build.linear(index, every, bias=False, num_inputs=num_inputs)
+    return build.linear(index, (Rows.whole(parameter, num_rows),), bias=False, num_inputs=num_inputs)

@@ -190,7 +190,7 @@ def build_attention(build: Build, index: int) -> Attention:
         kv_index=torch.tensor(kv_index, dtype=torch.int64, device=build.pieces.device),
         head_size_k=size_k,
         head_size_v=size_v,
-        sinks=_sinks(build, index, q_heads) if config.sinks else None,
+        sinks=build.per_head(index, "sinks", config.num_query_heads, q_heads) if config.sinks else None,
         soft_cap=config.attention_soft_cap,
     )
     return Attention(
@@ -217,13 +217,6 @@ def _query_rows(num_heads: int, held: tuple[int, ...], size: int, *, gated: bool
     # In halves of a head: 2 h is the query of head h, 2 h + 1 its gate.
     halves = [2 * head + 1 for head in held] + [2 * head for head in held]
     return Rows("q", 2 * num_heads * size, head_rows(halves, size))
-
-
-def _sinks(build: Build, index: int, q_heads: tuple[int, ...]) -> torch.Tensor:
-    """Rounded to the model's dtype, as its other weights are; float32 for the kernels."""
-    (rows,) = head_rows(q_heads, 1)
-    name = build.name(index, "sinks")
-    return build.pieces.rows(name, (build.config.num_query_heads,), rows).float()
 
 
 def _turned_norm(config: DecoderConfig, index: int) -> Norm | None:

@@ -139,7 +139,10 @@ def build_gdn(build: Build, index: int) -> GatedDeltaNet:
         ),
     )
     values = config.num_value_heads * config.value_head_size
-    decay, dt_bias = (_per_head(build, index, name, heads.value) for name in ("A_log", "dt_bias"))
+    decay, dt_bias = (
+        build.per_head(index, name, config.num_value_heads, heads.value)
+        for name in ("gdn_A_log", "gdn_dt_bias")
+    )
     weights = GdnWeights(
         inputs=build.linear(index, _input_rows(config, heads), bias=False),
         conv=_conv(build, index, config, heads),
@@ -200,12 +203,3 @@ def _conv(build: Build, index: int, config: GdnConfig, heads: GdnHeads) -> torch
     )
     part = Rows("gdn_conv", 2 * keys + values, rows)
     return build.pieces.stacked(index, (part,), "weight", (1, config.conv_width)).squeeze(1)
-
-
-def _per_head(build: Build, index: int, parameter: str, heads: tuple[int, ...]) -> torch.Tensor:
-    """Rounded to the model's dtype, as its other weights are; float32 for the kernels."""
-    held = range(heads[0], heads[-1] + 1)
-    assert len(held) == len(heads), "a rank's value heads follow each other"
-    name = build.name(index, f"gdn_{parameter}")
-    assert build.config.gdn is not None
-    return build.pieces.rows(name, (build.config.gdn.num_value_heads,), held).float()

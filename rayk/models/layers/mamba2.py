@@ -151,14 +151,16 @@ def build_mamba2(build: Build, index: int) -> Mamba2:
     assert config is not None
     heads = _heads(build, config)
     z, x, b, c, dt = _input_parts(config, heads)
-    vectors = {name: _per_head(build, index, name, heads) for name in ("ssm_a", "ssm_d", "ssm_dt_bias")}
+    decay, skip, dt_bias = (
+        build.per_head(index, name, config.num_heads, heads.ids) for name in ("ssm_a", "ssm_d", "ssm_dt_bias")
+    )
     weights = Mamba2Weights(
         inputs=build.linear(index, (z, x, b, c, dt), bias=config.proj_bias),
         multipliers=_multipliers(build, config, heads),
         conv=_conv(build, index, config, heads),
-        decay=-vectors["ssm_a"].exp(),
-        skip=vectors["ssm_d"],
-        dt_bias=vectors["ssm_dt_bias"],
+        decay=-decay.exp(),
+        skip=skip,
+        dt_bias=dt_bias,
         norm=_norm(build, index, config, heads),
         out=build.row_parallel(index, Rows("ssm_out", x.size, x.rows), bias=config.out_bias),
     )
@@ -218,13 +220,6 @@ def _conv(build: Build, index: int, config: Mamba2Config, heads: Mamba2Heads) ->
         ConvPart("conv_c", heads.groups, config.state_size),
     )
     return CausalConv(weight, bias, parts)
-
-
-def _per_head(build: Build, index: int, parameter: str, heads: Mamba2Heads) -> torch.Tensor:
-    """[H] of a vector with an element per head, rounded to the model's dtype as it is elsewhere; float32."""
-    assert build.config.mamba2 is not None
-    (rows,) = head_rows(heads.ids, 1)
-    return build.pieces.rows(build.name(index, parameter), (build.config.mamba2.num_heads,), rows).float()
 
 
 def _norm(build: Build, index: int, config: Mamba2Config, heads: Mamba2Heads) -> GatedNorm:

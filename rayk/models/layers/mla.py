@@ -155,7 +155,7 @@ def build_mla(build: Build, index: int) -> Mla:
     weights = MlaWeights(
         compressed=compressed,
         query=query,
-        latent=build.linear(index, (Rows("kv_down", cached, (range(cached),)),), bias=mla.bias),
+        latent=build.linear(index, (Rows.whole("kv_down", cached),), bias=mla.bias),
         latent_norm=build.norm(build.name(index, "kv_norm.weight"), mla.latent_size, _norm(mla)),
         key=maps[:, : mla.nope_size],
         value=maps[:, mla.nope_size :].mT,
@@ -184,7 +184,7 @@ def _query(
     rows = head_rows(heads, size)
     if mla.query_rank is None:
         return None, build.linear(index, (Rows("q", total * size, rows),), bias=False)
-    down = (Rows("q_down", mla.query_rank, (range(mla.query_rank),)),)
+    down = (Rows.whole("q_down", mla.query_rank),)
     compressed = CompressedQuery(
         down=build.linear(index, down, bias=mla.bias),
         norm=build.norm(build.name(index, "q_norm.weight"), mla.query_rank, _norm(mla)),

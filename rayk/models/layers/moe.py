@@ -197,10 +197,9 @@ def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:
 
 
 def _latent(build: Build, index: int, mlp: ExpertsConfig, size: int) -> Latent:
-    every = (range(size),)
     return Latent(
-        down=build.linear(index, (Rows("latent_down", size, every),), bias=mlp.latent_bias),
-        up=build.row_parallel(index, Rows("latent_up", size, every), bias=mlp.latent_bias, reduce=False),
+        down=build.linear(index, (Rows.whole("latent_down", size),), bias=mlp.latent_bias),
+        up=build.row_parallel(index, Rows.whole("latent_up", size), bias=mlp.latent_bias, reduce=False),
     )
 
 
@@ -209,5 +208,5 @@ def _shared(build: Build, index: int, mlp: ExpertsConfig) -> SharedExpert | None
         return None
     gate = None
     if mlp.shared_gate:
-        gate = build.linear(index, (Rows("shared_sigmoid", 1, (range(1),)),), bias=False)
+        gate = build.linear(index, (Rows.whole("shared_sigmoid", 1),), bias=False)
     return SharedExpert(mlp=build_mlp(replace(build, reduce=False), index, mlp.shared, "shared_"), gate=gate)

@@ -101,7 +101,7 @@ class Router:
 def build_router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
     """The router of layer `index`, the same on every rank."""
     config, total = mlp.router, mlp.num_experts
-    every = (Rows("router", total, (range(total),)),)
+    every = (Rows.whole("router", total),)
     weight = build.pieces.stacked(index, every, "weight", (build.config.hidden_size,))
     bias = build.pieces.stacked(index, every, "bias", ()) if config.bias else None
     if config.wide:
