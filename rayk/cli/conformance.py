@@ -6,6 +6,7 @@ import datetime
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -237,17 +238,6 @@ def _page(
 
 
 def _markdown(page: Page) -> str:
-    from rayk.reports.md_table import markdown_table
-    from rayk.reports.page import text_rows
+    from rayk.reports.markdown import page_markdown
 
-    lines = [f"# {page.title}", ""]
-    for section in page.sections:
-        if section.columns and section.title != "Requests":
-            titles = [column.title for column in section.columns]
-            lines += [
-                f"## {section.title}",
-                "",
-                *markdown_table(titles, text_rows(section.columns, section.rows)),
-                "",
-            ]
-    return "\n".join(lines)
+    return page_markdown(replace(page, sections=[s for s in page.sections if s.title != "Requests"]))

@@ -180,7 +180,7 @@ def _write_html(results: list[Result], path: Path) -> Path:
 def _write_markdown(results: list[Result], path: Path) -> list[Path]:
     from rayk.reports.compare import compare_markdown
     from rayk.reports.files import make_folder, write_text
-    from rayk.reports.text import markdown
+    from rayk.reports.report import markdown
 
     text = markdown(results[0]) if len(results) == 1 else compare_markdown(results)
     if str(path) == "-":

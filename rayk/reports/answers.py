@@ -3,12 +3,14 @@ unequal TP sizes cost, how is it run again."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from rayk.reports.page import Answer
 from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
-from rayk.reports.stages import LIMITS, age_text, evidence, largest, limit_shares, request_parts
+from rayk.reports.stages import LIMITS, PARTS, age_text, evidence, largest, limit_shares, request_parts
 from rayk.reports.tp_cost import COST_NOTE, cost_table, is_cost_told, unequal_cost
 from rayk.reports.verdicts import gravest_first
 
@@ -34,7 +36,7 @@ def answers(result: Result) -> list[Answer]:
         Answer(
             question="Where is time spent?",
             text=time_text(result),
-            has_shares=True,
+            shares=_share_bar(result),
             is_answered=bool(limit_shares(request_parts(result))),
         ),
         cost,
@@ -88,6 +90,21 @@ def time_text(result: Result) -> str:
     proof = evidence(limit, parts, tpot)
     age = f" {text}" if (text := age_text(result)) else ""
     return f"Mostly in {limit} ({LIMITS[limit]}): on average {proof}. Of all time: {told}.{age}"
+
+
+def _share_bar(result: Result) -> list[dict[str, Any]]:
+    """Stretches of the bar, in the order in which requests pass them."""
+    colours: dict[str, str] = {part.limit: part.colour for part in PARTS}
+    shares = limit_shares(request_parts(result))
+    return [
+        {
+            "share": round(share, 4),
+            "colour": colours[limit],
+            "text": f"{limit} {f'{100 * share:.0f}' if share >= 0.005 else '<1'}%",
+            "tip": f"{limit}: {100 * share:.1f}% of all requests' time\n{LIMITS[limit]}",
+        }
+        for limit, share in ((limit, shares[limit]) for limit in dict.fromkeys(colours) if shares.get(limit))
+    ]
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from rayk.reports.compare_tables import Section, doubt_section, in_short, paired_sections
+from rayk.reports.compare_tables import TextTable, doubt_section, in_short, paired_sections
 from rayk.reports.differences import differences_of
-from rayk.reports.files import atomic_path, parse_spec, write_text
+from rayk.reports.files import atomic_path, parse_spec
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
-from rayk.reports.html import assets, template
+from rayk.reports.html import write_page
 from rayk.reports.load_page import TONES
 from rayk.reports.load_tables import is_load
-from rayk.reports.md_table import markdown_table
+from rayk.reports.markdown import page_markdown
+from rayk.reports.page import Column, Page, Section
 from rayk.reports.result import Result
 from rayk.reports.trust import probe_rows
-from rayk.reports.values import format_value
 from rayk.reports.verdicts import headline, tone
 
 METRICS = (
@@ -109,37 +108,30 @@ def write_compare_csv(results: list[Result], path: Path) -> Path:
 
 def compare_markdown(results: list[Result]) -> str:
     """The comparison as GitHub Markdown."""
-    head, rows = _table(results)
-    lines = [f"# {compare_headline(results)}", ""]
-    for run in _runs(results):
-        lines += [f"- {run['label']}: {run['headline']}", *(f"  - {note}" for note in run["notes"])]
-    found = sections(results)
-    lines += ["", in_short(found)]
-    for section in found:
-        lines += ["", f"## {section.title}", "", section.note, ""]
-        lines += markdown_table(section.head, section.rows) if section.rows else ["None."]
-    texts = [[cell["text"] for cell in row] for row in rows]
-    lines += ["", "## Cells", "", *markdown_table([t for t, _ in head], texts), ""]
-    return "\n".join(lines)
+    return page_markdown(compare_page(results))
 
 
 def write_compare_html(results: list[Result], path: Path) -> Path:
     """The comparison as one self-contained HTML file."""
-    head, rows = _table(results)
+    return write_page(compare_page(results), path)
+
+
+def compare_page(results: list[Result]) -> Page:
     found = sections(results)
-    text = template("compare.html.j2").render(
-        **assets(),
-        headline=compare_headline(results),
-        in_short=in_short(found),
-        runs=_runs(results),
-        sections=found,
-        table={"head": head, "rows": rows},
+    return Page(
+        eyebrow=f"rayk · {len(results)} runs compared",
+        name=f"rayk: {len(results)} runs compared",
+        title=compare_headline(results),
+        lead=in_short(found),
+        sections=[
+            Section(title="Runs", items=_runs(results)),
+            *(table.section() for table in found),
+            _cells(results),
+        ],
     )
-    write_text(path, text)
-    return path
 
 
-def sections(results: list[Result]) -> list[Section]:
+def sections(results: list[Result]) -> list[TextTable]:
     """What stands out: verdicts that changed, cells that some runs lack, times over all cells."""
     names = labels(results)
     table = compare(results)
@@ -153,9 +145,9 @@ def sections(results: list[Result]) -> list[Section]:
         if differs
     ]
 
-    def section(title: str, note: str, head: list[str], rows: list[list[str]]) -> Section:
+    def section(title: str, note: str, head: list[str], rows: list[list[str]]) -> TextTable:
         chips = [[of_run.get(row[0], "") for of_run in tones] for row in rows]
-        return Section(title=title, note=note, head=head, rows=rows, chips=chips)
+        return TextTable(title=title, note=note, head=head, rows=rows, chips=chips)
 
     found = doubt_section(results, names)
     if changed:
@@ -169,11 +161,11 @@ def sections(results: list[Result]) -> list[Section]:
     if medians:
         note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
         head = ["", *names[1:], "cells"]
-        found.append(Section(title="Times over all cells", note=note, head=head, rows=medians))
+        found.append(TextTable(title="Times over all cells", note=note, head=head, rows=medians))
     return found + _environment_section(results)
 
 
-def _environment_section(results: list[Result]) -> list[Section]:
+def _environment_section(results: list[Result]) -> list[TextTable]:
     """What the runs ran on, where they differ."""
     facts = [dict(flatten({k: r.environment.get(k) for k in FACTS})) for r in results]
     rows = []
@@ -183,7 +175,7 @@ def _environment_section(results: list[Result]) -> list[Section]:
             rows.append([key, *values])
     rows += probe_rows([result.environment for result in results])
     note = "Facts that differ, all others are equal; and what the machine did, which differs from run to run."
-    return [Section(title="Environment", note=note, head=["", *labels(results)], rows=rows)] if rows else []
+    return [TextTable(title="Environment", note=note, head=["", *labels(results)], rows=rows)] if rows else []
 
 
 def _tones(results: list[Result]) -> list[dict[str, str]]:
@@ -220,19 +212,14 @@ def _reason(results: list[Result], cell: str) -> str:
     return texts[-1] if texts else ""
 
 
-def _runs(results: list[Result]) -> list[dict[str, Any]]:
-    """Per run: its name, headline, where it comes from, and how it differs from the first."""
+def _runs(results: list[Result]) -> list[tuple[str, list[str]]]:
+    """Per run: its name, headline and where it comes from, and how it differs from the first."""
     found = []
     for i, (label, result) in enumerate(zip(labels(results), results, strict=True)):
         facts = (result.directory, result.environment.get("started"), result.environment.get("git_commit"))
-        found.append(
-            {
-                "label": label,
-                "headline": headline(result.cells, num_missing=result.num_missing),
-                "about": " · ".join(str(fact) for fact in facts if fact),
-                "notes": [*_invalid(result), *(_notes(results[0], result) if i else [])],
-            }
-        )
+        about = [headline(result.cells, num_missing=result.num_missing), *(str(f) for f in facts if f)]
+        notes = [*_invalid(result), *(_notes(results[0], result) if i else [])]
+        found.append((label, [" · ".join(about), *notes]))
     return found
 
 
@@ -265,39 +252,33 @@ def _notes(base: Result, other: Result) -> list[str]:
     return notes
 
 
-def _table(results: list[Result]) -> tuple[list[tuple[str, bool]], list[list[dict[str, Any]]]]:
-    """Head (title, numeric) and rows of the comparison, each metric's runs side by side; without metrics that
-    no run has."""
+def _cells(results: list[Result]) -> Section:
+    """Each metric's runs side by side; without metrics that no run has."""
     names, table = labels(results), compare(results)
     metrics = [
         m for m in metrics_of(results) if table[[f"{m[1]}/{name}" for name in names]].notna().any(axis=None)
     ]
-    head = [("cell_id", False), *((f"verdict, {name}", False) for name in names)]
-    head += [(f"{title}, {name}", True) for title, _, _ in metrics for name in names]
+    columns = [Column("cell_id", "cell_id")]
+    columns += [Column(f"verdict, {name}", f"verdict/{name}", tone=f"tone/{name}") for name in names]
+    columns += [
+        Column(f"{title}, {name}", f"{key}/{name}", spec, beside=f"change {key}/{name}")
+        for title, key, spec in metrics
+        for name in names
+    ]
     tones = _tones(results)
     rows = []
     for record in table.to_dict(orient="records"):
-        row = [_cell(record["cell_id"], kind="name mono")]
+        row = {"cell_id": record["cell_id"]}
         for name, of_run in zip(names, tones, strict=True):
             verdict = record[f"verdict/{name}"]
-            text = verdict if isinstance(verdict, str) else ABSENT
-            row.append(_cell(text, chip=of_run.get(record["cell_id"], "")))
-        for _, column, spec in metrics:
-            values = [record[f"{column}/{name}"] for name in names]
-            row += [_metric_cell(value, values[0], spec, i) for i, value in enumerate(values)]
+            row[f"verdict/{name}"] = verdict if isinstance(verdict, str) else ABSENT
+            row[f"tone/{name}"] = of_run.get(record["cell_id"], "")
+        for _, key, _ in metrics:
+            base = record[f"{key}/{names[0]}"]
+            for name in names:
+                row[f"{key}/{name}"] = value = record[f"{key}/{name}"]
+                is_compared = name != names[0] and base == base and base and value == value
+                row[f"change {key}/{name}"] = f"{100 * (value / base - 1):+.0f}%" if is_compared else ""
         rows.append(row)
-    return head, rows
-
-
-def _cell(text: str, *, kind: str = "", chip: str = "", value: float | None = None) -> dict[str, Any]:
-    return {"text": text, "kind": kind, "chip": chip, "value": value}
-
-
-def _metric_cell(value: float, base: float, spec: str, index: int) -> dict[str, Any]:
-    """A number, and how it differs from the first run's."""
-    text = format_value(value, spec)
-    if not text:
-        return _cell("", kind="num")
-    if index and base == base and base:
-        text += f" ({100 * (value / base - 1):+.0f}%)"
-    return _cell(text, kind="num", value=float(value))
+    note = "Percentages are against the first run. Click a column's name to sort by it."
+    return Section(title="Cells", note=note, columns=columns, rows=rows)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rayk.reports.discoveries import MIN_VALUES
 from rayk.reports.load_tables import is_load
+from rayk.reports.page import Column, Section
 from rayk.reports.paired import CELL, CONFIDENCE, FALSE_RATE, LARGE, MARGIN, SIZES, WHOLE, Change, changes
 from rayk.reports.paired_loads import estimate_changes, load_changes
 from rayk.reports.result import Result
@@ -16,16 +17,30 @@ from rayk.reports.trust import busy, unlike
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """A titled table of a comparison."""
+class TextTable:
+    """A titled table of a comparison, whose cells are texts by now."""
 
     title: str
     note: str
     head: list[str]
     rows: list[list[str]]
     chips: list[list[str]] = field(default_factory=list)
-    """Where the columns after the first are the runs' verdicts: each row's colours (`tone`; "" of a run that
-    lacks the cell)."""
+    """Each row's colours of the columns after the first ("" for none), as far as they go."""
+
+    def section(self) -> Section:
+        width = len(self.chips[0]) + 1 if self.chips else 0
+        columns = [
+            Column(
+                title, "cell_id" if title == "cell_id" else str(i), tone=f"tone {i}" if 0 < i < width else ""
+            )
+            for i, title in enumerate(self.head)
+        ]
+        rows = []
+        for number, texts in enumerate(self.rows):
+            row = {column.key: text for column, text in zip(columns, texts, strict=True)}
+            tones = self.chips[number] if self.chips else []
+            rows.append(row | {f"tone {i}": tone for i, tone in enumerate(tones, 1)})
+        return Section(title=self.title, note=self.note, columns=columns, rows=rows)
 
 
 HEAD = ["", "metric", "run", "pairs", "median, base", "median, other", "paired change", "interval", "finding"]
@@ -94,7 +109,7 @@ Told = Sequence[tuple[str, Change]]
 """Run and change."""
 
 
-def paired_sections(results: list[Result], names: list[str]) -> list[Section]:
+def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
     """Of every run against the first: over all cells, by TP sizes, and the cells that changed. Of benches:
     the same requests in pairs, and the estimates."""
     base = results[0]
@@ -120,7 +135,7 @@ MARKED = ("regression", "improvement", "changed", "unsure")
 """Findings of cells that are shown, in this order."""
 
 
-def _cells_section(told: Told) -> Section:
+def _cells_section(told: Told) -> TextTable:
     """What changed, and what is unsure; the note counts the rest, also where nothing changed."""
     found = Counter(change.verdict for _, change in told)
     rows = [pair for pair in told if pair[1].verdict in MARKED]
@@ -140,10 +155,10 @@ def _cells_section(told: Told) -> Section:
     note = f"{rest} {CELLS_NOTE}"
     texts = [change_row(change, name) for name, change in rows]
     chips = [_tones(change) for _, change in rows]
-    return Section(title="Cells that changed", note=note, head=HEAD, rows=texts, chips=chips)
+    return TextTable(title="Cells that changed", note=note, head=HEAD, rows=texts, chips=chips)
 
 
-def in_short(found: Sequence[Section]) -> str:
+def in_short(found: Sequence[TextTable]) -> str:
     """What sections of changes come to: is another run slower or faster than the first?"""
     rows = [row for section in found if section.head == HEAD for row in section.rows]
     parts = []
@@ -169,14 +184,14 @@ def _distance(ratio: float) -> float:
     return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
 
 
-def _section(title: str, note: str, told: Told) -> list[Section]:
+def _section(title: str, note: str, told: Told) -> list[TextTable]:
     """As a list of one; empty without rows."""
     rows = [change_row(change, name) for name, change in told]
     chips = [_tones(change) for _, change in told]
-    return [Section(title=title, note=note, head=HEAD, rows=rows, chips=chips)] if rows else []
+    return [TextTable(title=title, note=note, head=HEAD, rows=rows, chips=chips)] if rows else []
 
 
-def doubt_section(results: list[Result], names: list[str]) -> list[Section]:
+def doubt_section(results: list[Result], names: list[str]) -> list[TextTable]:
     """Why the times of some run may not be compared, as a list of one; empty where nothing is known."""
     rows = []
     for name, result in zip(names, results, strict=True):
@@ -184,4 +199,4 @@ def doubt_section(results: list[Result], names: list[str]) -> list[Section]:
         if result is not results[0]:
             rows += [[name, reason] for reason in unlike(results[0].environment, result.environment)]
     note = "What else ran on the machine, and how fast it was: times differ for that alone."
-    return [Section(title=DOUBTS, note=note, head=["run", "reason"], rows=rows)][: len(rows)]
+    return [TextTable(title=DOUBTS, note=note, head=["run", "reason"], rows=rows)][: len(rows)]

@@ -169,7 +169,7 @@ def _grid_cell(record: dict[Any, Any] | None, smallest: float) -> dict[str, str]
     return {
         "verdict": verdict,
         "tone": tone(record),
-        "short": SHORT.get(verdict, verdict),
+        "text": SHORT.get(verdict, verdict),
         "note": note,
         "tip": _tip(record),
     }

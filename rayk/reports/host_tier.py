@@ -7,29 +7,29 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.moves import KEYS
+from rayk.reports.page import Column, Plot
 from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, plain
 
 COLUMNS = (
-    ("cell_id", "cell_id", ""),
-    ("prompt tokens", "num_prompt_tokens", ",d"),
-    ("from device %", "device", ".1f"),
-    ("from host %", "host", ".1f"),
-    ("from disk %", "disk", ".1f"),
-    ("stored MiB", "host_stored_bytes", "MiB"),
-    ("handed on MiB", "host_relayed_bytes", "MiB"),
-    ("loaded MiB", "host_loaded_bytes", "MiB"),
-    ("load GB/s", "load_gb_per_s", ".3g"),
-    ("1 MiB out, believed ms", "offload_out_1mib_ms", ",.2f"),
-    ("1 MiB in, believed ms", "offload_in_1mib_ms", ",.2f"),
-    ("512 tokens, believed ms", "offload_compute_512_ms", ",.1f"),
-    ("not loaded", "num_loads_declined", ",d"),
-    ("swapped out", "num_swaps", ",d"),
-    ("computed again", "num_swaps_declined", ",d"),
-    ("swapped MiB", "swapped_out_bytes", "MiB"),
-    ("note", "offload_note", ""),
+    Column("cell_id", "cell_id"),
+    Column("prompt tokens", "num_prompt_tokens", ",d"),
+    Column("from device %", "device", ".1f"),
+    Column("from host %", "host", ".1f"),
+    Column("from disk %", "disk", ".1f"),
+    Column("stored MiB", "host_stored_bytes", "MiB"),
+    Column("handed on MiB", "host_relayed_bytes", "MiB"),
+    Column("loaded MiB", "host_loaded_bytes", "MiB"),
+    Column("load GB/s", "load_gb_per_s", ".3g"),
+    Column("1 MiB out, believed ms", "offload_out_1mib_ms", ",.2f"),
+    Column("1 MiB in, believed ms", "offload_in_1mib_ms", ",.2f"),
+    Column("512 tokens, believed ms", "offload_compute_512_ms", ",.1f"),
+    Column("not loaded", "num_loads_declined", ",d"),
+    Column("swapped out", "num_swaps", ",d"),
+    Column("computed again", "num_swaps_declined", ",d"),
+    Column("swapped MiB", "swapped_out_bytes", "MiB"),
+    Column("note", "offload_note"),
 )
-"""(title, column, format)."""
 NOTE = (
     "Of the prompts' tokens, those whose KV the engine's own prefix cache had, those that came from host "
     "memory or from disk, and those that were computed. Of a prompt that needed disk, all up to the last "
@@ -107,7 +107,7 @@ def _load_rates(transfers: pd.DataFrame) -> dict[str, float]:
     return {str(cell): float(rate) for cell, rate in (sums["bytes"] / sums["ms"] / 1e6).items()}
 
 
-def tier_plot(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def tier_plot(rows: list[dict[str, Any]]) -> list[Plot]:
     """The figure `host-tier` as a list of one: a bar per cell of where its prompts' KV came from."""
     rows = [row for row in rows if row["num_prompt_tokens"]]
     if not rows:
@@ -135,4 +135,4 @@ def tier_plot(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         "xaxis": {"range": [0, 100], "title": {"text": "% of prompt tokens"}},
         "yaxis": {"autorange": "reversed", "type": "category", "ticks": ""},
     }
-    return [{"id": "host-tier", "data": data, "layout": layout}]
+    return [Plot(id="host-tier", data=data, layout=layout, is_wide=True)]

@@ -46,7 +46,7 @@ def load_answers(result: Result) -> list[Answer]:
             tone=_tone(cells),
         ),
         Answer(question="How fast was it?", text=speed_text(cells)),
-        Answer(question="Where is time spent?", text=time_text(result), has_shares=True),
+        Answer(question="Where is time spent?", text=time_text(result), shares=client_shares(result)),
         Answer(
             question="How do I run it again?",
             text=needs_text(cells),

@@ -8,24 +8,21 @@ from typing import Any
 
 import pandas as pd
 from rich.table import Table
-from rich.text import Text
 
 from rayk.reports.load_answers import (
     MAX_ROWS,
-    client_shares,
     client_spreads,
     client_waterfall,
     load_answers,
 )
 from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headline
-from rayk.reports.md_table import markdown_table
-from rayk.reports.page import Column, Page, Plot, Section, text_rows
+from rayk.reports.page import Column, Page, Plot, Section
 from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS, plain
+from rayk.reports.terminal import terminal_table
 
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
 """Verdict -> the chip it wears."""
-STYLES = {"VALID": "green", "NOISY": "yellow", "INVALID": "bold red"}
 MAX_POINTS = 4000
 """Requests that a plot shows; every k-th of more."""
 NOTE = (
@@ -38,39 +35,39 @@ NOTE = (
     "between warm-up (MSER-5) and the time when the load begins to run out."
 )
 RATES = (
-    Column(title="cell_id", key="cell_id"),
-    Column(title="verdict", key="verdict"),
-    Column(title="offered/s", key="offered_per_s", spec=".2f"),
-    Column(title="answered/s", key="answered_per_s", spec=".2f"),
-    Column(title="goodput/s", key="goodput_per_s", spec=".2f"),
-    Column(title="good %", key="good_percent", spec=".1f"),
-    Column(title="tokens/s", key="output_tokens_per_s", spec=",.1f"),
-    Column(title="in flight", key="mean_in_flight", spec=".1f"),
+    Column("cell_id", "cell_id"),
+    Column("verdict", "verdict", tone="tone"),
+    Column("offered/s", "offered_per_s", ".2f"),
+    Column("answered/s", "answered_per_s", ".2f"),
+    Column("goodput/s", "goodput_per_s", ".2f"),
+    Column("good %", "good_percent", ".1f"),
+    Column("tokens/s", "output_tokens_per_s", ",.1f"),
+    Column("in flight", "mean_in_flight", ".1f"),
 )
 REQUESTS = (
-    Column(title="cell_id", key="cell_id"),
-    Column(title="measured", key="num_measured", spec=",d"),
-    Column(title="of", key="num_requests", spec=",d"),
-    Column(title="failed", key="num_failed", spec=",d"),
-    Column(title="of them 429", key="num_refused", spec=",d"),
-    Column(title="timed out", key="num_timeouts", spec=",d"),
-    Column(title="cached %", key="cached_percent", spec=".1f"),
-    Column(title="tokens/chunk", key="tokens_per_chunk", spec=".2f"),
+    Column("cell_id", "cell_id"),
+    Column("measured", "num_measured", ",d"),
+    Column("of", "num_requests", ",d"),
+    Column("failed", "num_failed", ",d"),
+    Column("of them 429", "num_refused", ",d"),
+    Column("timed out", "num_timeouts", ",d"),
+    Column("cached %", "cached_percent", ".1f"),
+    Column("tokens/chunk", "tokens_per_chunk", ".2f"),
 )
 LATENCIES = (
-    Column(title="cell_id", key="cell_id"),
-    Column(title="metric", key="metric"),
-    *(Column(title=name, key=name) for name in STATISTICS),
-    Column(title="values", key="num_values", spec=",d"),
+    Column("cell_id", "cell_id"),
+    Column("metric", "metric"),
+    *(Column(name, name) for name in STATISTICS),
+    Column("values", "num_values", ",d"),
 )
 GENERATOR = (
-    Column(title="cell_id", key="cell_id"),
+    Column("cell_id", "cell_id"),
     *(
-        Column(title=f"{what} late, p{percent} ms", key=f"{name}_lag_ms_p{percent}", spec=".2f")
+        Column(f"{what} late, p{percent} ms", f"{name}_lag_ms_p{percent}", ".2f")
         for name, what in (("send", "sent"), ("loop", "stamped"))
         for percent in (50, 90, 99)
     ),
-    Column(title="CPU %", key="cpu_percent", spec=".0f"),
+    Column("CPU %", "cpu_percent", ".0f"),
 )
 
 
@@ -84,6 +81,7 @@ def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     return [
         {
             **_plain(cell),
+            "tone": TONES[cell["verdict"]],
             "good_percent": _times(cell["good_share"], 100),
             "cpu_percent": _times(cell["generator_cpu_share"], 100),
             "cached_percent": _cached_percent(cell),
@@ -140,21 +138,13 @@ def _plain(cell: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def load_tables(cells: pd.DataFrame) -> list[Table]:
-    """Rates and latencies for a terminal."""
-    tables = []
-    rates, latencies = rate_rows(cells), latency_rows(cells)
-    for title, columns, rows in (
-        (load_headline(cells), RATES, rates),
-        ("Requests", request_columns(rates), rates),
-        ("Latencies, ms (95%)", LATENCIES, latencies),
-    ):
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for column in columns:
-            table.add_column(column.title, justify="right" if column.spec else "left", overflow="fold")
-        for texts in text_rows(columns, rows):
-            table.add_row(*(Text(text, style=STYLES.get(text, "")) for text in texts))
-        tables.append(table)
-    return tables
+    """Rates, requests and latencies for a terminal."""
+    rates = rate_rows(cells)
+    return [
+        terminal_table(load_headline(cells), RATES, rates),
+        terminal_table("Requests", request_columns(rates), rates),
+        terminal_table("Latencies, ms (95%)", LATENCIES, latency_rows(cells)),
+    ]
 
 
 def reasons(cells: pd.DataFrame) -> list[str]:
@@ -169,21 +159,6 @@ def reasons(cells: pd.DataFrame) -> list[str]:
 def folded(text: str) -> str:
     """Reasons one below the other."""
     return text.replace("; ", ";\n    ")
-
-
-def load_markdown(cells: pd.DataFrame) -> str:
-    """The tables as GitHub Markdown."""
-    lines = [f"# {load_headline(cells)}", ""]
-    for title, columns, rows in (
-        ("Rates", RATES, rate_rows(cells)),
-        ("Requests", request_columns(rate_rows(cells)), rate_rows(cells)),
-        ("Latencies, ms", LATENCIES, latency_rows(cells)),
-        ("Generator", GENERATOR, rate_rows(cells)),
-    ):
-        texts = text_rows(columns, rows)
-        lines += [f"## {title}", "", *markdown_table([c.title for c in columns], texts), ""]
-    lines += [NOTE, "", *(f"- {text}" for text in reasons(cells))]
-    return "\n".join(lines)
 
 
 def load_page(result: Result) -> Page:
@@ -201,7 +176,6 @@ def load_page(result: Result) -> Page:
             (f"{cells['wall_s'].sum():,.0f} s", "under load"),
         ],
         answers=load_answers(result),
-        shares=client_shares(result),
         sections=[
             Section(title="Rates", note=_rates_note(cells), columns=RATES, rows=rates),
             Section(
@@ -231,7 +205,7 @@ def load_page(result: Result) -> Page:
                 plots=[_scatter(result, name) for name in ("ttft", "e2e")],
             ),
             Section(title="The generator", note=GENERATOR_NOTE, columns=GENERATOR, rows=rates),
-            Section(title="Spec", text=result.spec_yaml),
+            Section(title="Spec", is_folded=True, text=result.spec_yaml),
         ],
         environment=result.environment,
         footer="Tables: cells.parquet and requests.parquet, beside this file.",

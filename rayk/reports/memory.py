@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayk.reports.page import Column
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes
 
 COLUMNS = (
-    ("of", "what", ""),
-    ("engines", "side", ""),
-    ("TP", "tp", "d"),
-    ("group", "group", "d"),
-    ("kind", "kind", ""),
-    ("layers", "num_layers", "d"),
-    ("block, tokens", "block_size", "d"),
-    ("used MiB", "used_bytes", "MiB"),
-    ("padding MiB", "padding_bytes", "MiB"),
-    ("wasted MiB", "wasted_bytes", "MiB"),
-    ("replicated MiB", "replicated_bytes", "MiB"),
-    ("used %", "used_percent", ".1f"),
-    ("cells", "num_cells", ",d"),
+    Column("of", "what"),
+    Column("engines", "side"),
+    Column("TP", "tp", "d"),
+    Column("group", "group", "d"),
+    Column("kind", "kind"),
+    Column("layers", "num_layers", "d"),
+    Column("block, tokens", "block_size", "d"),
+    Column("used MiB", "used_bytes", "MiB"),
+    Column("padding MiB", "padding_bytes", "MiB"),
+    Column("wasted MiB", "wasted_bytes", "MiB"),
+    Column("replicated MiB", "replicated_bytes", "MiB"),
+    Column("used %", "used_percent", ".1f"),
+    Column("cells", "num_cells", ",d"),
 )
-"""(title, column, format)."""
 OWN = "own requests, mean"
 REFERENCE = "reference request"
 """What a row of the table is of."""

@@ -20,8 +20,8 @@ class Answer:
     tone: str = ""
     """met or unmet where the answer is good or bad news."""
     command: str = ""
-    has_shares: bool = False
-    """Whether the bar of shares stands under it."""
+    shares: Sequence[Mapping[str, Any]] = ()
+    """Stretches of a bar under it: share, colour, text, tip."""
     table: Sequence[Sequence[str]] = ()
     """Its numbers: a row of titles, then the others; each begins with what it tells."""
     note: str = ""
@@ -33,19 +33,27 @@ class Plot:
     """A Plotly figure as plain data; see `plots.py` for the words that stand for the page's colours."""
 
     id: str
-    title: str
+    title: str = ""
     data: list[dict[str, Any]]
     layout: dict[str, Any]
+    is_wide: bool = False
+    """Whether it takes the whole width of a page, else half of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
-    """A column of a page's table, and of its Markdown."""
+    """A column of a table."""
 
     title: str
     key: str
     spec: str = ""
-    """How numbers are written (a format spec); texts have none."""
+    """How numbers are written (see `format_value`); texts have none."""
+    tone: str = field(default="", kw_only=True)
+    """Key of what colours its texts: a verdict, `met` or `unmet`."""
+    beside: str = field(default="", kw_only=True)
+    """Key of what stands in brackets behind its texts."""
+    is_under_first: bool = field(default=False, kw_only=True)
+    """A page shows it under the first column's text, where no scrolling is needed to see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +61,21 @@ class Section:
     """A card of the page; any part may be absent."""
 
     title: str
+    id: str = ""
+    is_folded: bool = False
+    """Of a page whoever wants it opens it; Markdown leaves it out."""
     note: str = ""
+    """A paragraph per line."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What names in the table mean."""
+    grids: Sequence[Mapping[str, Any]] = ()
+    """Matrices: title, corner, columns, rows of (label, cells), and heading where several stand under one.
+    A cell is None or has text, note, tip, and a tone or heat, 0 to 1; Markdown says its verdict, if any."""
     plots: Sequence[Plot] = ()
     columns: Sequence[Column] = ()
     rows: Sequence[Mapping[str, Any]] = ()
+    items: Sequence[tuple[str, Sequence[str]]] = ()
+    """Names, each with lines about it."""
     text: str = ""
     """Shown as it is, in a fixed pitch."""
     waterfall: Mapping[str, Any] | None = None
@@ -70,20 +89,29 @@ class Page:
     """A whole report."""
 
     eyebrow: str
+    name: str = ""
+    """Begins the window's title."""
     title: str
+    headline: str = ""
+    """The title and what chips say, for the window and for Markdown; empty: the title says it all."""
+    lead: str = ""
     chips: Sequence[tuple[str, str]] = ()
     """(tone, text); tones are verdicts, `met` and `unmet`."""
     stats: Sequence[tuple[str, str]] = ()
     """(value, what it is)."""
     answers: Sequence[Answer] = ()
     """The first card."""
-    shares: Sequence[Mapping[str, Any]] = ()
-    """Stretches of the bar under the answer that has shares: share, colour, text, tip."""
     sections: Sequence[Section] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
+    """Ends the page, folded; what makes times doubtful begins it."""
     footer: str = ""
 
 
+def cell_text(row: Mapping[str, Any], column: Column) -> str:
+    text = format_value(row[column.key], column.spec)
+    return f"{text} ({row[column.beside]})" if text and row.get(column.beside) else text
+
+
 def text_rows(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The rows as a Markdown table takes them."""
-    return [[format_value(row[column.key], column.spec) for column in columns] for row in rows]
+    """The texts of a table's cells, for Markdown and for a terminal."""
+    return [[cell_text(row, column) for column in columns] for row in rows]

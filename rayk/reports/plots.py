@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pandas as pd
 
 from rayk.reports.moves import moves
+from rayk.reports.page import Plot
 from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, marks_by_sizes, plain, round_values
 from rayk.reports.values import format_bytes
@@ -20,22 +20,11 @@ MAX_MARKS = 3000
 """Requests that a cloud of marks shows; every k-th of more."""
 
 
-def make_plots(result: Result) -> list[dict[str, Any]]:
-    """Plots that have data: transfers, ttft, tpot; each with id, data, layout."""
-    plots = []
+def transfer_plots(result: Result) -> list[Plot]:
+    """Bytes against GB/s, one mark per request, as a list of one; empty where nothing moved."""
     moved = moves(result.requests, result.transfers)
-    if len(moved):
-        plots.append(_transfer_plot(result.cells, moved))
-    for name in ("ttft", "tpot"):
-        column = f"{name}_ms"
-        measured = result.requests[result.requests[column].notna()]
-        if len(measured):
-            plots.append(_latency_plot(name, measured, column))
-    return plots
-
-
-def _transfer_plot(cells: pd.DataFrame, moved: pd.DataFrame) -> dict[str, Any]:
-    """Bytes against GB/s, one mark per request."""
+    if moved.empty:
+        return []
     sums = moved.iloc[:: math.ceil(len(moved) / MAX_MARKS) or 1]
     rate = sums["gb_per_s"]
     sizes = _powers_of_two(int(sums["bytes"].min()), int(sums["bytes"].max()))
@@ -43,7 +32,7 @@ def _transfer_plot(cells: pd.DataFrame, moved: pd.DataFrame) -> dict[str, Any]:
     named = zip(sums["cell_id"], sums["request_id"], sums["descriptors"].astype(int), strict=True)
     texts = [f"{cell_id}\n{request_id}\n{count:,} descriptors" for cell_id, request_id, count in named]
     points = pd.DataFrame({"cell_id": sums["cell_id"], "x": sums["bytes"], "y": rate, "text": texts})
-    traces = marks_by_sizes(cells, points, "%{x:,} bytes, %{y:.3g} GB/s")
+    traces = marks_by_sizes(result.cells, points, "%{x:,} bytes, %{y:.3g} GB/s")
     layout = {
         "height": 340 + 6 * len(traces),
         "showlegend": True,
@@ -61,7 +50,7 @@ def _transfer_plot(cells: pd.DataFrame, moved: pd.DataFrame) -> dict[str, Any]:
             "ticktext": [f"{tick:,g}" for tick in ticks_y],
         },
     }
-    return {"id": "transfers", "data": traces, "layout": layout}
+    return [Plot(id="transfers", data=traces, layout=layout, is_wide=True)]
 
 
 def _powers_of_two(low: int, high: int) -> list[int]:
@@ -70,7 +59,17 @@ def _powers_of_two(low: int, high: int) -> list[int]:
     return [2**i for i in range(first, last + 1, step)]
 
 
-def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> dict[str, Any]:
+def latency_plots(result: Result) -> list[Plot]:
+    """`ttft` and `tpot`, of what was measured."""
+    found = []
+    for name in ("ttft", "tpot"):
+        measured = result.requests[result.requests[f"{name}_ms"].notna()]
+        if len(measured):
+            found.append(_latency_plot(name, measured, f"{name}_ms"))
+    return found
+
+
+def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> Plot:
     """Horizontal boxes, one per cell in the order of the run, from the top."""
     cells = list(dict.fromkeys(requests["cell_id"]))[:MAX_BOXES]
     shown = requests[requests["cell_id"].isin(cells)]
@@ -91,4 +90,4 @@ def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> dict[str, A
         "xaxis": {"rangemode": "tozero", "title": {"text": f"{name.upper()}, ms"}},
         "yaxis": {"autorange": "reversed", "type": "category", "ticks": ""},
     }
-    return {"id": name, "data": [trace], "layout": layout}
+    return Plot(id=name, title=f"{name.upper()} by cell, ms", data=[trace], layout=layout)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rayk.reports.files import write_text
-from rayk.reports.html import render, write_page
+from rayk.reports.html import write_page
 from rayk.reports.load_page import load_page
 from rayk.reports.load_tables import is_load
-from rayk.reports.result import load
+from rayk.reports.markdown import page_markdown
+from rayk.reports.page import Page
+from rayk.reports.result import Result, load
+from rayk.reports.run_page import run_page
+
+
+def report_page(result: Result) -> Page:
+    return load_page(result) if is_load(result.cells) else run_page(result)
 
 
 def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
@@ -16,10 +22,9 @@ def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
 
     Raises UserError when the folder has no tables.
     """
-    result = load(directory)
     path = Path(out) if out is not None else Path(directory) / "report.html"
-    if is_load(result.cells):
-        write_page(load_page(result), path)
-    else:
-        write_text(path, render(result))
-    return path
+    return write_page(report_page(load(directory)), path)
+
+
+def markdown(result: Result) -> str:
+    return page_markdown(report_page(result))

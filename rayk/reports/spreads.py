@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rayk.reports.page import Plot
 from rayk.reports.result import Result
 
 PALETTE = tuple(f"series{number}" for number in range(1, 7))
@@ -18,13 +19,13 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross")
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
 """Above the figure: below it lies the axis' title."""
-SPREADS = (("ttft", "TTFT, ms"), ("itl", "ITL, ms"), ("e2e", "E2E, ms"))
-"""(metric, title) of the curves."""
+SPREADS = ("ttft", "itl", "e2e")
+"""Metrics of the curves."""
 MAX_STEPS = 200
 """Points of a curve: of more values, as many quantiles."""
 
 
-def spread_plots(result: Result) -> list[dict[str, Any]]:
+def spread_plots(result: Result) -> list[Plot]:
     """A figure per metric that has values, `spread-<metric>`: for each pair of TP sizes the share of requests
     (of ITL: of gaps) that took at most so long, in percent. The colour is the prefill TP, the dash the decode
     TP; one engine for both is grey."""
@@ -33,14 +34,22 @@ def spread_plots(result: Result) -> list[dict[str, Any]]:
     labels = {cell_id: _label(*of_cell) for cell_id, of_cell in sizes.items()}
     requests = result.requests.assign(sizes=result.requests["cell_id"].map(labels))
     plots = []
-    for metric, _ in SPREADS:
+    for metric in SPREADS:
         data = []
         for name, rows in requests.groupby("sizes", sort=True):
             values = sorted_values(rows[f"{metric}_ms"])
             if len(values):
                 data.append(curve(str(name), values, *styles[str(name)]))
         if data:
-            plots.append({"id": f"spread-{metric}", "data": data, "layout": spread_layout(metric, data)})
+            plots.append(
+                Plot(
+                    id=f"spread-{metric}",
+                    title=f"{metric.upper()}, ms",
+                    data=data,
+                    layout=spread_layout(metric, data),
+                    is_wide=metric == SPREADS[-1],
+                )
+            )
     return plots
 
 
@@ -186,7 +195,7 @@ def pareto_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     return [{**row, "is_best": i in best} for i, row in enumerate(rows)]
 
 
-def pareto_plot(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def pareto_plot(cells: pd.DataFrame) -> list[Plot]:
     """The figure `pareto` as a list of one; empty where fewer than two cells have rates."""
     rows = pareto_rows(cells)
     if len(rows) < 2:
@@ -213,4 +222,4 @@ def pareto_plot(cells: pd.DataFrame) -> list[dict[str, Any]]:
         "xaxis": {"title": {"text": "tokens/s per user"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "tokens/s per worker"}, "rangemode": "tozero"},
     }
-    return [{"id": "pareto", "data": data, "layout": layout}]
+    return [Plot(id="pareto", data=data, layout=layout, is_wide=True)]

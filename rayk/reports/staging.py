@@ -8,20 +8,20 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.moves import of_handovers
+from rayk.reports.page import Column
 
 COLUMNS = (
-    ("cell_id", "cell_id", ""),
-    ("staging", "transfer.staging", ""),
-    ("transfers", "num_transfers", ",d"),
-    ("staged", "num_staged", ",d"),
-    ("descriptors", "num_descriptors", ",d"),
-    ("after merging", "num_descriptors_merged", ",d"),
-    ("took ms", "took_ms", ",.2f"),
-    ("of it repacking ms", "repack_ms", ",.2f"),
-    ("expected ms", "chosen_ms", ",.2f"),
-    ("other way ms", "other_ms", ",.2f"),
+    Column("cell_id", "cell_id"),
+    Column("staging", "transfer.staging"),
+    Column("transfers", "num_transfers", ",d"),
+    Column("staged", "num_staged", ",d"),
+    Column("descriptors", "num_descriptors", ",d"),
+    Column("after merging", "num_descriptors_merged", ",d"),
+    Column("took ms", "took_ms", ",.2f"),
+    Column("of it repacking ms", "repack_ms", ",.2f"),
+    Column("expected ms", "chosen_ms", ",.2f"),
+    Column("other way ms", "other_ms", ",.2f"),
 )
-"""(title, column, format)."""
 
 
 def staging_choices(cells: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
@@ -29,7 +29,7 @@ def staging_choices(cells: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFram
     over its transfers."""
     either = transfers[of_handovers(transfers)].dropna(subset=["direct_cost_us", "staged_cost_us"])
     if either.empty:
-        return pd.DataFrame(columns=[column for _, column, _ in COLUMNS])
+        return pd.DataFrame(columns=[column.key for column in COLUMNS])
     staged = either["staged"].fillna(False).astype(bool)
     direct_ms, staged_ms = either["direct_cost_us"] / 1e3, either["staged_cost_us"] / 1e3
     told = either.assign(
@@ -39,12 +39,12 @@ def staging_choices(cells: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFram
         chosen_ms=staged_ms.where(staged, direct_ms),
         other_ms=direct_ms.where(staged, staged_ms),
     )
-    sums = [column for _, column, spec in COLUMNS if spec]
+    sums = [column.key for column in COLUMNS if column.spec]
     by_cell = told.groupby("cell_id", sort=False)[sums].sum().reset_index()
     setting = "transfer.staging"
     settings = cells.set_index("cell_id")[setting] if setting in cells else pd.Series(dtype=object)
     by_cell[setting] = by_cell["cell_id"].map(settings.to_dict())
-    return by_cell[[column for _, column, _ in COLUMNS]]
+    return by_cell[[column.key for column in COLUMNS]]
 
 
 def staging_records(cells: pd.DataFrame, transfers: pd.DataFrame) -> list[dict[Any, Any]]:

@@ -17,8 +17,9 @@ from typer.testing import CliRunner, Result
 
 from rayk import load
 from rayk.cli.main import app
-from rayk.reports.load_page import latency_rows, load_markdown
+from rayk.reports.load_page import latency_rows
 from rayk.reports.load_tables import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
+from rayk.reports.report import markdown
 from tests.bench.fake_server import Script, serving
 
 
@@ -68,7 +69,7 @@ def test_loads_leave_tables_and_a_report(tmp_path: Path) -> None:
     assert list(found.cells["num_cached_tokens"]) == [3 * len(rows) for _, rows in measured]
     assert list(found.cells["num_prompt_tokens"]) == [int(r["num_prompt_tokens"].sum()) for _, r in measured]
     for name in ("cached %", "tokens/chunk"):
-        assert f"| {name} |" in load_markdown(found.cells)
+        assert f"| {name} |" in markdown(found)
         assert name in page
     spec = (out / "spec.yaml").read_text(encoding="utf-8")
     assert "ttft=10000ms" in spec

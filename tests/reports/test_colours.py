@@ -94,7 +94,7 @@ def test_twelve_curves_have_twelve_looks(tmp_path: Path) -> None:
         cell = cell_row(prefill, decode, ("BHLNC", "BHLNC"))
         writer.write_cell(cell, request_rows(cell, Random(0)), [])
     writer.finish()
-    lines = {trace["name"]: trace["line"] for trace in spread_plots(load(tmp_path))[0]["data"]}
+    lines = {trace["name"]: trace["line"] for trace in spread_plots(load(tmp_path))[0].data}
     assert len(lines) == 12
     assert len({(line["color"], line["dash"]) for line in lines.values()}) == 12
     for prefill in (1, 2, 4):

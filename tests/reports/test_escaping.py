@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rayk.reports import ResultWriter, load, verdict_table
-from rayk.reports.text import markdown
+from rayk.reports.report import markdown
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
 
 EVIL = "a\\|b|<img src=x onerror=alert(1)></script><a href='javascript:alert(1)'>c</a>\x1b[2J\u202e"

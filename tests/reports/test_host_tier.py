@@ -10,7 +10,8 @@ import pytest
 
 from rayk.reports import ResultWriter, load
 from rayk.reports.host_tier import tier_plot, tier_rows
-from rayk.reports.html import render
+from rayk.reports.html import page_html
+from rayk.reports.run_page import run_page
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from tests.markers import thorough
 from tests.reports.browser import needs_chromium, probe
@@ -79,7 +80,7 @@ def test_shares_add_up_and_rates_are_of_loads(tmp_path: Path) -> None:
     assert (first["load_gb_per_s"], second["load_gb_per_s"]) == (None, pytest.approx(1.0))
     assert (second["num_swaps"], second["num_swaps_declined"]) == (2, 3)
     [plot] = tier_plot([first, second])
-    assert [sum(bar) for bar in zip(*(trace["x"] for trace in plot["data"]), strict=True)] == [100, 100]
+    assert [sum(bar) for bar in zip(*(trace["x"] for trace in plot.data), strict=True)] == [100, 100]
 
 
 def test_a_run_without_a_tier_has_no_section(tmp_path: Path) -> None:
@@ -88,9 +89,9 @@ def test_a_run_without_a_tier_has_no_section(tmp_path: Path) -> None:
     writer.write_cell(cell, told_rows(cell), [])
     writer.finish()
     assert tier_rows(load(tmp_path / "plain")) == []
-    assert "Host tier" not in render(load(tmp_path / "plain"))
+    assert "Host tier" not in page_html(run_page(load(tmp_path / "plain")))
     write(tmp_path / "tier")
-    text = render(load(tmp_path / "tier"))
+    text = page_html(run_page(load(tmp_path / "tier")))
     assert "<h2>Host tier</h2>" in text
     assert "the host tier was lost: it was killed" in text
 

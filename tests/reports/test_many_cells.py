@@ -11,8 +11,7 @@ import pytest
 from rayk.reports import ResultWriter, load
 from rayk.reports.paired import median_interval
 from rayk.reports.pending import FILE, read_pending
-from rayk.reports.report import write_html
-from rayk.reports.text import markdown
+from rayk.reports.report import markdown, write_html
 from rayk.types.errors import UserError
 from tests.markers import thorough
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows

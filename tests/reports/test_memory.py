@@ -10,7 +10,7 @@ import pytest
 
 from rayk.reports import ResultWriter, load
 from rayk.reports.memory import OWN, memory_rows, moved_text
-from rayk.reports.text import markdown
+from rayk.reports.report import markdown
 from tests.reports.synthetic import SPEC, cell_row
 from tests.reports.test_report_numbers import request_row, transfer_row
 
@@ -125,6 +125,6 @@ def test_markdown_has_what_the_first_cards_say(tmp_path: Path) -> None:
     assert any(line.startswith(f"git checkout {'c' * 40}") for line in lines)
     assert "### BHLNC → BHLNC: ms per request" in lines
     assert "| P 1 | 4.00 ms (too few for an interval) |" in lines
-    at = lines.index("## What limits this run")
+    at = lines.index("## What limits this run") + len(["", "a note"])
     assert lines[at + 2].startswith("| cell_id | limit | queue % | prefill % | ticket % |")
     assert lines[at + 4].startswith("| p1-d2-BHLNC-BHLNC | decode step | 1.0 | 18.0 | 1.0 |")

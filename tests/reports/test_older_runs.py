@@ -14,9 +14,10 @@ from rayk.reports.columns import FIELDS
 from rayk.reports.compare import compare_markdown, write_compare_html
 from rayk.reports.differences import KEYS
 from rayk.reports.files import TABLES
-from rayk.reports.html import render
+from rayk.reports.html import page_html
+from rayk.reports.report import markdown
+from rayk.reports.run_page import run_page
 from rayk.reports.table_files import write_csv
-from rayk.reports.text import markdown
 from rayk.reports.verdicts import verdict_table
 from tests.markers import one_per
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
@@ -70,7 +71,7 @@ def everything(result: Result) -> str:
     """All that `rayk report` can say of a run."""
     console = Console(width=400, quiet=True)
     console.print(verdict_table(result.cells))
-    return render(result) + markdown(result)
+    return page_html(run_page(result)) + markdown(result)
 
 
 def columns_that_may_lack() -> list[str]:

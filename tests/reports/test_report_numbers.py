@@ -327,8 +327,8 @@ def test_the_waterfall_has_every_request(run: Result) -> None:
 
 def test_curves_are_the_share_of_requests(run: Result) -> None:
     ttft, itl, e2e = spread_plots(run)
-    assert [plot["id"] for plot in (ttft, itl, e2e)] == ["spread-ttft", "spread-itl", "spread-e2e"]
-    equal = e2e["data"][1]
+    assert [plot.id for plot in (ttft, itl, e2e)] == ["spread-ttft", "spread-itl", "spread-e2e"]
+    equal = e2e.data[1]
     assert (equal["name"], equal["x"], equal["y"]) == ("P 2, D 2", [100.0, 200.0], [50.0, 100.0])
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from rayk.reports import ResultWriter, load
-from rayk.reports.report import write_html
+from rayk.reports.report import markdown, write_html
 from rayk.reports.staging import staging_records
-from rayk.reports.text import markdown
 from rayk.types.rows import TransferRow
 from tests.reports.synthetic import SPEC, cell_row
 

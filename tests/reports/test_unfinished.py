@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from rayk.cli.main import app
 from rayk.reports import ResultWriter, load
 from rayk.reports.answers import answers
-from rayk.reports.report import write_html
-from rayk.reports.text import markdown
+from rayk.reports.report import markdown, write_html
 from tests.reports.synthetic import SPEC, cell_row
 from tests.reports.synthetic_load import write_bench
 
