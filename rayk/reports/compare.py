@@ -280,5 +280,10 @@ def _cells(results: list[Result]) -> Section:
                 is_compared = name != names[0] and base == base and base and value == value
                 row[f"change {key}/{name}"] = f"{100 * (value / base - 1):+.0f}%" if is_compared else ""
         rows.append(row)
-    note = "Percentages are against the first run. Click a column's name to sort by it."
-    return Section(title="Cells", note=note, columns=columns, rows=rows)
+    return Section(
+        title="Cells",
+        note="Percentages are against the first run.",
+        hint="Click a column's name to sort by it.",
+        columns=columns,
+        rows=rows,
+    )

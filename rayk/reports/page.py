@@ -66,6 +66,8 @@ class Section:
     """Of a page whoever wants it opens it; Markdown leaves it out."""
     note: str = ""
     """A paragraph per line."""
+    hint: str = ""
+    """What can be done with it on a page, ends the note there."""
     words: Mapping[str, str] = field(default_factory=dict)
     """What names in the table mean."""
     grids: Sequence[Mapping[str, Any]] = ()

@@ -36,7 +36,7 @@ def run_page(result: Result) -> Page:
     started = str(environment.get("started", "")).replace("T", " ")[:16]
     parts = ["rayk experiment", str(name), _models(cells, spec), started]
     found = [
-        Section(title="Verdicts", note=VERDICTS, grids=verdict_grids(cells)),
+        Section(title="Verdicts", note=VERDICTS, hint=GRID_HINT, grids=verdict_grids(cells)),
         _pairs(result),
         _limits(result),
         Section(title="Requests, stage by stage", note=WATERFALL, waterfall=waterfall_data(result)),
@@ -49,7 +49,7 @@ def run_page(result: Result) -> Page:
             rows=memory.memory_rows(result),
         ),
         _cells(cells),
-        Section(title="Transfers", note=TRANSFERS, plots=transfer_plots(result)),
+        Section(title="Transfers", note=TRANSFERS, hint=MARK_HINT, plots=transfer_plots(result)),
         Section(
             title="Staging",
             note=STAGING,
@@ -76,8 +76,9 @@ def run_page(result: Result) -> Page:
 VERDICTS = (
     "P and D are the tensor-parallel (TP) sizes of the prefill and the decode engines; titles are the KV "
     "layouts of both, prefill → decode. Under a verdict: the rate of the cell's transfers, or where "
-    "nothing moved its median TTFT. Hover over or focus a cell for its reason and numbers."
+    "nothing moved its median TTFT."
 )
+GRID_HINT = "Hover over or focus a cell for its reason and numbers."
 PAIRS = (
     "Rows are the prefill engine's TP size, columns the decode engine's. Time: from the first post to the"
     " last byte of a request, all ranks together (of a push: what was left of it when the prompt was "
@@ -94,20 +95,21 @@ PARETO = (
     "TPOT). Up and to the right is better; the line joins the cells that no other beats in both."
 )
 CELLS = (
-    "Cells that failed come first, with their reasons. Click a column's name to sort by it. KV bytes were"
-    " compared between both sides by digest, of them KV wrong differ (none is told where another check "
-    "found KV wrong); KV waste is what a request of 4096 tokens holds and does not need. GB/s is the rate"
-    " of transfers, TTFT and TPOT are medians."
+    "Cells that failed come first, with their reasons. KV bytes were compared between both sides by "
+    "digest, of them KV wrong differ (none is told where another check found KV wrong); KV waste is what "
+    "a request of 4096 tokens holds and does not need. GB/s is the rate of transfers, TTFT and TPOT are "
+    "medians."
 )
+SORT_HINT = "Click a column's name to sort by it."
 FAST_PREFILL = (
     " Token-layers are tokens the prefill engine computed, summed over its layers; with fast prefill, the"
     " fast layers computed sampled tokens only."
 )
 TRANSFERS = (
     "One mark per request: all KV bytes that its decode engine got, over the time from the first post to "
-    "the last byte, all ranks together (10⁹ bytes per second). Point at one for its cell, and how many "
-    "descriptors were posted."
+    "the last byte, all ranks together (10⁹ bytes per second)."
 )
+MARK_HINT = "Point at one for its cell, and how many descriptors were posted."
 STAGING = (
     "Of each cell's transfers, how many went through a staging buffer instead of run by run, and what the"
     " cost model expects of the way that was taken and of the other one. Sums over the cell's transfers."
@@ -202,7 +204,9 @@ def _cells(cells: pd.DataFrame) -> Section:
     if (cells["expected_verdict"] != "PASS").any():
         columns.insert(2, Column("expected", "expected_verdict"))
     note = CELLS + (FAST_PREFILL if tells_fast_prefill(cells) else "")
-    return Section(title="Cells", note=note, columns=columns, rows=verdict_rows(gravest_first(cells)))
+    return Section(
+        title="Cells", note=note, hint=SORT_HINT, columns=columns, rows=verdict_rows(gravest_first(cells))
+    )
 
 
 def _latency(result: Result) -> Section:
