@@ -21,7 +21,6 @@ FILE_NAME = "profile_export_aiperf.json"
 
 
 def aiperf_json(export: CellExport) -> str:
-    """The file's text."""
     return json.dumps(aiperf_export(export), indent=2, default=_plain) + "\n"
 
 
@@ -140,7 +139,6 @@ def _errors(failed: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Of numpy's scalars and arrays."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return str(value)

@@ -19,7 +19,6 @@ NAMED = 3
 
 
 def answers(result: Result) -> list[Answer]:
-    """The four of the report."""
     cells = result.cells
     passed = bool(len(cells)) and bool(cells["met"].astype(bool).all())
     tone = "unmet" if not passed else "" if result.num_missing else "met"

@@ -48,7 +48,6 @@ FIELDS = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFE
 
 
 def request_record(row: RequestRow) -> dict[str, Any]:
-    """One row of requests.parquet."""
     times = row.token_times_ns
     gaps_ms = [(b - a) / NS_PER_MS for a, b in pairwise(times)]
     record: dict[str, Any] = {name: getattr(row, name) for name in REQUEST_FIELDS if hasattr(row, name)}
@@ -70,7 +69,6 @@ def request_record(row: RequestRow) -> dict[str, Any]:
 
 
 def _tops(tops: Sequence[Sequence[tuple[int, float]] | None] | None) -> list[Any] | None:
-    """Best tokens per position, as structs."""
     if tops is None:
         return None
     return [top and [{"token_id": token, "logprob": value} for token, value in top] for top in tops]

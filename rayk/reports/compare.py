@@ -100,19 +100,16 @@ def _count(count: int, noun: str) -> str:
 
 
 def write_compare_csv(results: list[Result], path: Path) -> Path:
-    """The rows of `compare` as CSV."""
     with atomic_path(path) as temporary:
         compare(results).to_csv(temporary, index=False)
     return path
 
 
 def compare_markdown(results: list[Result]) -> str:
-    """The comparison as GitHub Markdown."""
     return page_markdown(compare_page(results))
 
 
 def write_compare_html(results: list[Result], path: Path) -> Path:
-    """The comparison as one self-contained HTML file."""
     return write_page(compare_page(results), path)
 
 
@@ -166,7 +163,6 @@ def sections(results: list[Result]) -> list[TextTable]:
 
 
 def _environment_section(results: list[Result]) -> list[TextTable]:
-    """What the runs ran on, where they differ."""
     facts = [dict(flatten({k: r.environment.get(k) for k in FACTS})) for r in results]
     rows = []
     for key in dict.fromkeys(key for of_run in facts for key in of_run):
@@ -213,7 +209,6 @@ def _reason(results: list[Result], cell: str) -> str:
 
 
 def _runs(results: list[Result]) -> list[tuple[str, list[str]]]:
-    """Per run: its name, headline and where it comes from, and how it differs from the first."""
     found = []
     for i, (label, result) in enumerate(zip(labels(results), results, strict=True)):
         facts = (result.directory, result.environment.get("started"), result.environment.get("git_commit"))

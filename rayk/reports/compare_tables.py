@@ -80,7 +80,6 @@ ESTIMATES_NOTE = (
 
 
 def change_row(change: Change, run: str) -> list[str]:
-    """Texts of a change under HEAD."""
     if change.metric.is_count:
         ends = f"exact: {change.num_unlike} of {change.num_pairs} differ"
     elif change.low is None or change.high is None:
@@ -98,7 +97,6 @@ def _percent(ratio: float) -> str:
 
 
 def _tones(change: Change) -> list[str]:
-    """Colours of the columns after the first."""
     tone = TONES.get(change.verdict, "")
     return [""] * (len(HEAD) - 2) + [tone]
 

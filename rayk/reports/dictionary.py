@@ -63,7 +63,6 @@ def columns_text(width: int | None = None) -> str:
 
 
 def columns_markdown() -> str:
-    """A table per table."""
     lines = ["# Columns", ""]
     for title, fields in TABLES.values():
         texts = [[f"`{name}`", *rest] for name, *rest in rows(fields)]

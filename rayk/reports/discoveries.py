@@ -27,7 +27,6 @@ class Sample:
 
     @property
     def mean(self) -> float:
-        """Of the logarithms."""
         return float(np.mean(self.logs))
 
     @property
@@ -37,7 +36,6 @@ class Sample:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean."""
         own = float(np.var(self.logs, ddof=1)) / len(self.logs)
         return max(_LEAST_ERROR, math.sqrt(own + self.shared))
 

@@ -43,7 +43,6 @@ class CellExport:
 
     @property
     def version(self) -> str:
-        """Of the rayk that measured it."""
         return str((self.environment.get("packages") or {}).get("rayk") or "unknown")
 
     @property
@@ -67,7 +66,6 @@ class CellExport:
 
     @property
     def model(self) -> str:
-        """Its name, or its folder."""
         return str(self.cell.get("model") or self.setting("model") or "unknown")
 
     def output_tokens(self, rows: pd.DataFrame) -> pd.Series[float]:
@@ -124,7 +122,6 @@ def _is_null(value: Any) -> bool:
 
 
 def numbers(values: Sequence[Any] | pd.Series[Any]) -> list[float]:
-    """Those that are known."""
     return [float(v) for v in values if not _is_null(v)]
 
 
@@ -141,12 +138,10 @@ def statistics(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def without_nothing(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None."""
     return {key: value for key, value in record.items() if value is not None}
 
 
 def folder_name(cell_id: str) -> str:
-    """A cell's id as the name of a folder."""
     return re.sub(r"[^A-Za-z0-9._=,+-]+", "_", cell_id).strip("._") or "cell"
 
 

@@ -45,7 +45,6 @@ class Field:
 
 
 def kinds(fields: Iterable[Field]) -> dict[str, Any]:
-    """Name -> type, in order."""
     return {field.name: field.kind for field in fields}
 
 

@@ -55,14 +55,13 @@ class _Loader(yaml.SafeLoader):
     num_nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """One more."""
         self.num_nodes += 1
         if self.num_nodes > MAX_SPEC_ITEMS:
             raise ValueError(f"more than {MAX_SPEC_ITEMS:,} items")
         return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Left as it is."""
+        """Merge keys stay where they are: see the class."""
 
 
 def parse_spec(text: str, where: str = "spec.yaml") -> dict[str, Any]:

@@ -55,12 +55,10 @@ def page_html(page: Page) -> str:
 
 
 def _grids(section: Section) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """The grids by their heading."""
     return [(key, list(grids)) for key, grids in groupby(section.grids, lambda grid: grid.get("heading", ""))]
 
 
 def _table(section: Section) -> dict[str, Any] | None:
-    """Columns and rows of cells: text, sort key, class, chip, and what stands under it."""
     columns = [column for column in section.columns if not column.is_under_first]
     under = [column for column in section.columns if column.is_under_first]
     rows = []

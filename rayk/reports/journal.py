@@ -34,7 +34,6 @@ class Journal:
         os.write(self._handle, line.encode() + b"\n")
 
     def close(self) -> None:
-        """Give the file back."""
         os.close(self._handle)
 
 

@@ -29,13 +29,11 @@ ROLES = {"prefill": "prefill", "decode": "decode", "aggregated": "replica"}
 
 
 def llmd_yaml(export: CellExport) -> str:
-    """The file's text."""
     plain = json.loads(json.dumps(llmd_report(export), default=_plain))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110)
 
 
 def llmd_report(export: CellExport) -> dict[str, Any]:
-    """The object."""
     stack = None if export.is_load else _stack(export)
     own = {name: export.cell[name] for name in OWN if name in export.cell}
     return {
@@ -66,7 +64,6 @@ def _run(export: CellExport) -> dict[str, Any]:
 
 
 def _stack(export: CellExport) -> list[dict[str, Any]]:
-    """The engines of a run's cell."""
     if export.setting("mode") == "aggregated":
         return [_engines(export, "aggregated", "prefill")]
     return [_engines(export, side, side) for side in ("prefill", "decode")]
@@ -191,7 +188,6 @@ def _hash(config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Of numpy's scalars and arrays."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -37,7 +37,6 @@ SPREADS = ("ttft", "itl", "tpot", "e2e")
 
 
 def load_answers(result: Result) -> list[Answer]:
-    """The four of the report."""
     cells = result.cells
     return [
         Answer(
@@ -151,7 +150,6 @@ def time_text(result: Result) -> str:
 
 
 def needs_text(cells: pd.DataFrame) -> str:
-    """What the command needs."""
     models, urls = (", ".join(dict.fromkeys(map(str, cells[name]))) for name in ("model", "url"))
     return (
         f"It needs the server at {urls}, serving {models}. Arrivals, lengths and prompts come from the seed: "

@@ -121,7 +121,6 @@ def _estimate(cell: Mapping[Any, Any], name: str) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
@@ -157,12 +156,10 @@ def reasons(cells: pd.DataFrame) -> list[str]:
 
 
 def folded(text: str) -> str:
-    """Reasons one below the other."""
     return text.replace("; ", ";\n    ")
 
 
 def load_page(result: Result) -> Page:
-    """The report of a bench's folder."""
     cells = result.cells
     counts = cells["verdict"].value_counts().to_dict()
     tokens, rates = result.requests["num_output_tokens"].sum(), rate_rows(cells)

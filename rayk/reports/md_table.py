@@ -8,7 +8,6 @@ from rayk.reports.values import printable
 
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table of plain texts."""
     head, *body = ([escaped(text) for text in row] for row in (titles, *rows))
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
 

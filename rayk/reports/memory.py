@@ -38,7 +38,6 @@ OLDER = " An older rayk wrote this run: it does not tell what its own requests h
 
 
 def memory_note(result: Result) -> str:
-    """What the table's rows are."""
     return NOTE if any(row["what"] == OWN for row in memory_rows(result)) else NOTE + OLDER
 
 

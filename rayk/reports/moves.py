@@ -68,7 +68,6 @@ def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_rank(rows: pd.DataFrame) -> pd.DataFrame:
-    """KEYS, retries and rank_ms."""
     attempt = [*KEYS, "retries"]
     of_rank = rows.groupby([*attempt, "consumer_rank"], sort=False)
     spans = of_rank.agg(begin=("begin_ms", "min"), end=("end_ms", "max"), alone=("transfer_ms", "max"))

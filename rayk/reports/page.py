@@ -11,8 +11,6 @@ from rayk.reports.values import format_value
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A question and its answer."""
-
     question: str
     text: str
     is_answered: bool = True
@@ -42,8 +40,6 @@ class Plot:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
-
     title: str
     key: str
     spec: str = ""
@@ -88,8 +84,6 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A whole report."""
-
     eyebrow: str
     name: str = ""
     """Begins the window's title."""

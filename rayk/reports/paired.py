@@ -41,7 +41,6 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """E.g. `TTFT, ms`."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
@@ -132,7 +131,6 @@ class Paired:
 
     @property
     def ratios(self) -> pd.Series:
-        """other / base."""
         return self.pairs["other"] / self.pairs["base"]
 
 

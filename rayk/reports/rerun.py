@@ -75,7 +75,6 @@ def bench_commands(environment: Mapping[str, Any]) -> str:
 
 
 def _without_places(words: list[str]) -> list[str]:
-    """Without DROPPED."""
     kept, skip = [], False
     for word in words:
         option, equals, _ = word.partition("=")

@@ -117,7 +117,6 @@ STAGING = (
 
 
 def _models(cells: pd.DataFrame, spec: dict[str, Any]) -> str:
-    """The model, or all of them where it is an axis."""
     named = cells["model"] if "model" in cells else [spec.get("model", "")]
     return ", ".join(dict.fromkeys(map(str, named)))
 

@@ -102,7 +102,6 @@ def _label(prefill: int, decode: int) -> str:
 
 
 def _styles(sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[str, str]]:
-    """Label -> colour and dash."""
     prefills = sorted({prefill for prefill, decode in sizes if decode})
     decodes = sorted({decode for _, decode in sizes if decode})
     alone = [prefill for prefill, decode in sizes if not decode]
@@ -139,7 +138,6 @@ def curve(name: str, values: np.ndarray[Any, Any], colour: str, dash: str) -> di
 
 
 def spread_layout(metric: str, data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a figure of curves."""
     values = [value for trace in data for value in trace["x"] if value > 0] or [1.0]
     low, high = math.log10(min(values)), math.log10(max(values))
     room = 0.03 * max(high - low, 0.1)

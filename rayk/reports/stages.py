@@ -21,8 +21,6 @@ SLACK = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A stretch of a request's time."""
-
     name: str
     limit: str
     """Which of LIMITS it counts for."""

@@ -48,5 +48,4 @@ def staging_choices(cells: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFram
 
 
 def staging_records(cells: pd.DataFrame, transfers: pd.DataFrame) -> list[dict[Any, Any]]:
-    """The rows of `staging_choices`."""
     return staging_choices(cells, transfers).to_dict(orient="records")

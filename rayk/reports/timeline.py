@@ -69,7 +69,6 @@ def spans_of(request: dict[str, Any], *, is_push: bool = False) -> list[Span]:
 
 
 def write_timeline(result: Result, path: Path) -> Path:
-    """Write the trace of a run."""
     document = {
         "displayTimeUnit": "ms",
         "otherData": {"run": str(result.directory or ""), "writer": "rayk"},
@@ -123,12 +122,10 @@ class _Places:
         self.of_cells: Place = (1, 1)
 
     def of(self, process: str, index: int) -> Place:
-        """A request's row."""
         pid = self._pids[process]
         return pid, pid * self._stride + 1 + index
 
     def names(self) -> Iterator[dict[str, Any]]:
-        """Of processes and rows, and their order."""
         for name, pid in self._pids.items():
             yield from _named("process", (pid, pid), name, pid)
         yield from _named("thread", self.of_cells, "cells", 0)
@@ -215,7 +212,6 @@ def _transfers(table: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def _pushes(cells: pd.DataFrame) -> set[str]:
-    """Ids of the cells whose producers push."""
     if "transfer.mode" not in cells:
         return set()
     return set(cells.loc[cells["transfer.mode"] == "push", "cell_id"])
@@ -224,7 +220,6 @@ def _pushes(cells: pd.DataFrame) -> set[str]:
 def _event(
     name: str, category: str, start_ns: int, length_ns: int, place: Place, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """A span."""
     times = {"ph": "X", "dur": length_ns / 1e3}
     return _base(name, category, start_ns, place) | times | {"args": about}
 

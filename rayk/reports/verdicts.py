@@ -125,7 +125,6 @@ DROPPED_FIRST = (
 
 
 def verdict_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of the verdict table, with the tone of each."""
     records = told_wrong_bytes(cells).to_dict(orient="records")
     return [{**{str(k): v for k, v in record.items()}, "tone": tone(record)} for record in records]
 
