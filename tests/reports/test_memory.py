@@ -83,8 +83,8 @@ def test_own_requests_are_told_by_tp_size(tmp_path: Path) -> None:
     assert [r["used_percent"] for r in rows] == [pytest.approx(100 * 6 / 7), 50.0, 100.0]
     table = page[page.index("<h2>Where KV memory goes") : page.index("<h2>Cells")]
     assert "An older rayk" not in table
-    assert table.count("<td>own requests, mean</td>") == 2
-    assert table.count("<td>reference request</td>") == 1
+    assert table.count(">own requests, mean</td>") == 2
+    assert table.count(">reference request</td>") == 1
 
 
 def test_what_moved_beside_the_rows_of_tokens_is_told(tmp_path: Path) -> None:
