@@ -21,7 +21,6 @@ Targets on a CPU: 1 ms at TP 1, 3 ms at TP 2.
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import queue
 import socket
@@ -46,7 +45,7 @@ from rayk.types.request import Request, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 
 TARGET_US = {1: 1000.0, 2: 3000.0}
 PROMPT_TOKENS = 16
@@ -225,18 +224,16 @@ def _median_row(rows: list[dict[str, float]]) -> dict[str, float]:
     return {column: statistics.median(row[column] for row in rows) for column in rows[0]}
 
 
-def table(results: dict[Case, dict[str, float]]) -> str:
-    """Markdown, microseconds."""
-    lines = [
-        "| case | " + " | ".join(COLUMNS) + " | target | |",
-        "|---|" + "---:|" * (len(COLUMNS) + 1) + "---|",
-    ]
+def add_table(page: Page, results: dict[Case, dict[str, float]]) -> None:
+    """Microseconds."""
+    page.head("case", *COLUMNS, "target", "")
     for case, row in results.items():
         cells = [f"{row[column]:.0f}" if column in row else "-" for column in COLUMNS]
         target = TARGET_US[case.tp]
-        verdict = "met" if row["total"] < target else "MISSED"
-        lines.append(f"| {case.name} | {' | '.join(cells)} | {target:.0f} | {verdict} |")
-    return "\n".join(lines)
+        page.row(case.name, *cells, f"{target:.0f}", "met" if row["total"] < target else "MISSED")
+    titles = ("tp", "comm", "batch", *(f"{c.replace(' ', '_')}_us" for c in COLUMNS))
+    rows = results.items()
+    page.data(titles, ((c.tp, c.comm, c.batch, *(row.get(name, "") for name in COLUMNS)) for c, row in rows))
 
 
 def missed(results: dict[Case, dict[str, float]]) -> list[str]:
@@ -248,37 +245,21 @@ def missed(results: dict[Case, dict[str, float]]) -> list[str]:
     ]
 
 
-def write_results(results: dict[Case, dict[str, float]], out: Path) -> None:
-    """control_plane.md, and control_plane.csv in microseconds."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "control_plane.md").write_text(table(results) + "\n", encoding="utf-8")
-    with (out / "control_plane.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["tp", "comm", "batch", *(f"{c.replace(' ', '_')}_us" for c in COLUMNS)])
-        for case, row in results.items():
-            writer.writerow([case.tp, case.comm, case.batch, *(row.get(c, "") for c in COLUMNS)])
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Run every case; returns those that miss their target."""
+    model = options.model or write_checkpoint("qwen3", "checkpoints/bench-qwen3")
+    results = {}
+    for case in CASES:
+        results[case] = run_case(case, str(model), options.steps, options.repeats)
+        print(f"{case.name}: {results[case]['total']:.0f} us", file=sys.stderr)
+    add_table(page, results)
+    return missed(results)
 
 
 def main() -> int:
-    """Run every case and print the table; with --check, 1 when a target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, help="a checkpoint folder (default: a tiny qwen3)")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="also write Markdown and CSV here")
-    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
-    arguments = parser.parse_args()
-    model = arguments.model or write_checkpoint("qwen3", "checkpoints/bench-qwen3")
-    results = {}
-    for case in CASES:
-        results[case] = run_case(case, str(model), arguments.steps, arguments.repeats)
-        print(f"{case.name}: {results[case]['total']:.0f} us", file=sys.stderr)
-    print(table(results))
-    if arguments.out is not None:
-        write_results(results, arguments.out)
-    return ending(missed(results), check=arguments.check)
+    """Returns the exit status."""
+    model = {"type": Path, "help": "a checkpoint folder (default: a tiny qwen3)"}
+    return run(fill, __file__, title="What a step costs beside the model", steps=100, repeats=5, model=model)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import itertools
 import pickle
 import random
@@ -44,7 +43,7 @@ from rayk.sched.waiting_room import WaitingRoom
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 
 TARGET_US = 200.0
 MAX_GROWTH = 1.5
@@ -208,19 +207,16 @@ def growth(costs: dict[Case, Cost], case: Case) -> float:
     return costs[replace(case, num_running=RUNNING[-1])].median_us / costs[case].median_us
 
 
-def table(costs: dict[Case, Cost]) -> str:
-    """Markdown, microseconds: median (p99)."""
-    columns = [f"{num:,} running" for num in RUNNING]
-    lines = ["| policy | engines | prompt | " + " | ".join(columns) + " | growth | |"]
-    lines.append("|---|---:|---:|" + "---:|" * (len(RUNNING) + 1) + "---|")
+def add_table(page: Page, costs: dict[Case, Cost]) -> None:
+    """Microseconds: median (p99)."""
+    page.head("policy", "engines", "prompt", *(f"{num:,} running" for num in RUNNING), "growth", "")
     for case in (c for c in costs if c.num_running == RUNNING[0]):
         row = [costs[replace(case, num_running=num)] for num in RUNNING]
         cells = [f"{cost.median_us:.0f} ({cost.p99_us:.0f})" for cost in row]
-        by = growth(costs, case)
         is_met = not _missed(costs, case)
-        name = f"{case.policy} | {case.num_engines} | {case.num_prompt_tokens:,}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {by:.2f} | {'met' if is_met else 'MISSED'} |")
-    return "\n".join(lines)
+        name = (case.policy, case.num_engines, f"{case.num_prompt_tokens:,}")
+        page.row(*name, *cells, f"{growth(costs, case):.2f}", "met" if is_met else "MISSED")
+    page.say("")
 
 
 def missed(costs: dict[Case, Cost]) -> list[str]:
@@ -242,47 +238,9 @@ def _missed(costs: dict[Case, Cost], case: Case) -> list[str]:
     return found
 
 
-def front_table(num_rounds: int) -> str:
-    """Markdown, microseconds."""
-    lines = ["| prompt | keys | bytes to the coordinator |", "|---:|---:|---:|"]
-    for num in sorted((PROMPT_TOKENS, *OTHER_PROMPTS)):
-        took, num_bytes = time_front(num, num_rounds)
-        lines.append(f"| {num:,} | {took:.0f} | {num_bytes:,} |")
-    return "\n".join(lines)
-
-
-def room_table(num_rounds: int) -> str:
-    """Markdown, microseconds."""
-    lines = ["| waiting | leave + enter | enter + pop |", "|---:|---:|---:|"]
-    for num in RUNNING:
-        left, popped = time_room(num, num_rounds)
-        lines.append(f"| {num:,} | {left:.1f} | {popped:.1f} |")
-    return "\n".join(lines)
-
-
-def write_results(text: str, costs: dict[Case, Cost], out: Path) -> None:
-    """decision_cost.md, and decision_cost.csv in microseconds."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "decision_cost.md").write_text(text + "\n", encoding="utf-8")
-    with (out / "decision_cost.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["policy", "engines", "prompt_tokens", "running", "median_us", "p99_us"])
-        for case, cost in costs.items():
-            name = (case.policy, case.num_engines, case.num_prompt_tokens, case.num_running)
-            writer.writerow([*name, f"{cost.median_us:.2f}", f"{cost.p99_us:.2f}"])
-
-
-def main() -> int:
-    """Run every case and print the tables; with --check, 1 when a target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--decisions", type=int, default=400, help="per case and round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="also write Markdown and CSV here")
-    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
-    arguments = parser.parse_args()
-    sizes = arguments.decisions, arguments.rounds
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Run every case and add the tables, in microseconds; returns the rows that miss a target."""
+    sizes = options.decisions, options.rounds
     costs: dict[Case, Cost] = {}
     for policy, num in itertools.product(POLICIES, ENGINES):
         costs |= asyncio.run(time_cases([Case(policy, num, n) for n in RUNNING], *sizes))
@@ -290,12 +248,28 @@ def main() -> int:
     others: dict[Case, Cost] = {}
     for num in OTHER_PROMPTS:
         others |= asyncio.run(time_cases([Case("prefix_aware", 64, n, num) for n in RUNNING], *sizes))
-    parts = [table(costs), table(others), front_table(arguments.rounds), room_table(arguments.rounds)]
-    text = "\n\n".join(parts)
-    print(text)
-    if arguments.out is not None:
-        write_results(text, costs | others, arguments.out)
-    return ending(missed(costs) + missed(others), check=arguments.check)
+    add_table(page, costs)
+    add_table(page, others)
+    page.head("prompt", "keys", "bytes to the coordinator")
+    for num in sorted((PROMPT_TOKENS, *OTHER_PROMPTS)):
+        took, num_bytes = time_front(num, options.rounds)
+        page.row(f"{num:,}", f"{took:.0f}", f"{num_bytes:,}")
+    page.say("")
+    page.head("waiting", "leave + enter", "enter + pop")
+    for num in RUNNING:
+        left, popped = time_room(num, options.rounds)
+        page.row(f"{num:,}", f"{left:.1f}", f"{popped:.1f}")
+    titles = ("policy", "engines", "prompt_tokens", "running", "median_us", "p99_us")
+    measured = (costs | others).items()
+    names = [(c.policy, c.num_engines, c.num_prompt_tokens, c.num_running) for c, _ in measured]
+    times = [(f"{cost.median_us:.2f}", f"{cost.p99_us:.2f}") for _, cost in measured]
+    page.data(titles, [(*name, *took) for name, took in zip(names, times, strict=True)])
+    return missed(costs) + missed(others)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(fill, __file__, title="What a coordinator does for one request", decisions=400, rounds=5)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import multiprocessing
 import os
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ class Page:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
+        self._data: list[Sequence[object]] = []
 
     def say(self, *lines: str) -> None:
         """Add lines as they stand."""
@@ -45,6 +47,18 @@ class Page:
         self.head(*titles)
         for row in rows:
             self.row(*row)
+
+    def data(self, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Keep every measurement for a file of comma-separated values."""
+        self._data = [titles, *rows]
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write <name>.md, and <name>.csv where there are measurements to keep."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(self.text, encoding="utf-8")
+        if self._data:
+            with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows(self._data)
 
     @property
     def text(self) -> str:
@@ -74,6 +88,7 @@ def run(
         given = default if isinstance(default, dict) else {"type": type(default), "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **given)
     parser.add_argument("--check", action="store_true", help="exit status 1 when a limit is missed")
+    parser.add_argument("--out", type=Path, help="also write Markdown, and CSV if there is any, here")
     parser.add_argument("--record", action="store_true", help=f"write results/{path.stem}.md")
     asked = parser.parse_args()
     environment = collect_environment(command=sys.argv, load_at_start=os.getloadavg()[0])
@@ -82,6 +97,8 @@ def run(
     missed = measure(asked, page) or []
     environment["load_at_end"] = os.getloadavg()[0]
     page.say("", "Environment:", "", *(f"- {line}" for line in machine(environment)))
+    if asked.out is not None:
+        page.write(asked.out, path.stem)
     if asked.record:
         (RESULTS / f"{path.stem}.md").write_text(page.text, encoding="utf-8")
     return ending(missed, check=asked.check)

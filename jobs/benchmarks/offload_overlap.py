@@ -32,11 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import (  # noqa: E402
-    command_line,
-    ending,  # noqa: E402
-    machine,
-)
+from jobs.benchmarks.harness import command_line, ending, machine  # noqa: E402
 from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.forming import dissolve, form_engine, stop_loops  # noqa: E402
 from rayk.actors.launch import connect  # noqa: E402

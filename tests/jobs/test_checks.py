@@ -30,7 +30,7 @@ def test_missed_limits_are_told_and_fail_a_check(capsys: pytest.CaptureFixture[s
 
 def test_every_check_ends_here() -> None:
     """Those of the harness, and of the scripts that have options of their own."""
-    assert len(CHECKED) >= 9
+    assert len(CHECKED) >= 8
     for path in CHECKED:
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         assert any(isinstance(c.func, ast.Name) and c.func.id == "ending" for c in calls), path.name
@@ -62,6 +62,15 @@ def test_a_page_is_printed_and_recorded_with_what_ran_it(
     monkeypatch.setattr(sys, "argv", ["made.py", "--check"])
     assert harness.run(fill, "made.py", title="Made", rounds=5, name="x", cases=cases) == 1
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_goes_to_a_folder_has_every_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["made.py", "--out", str(tmp_path / "out")])
+    measured = [("a, b", 1.25), ("c", 2.0)]
+    assert harness.run(lambda _, page: page.data(("case", "ms"), measured), "made.py", title="Made") == 0
+    assert (tmp_path / "out" / "made.csv").read_text().splitlines() == ["case,ms", '"a, b",1.25', "c,2.0"]
+    lines = (tmp_path / "out" / "made.md").read_text().splitlines()
+    assert lines[2] == "    python jobs/benchmarks/made.py", "where results go changes nothing of them"
 
 
 def test_calls_take_turns_at_being_first_and_the_first_round_does_not_count() -> None:
