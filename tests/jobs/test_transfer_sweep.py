@@ -145,7 +145,7 @@ def test_short_texts_of_the_ceiling_stand_on_one_line(tmp_path: Path):
     classes = {
         html.unescape(text): kind for kind, text in re.findall(r'<td(?: class="(\w+)")?>([^<]+)</td>', page)
     }
-    assert [classes[text] for text in texts.values()] == ["short", "short", ""]
+    assert [classes[text] for text in texts.values()] == ["short", "short", "reason"]
     nowrap = re.search(r"([^}]*)\{ white-space: nowrap; \}\s*table.data th\[data-sort", page)
     assert nowrap is not None
     assert "td.short" in nowrap[1]

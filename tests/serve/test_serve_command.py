@@ -357,7 +357,11 @@ def see_all_engines_stop_for_a_client_that_goes(server: Server) -> None:
     ) as answer:
         lines = answer.iter_lines()  # kept: the connection ends with it
         assert next(lines).startswith(b"data: ")
-        until(lambda: all(e["num_running"] for e in server.engines().values()), "work for each engine")
+
+        def all_have_begun() -> bool:
+            return all(e["num_steps"] > before[name]["num_steps"] for name, e in server.engines().items())
+
+        until(all_have_begun, "work for each engine")
 
     def stopped() -> dict[str, dict[str, Any]] | None:
         engines = server.engines()

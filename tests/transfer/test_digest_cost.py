@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayk.kernels import digest as digest_module
 from rayk.kernels.digest import native, native_digest
-from rayk.transfer import verify
+from rayk.kv.caches import FieldView
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import WrongWord, compare_digests, compute_digests
 from tests.transfer.cluster import Shape, local_pair
@@ -136,8 +136,8 @@ def test_fields_of_unlike_memory_are_digested_apart() -> None:
     assert (words[0] != 0).all()
 
 
-def copied(field: verify.FieldView) -> verify.FieldView:
-    return verify.FieldView(field.name, field.view.contiguous(), field.units)
+def copied(field: FieldView) -> FieldView:
+    return FieldView(field.name, field.view.contiguous(), field.units)
 
 
 @pytest.mark.parametrize("block", [40, -1])

@@ -250,6 +250,6 @@ def test_memory_that_cannot_be_registered_is_the_machines_doing() -> None:
 
     nixl, agent._nixl = agent._nixl, Refusing()
     with pytest.raises(OSError, match="registering 64 bytes"):
-        agent.register(torch.zeros(64, dtype=torch.uint8))
+        agent.register(torch.zeros(64, dtype=torch.int8))
     agent._nixl = nixl
     agent.close()
